@@ -20,7 +20,7 @@ from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.options import Options, options_of, pairs, read_rules, request_field
 from ckptcore.planning.request import Request, Settings
-from ckptcore.utils.merged_url import merged_url
+from ckptcore.store.merged import source_url
 from ckptcore.utils.near_names import did_you_mean
 from ckptcore.utils.python_hints import speaking_python
 from ckptcore.utils.units import parse_size
@@ -76,7 +76,9 @@ def open(
         NotComplete: The save has not finished.
         DamagedCheckpoint: The metadata cannot be used.
     """
-    return inspect(_url_of(url), allow_incomplete, keep_quantized, weights)
+    return inspect(
+        _url_of(url, {"allow_incomplete": allow_incomplete}), allow_incomplete, keep_quantized, weights
+    )
 
 
 def check(
@@ -412,7 +414,7 @@ def plan(source: Several | Manifest, destination: Place, **options: Any) -> Comp
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
     manifest = source if isinstance(source, Manifest) else open(source)
-    return compose(_request(_url_of(source), destination, options), manifest)
+    return compose(_request(_url_of(source, options), destination, options), manifest)
 
 
 def prepare(
@@ -432,7 +434,7 @@ def prepare(
         DamagedCheckpoint: The checkpoint is incomplete.
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
-    return run_prepare(_request(_url_of(source), destination, options), settings)
+    return run_prepare(_request(_url_of(source, options), destination, options), settings)
 
 
 def execute(
@@ -499,7 +501,7 @@ def convert(
     Raises:
         CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
     """
-    request = _request(_url_of(source), destination, options)
+    request = _request(_url_of(source, options), destination, options)
     return run_all(request, settings, progress, _spelled(catalog))
 
 
@@ -507,12 +509,13 @@ def _request(source: str, destination: Place, options: dict[str, Any]) -> Reques
     return Request(source, os.fspath(destination), **_fields(options))
 
 
-def _url_of(source: Several | Manifest) -> str:
+def _url_of(source: Several | Manifest, options: Mapping[str, Any] | None = None) -> str:
     if isinstance(source, Manifest):
         return source.root
+    recover = any((options or {}).get(name) for name in ("recover", "allow_incomplete"))
     if isinstance(source, str | os.PathLike):
-        return merged_url(os.fspath(source))
-    return merged_url([os.fspath(folder) for folder in source])
+        return source_url(os.fspath(source), recover=recover)
+    return source_url([os.fspath(folder) for folder in source], recover=recover)
 
 
 _GLOBS = ("include", "exclude", "keep_object")

@@ -69,6 +69,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "nothing states how many parts there are, so a missing last part could not be seen",
         "add what states it, or accept what is there with --allow-incomplete",
     ),
+    "unproven-whole": (
+        "warning",
+        "a file of rank 0 is read as the complete save, as its writer makes it; nothing in it proves that",
+        "compare the shapes with the model's, or export it with --config",
+    ),
     "files-differ": (
         "error",
         "two folders of one source have a file of one name with different bytes",

@@ -29,7 +29,6 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
 from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
 from ckptcore.utils import terminal
-from ckptcore.utils.merged_url import merged_url
 
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ANSWER)
@@ -37,11 +36,12 @@ def inspect(src: Srcs, **given: Any) -> None:
     """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
     # Not through `convert`: what only writes is not imported.
     from ckptcore.formats import open_source, read_manifest
+    from ckptcore.store.merged import source_url
 
     options = Options.of(given)
     manifest = read_manifest(
         open_source(
-            merged_url(src),
+            source_url(src, recover=options.allow_incomplete),
             recover=options.allow_incomplete,
             keep_quantized=options.keep_quantized,
             weights=options.weights,
@@ -56,8 +56,10 @@ def inspect(src: Srcs, **given: Any) -> None:
 def validate(src: Srcs, level: Level = "coverage", **given: Any) -> None:
     """Check that a checkpoint is complete and correct. Exit code 1 if it is damaged."""
     from ckptcore.checking.examine import examine
+    from ckptcore.store.merged import source_url
 
-    options, as_json, url = Options.of(given), given["output"] is Output.JSON, merged_url(src)
+    options, as_json = Options.of(given), given["output"] is Output.JSON
+    url = source_url(src, recover=options.allow_incomplete)
     try:
         with show.progress() as progress:
             manifest, report = examine(
@@ -133,8 +135,9 @@ def fingerprint(src: Srcs, **given: Any) -> None:
     """
     from ckptcore.api import fingerprint as take
     from ckptcore.checking.examine import inspect as read
+    from ckptcore.store.merged import source_url
 
-    options, url = Options.of(given), merged_url(src)
+    options, url = Options.of(given), source_url(src)
     manifest = read(url, keep_quantized=options.keep_quantized, weights=options.weights)
     with show.progress() as progress:
         taken = take(

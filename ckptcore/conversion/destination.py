@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptcore.errors import DestinationExists, DestinationUnwritable, UsageError
+from ckptcore.formats.common.part_names import part_name
 from ckptcore.planning.hub_files import CONFIG, NONE
 from ckptcore.planning.request import Request
 from ckptcore.redaction import holds_credentials
@@ -163,6 +164,12 @@ def refuse_existing(request: Request) -> None:
         UsageError: As `require_place`.
     """
     require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
+    part = part_name(split_url(request.destination)[1]) if request.single is not None else None
+    if part is not None and part.count != 1 and not part.sole:
+        raise UsageError(
+            f"{request.destination} is named like one part of several: its readers would ask for the others",
+            hint="name it model.safetensors, for example",
+        )
     path = local_path(request.destination)
     if path is None:
         _refuse_objects(request)

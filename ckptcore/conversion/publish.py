@@ -491,7 +491,8 @@ def _read_back(
     Raises:
         OutputMismatch: It differs from the plan.
     """
-    source = Source(files, plan.target.single, files.list())
+    # The stored form is what was written.
+    source = Source(files, plan.target.single, files.list(), keep_quantized=True)
     form = by_name(plan.target.format)
     written = read_as(form, source)
     report = check(written, None, "coverage")

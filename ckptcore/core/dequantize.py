@@ -17,6 +17,14 @@ cut into boxes changes no bit.
 - ``mxfp4``: inputs blocks uint8 [..., G, 16], two 4-bit floats per byte, low nibble first; scales uint8
   [..., G]; out [..., 32 G] = value * 2 ** (scale - 127) in float32 (the same file,
   `_dequantize_tensor_mxfp4`; gpt-oss's ``*_blocks`` and ``*_scales``).
+- ``affine_block``: inputs weight int8 [R, C], scale and zero point [R / r, C / c]; params (r, c).
+  out[i, j] = (weight[i, j] - zero[i // r, j // c]) * scale[i // r, j // c] in float32 (torchao,
+  quantization/quant_primitives.py, `_dequantize_affine_no_dtype_check`).
+- ``flat_scaled``, ``flat_mapped``, ``flat_mapped_4bit``: states of torchao's optimizers, in which a run of
+  ``n`` elements in row-major order shares a scale [N / n]; params (n, *shape). Inputs: codes, scale, and the
+  values [256] or [16] that codes of 8 or 4 bits index. out.flat[i] = value(codes.flat[i]) * scale[i // n] in
+  float32; two codes of 4 bits are in a byte, the high one first (torchao/optim/quant_utils.py,
+  `dequant_with_qmap`; subclass_4bit.py and subclass_fp8.py, `dequantize`).
 - ``add_DTYPE``: one input of that dtype; params (c,). out = input + c, computed in float32 (float64 for
   float64) and rounded once to the dtype, like torch's ``weight + c``.
 """
@@ -24,6 +32,7 @@ cut into boxes changes no bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from ckptcore.core.box import Box
@@ -180,10 +189,126 @@ def _fill_fp4(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
             target.copy_(decoded[:, max(-at, 0) :][:, : target.shape[1]])
 
 
+def _affine_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    weight, scale, zero = inputs
+    if zero.shape != scale.shape or zero.dtype != "int8" or weight.dtype != "int8" or len(weight.shape) != 2:
+        return None
+    return _block_shape((weight, scale), params)
+
+
+def _fill_affine(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    weight, scale, zero = inputs
+    row, column = (first % size for first, size in zip(box.offset, params, strict=True))
+    of_column = torch.div(torch.arange(column, column + box.shape[1]), params[1], rounding_mode="floor")
+    out.copy_(weight)
+    for n in range(len(scale)):
+        begin, end = max(n * params[0] - row, 0), (n + 1) * params[0] - row
+        out[begin:end].sub_(zero[n].to(out.dtype)[of_column]).mul_(scale[n].to(out.dtype)[of_column])
+
+
+def _flat_span(box: Box, params: Shape, step: int) -> Box:
+    """Return the box of a flat input that has one element per ``step`` elements of the output."""
+    if 0 in box.shape:
+        return Box((0,), (0,))
+    first = _flat(box.offset, params[1:]) // step
+    last = _flat(tuple(e - 1 for e in box.end), params[1:]) // step
+    return Box((first,), (last + 1 - first,))
+
+
+def _flat(index: Shape, shape: Shape) -> int:
+    place = 0
+    for n, size in zip(index, shape, strict=True):
+        place = place * size + n
+    return place
+
+
+def _flat_shape(bits: int, values: int) -> Callable[[Sequence[TensorSpec], Shape], Shape | None]:
+    """Return the check of codes of some bits that index a table of values, or are values: 0."""
+
+    def shape_of(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+        codes, scale, *table = inputs
+        run, shape = params[0] if params else 0, params[1:]
+        if run < _RUN or prod(shape) % run or scale.shape != (prod(shape) // run,):
+            return None
+        if codes.shape != (shape if bits == 8 else (prod(shape) // 2,)) or (bits == 4 and prod(shape) % 2):
+            return None
+        if scale.dtype != "float32" or len(table) != bool(values):
+            return None
+        if not values:
+            return shape if _are_codes_and_factors(codes, scale) else None
+        is_table = (table[0].dtype, table[0].shape) == ("float32", (values,))
+        return shape if is_table and codes.dtype == "uint8" else None
+
+    return shape_of
+
+
+def _flat_needs(bits: int, values: int) -> Callable[[Box, Shape], tuple[Box, ...]]:
+    def needs(box: Box, params: Shape) -> tuple[Box, ...]:
+        codes = box if bits == 8 else _flat_span(box, params, 2)
+        table = (Box((0,), (values,)),) if values else ()
+        return codes, _flat_span(box, params, params[0]), *table
+
+    return needs
+
+
+def _flat_fill(bits: int, values: int) -> Callable[[Any, Box, Sequence[Any], Shape, Any], None]:
+    def fill(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+        codes, scale, *table = inputs
+        run, shape = params[0], params[1:]
+        lines, codes, width = out.view(-1), codes.reshape(-1), _contiguous(box, shape)
+        first, packed = (_flat_span(box, params, step).offset[0] for step in (run, 2))
+        for number, begin in enumerate(range(0, lines.numel(), width)):
+            index = _line_start(box, width, number)
+            start = _flat(index, shape)
+            for a in range(0, width, _LINE):
+                place = torch.arange(start + a, start + min(a + _LINE, width), device=out.device)
+                if bits == 8:
+                    code = codes[begin + a : begin + a + len(place)]
+                else:
+                    code = codes[place // 2 - packed] >> (4 * (1 - place % 2)).to(codes.dtype) & 15
+                part = table[0][code.to(torch.int64)] if values else code.to(out.dtype)
+                lines[begin + a : begin + a + len(place)] = part * scale[place // run - first]
+
+    return fill
+
+
+def _contiguous(box: Box, shape: Shape) -> int:
+    """Return how many elements of a box follow each other in the tensor: those of its last dims."""
+    width = 1
+    for extent, size in zip(reversed(box.shape), reversed(shape), strict=True):
+        width *= extent
+        if extent != size:
+            break
+    return max(width, 1)
+
+
+def _line_start(box: Box, width: int, number: int) -> Shape:
+    """Return the index of the first element of the ``number``-th line of ``width`` elements of a box."""
+    place, index = number * width, []
+    for offset, extent in zip(reversed(box.offset), reversed(box.shape), strict=True):
+        index.append(offset + place % extent)
+        place //= extent
+    return tuple(reversed(index))
+
+
+def _flat_function(title: str, bits: int, values: int) -> Function:
+    return Function(
+        title,
+        "float32",
+        _flat_shape(bits, values),
+        _flat_needs(bits, values),
+        # A scale has `_RUN` elements of the output or more. A box of some columns needs those of all between.
+        lambda dtypes: BY_NAME[dtypes[0]].itemsize + BY_NAME[dtypes[1]].itemsize,
+        _flat_fill(bits, values),
+    )
+
+
 def _fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
     out.copy_(inputs[0]).add_(params[0])
 
 
+_RUN = 64  # fewest elements that share a scale in a flat state
+_LINE = 1 << 14  # elements of it decoded per step, which keeps temporaries within 1 MiB
 ADDED = ("float16", "bfloat16", "float32", "float64")  # dtypes with an add_DTYPE function
 FUNCTIONS: dict[str, Function] = {
     "fp8_block": Function(
@@ -228,6 +353,17 @@ FUNCTIONS: dict[str, Function] = {
         lambda dtypes: GROUP // 2 + 1,
         _fill_fp4,
     ),
+    "affine_block": Function(
+        "weights less the zero point, times the scale of their block",
+        "float32",
+        _affine_shape,
+        lambda box, params: (*_block_needs(box, params), _block_needs(box, params)[1]),
+        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+        _fill_affine,
+    ),
+    "flat_scaled": _flat_function("values times the scale of their run", 8, 0),
+    "flat_mapped": _flat_function("values of 8-bit codes times the scale of their run", 8, 256),
+    "flat_mapped_4bit": _flat_function("values of 4-bit codes times the scale of their run", 4, 16),
     **{
         f"add_{dtype}": Function(
             "weights and a constant",

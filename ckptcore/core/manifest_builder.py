@@ -61,7 +61,7 @@ class Builder:
         self._count = meter()
         self.tensors: list[TensorSpec] = []
         self._unread: set[str] = set()
-        self._withdrawn: dict[str, Unread] = {}
+        self._withdrawn: dict[str, Unread | None] = {}
         self.blobs: list[Blob] = []
         self.findings: list[Finding] = _Findings(self._count)
         # Flat columns from the start: a row of Python objects each would take gigabytes at 10^6 rows.
@@ -252,10 +252,10 @@ class Builder:
         """Mark objects that were added before as tensors that cannot be read."""
         self.blobs = [replace(b, unread=why[b.key]) if b.key in why else b for b in self.blobs]
 
-    def withdraw(self, name: str, why: Unread) -> None:
+    def withdraw(self, name: str, why: Unread | None) -> None:
         """Mark a tensor, added before or later, as one that cannot be read because a part of it cannot.
 
-        The first reason counts, and none of its chunks is kept.
+        The first reason counts, and none of its chunks is kept. Without a reason, others are in its place.
         """
         self._count.keep(TENSOR + _CHAR * len(name), "a checkpoint's tensors")
         self._withdrawn.setdefault(name, why)
@@ -386,7 +386,8 @@ class Builder:
             owner, item, lo, shape = (np.cumsum(kept) - 1)[owner[rows]], item[rows], lo[rows], shape[rows]
             view = None if view is None else view[rows]
             for name, why in self._withdrawn.items():
-                self.unread(name, why)
+                if why is not None:
+                    self.unread(name, why)
         # Most readers add tensor by tensor: then nothing moves and nothing is copied.
         order = slice(None) if bool((np.diff(owner) >= 0).all()) else np.argsort(owner, kind="stable")
         counts = np.bincount(owner, minlength=len(tensors)).astype(np.int64)

@@ -49,6 +49,10 @@ class Named:
     kind: str
     value: Any
 
+    def in_messages(self) -> str:
+        """Return what a message calls it."""
+        return f"<{self.kind}>"
+
     def __str__(self) -> str:
         """Return the text of the plain form, which is what a key of this value is called in a name."""
         return str(restated(self.kind, self.value))
@@ -59,6 +63,10 @@ class Refused:
     """A value that was not built because its class is not on the allow-list."""
 
     name: str
+
+    def in_messages(self) -> str:
+        """Return what a message calls it."""
+        return f"<{self.name or 'a tensor'}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptcore.core.manifest import Chunks, Derived, Ints, Manifest, TensorSpec
+from ckptcore.core.manifest import Chunks, Derived, Ints, Manifest, TensorSpec, with_dims
 
 
 def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None = None) -> Manifest:
@@ -69,9 +69,11 @@ def derive(
         elif spec.fqn not in gone:
             tensors.append(spec)
             spans.append(row)
-    selected = replace(manifest, tensors=tuple(tensors), chunks=_chunks_of_rows(manifest.chunks, spans))
+    rank = max(len(t.shape) for t in tensors)  # a plan has the chunks of both in one table
+    chunks = _of_rank(_chunks_of_rows(manifest.chunks, spans), rank)
+    selected = replace(manifest, tensors=tuple(tensors), chunks=chunks)
     specs = tuple(manifest.tensors[t] for t in inputs)
-    return selected.deriving(nodes, specs, _chunks_of_rows(manifest.chunks, inputs))
+    return selected.deriving(nodes, specs, _of_rank(_chunks_of_rows(manifest.chunks, inputs), rank))
 
 
 def describe_derived(manifest: Manifest, tensor: int) -> str:
@@ -79,6 +81,16 @@ def describe_derived(manifest: Manifest, tensor: int) -> str:
     node = manifest.derived[tensor]
     assert manifest.inputs is not None  # a manifest with derived tensors has inputs
     return f"{node.fn} of {', '.join(manifest.inputs.tensors[i].fqn for i in node.inputs)}"
+
+
+def _of_rank(chunks: Chunks, rank: int) -> Chunks:
+    """Return the chunks with columns for ``rank`` dims: a computed tensor may have more than all inputs."""
+    if rank <= chunks.lo.shape[1]:
+        return chunks
+    view = None if chunks.view is None else with_dims(chunks.view, 2 + rank, 0)
+    return replace(
+        chunks, lo=with_dims(chunks.lo, rank, 0), shape=with_dims(chunks.shape, rank, 1), view=view
+    )
 
 
 def _chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:

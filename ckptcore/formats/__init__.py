@@ -78,6 +78,7 @@ from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
 from ckptcore.utils.memory import reusing_memory
 
+WRAPPED = ".tensor_class"  # what the object of a tensor that wraps others ends with
 # In the order of detection. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (
     DCP,
@@ -300,6 +301,10 @@ def read_as(format: Format, source: Source) -> Manifest:
     assert format.reader is not None  # the caller asks for a format that is read
     ledger = ByteLedger()
     manifest = format.reader.read(replace(source, store=Noting(source.store, ledger)))
+    if not source.keep_quantized and any(blob.key.endswith(WRAPPED) for blob in manifest.blobs):
+        from ckptcore.formats.common.torchao_tensors import with_values
+
+        manifest = with_values(manifest)
     above, opened = join_url(manifest.root, ""), join_url(source.store.url, "")
     if not above.startswith(opened):
         return manifest  # of a package that reads elsewhere
@@ -329,7 +334,8 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
 
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
     """Return the formats that find their own files in a source, without those that another refines."""
-    with passing():  # the format that is chosen reads the same bytes again
+    # The format that is chosen reads the same bytes again; several formats look at one header.
+    with metered(), passing():
         found = [(f, e) for f in registry().formats if f.reader and (e := f.detect(source)) is not None]
     general = {name for _, e in found for name in e.refines}
     return [(f, e) for f, e in found if f.name not in general]

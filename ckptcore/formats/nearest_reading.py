@@ -34,10 +34,12 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
     """
     if source.name is not None:
         return "", None
-    open_folders: list[str] = []
+    open_folders: list[tuple[str, str]] = []  # with a slash, and the format
     refused: tuple[str, UnsupportedFormat] | None = None
     for depth in range(1, _DEPTH + 1):
         for folder in _folders(source, depth):
+            if any(folder.startswith(above) for above, _ in open_folders):
+                continue  # it is part of one that opens
             try:
                 form, _ = detect(source.below(folder))
             except UnsupportedFormat as error:
@@ -45,17 +47,11 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
             except CkptError:
                 continue  # its own reading says what is wrong with it
             else:
-                open_folders.append(f"{folder}/ ({form.name})")
-        if open_folders or refused:
-            break
+                open_folders.append((f"{folder}/", form.name))
     if open_folders:
-        some = ", ".join(open_folders[:6]) + (
-            f" and {len(open_folders) - 6} more" if open_folders[6:] else ""
-        )
-        return (
-            f"; checkpoints are in {some}",
-            f"name one of them, such as {open_folders[-1].partition('/ (')[0]}",
-        )
+        some = ", ".join(f"{folder} ({form})" for folder, form in open_folders[:6])
+        more = f" and {len(open_folders) - 6} more" if open_folders[6:] else ""
+        return f"; checkpoints are in {some}{more}", f"name one of them, such as {open_folders[-1][0][:-1]}"
     if refused is not None:
         return f"; {refused[1].message}", refused[1].hint
     files = list(_files_that_open(source, detect))

@@ -37,7 +37,9 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
     ".compressed": (".weight_scale",),  # sparse and quantised, of compressed-tensors
     ".qweight": (".scales", ".qzeros"),  # GPTQ, AWQ
     "._data": ("._scale", "._shift"),  # quanto
-    "_qdata": ("_scale", "_zero_point"),  # torchao
+    "_qdata": ("_scale", "_zero_point"),  # torchao, and the next two where it pickled them
+    ".qdata": (".scale", ".zero_point"),
+    ".codes": (".scale", ".qmap"),
     ".state1": (".absmax1", ".qmap1"),  # optimizers of bitsandbytes
     ".state2": (".absmax2", ".qmap2"),
 }

@@ -191,6 +191,11 @@ def compose(
         request.serialization,
     )
     if not mapped.manifest.tensors and (manifest.tensors or not objects):
+        if not manifest.tensors:
+            raise UsageError(
+                "no tensor is left to write: the checkpoint has none that can be read",
+                hint="`ckptcore inspect SRC` shows what it has",
+            )
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     if not reshard:
         topology = None

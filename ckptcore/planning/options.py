@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_ar
 
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.merged_url import is_merged, merged_url
+from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.units import parse_size
 
 if TYPE_CHECKING:
@@ -247,11 +247,13 @@ class Options:
             destination: Path or URL of the output; None means ``SOURCE.consolidated``.
 
         Raises:
+            NotComplete: A pipeline stage that is named does not exist.
             UsageError: An option cannot be parsed, or options contradict each other.
         """
         from ckptcore.planning.request import Request
+        from ckptcore.store.merged import source_url
 
-        url = merged_url(source)
+        url = source_url(source, recover=self.allow_incomplete)
         if destination is None and is_merged(url):
             raise UsageError("a destination is needed: there are several sources")
         return Request(

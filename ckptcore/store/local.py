@@ -33,6 +33,7 @@ class LocalStore:
         self.url = str(root)
         self._root = root
         self._real = os.path.realpath(root)
+        self._linked: str | None = None  # the folder that this one is made of by links; "" without one
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
         weakref.finalize(self, close_all, self._open)  # a dropped store closes its files
@@ -227,8 +228,9 @@ class LocalStore:
         if not self._is_inside(real):
             raise UnsafeContent(
                 f"{full} is a link that leaves the checkpoint's folder",
-                hint=f"if the link is yours, name the folder that it leads to, {os.path.dirname(real)!r}; "
-                f"else {UnsafeContent.default_hint}",
+                hint=f"if the link is yours, name the folder that it leads to, {os.path.dirname(real)!r}, or "
+                "link every file of that folder under its name, and nothing else; "
+                f"otherwise {UnsafeContent.default_hint}",
             )
         try:
             # O_NONBLOCK: a FIFO in place of a file must not hang the reader.
@@ -241,13 +243,13 @@ class LocalStore:
         return fd
 
     def _is_inside(self, real: str) -> bool:
-        if real.startswith(self._real + os.sep) or self._real == os.sep:
+        if real.startswith(self._real + os.sep):
             return True
-        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs. The checkpoint may
-        # be a folder inside of a snapshot.
-        repository, found, inside = self._real.rpartition(f"{os.sep}snapshots{os.sep}")
-        blobs = os.path.join(repository, "blobs") + os.sep
-        return bool(found and inside) and real.startswith(blobs)
+        from ckptcore.store.linked_folder import is_inside, linked_folder
+
+        if self._linked is None:
+            self._linked = linked_folder(self._real) or ""
+        return is_inside(real, self._real) or (self._linked != "" and is_inside(real, self._linked))
 
 
 def close_all(descriptors: dict[str, int]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Never
 
 import numpy as np
 
-from ckptcore.errors import DamagedCheckpoint, SourceUnreadable, UsageError, finding
+from ckptcore.errors import DamagedCheckpoint, NotComplete, SourceUnreadable, UsageError, finding
 from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store, is_s3, open_source_store
 from ckptcore.store.ahead import ExpectedReads, ReadsAhead, StoreProof
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.place import first_overlap
-from ckptcore.utils.merged_url import roots_of, split_merged
+from ckptcore.utils.merged_url import merged_url, named_stages, roots_of, split_merged
 
 _Listings = tuple[dict[str, FileStatus] | None, ...]  # of each folder; None for one that does not exist
 
@@ -42,6 +42,36 @@ def open_merged(url: str, versions: Mapping[str, str | None] | None = None) -> M
         UsageError: The URL is wrong, or two of the folders overlap.
     """
     return (MergedAhead if any(map(is_s3, roots_of(url))) else MergedStore)(url, versions)
+
+
+def source_url(roots: str | Iterable[str], *, recover: bool = False) -> str:
+    """Return one URL for the folders of a source, as `merged_url` does.
+
+    A named pipeline stage is read in the folder that has it, where nothing shows that it was to be there.
+
+    Args:
+        roots: Paths or URLs.
+        recover: Whether a part may be missing.
+
+    Raises:
+        NotComplete: A named stage does not exist, or is empty.
+        UsageError: No folder is given, or one of them has no name.
+    """
+    roots = roots if isinstance(roots, str) else tuple(roots)
+    url = merged_url(roots)
+    for stage in () if recover else named_stages(roots):
+        store = open_source_store(stage)
+        try:
+            listing = _listing(store)
+        finally:
+            store.close()
+        if not listing:
+            raise NotComplete(
+                f"a folder of the source does not exist or is empty: {stage}",
+                hint="name the folders of the stages that were saved",
+                file=stage,
+            )
+    return url
 
 
 class MergedStore:

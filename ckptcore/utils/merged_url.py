@@ -43,18 +43,36 @@ def merged_url(roots: str | Iterable[str]) -> str:
         if inner or not named:
             return roots
         roots = named
+    each = _folders(roots)
+    if _are_stages(each):
+        each = {above or slash or "." for above, slash, _ in (one.rpartition("/") for one in each)}
+    if len(each) == 1:
+        return each.pop()
+    return f"{_SCHEME}[{','.join(sorted(map(_escaped, each)))}]"
+
+
+def named_stages(roots: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the folders of pipeline stages that `merged_url` replaces by the folders that have them.
+
+    >>> named_stages(["/step-3/pp1", "/step-3/pp0"]), named_stages(["/a", "/b"]), named_stages("/a/pp0")
+    (('/step-3/pp0', '/step-3/pp1'), (), ())
+    """
+    each = _folders(split_merged(roots)[0] or (roots,) if isinstance(roots, str) else roots)
+    return tuple(sorted(each)) if _are_stages(each) else ()
+
+
+def _folders(roots: Iterable[str]) -> set[str]:
     each: set[str] = set()
     for root in roots:
         for one in roots_of(root) or (root,):
             each.add(one if one.endswith("://") else one.rstrip("/") or one)
     if not each or "" in each:
         raise UsageError("a source is needed")
-    parts = [one.rpartition("/") for one in each]
-    if len(each) > 1 and all(stage_of(name) is not None for _, _, name in parts):
-        each = {above or slash or "." for above, slash, _ in parts}
-    if len(each) == 1:
-        return each.pop()
-    return f"{_SCHEME}[{','.join(sorted(map(_escaped, each)))}]"
+    return each
+
+
+def _are_stages(folders: set[str]) -> bool:
+    return len(folders) > 1 and all(stage_of(one.rpartition("/")[2]) is not None for one in folders)
 
 
 def split_merged(url: str) -> tuple[tuple[str, ...], str]:

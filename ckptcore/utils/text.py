@@ -68,6 +68,8 @@ class _Short(reprlib.Repr):
         return super().repr_str(redacted(x), level)
 
     def repr_instance(self, x: Any, level: int) -> str:
+        if hasattr(type(x), "in_messages"):  # what a value of a file is called in a message
+            return str(x.in_messages())
         # A dataclass's own repr recurses as deep as its fields.
         return f"{type(x).__name__}(...)" if is_dataclass(x) else super().repr_instance(x, level)
 

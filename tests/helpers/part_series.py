@@ -139,6 +139,16 @@ def torch_xla(folder: Path) -> list[str]:
     ]
 
 
+def composer(folder: Path) -> list[str]:
+    """Slices of Composer's ranks, which record how many there were, and the config of their model."""
+    record = {"huggingface": {"model": {"config": {"file_extension": ".json", "content": CONFIG}}}}
+    beside = {"metadata": {"world_size": N}, "integrations": record, "run_name": "llm"}
+    return [
+        write(folder / f"ep0-ba10-rank{r}.pt", {"state": {"model": part, **beside}, "rng": []})
+        for r, part in enumerate(sliced(model(), N))
+    ]
+
+
 # Series -> maker. The complete save is read, or refused: a part is never taken for it.
 SERIES: dict[str, Callable[[Path], list[str]]] = {
     "five digits": numbered("model-{n:05d}-of-{count:05d}.safetensors"),
@@ -179,7 +189,7 @@ SERIES: dict[str, Callable[[Path], list[str]]] = {
     "axes": ranked("model.tp{n}.pp0.pt"),
     "DeepSpeed": deepspeed,
     "GPT-NeoX": ranked("layer_00-model_{n:02d}-model_states.pt"),
-    "Composer's ranks": ranked("ep0-ba10-rank{n}.pt"),
+    "Composer's ranks": composer,
 }
 
 

@@ -30,6 +30,10 @@ class Call:
 
     __slots__ = ("build", "fields", "is_size", "name", "opens", "run")
 
+    def in_messages(self) -> str:
+        """Return what a message calls it."""
+        return f"<{self.name}>"
+
     def __init__(
         self,
         name: str,

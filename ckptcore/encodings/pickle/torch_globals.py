@@ -66,6 +66,10 @@ class StoredView:
     flags: int = 0
     attributes: Mapping[str, Any] | None = field(default=None, compare=False)
 
+    def in_messages(self) -> str:
+        """Return what a message calls it."""
+        return f"<a {self.dtype} tensor {list(self.shape)[:8]}>"
+
 
 class StoredStorage(RefusedTensor):
     """A storage that a pickle names. In the tree itself it is refused: its elements belong to no tensor.

@@ -49,6 +49,7 @@ _TEXTS = ("byteorder", "version", ".format_version", ".storage_alignment")
 _ID = ".data/serialization_id"
 ATTRIBUTES = "__attributes__"  # the object of attributes of tensors
 _EXCESS = "elements of storages that no tensor has"
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"  # only of_class takes it, and calls nothing
 _WITH_STATE = (b"_rebuild_parameter_with_state", b"_rebuild_from_type_v2")
 # Records whose content is read or checked, beside the storages.
 _CONSUMED = ("data.pkl", *_TEXTS, _ID)
@@ -200,7 +201,8 @@ def _require_known(seen: Any, refused: list[str], what: str) -> None:
     """
     odd = seen if isinstance(seen, RefusedTensor) else None
     package = f"{odd.name.partition('.')[0]}." if odd is not None and odd.foreign else "\0"
-    others = [name for name in refused if not name.startswith(package)]
+    wraps = {_WRAPPER} if odd is not None and odd.foreign else set()
+    others = [name for name in refused if name not in wraps and not name.startswith(package)]
     if others:
         raise UnsafeContent(
             f"cannot load {others[0]!r} for {what}: it is not on the allow-list", **{"global": others[0]}
@@ -212,7 +214,9 @@ def _require_known(seen: Any, refused: list[str], what: str) -> None:
 def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
     """Report whether a torch zip's pickle contains this text; False for anything but a complete torch zip."""
     try:
-        return text.encode() in _preamble(Archive(Window(read, length), what), what)[1]
+        archive = Archive(Window(read, length), what)
+        is_torch = "data.pkl" in archive.records and "constants.pkl" not in archive.records
+        return is_torch and text.encode() in archive.read("data.pkl")
     except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
         return False  # its reader will report what is wrong
 

@@ -17,10 +17,11 @@ from ckptcore.utils.late_pattern import late_pattern
 
 # (role, path pattern) of a file that marks a DCP folder, a complete file, or a rank's file.
 _FOLDER = r"(?:\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)$"
+_MODEL = "pytorch_model_fsdp"
 _PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("model", late_pattern(rf"^(?P<folder>pytorch_model_fsdp_(?P<number>\d+))/{_FOLDER}")),
-    ("model", late_pattern(r"^pytorch_model_fsdp(?:_(?P<number>\d+))?\.bin$")),
-    ("model", late_pattern(r"^pytorch_model_fsdp(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
+    ("model", late_pattern(rf"^(?P<folder>{_MODEL}_(?P<number>\d+))/{_FOLDER}")),
+    ("model", late_pattern(rf"^{_MODEL}(?:_(?P<number>\d+))?\.bin$")),
+    ("model", late_pattern(rf"^{_MODEL}(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
     ("optimizer", late_pattern(rf"^(?P<folder>optimizer_(?P<number>\d+))/{_FOLDER}")),
     ("optimizer", late_pattern(r"^optimizer(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
     ("optimizer", late_pattern(r"^optimizer(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
@@ -38,7 +39,7 @@ _STATES: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 _WRITER = late_pattern(
-    r"^(?:(?:pytorch_model_fsdp_|optimizer_)\d+/__(?=\d)|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank)(\d+)"
+    rf"^(?:(?:{_MODEL}_|optimizer_)\d+/__(?=\d)|(?:{_MODEL}|optimizer)(?:_\d+)?_rank)(\d+)"
 )
 
 
@@ -91,7 +92,8 @@ def has_model(source: Source) -> bool:
     """Return whether a folder has the file names of a model that Accelerate saved with FSDP."""
     if source.name is not None or ".metadata" in source.listing:
         return False
-    return any(role == "model" and rule.match(p) for role, rule in _PARTS for p in source.listing)
+    named = [p for p in source.listing if p.startswith(_MODEL)]
+    return bool(named) and any(role == "model" and rule.match(p) for role, rule in _PARTS for p in named)
 
 
 def _parts_by_name(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[SavedPart]:

@@ -3,19 +3,26 @@
 A part is never taken for the whole. What states the number of parts decides: the name (``N-of-M``, a world
 size), the content, ``params.json`` of Meta and Mistral, ``mapping`` in TensorRT-LLM's config.json, or the
 shapes of every weight against a Hugging Face config.json. Where nothing does, `unproven-parts` says so.
+
+Composer's rank 0 alone is its complete save, or one slice of a sharded one. Its own record states how many
+ranks there were (``state.metadata.world_size``), and the config of a model of the hub
+(``state.integrations.huggingface``). Where neither decides, the file is read, and `unproven-whole` says so.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from math import prod
 from typing import Any
 
+from ckptcore.core.manifest import Blob
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_names import PartName, absent_parts, series
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText
 
 Shape = tuple[int, ...]
@@ -29,6 +36,9 @@ _UNPROVEN = (
 )
 _NUMBERED = re.compile(r"^(.*?(?:^|\.)(?:layers?|blocks|h)\.)(\d{1,6})\.(.+)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+# Composer's state (composer/core/state.py, `State.state_dict`): of the job, and of the models that it wraps.
+_METADATA = re.compile(r"(?:^|\.)state\.metadata$")
+_INTEGRATIONS = re.compile(r"(?:^|\.)state\.integrations$")
 
 
 def part_findings(
@@ -37,6 +47,7 @@ def part_findings(
     shapes: Mapping[str, Shape],
     count: int | None = None,
     files: Mapping[str, str] | None = None,
+    blobs: Iterable[Blob] = (),
 ) -> list[Finding]:
     """Return findings about files that are read, and that their names call parts of several.
 
@@ -46,21 +57,36 @@ def part_findings(
         shapes: Shape of every tensor in them.
         count: How many parts there are according to the content.
         files: Tensor -> its file, where each holds tensors in full.
+        blobs: The plain values in the files.
     """
     findings: list[Finding] = []
+    blobs = tuple(blobs)
     for parts in series(paths).values():
         if len(parts[0].axes) == 1 and source.name is None:
-            findings += _of_series(source, parts, shapes, count)
+            findings += _of_series(source, parts, shapes, count, blobs)
         else:
             for part in parts:
-                findings += _of_one(source, part, shapes, count)
-    torn = torn_layer(files or {}) if len(paths) > 1 and not findings else None
-    if torn is not None and not is_complete_model(json_beside(source, "config.json"), shapes):
-        name, file = torn
-        message = f"{name} is in no file, and other layers have it: {file} may be of another save"
-        code = "missing-part" if source.recover else "unproven-parts"
-        findings.append(finding(code, "files", message, fqn=None, file=file, hint=_UNPROVEN))
+                findings += _of_one(source, part, shapes, count, blobs)
+    if len(paths) > 1 and not findings:
+        findings += unless_torn(source, files or {}, shapes)
     return findings
+
+
+def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the finding that a layer lacks a tensor, unless a config proves all of them.
+
+    Args:
+        source: The folder.
+        files: Tensor -> its file, of tensors that are in one file each.
+        shapes: Shape of every tensor.
+    """
+    torn = torn_layer(files)
+    if torn is None or is_complete_model(json_beside(source, "config.json"), shapes):
+        return []
+    name, file = torn
+    message = f"{name} is in no file, and other layers have it: {file} may be of another save"
+    code = "missing-part" if source.recover else "unproven-parts"
+    return [finding(code, "files", message, fqn=None, file=file, hint=_UNPROVEN)]
 
 
 def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
@@ -98,7 +124,11 @@ def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _of_series(
-    source: Source, parts: tuple[PartName, ...], shapes: Mapping[str, Shape], count: int | None
+    source: Source,
+    parts: tuple[PartName, ...],
+    shapes: Mapping[str, Shape],
+    count: int | None,
+    blobs: tuple[Blob, ...],
 ) -> list[Finding]:
     """Return findings about all parts of a folder's series with one number."""
     stated = _stated(source, parts[0], shapes, count)
@@ -115,10 +145,12 @@ def _of_series(
     if beyond:
         message = f"the number of {beyond[0]} exceeds its count"
         return [finding("mixed-saves", "files", message, file=beyond[0])]
-    return [] if stated is not None else unless_proven(source, parts, shapes)
+    return [] if stated is not None else unless_proven(source, parts, shapes, blobs)
 
 
-def _of_one(source: Source, part: PartName, shapes: Mapping[str, Shape], count: int | None) -> list[Finding]:
+def _of_one(
+    source: Source, part: PartName, shapes: Mapping[str, Shape], count: int | None, blobs: tuple[Blob, ...]
+) -> list[Finding]:
     """Return findings about a file that is read without the others of its series."""
     stated = _stated(source, part, shapes, count)
     if stated == 1:
@@ -130,24 +162,64 @@ def _of_one(source: Source, part: PartName, shapes: Mapping[str, Shape], count: 
     if not part.is_first:
         message = f"{part.path} is one of several parts by its name, and the first is not beside it"
         return [_missing(source, message, part.path)]
-    return unless_proven(source, (part,), shapes)
+    return unless_proven(source, (part,), shapes, blobs)
 
 
-def unless_proven(source: Source, parts: tuple[PartName, ...], shapes: Mapping[str, Shape]) -> list[Finding]:
+def unless_proven(
+    source: Source, parts: tuple[PartName, ...], shapes: Mapping[str, Shape], blobs: Iterable[Blob] = ()
+) -> list[Finding]:
     """Return the finding that a missing last part would not be seen, unless a config proves the shapes.
 
     Args:
         source: The folder or file.
         parts: All files of one kind that are read, at least one.
         shapes: Shape of every tensor in them.
+        blobs: The plain values in them.
     """
-    if (parts[0].sole and len(parts) == 1) or is_complete_model(json_beside(source, "config.json"), shapes):
+    ranks, config = recorded(blobs)
+    if is_complete_model(json_beside(source, "config.json"), shapes) or ranks == len(parts):
         return []
+    if len(parts) == 1 and (parts[0].sole or ranks is not None):
+        return _of_sole(source, parts[0], shapes, ranks, config)
+    if ranks is not None and len(parts) < ranks:
+        message = f"{ranks} ranks took part, and {len(parts)} files of them are there"
+        return [_missing(source, message, parts[0].path)]
     names = parts[0].path if len(parts) == 1 else f"{parts[0].path} and {len(parts) - 1} more"
     message = f"nothing states how many parts {names} belong to: a missing last one would not be seen"
     if source.recover:
         return [finding("missing-part", "files", message, file=parts[0].path)]
     return [finding("unproven-parts", "files", message, file=parts[0].path, hint=_UNPROVEN)]
+
+
+def _of_sole(
+    source: Source, part: PartName, shapes: Mapping[str, Shape], ranks: int | None, config: Mapping[str, Any]
+) -> list[Finding]:
+    """Return the finding about a file that may be the complete save, or the first part of one."""
+    if is_complete_model(config, shapes):
+        return []
+    if (name := lacking_tensor(config, shapes)) is not None:
+        of = ranks or "several"
+        message = f"{name} is not there, or cut, by the model's config: {part.path} is one part of {of}"
+        return [_missing(source, message, part.path)]
+    took = f", and {ranks} ranks took part" if ranks is not None else ""
+    message = f"nothing states whether {part.path} is the complete save or one part of it{took}"
+    return [finding("unproven-whole", "files", message, file=part.path)]
+
+
+def recorded(blobs: Iterable[Blob]) -> tuple[int | None, Mapping[str, Any]]:
+    """Return how many ranks took part, and the config of the model of the hub, by Composer's own record."""
+    ranks: int | None = None
+    config: Any = {}
+    for blob in blobs:
+        if type(blob.tree) is not dict:
+            continue
+        if _METADATA.search(blob.key) and type(blob.tree.get("world_size")) is int:
+            ranks = blob.tree["world_size"]
+        elif _INTEGRATIONS.search(blob.key):
+            config = blob.tree
+            for key in ("huggingface", "model", "config", "content"):
+                config = config.get(key) if isinstance(config, dict) else None
+    return ranks, config if isinstance(config, dict) else {}
 
 
 def _missing(source: Source, message: str, path: str, hint: str = _FIND) -> Finding:
@@ -190,32 +262,49 @@ def _of_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int | 
     return rows // cut if shapes.get("norm.weight") == (width,) else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Shapes by a config: outside of the layers, and of what tensor parallelism cuts in each of them."""
+
+    layers: int
+    outside: Mapping[str, Shape]
+    inside: Mapping[str, Shape]
+
+
+def _expected(config: Mapping[str, Any]) -> _Expected | None:
+    """Return the shapes that Llama and its relatives have by a config; None where it lacks a size."""
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    sizes = [config.get(k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")]
+    heads = config.get("num_attention_heads")
+    if any(type(n) is not int or n < 1 for n in (*sizes, heads)):
+        return None
+    vocabulary, width, inner, layers = (int(n) for n in sizes if n is not None)
+    head = config.get("head_dim") or width // int(heads or 1)
+    rows = int(heads or 1) * head if type(head) is int else 0
+    outside = {
+        "embed_tokens.weight": (vocabulary, width),
+        "norm.weight": (width,),
+        **({} if config.get("tie_word_embeddings") else {"lm_head.weight": (vocabulary, width)}),
+    }
+    inside = {
+        "self_attn.q_proj.weight": (rows, width),
+        "self_attn.o_proj.weight": (width, rows),
+        "mlp.down_proj.weight": (width, inner),
+        "mlp.up_proj.weight": (inner, width),
+    }
+    return _Expected(layers, outside, inside)
+
+
 def is_complete_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
     """Return whether tensors are a complete model by a Hugging Face config, none of them cut.
 
     It is proven for the names that Llama and its relatives share: each layer has the same tensors, those that
     tensor parallelism cuts have their full shapes, and what is before and behind the layers is there.
     """
-    text = config.get("text_config")
-    config = text if isinstance(text, dict) else config
-    sizes = [config.get(k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")]
-    heads = config.get("num_attention_heads")
-    if any(type(n) is not int or n < 1 for n in (*sizes, heads)):
+    expected = _expected(config)
+    if expected is None:
         return False
-    vocabulary, width, inner, layers = (int(n) for n in sizes if n is not None)
-    head = config.get("head_dim") or width // int(heads or 1)
-    rows = int(heads or 1) * head if type(head) is int else 0
-    ends = {
-        "embed_tokens.weight": (vocabulary, width),
-        "norm.weight": (width,),
-        **({} if config.get("tie_word_embeddings") else {"lm_head.weight": (vocabulary, width)}),
-    }
-    cut = {
-        "self_attn.q_proj.weight": (rows, width),
-        "self_attn.o_proj.weight": (width, rows),
-        "mlp.down_proj.weight": (width, inner),
-        "mlp.up_proj.weight": (inner, width),
-    }
     inside: dict[int, dict[str, Shape]] = {}
     outside: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -224,13 +313,37 @@ def is_complete_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
             inside.setdefault(int(found[1]), {})[found[2]] = shape
         else:
             outside[name] = shape
-    if inside.keys() != set(range(min(layers, len(inside) + 1))):
+    if inside.keys() != set(range(min(expected.layers, len(inside) + 1))):
         return False
     if any(one != inside[0] for one in inside.values()):
         return False
-    if any(inside[0].get(name) != shape for name, shape in cut.items()):
+    if any(inside[0].get(name) != shape for name, shape in expected.inside.items()):
         return False
-    return all(any(n.endswith(end) and s == shape for n, s in outside.items()) for end, shape in ends.items())
+    ends = expected.outside.items()
+    return all(any(n.endswith(end) and s == shape for n, s in outside.items()) for end, shape in ends)
+
+
+def lacking_tensor(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
+    """Return a weight that is smaller than a Hugging Face config states, or not there; None if there is none.
+
+    A flattened slice has fewer elements, one of a dim has fewer rows or columns, and a pipeline stage has
+    fewer layers.
+    """
+    expected = _expected(config)
+    if expected is None:
+        return None
+    full = {**expected.outside, **expected.inside}
+    sample = next(iter(expected.inside))
+    layers: dict[int, str] = {}
+    for name, shape in shapes.items():
+        of = next((shape for end, shape in full.items() if name.endswith(f".{end}")), None)
+        if of is not None and prod(shape) < prod(of):
+            return name
+        found = _LAYER.search(name)
+        if found and found[2] == sample:
+            layers[int(found[1])] = name
+    absent = next((n for n in range(expected.layers) if n not in layers), None)
+    return f"layers.{absent}.{sample}" if layers and absent is not None else None
 
 
 def _size(source: Source, path: str) -> int | None:

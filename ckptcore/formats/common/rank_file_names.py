@@ -8,8 +8,10 @@ Every rank writes one file of each kind, and only the name identifies it: verl's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field
+from functools import lru_cache
 
 from ckptcore.errors import AmbiguousModel
 from ckptcore.utils.dataclass import dataclass
@@ -69,8 +71,14 @@ class RankFiles:
 
 def is_rank_file(path: str) -> bool:
     """Return whether a name is that of one rank's file."""
-    found = _RANK.match(path)
-    return found is not None and "/" not in path and not _AXIS.search(found["stem"])
+    return "rank" in path and _rank_name(path) is not None
+
+
+@lru_cache(maxsize=1 << 14)  # folders of many saves have the same names, and several formats ask
+def _rank_name(path: str) -> re.Match[str] | None:
+    """Return the parts of the name of one rank's file; None for another name."""
+    found = _RANK.match(path) if "/" not in path else None
+    return None if found is None or _AXIS.search(found["stem"]) else found
 
 
 def _require_one_save(kinds: Mapping[tuple[str, int | None], Mapping[int, str]]) -> None:
@@ -107,8 +115,8 @@ def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
     """
     kinds: dict[tuple[str, int | None], dict[int, str]] = {}
     for path in sorted(listing):
-        found = _RANK.match(path)
-        if found is None or not is_rank_file(path):
+        found = _rank_name(path) if "rank" in path else None
+        if found is None:
             continue
         world = int(found["world"]) if found["world"] else None
         paths = kinds.setdefault((found["stem"], world), {})
@@ -127,4 +135,6 @@ def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
             worlds=worlds,
         )
     made = [RankFiles(s, w, dict(sorted(paths.items()))) for (s, w), paths in kinds.items()]
-    return tuple(sorted(made, key=lambda k: (not k.role.startswith("model"), "optim" in k.role, k.stem)))
+    if len(made) > 1:
+        made.sort(key=lambda kind: (not kind.role.startswith("model"), "optim" in kind.role, kind.stem))
+    return tuple(made)

@@ -63,15 +63,18 @@ def without_links(source: Source, paths: Iterable[str]) -> list[str]:
 
     An object store has no links: equal stamps mean equal content there, and both files are kept.
     """
-    ordered = sorted(paths, key=lambda path: (not any(map(str.isdigit, _stem(path))), natural(path)))
-    if source.store.local is None or len(ordered) < 2:
-        return ordered
-    files: dict[str, str] = {}
-    for path in ordered:
+    every = list(paths)
+    if source.store.local is None or len(every) < 2:
+        return every
+    files = {seen.identity for path in every if (seen := source.seen.get(path)) is not None}
+    if None not in files and len(files) == len(every):
+        return every
+    by_stamp: dict[str, str] = {}
+    for path in sorted(every, key=lambda path: (not any(map(str.isdigit, _stem(path))), natural(path))):
         seen = source.seen.get(path)
         stamp = source.store.stamp(path) if seen is None else seen.stamp  # with the inode
-        files.setdefault(path if stamp is None else stamp, path)
-    return sorted(files.values(), key=natural)
+        by_stamp.setdefault(path if stamp is None else stamp, path)
+    return sorted(by_stamp.values(), key=natural)
 
 
 def _stem(path: str) -> str:

@@ -13,35 +13,37 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec, Unread, dims_table
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.metadata_budget import passing
-from ckptcore.core.object_tree import Named, RefusedTensor
+from ckptcore.core.object_tree import Named
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.unpickler import Record
-from ckptcore.encodings.torchzip.reader import read_objects
-from ckptcore.errors import CkptError, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
+from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChunks, Numbers, Places, places
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import Readable, inner_path
-from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.distinct_values import among
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
+
+if TYPE_CHECKING:
+    from ckptcore.formats.dcp.wrapped_tensors import WrappedTensors
 
 DATA = late_pattern(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = late_pattern(r"^__(\d+)\.metadata$")
 _METADATA = (".metadata", ".metadata.tmp")
 _MAX_LISTED = 100  # findings of one kind
+_SMALL = 32 << 10  # bytes of a tensor whose wrapped form may be longer than itself
 _STRIDED = "torch.strided"  # DCP stores elements one after another
 _CODEC_NAMES = ("", "zstd")
 _CODEC_VERSION = "1"  # torch/distributed/checkpoint/_extension.py
@@ -96,15 +98,17 @@ def read_folder(
     _note_files(builder, source, names)
     add_blobs(builder, source.store, blobs, others, rules)
     found = builder.build(name, source.store.url, origin)  # without what cannot be read
-    paths = _paths(parsed).form([t.fqn for t in found.tensors], [b.key for b in found.blobs])
-    found = replace(found, origin=origin | {"paths": paths}) if paths else found
-    return replace(found, order=_saved_order(parsed, found))
+    paths = _paths(parsed, state.inner)
+    form = paths.form([t.fqn for t in found.tensors], [b.key for b in found.blobs])
+    found = replace(found, origin=origin | {"paths": form}) if form else found
+    return replace(found, order=_saved_order(parsed, found, state.inner))
 
 
-def _saved_order(parsed: Sequence[Metadata], found: Manifest) -> tuple[str, ...]:
+def _saved_order(parsed: Sequence[Metadata], found: Manifest, wrapped: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names in the order of the first planner's state dict; () if the tensors have that order.
 
     Planners assign replicated tensors to any of the ranks, which changes their position among the others.
+    Tensors that another one wraps have its position.
     """
     paths = parsed[0].paths
     if type(paths) is not dict:
@@ -113,22 +117,38 @@ def _saved_order(parsed: Sequence[Metadata], found: Manifest) -> tuple[str, ...]
     if all(spec.fqn in saved for spec in found.tensors):  # reads the paths once
         return ()
     names = {spec.fqn for spec in found.tensors}
-    return tuple(n for n in paths if type(n) is str and n in names)
+    inner: dict[str, list[str]] = {}
+    for name, outer in wrapped.items():
+        inner.setdefault(outer, []).append(name)
+    saved = (n for name in paths if type(name) is str for n in inner.get(name, [name]))
+    return tuple(n for n in saved if n in names)
 
 
-def _paths(parsed: Iterable[Metadata]) -> Paths:
-    """Return the path of each name in the saved tree, as far as the planners recorded it."""
+def _paths(parsed: Iterable[Metadata], wrapped: Mapping[str, str]) -> Paths:
+    """Return the path of each name in the saved tree, as far as the planners recorded it.
+
+    Args:
+        parsed: The metadata files.
+        wrapped: Name of a tensor or object -> that of the tensor in the saved tree that has it.
+    """
     found = Paths()
     for metadata in parsed:
         known = metadata.paths if type(metadata.paths) is dict else {}
         for name in metadata.tensors:
             if name in known and name not in found:
                 found.add(name, known[name])
+    for name, outer in wrapped.items():
+        if outer in found:
+            found.add(name, (*found[outer], name.removeprefix(f"{outer}.")))
     return found
 
 
 class _Columns:
-    """Collect the tensors and chunks of one or several metadata files in one builder."""
+    """Collect the tensors and chunks of one or several metadata files in one builder.
+
+    Attributes:
+        inner: Name of a tensor or object -> that of the tensor that wraps it, after `flush`.
+    """
 
     def __init__(
         self, builder: Builder, store: Readable, listing: Mapping[str, int], listed: Set[str]
@@ -148,6 +168,8 @@ class _Columns:
         self._naming = ""  # the current metadata file
         # Per metadata file: tensors, chunks, and places.
         self._rows: list[tuple[Ints, MetadataChunks, Ints]] = []
+        self._wrapped: WrappedTensors | None = None
+        self.inner: dict[str, str] = {}
 
     def add(self, metadata: Metadata) -> dict[str, Item]:
         """Add the tensors of one metadata file; return its byte items."""
@@ -312,20 +334,24 @@ class _Columns:
                 length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
             envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
             names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member & (tensor >= 0)).tolist()}
-            self._withdraw_wrapped(tensor, chunks, where, placed & ~member & (tensor >= 0))
+            self._read_wrapped(tensor, chunks, where, placed & ~member & (tensor >= 0))
             item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
             self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
+        if self._wrapped is not None:
+            self._wrapped.finish()
+            self.inner = self._wrapped.inner
         self._rows = []
         # It refers to this object, and the builder's columns would stay until garbage is collected.
         del self._files
 
-    def _withdraw_wrapped(
+    def _read_wrapped(
         self, tensor: Ints, chunks: MetadataChunks, where: Ints, zips: npt.NDArray[np.bool_]
     ) -> None:
-        """Mark tensors of which an item holds a tensor of a class, such as torchao's, as unreadable parts.
+        """Read tensors of which an item holds a tensor of a class, such as torchao's: those that it wraps.
 
         The metadata has the dtype and shape that such a tensor shows, and its item has other tensors: most
-        are shorter than what is listed. Any other short item is damage, which `check` reports.
+        are shorter than what is listed, and where one is, small items may be, too. Any other short item is
+        damage, which `check` reports.
         """
         builder = self._builder
         if not zips.any():
@@ -333,25 +359,43 @@ class _Columns:
         width = np.array([BY_NAME[t.dtype].itemsize for t in builder.tensors], np.float64)
         extent = np.where(np.arange(chunks.shape.shape[1]) < chunks.rank[:, None], chunks.shape, 1)
         nbytes = width[np.where(zips, tensor, 0)] * extent.astype(np.float64).prod(axis=1)
-        short = zips & (where[:, 3] == 0) & (where[:, 2] < nbytes)
-        sizes, paths = builder.file_sizes(), builder.file_names()
-        opened: set[int] = set()
-        for n in np.flatnonzero(short).tolist():
-            number, (file, start, length, _) = int(tensor[n]), where[n].tolist()
-            spec = builder.tensors[number]
-            if number in opened or start + length > (sizes[file] or 0):
-                continue
-            opened.add(number)
-            try:
-                with passing():
-                    content = FileRange(self._store, paths[file], start, length)
-                    value = read_objects(content, f"{spec.fqn} in {paths[file]}").tree
-            except CkptError:
-                continue
-            if isinstance(value, RefusedTensor):  # any other content is damage, or hostile
-                kind = value.what or value.name
-                why = Unread(f"its item in {paths[file]} is {kind}", spec.dtype, spec.shape, paths[file])
-                builder.withdraw(spec.fqn, why)
+        plain = zips & (where[:, 3] == 0)
+        short = plain & (where[:, 2] < nbytes)
+        if self._wrapped is None:
+            if not short.any():
+                return
+            from ckptcore.formats.dcp.wrapped_tensors import WrappedTensors
+
+            self._wrapped = WrappedTensors(builder, self._store)
+        wrapped = self._wrapped
+        wanted = short | np.isin(tensor, wrapped.tensors)
+        self._open_wrapped(wrapped, np.unique(tensor[wanted]), tensor, chunks, where, plain)
+        if wrapped.tensors:
+            small = np.unique(tensor[plain & (nbytes < _SMALL)])
+            small = small[~np.isin(small, tensor[wanted])]
+            self._open_wrapped(wrapped, small, tensor, chunks, where, plain)
+
+    @staticmethod
+    def _open_wrapped(
+        wrapped: WrappedTensors,
+        numbers: Ints,
+        tensor: Ints,
+        chunks: MetadataChunks,
+        where: Ints,
+        plain: npt.NDArray[np.bool_],
+    ) -> None:
+        """Open all items of some tensors, of each as long as they hold tensors of a class."""
+        if not len(numbers):
+            return
+        order = np.argsort(tensor, kind="stable")
+        first, end = (np.searchsorted(tensor[order], numbers, side) for side in ("left", "right"))
+        for number, a, b in zip(numbers.tolist(), first.tolist(), end.tolist(), strict=True):
+            for n in order[a:b].tolist():
+                rank, (file, start, length, _) = int(chunks.rank[n]), where[n].tolist()
+                box = Box(tuple(chunks.offset[n, :rank].tolist()), tuple(chunks.shape[n, :rank].tolist()))
+                if not plain[n] or not wrapped.add(number, box, (file, start, length)):
+                    wrapped.leave(number)
+                    break
 
     def _safetensors_files(self) -> dict[int, int]:
         """Return file -> size, for the files whose tensors are members of a safetensors blob.

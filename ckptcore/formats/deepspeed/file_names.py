@@ -68,6 +68,8 @@ def files_of(listing: Iterable[str]) -> CheckpointFiles:
         rows[key] = path
 
     for path in listing:
+        if not path.endswith(".pt"):
+            continue
         if m := MODEL.fullmatch(path):
             put(model, (int(m["dp"]) if m["dp"] else -1, int(m["mp"])), path)
         elif m := OPTIM.fullmatch(path):

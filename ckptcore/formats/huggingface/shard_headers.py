@@ -110,7 +110,7 @@ def name_numbers(path: str) -> tuple[int | None, int, int] | None:
 
 def is_shard(path: str) -> bool:
     """Return whether a name is that of one rank's shard."""
-    found = name_numbers(path)
+    found = name_numbers(path) if path.startswith("shard-") else None
     return found is not None and found[0] is not None
 
 

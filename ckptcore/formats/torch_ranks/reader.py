@@ -24,7 +24,7 @@ from ckptcore.encodings.limits import absent
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_names import part_name
-from ckptcore.formats.common.part_proof import unless_proven
+from ckptcore.formats.common.part_proof import unless_proven, unless_torn
 from ckptcore.formats.common.rank_file_names import RankFiles
 from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
@@ -70,7 +70,9 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
             builder.findings.append(_unproven_order(kind))
         elif not world:
             parts = tuple(part for path in kind.paths.values() if (part := part_name(path)) is not None)
-            builder.findings += unless_proven(source, parts, shapes)
+            builder.findings += unless_proven(source, parts, shapes, builder.blobs)
+    if not any(f.code in ("missing-rank", "unproven-parts", "missing-file") for f in builder.findings):
+        builder.findings += unless_torn(source, reader.files, shapes)
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths
@@ -83,12 +85,14 @@ class RankReader:
     Attributes:
         paths: Paths of the names in the ranks' trees.
         unproven: Kinds of files of which a missing one would not be noticed.
+        files: Tensor -> the only file that has it, in full.
     """
 
     def __init__(self, source: Source, builder: Builder) -> None:
         self._source, self._builder = source, builder
         self.paths = Paths()
         self.unproven: list[RankFiles] = []
+        self.files: dict[str, str] = {}
         self._at: dict[str, int] = {}  # FQN -> tensor
         self._names: dict[str, None] = {}  # in the order of the files
         self._params: dict[int, Params] = {}  # rank -> the model's parameters, equal ones shared
@@ -123,6 +127,7 @@ class RankReader:
             part.add(rank, content)
             self._names |= dict.fromkeys(content.names)
         part.finish(one_model=len(self._known) <= 1)
+        self.files |= part.alone
         if not part.repeated:
             self.unproven.append(files)
 
@@ -236,6 +241,12 @@ class _Part:
         """Return whether there are several ranks, and every plain tensor is in all of their files."""
         ranks = len(self._files.paths)
         return ranks > 1 and all(len(rows) == ranks for rows in self._plain.values())
+
+    @property
+    def alone(self) -> dict[str, str]:
+        """Return plain tensors that only one rank has, with its file."""
+        plain = self._plain.items()
+        return {name: self._files.paths[rows[0][0]] for name, rows in plain if len(rows) == 1}
 
     def finish(self, *, one_model: bool) -> None:
         """Add the values that must be compared first; ``one_model`` if all ranks have the same parameters."""

@@ -127,6 +127,8 @@ def read(source: Source) -> Manifest:
         UnsupportedFormat: A file has no state dict, or its tensors are shards, or of a class whose bytes
             are not plain.
     """
+    from ckptcore.encodings.pickle.wrapped_tensors import WRAPPED_TABLE
+
     names = files_of_model(source)
     builder = Builder()
     path = _index_of(source)
@@ -144,7 +146,8 @@ def read(source: Source) -> Manifest:
             builder.findings.append(finding(code, "files", f"{name} is missing", file=name))
             continue
         with passing() if len(names) > 1 else nullcontext():
-            objects = read_objects(FileRange(source.store, name, 0, source.listing[name]), name)
+            content = FileRange(source.store, name, 0, source.listing[name])
+            objects = read_objects(content, name, WRAPPED_TABLE)
         here, unread = _add_file(builder, source, name, objects, paths)
         twice = min(here & origin.keys(), default=None)
         if twice is not None:
@@ -155,7 +158,7 @@ def read(source: Source) -> Manifest:
             builder.findings += unlike_index(here | unread & listed[name], listed[name], name, path)
     if index is None or path is None:
         shapes = {t.fqn: t.shape for t in builder.tensors}
-        builder.findings += part_findings(source, names, shapes, stated, origin)
+        builder.findings += part_findings(source, names, shapes, stated, origin, builder.blobs)
     else:
         take_index(source, path, index, builder.tensors)
         builder.findings += unlike_total(builder, index, path)

@@ -16,9 +16,7 @@ from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import Finding
 from ckptcore.formats.common.part_names import absent_parts, part_name
 
-# Composer's rank 0 alone is what it saves unsharded: its file of slices has the same form.
-UNPROVABLE = {("Composer's ranks", "first alone")}
-CELLS = [(s, d) for s in SERIES for d in DAMAGES if (s, d) not in UNPROVABLE]
+CELLS = [(s, d) for s in SERIES for d in DAMAGES]
 # By default one damage a series, each damage for several; all of them in a soak.
 SHORT = [cell for n, cell in enumerate(CELLS) if n % (len(DAMAGES) + 1) == n // (len(DAMAGES) + 1) % 2]
 READ = (
@@ -161,7 +159,6 @@ SOLE_FILES = (
     "model-00001-of-00001.safetensors",
     "model-1-of-1.safetensors",
     "pytorch_model-00001-of-00001.bin",
-    "ep0-ba10-rank0.pt",
     "model_world_size_1_rank_0.pt",
     "model-7b.safetensors",
     "epoch-3.pt",
@@ -203,6 +200,32 @@ def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
     assert run(["validate", str(folder)]) == 0
     write(folder / "mp_rank_00_model_states.pt", {"module": model(), "mp_world_size": 1, "dp_world_size": 8})
     assert run(["validate", str(folder / "mp_rank_00_model_states.pt")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "layers", "code"),
+    [
+        (None, None, N, "unproven-whole"),
+        (1, None, N, None),
+        (8, None, N, "unproven-whole"),
+        (8, CONFIG, N, None),
+        (8, CONFIG, N - 1, "missing-file"),
+    ],
+)
+def test_rank_0_of_composer(
+    ranks: int | None, config: dict[str, object] | None, layers: int, code: str | None, tmp_path: Path
+) -> None:
+    """It is the complete save unless its own record states another: unsharded, rank 0 alone saves."""
+    state: dict[str, object] = {"model": {f"model.{n}": t for n, t in model(layers).items()}}
+    if ranks is not None:
+        state["metadata"] = {"world_size": ranks, "device": "gpu"}
+    if config is not None:
+        state["integrations"] = {"huggingface": {"model": {"config": {"content": config}}}}
+    write(tmp_path / "ep0-ba10-rank0.pt", {"state": state, "rng": []})
+    for source in (tmp_path, tmp_path / "ep0-ba10-rank0.pt"):
+        found = [f for f in findings(source) if f.severity != "info"]
+        assert {f.code for f in found} == ({code} if code else set()), source
+        assert (run(["validate", str(source)]) == 0) is (code != "missing-file")
 
 
 def test_nothing_states_the_number(tmp_path: Path) -> None:

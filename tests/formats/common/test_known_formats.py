@@ -20,6 +20,9 @@ FOLDERS = {
     "nanotron": ("checkpoint_metadata.json", "model_config.json", "model/a/model_weight.safetensors"),
     "tensorrt-llm": ("config.json", "rank0.safetensors", "rank1.safetensors"),
     "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
+    "torch-checkpointing": ("model_0.pt", "model_1.pt", "train_state_0.pt", "train_state_1.pt"),
+    "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
+    "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
     "meta-parallel": ("consolidated.00.pth", "consolidated.01.pth", "params.json"),
 }
 
@@ -49,6 +52,22 @@ def test_beside_a_model_they_do_not_count(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     assert ckptcore.open(str(tmp_path)).format == "safetensors"
+
+
+def test_an_item_of_one_rank(tmp_path: Path) -> None:
+    """Its shards look like complete tensors, and nothing in the file has their places."""
+    for name in ("model_0.safetensors", "model_1.safetensors"):
+        save_file({"w": torch.ones(2)}, tmp_path / name)
+    assert ckptcore.open(str(tmp_path / "model_0.safetensors")).tensors
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"world_size": 2}))
+    assert refused(tmp_path / "model_0.safetensors").values["format"] == "rank-alone"
+    assert refused(tmp_path).values["format"] == "torch-checkpointing"
+
+
+def test_a_model_beside_its_optimizer_is_of_one_rank(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model_0.pt")
+    torch.save({"state": {}}, tmp_path / "optimizer_0.pt")
+    assert ckptcore.open(str(tmp_path)).format == "torch_save"
 
 
 @pytest.mark.parametrize("protocol", range(6))

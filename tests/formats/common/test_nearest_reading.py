@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from odd_tensors import quantized
+from safetensors.torch import save_file
 
 import ckptcore
 from ckptcore.errors import CkptError, UnknownFormat, UnreadablePart, UnsupportedFormat
@@ -35,12 +36,15 @@ def test_folders_that_open_are_named(tmp_path: Path) -> None:
     for name in ("actor", "critic"):
         (tmp_path / name).mkdir()
         torch.save({"w": torch.ones(2)}, tmp_path / name / "model.pt")
+    (tmp_path / "steps" / "step-10").mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, tmp_path / "steps" / "step-10" / "model.safetensors")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.txt").write_text("")
     error = refusal(tmp_path)
     assert "actor/ (torch_save), critic/ (torch_save)" in error.message
+    assert "steps/step-10/ (safetensors)" in error.message
     assert "logs" not in error.message.split(";")[-1]
-    assert error.hint == "name one of them, such as critic"
+    assert error.hint == "name one of them, such as steps/step-10"
 
 
 @pytest.mark.parametrize(

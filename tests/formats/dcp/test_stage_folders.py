@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptcore
-from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch
+from ckptcore.cli.main import run
+from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete
 from ckptcore.operations.discover import discover
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -84,6 +85,26 @@ def test_the_folders_of_stages_as_sources(tmp_path: Path) -> None:
     assert holds(tmp_path / "b.safetensors")
     with pytest.raises(DamagedCheckpoint):
         ckptcore.convert(nodes[1:], str(tmp_path / "c.safetensors"))
+
+
+def test_a_named_stage_that_does_not_exist(tmp_path: Path) -> None:
+    """The folder that has the others is complete without it: nothing else would show that it was named."""
+    source = saved(tmp_path / "step-100")
+    (source / "pp8").mkdir()
+    for number in (8, 9):
+        named = [str(source / f"pp{n}") for n in (0, 1, 2, number)]
+        for arguments in (
+            ["validate", *named],
+            ["inspect", *named],
+            ["consolidate", *named, str(tmp_path / "o")],
+        ):
+            assert run(arguments) == NotComplete.exit_code, arguments
+        with pytest.raises(NotComplete, match=f"pp{number}"):
+            ckptcore.open(named)
+        with pytest.raises(NotComplete, match=f"pp{number}"):
+            ckptcore.convert(named, str(tmp_path / "o"))
+        assert ckptcore.check(ckptcore.open(named, allow_incomplete=True)).ok
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(("lost", "code"), [(0, "missing-file"), (1, "missing-file"), (2, "unproven-parts")])

@@ -318,9 +318,10 @@ def test_hard_links_of_the_source_are_never_replaced(word: str, tmp_path: Path) 
     assert tree(dst) == tree(source)
 
 
-def test_targets_of_a_link_farm_are_never_replaced(tmp_path: Path) -> None:
-    """A cache of models: links to files in a folder beside them."""
-    blobs, source = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+@pytest.mark.parametrize(("name", "view"), [("blobs", "snapshots/main"), ("step_10", "best")])
+def test_targets_of_a_link_farm_are_never_replaced(name: str, view: str, tmp_path: Path) -> None:
+    """A cache of models: links to files in a folder beside them; and a folder of links to another one's."""
+    blobs, source = tmp_path / name, tmp_path / view
     shutil.copytree(SAMPLE, blobs)
     source.mkdir(parents=True)
     for each in blobs.iterdir():

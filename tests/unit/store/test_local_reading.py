@@ -11,6 +11,7 @@ import pytest
 from ckptcore.errors import SourceUnreadable, UnsafeContent, UsageError
 from ckptcore.store import inner_path, local_path, open_store
 from ckptcore.store.file_status import YOUNG
+from ckptcore.store.linked_folder import linked_folder
 from ckptcore.store.local import LocalStore
 
 
@@ -78,6 +79,56 @@ def test_the_hub_s_cache_keeps_its_files_beside_the_snapshots(tmp_path: Path) ->
     assert store.read("model.safetensors", 0, 7) == b"weights"
     with pytest.raises(UnsafeContent):
         store.read("other", 0, 2)
+
+
+def linked(folder: Path, view: Path) -> None:
+    """Make a view of a folder, of links alone."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = view / path.relative_to(folder)
+            name.parent.mkdir(parents=True, exist_ok=True)
+            name.symlink_to(path)
+
+
+def test_a_folder_of_links_alone_is_the_folder_that_they_lead_to(tmp_path: Path) -> None:
+    step, view = tmp_path / "step_10", tmp_path / "view"
+    (step / "below").mkdir(parents=True)
+    (step / ".metadata").write_text("metadata")
+    (step / "below" / "data").write_text("values")
+    linked(step, view)
+    store = LocalStore(view)
+    assert store.list() == {".metadata": 8, "below/data": 6}
+    assert store.read("below/data", 0, 6) == b"values"
+    assert linked_folder(str(view)) == str(step)
+    assert linked_folder(str(step)) is None
+    assert linked_folder(str(tmp_path / "nothing")) is None
+
+
+@pytest.mark.parametrize("odd", ["a file", "another name", "two folders", "an outer link", "another's link"])
+def test_a_folder_with_anything_but_such_links_is_refused(odd: str, tmp_path: Path) -> None:
+    """Each of these lets who made the folder choose what is read from this machine."""
+    step, view = tmp_path / "step_10", tmp_path / "view"
+    step.mkdir()
+    (step / ".metadata").write_text("metadata")
+    (step / "data").write_text("values")
+    linked(step, view)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "secret").write_text("secret")
+    if odd == "a file":
+        (view / "config.json").write_text("{}")
+    elif odd == "another name":
+        (view / "named").symlink_to(step / "data")
+    elif odd == "two folders":
+        (view / "secret").symlink_to(tmp_path / "other" / "secret")
+    elif odd == "an outer link":
+        (step / "data").unlink()
+        (step / "data").symlink_to(tmp_path / "other" / "secret")
+    elif os.geteuid():
+        pytest.skip("only root gives a link to another user")
+    else:
+        os.chown(view / "data", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(UnsafeContent, match="leaves the checkpoint's folder"):
+        LocalStore(view).read("data", 0, 6)
 
 
 def test_what_is_no_file_does_not_hang_a_reader(tmp_path: Path) -> None:
