@@ -47,8 +47,10 @@ def _arguments() -> tuple[set[str], set[str], set[str]]:
     own = {name: p for f in functions for name, p in signature(f).parameters.items()}
     switches = {name for name, kind in kinds.items() if bool in (kind, *get_args(kind))}
     switches |= {name for name, parameter in own.items() if isinstance(parameter.default, bool)}
-    words = {word for kind in kinds.values() if get_origin(kind) is Literal for word in get_args(kind)}
-    return {*kinds, *own}, switches - {"catalog"}, words | {"stored", "none"}
+    literals = {
+        literal for kind in kinds.values() if get_origin(kind) is Literal for literal in get_args(kind)
+    }
+    return {*kinds, *own}, switches - {"catalog"}, literals | {"stored", "none"}
 
 
 # Of the functions of `ckptcore`: the command line calls those of this module, and prints its own options.

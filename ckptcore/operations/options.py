@@ -92,8 +92,8 @@ class RetireOptions:
     yes: Annotated[
         bool | None,
         Option(
-            "Set sources aside, from where `ckptcore catalog restore` brings them back. Without it, no source "
-            "is changed; with --dry-run, nothing is, whatever else is asked for.",
+            "Set sources aside, from where `ckptcore catalog restore` brings them back. Without it, no "
+            "source is changed; with --dry-run, nothing is, whatever else is asked for.",
             off="dry-run",
         ),
     ] = None

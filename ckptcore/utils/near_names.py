@@ -12,7 +12,7 @@ _POOL = 2_000  # names compared letter by letter: a million would take minutes
 
 
 def near_names(name: str, names: Iterable[str], most: int = 3) -> tuple[str, ...]:
-    """Return the names that somebody who wrote another one may have meant, the nearest first.
+    """Return the names that may have been meant by another one, the nearest first.
 
     First those that have or lack a prefix of it, then those that differ by some letters.
 

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # A command as a whole, or an option with what may be its value: quoted, a placeholder, or a word with a sign
-# that English words lack, or a prefix of names.
+# that English text lacks, or a prefix of names.
 _OPTION = re.compile(
     r"`[^`]*`|\bckptcore [a-z].*|--(?P<name>[a-z][a-z-]*[a-z])"
     r"(?P<value>[ =](?:'[^']*'|\"[^\"]*\"|[A-Z]+\b|[\w.*/-]*[\d=*_/](?:[\w.*=/-]|,(?=\w))*|[\w.]+\.(?!\w)))?"
@@ -25,7 +25,7 @@ _OPTION = re.compile(
 
 
 def in_python(
-    hint: str, names: Collection[str], switches: Collection[str] = (), words: Collection[str] = ()
+    hint: str, names: Collection[str], switches: Collection[str] = (), literals: Collection[str] = ()
 ) -> str:
     """Return a hint with keyword arguments instead of options.
 
@@ -33,13 +33,13 @@ def in_python(
         hint: The hint of an error.
         names: Of all arguments; another option is another program's.
         switches: Names of those that are True or False.
-        words: Values that some argument accepts by name, such as ``stored``.
+        literals: Values that some argument accepts by name, such as ``stored``.
 
     >>> in_python("choose another, or --overwrite", ["overwrite"], ["overwrite"])
     'choose another, or overwrite=True'
     >>> in_python("leave it out with --exclude 'optim.*', or hf download --local-dir DIR", ["exclude"])
     "leave it out with exclude='optim.*', or hf download --local-dir DIR"
-    >>> in_python("try --config FOLDER, or --names stored", ["config", "names"], words=["stored"])
+    >>> in_python("try --config FOLDER, or --names stored", ["config", "names"], literals=["stored"])
     "try config=FOLDER, or names='stored'"
     """
 
@@ -57,8 +57,8 @@ def in_python(
             return f"{name}={text}"
         return f"{name}='{text}'"
 
-    if words:  # quoted, they are values for certain
-        hint = re.sub(rf"(--[a-z-]+) ({'|'.join(map(re.escape, words))})\b", r"\1 '\2'", hint)
+    if literals:  # quoted, they are values for certain
+        hint = re.sub(rf"(--[a-z-]+) ({'|'.join(map(re.escape, literals))})\b", r"\1 '\2'", hint)
     return _OPTION.sub(keyword, hint)
 
 
@@ -67,7 +67,7 @@ def speaking_python(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator of functions whose errors name keyword arguments.
 
-    arguments: returns the names, switches and words of `in_python`, when they are needed.
+    arguments: returns the names, switches and literals of `in_python`, when they are needed.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

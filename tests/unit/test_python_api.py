@@ -39,9 +39,7 @@ def test_paths_are_taken_everywhere(source: Path, tmp_path: Path) -> None:
     assert ckptcore.read(manifest, "model.weight").shape == (3, 4)
 
 
-def test_a_conversion_is_recorded_unless_told_otherwise(
-    source: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_conversion_is_recorded_by_default(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
     ckptcore.convert(source, tmp_path / "one", catalog=False)
     assert not (tmp_path / "catalog.sqlite").exists()
