@@ -477,8 +477,13 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
     ),
     "fused-names": (
         "warning",
-        "parameters are fused as in the live model, not split as in hub files",
+        "parameters have names of the live model or of earlier versions, not those of hub files",
         "transformers 5 opens both; transformers 4 and other readers may initialise them randomly",
+    ),
+    "exact-names": (
+        "info",
+        "names were changed to those that save_pretrained of the model writes",
+        "keep the stored names with --names stored",
     ),
     "not-loadable": (
         "warning",

@@ -52,6 +52,7 @@ from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotCompl
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.naming.peft import adapter_config, find_adapter
 from ckptcore.naming.rename import Mapped
+from ckptcore.naming.worlds import HUB
 from ckptcore.planning.compose import digest_of_map
 from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.export_source import ExportRecord, ExportSource
@@ -129,7 +130,7 @@ def verify_export(
             raise
         mapped = UnmappedSource(str(error))
     if isinstance(mapped, UnmappedSource):
-        checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0]]
+        checks = [_unmapped_elements(export, mapped.reason), _check_names(export, source)[0]]
         checks.append(
             not_done(VALUES, mapped.reason)
             if record is None
@@ -139,7 +140,7 @@ def verify_export(
         seen: tuple[Seen, ...] = ()
     else:
         elements = _elements(export, mapped)
-        names, ties = _check_names(export)
+        names, ties = _check_names(export, source)
         values, finite, seen = _values(export, mapped, ties, settings, progress)
         checks = [elements, names, values, finite]
     if base is not None:
@@ -332,8 +333,11 @@ def _adapter_names(export: OpenExport, content: bytes) -> Check:
     return passed(NAMES, f"they fit {ADAPTER}")
 
 
-def _check_names(export: OpenExport) -> tuple[Check, Ties]:
-    """Return the check of names, and the model class's ties between tensors that are both stored."""
+def _check_names(export: OpenExport, source: ExportSource | None) -> tuple[Check, Ties]:
+    """Return the check of names, and the model class's ties between tensors that are both stored.
+
+    Names are exact, unless others were requested, or quantised weights were copied as they are stored.
+    """
     if export.config is None:
         if export.adapter is not None:
             return _adapter_names(export, export.adapter), ()
@@ -344,6 +348,8 @@ def _check_names(export: OpenExport) -> tuple[Check, Ties]:
         return failed(NAMES, [Problem("config.json", f"cannot be read: {error}")]), ()
     try:
         expected = check_names(export.config, export.shapes())
+        if not export.values.derived and (source is None or source.request.names == HUB):
+            expected.require_exact(renaming=False)
     except NameMismatch as error:
         problems = [
             Problem(str(name), text) for kind, text in _MISFITS.items() for name in error.values.get(kind, ())
@@ -354,7 +360,7 @@ def _check_names(export: OpenExport) -> tuple[Check, Ties]:
     unasked = [f for f in expected.warnings if f.code == "names-unchecked"]
     if unasked:
         return not_done(NAMES, f"{unasked[0].message}; {unasked[0].hint}"), ()
-    notes = "; ".join(f.message for f in expected.warnings)
+    notes = "; ".join(f.message for f in (*expected.warnings, *expected.kept_names()))
     there = export.stored.index
     ties = tuple((a, b) for a, b in expected.ties if a in there and b in there)
     return passed(NAMES, f"they fit{f': {notes}' if notes else ''}"), ties
@@ -365,6 +371,7 @@ _MISFITS = {
     "unexpected": "is not a name of the model",
     "shapes": "has another shape than the model",
     "broken": "cannot be assembled",
+    "inexact": "is not what save_pretrained of the model writes",
 }
 
 

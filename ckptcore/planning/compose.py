@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,12 @@ from ckptcore.naming.rename import (
     matches,
     remap,
     strip_wrappers,
+    with_names,
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.casts import find_casts
-from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names
+from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.left_out import left_out_findings, require_decided
@@ -77,6 +79,7 @@ from ckptcore.topology.rank_local_state import require_cut, without_bound
 from ckptcore.topology.stage_contents import StageContents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import reuse_memory, reusing_memory
+from ckptcore.utils.text import count, listed
 
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameMap
@@ -236,11 +239,17 @@ class MappedExport:
     model: ModelPart
 
 
-def map_export(request: Request, manifest: Manifest) -> MappedExport:
+def map_export(request: Request, manifest: Manifest, exported: Set[str] | None = None) -> MappedExport:
     """Map the tensors of an export from its source, as `compose` does.
 
-    Names and shapes are not compared with a config. Only ties of the request apply. The errors are those of
-    `compose`: the model part is incomplete, ambiguous, or cannot be mapped.
+    Names and shapes are not compared with a config, unless the export has others than the source gives. Only
+    ties of the request apply. The errors are those of `compose`: the model part is incomplete, ambiguous, or
+    cannot be mapped.
+
+    Args:
+        request: The export.
+        manifest: The source.
+        exported: Names of the tensors of the export, or None.
     """
     beside, adapter = _files_beside(request, manifest)
     require_complete(manifest, _selected(request, manifest, adapter), later=_BY_CONFIG)
@@ -251,6 +260,9 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
     free, unused = _without_unused(request, manifest)
     named = _named_tensors(request, free, model, beside.config)
     mapped = named.tied(free, request.tie)
+    if exported is not None and not exported <= {t.fqn for t in mapped.manifest.tensors}:
+        with suppress(NameMismatch):  # the names differ: the caller says which
+            mapped, _, _ = _checked_names(request, free, model, beside.config)
     mapped = replace(mapped, dropped=(*mapped.dropped, *(Dropped(name, rule) for name, rule in unused)))
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
@@ -410,6 +422,49 @@ def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> 
 def _checked_names(
     request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
 ) -> tuple[Mapped, list[Finding], NameMap | None]:
+    """Return the tensors under the names that the config's model is saved with.
+
+    An attribute that holds the model (``model.``, ``net.module.``) is in front of every name: it is removed
+    where the names are then exactly the model's.
+    """
+    try:
+        return _fitting_names(request, manifest, model, config)
+    except NameMismatch as error:
+        if config is None or model is None or request.names not in (HUB, LIVE):
+            raise
+        bare = _named_tensors(replace(request, names=STORED), manifest, model, config).bare
+        names = {t.fqn: t.shape for t in bare.manifest.tensors}
+        prefixes = [p for p in exact_prefixes(config, names) if p]
+        if not prefixes:
+            raise
+        wrapper = next((p for p in prefixes if all(name.startswith(p) for name in names)), "")
+        if not wrapper:
+            raise type(error)(error.message, hint=_part_hint(bare, prefixes), **error.values) from error
+        unwrapped = replace(request, rename=(*request.rename, (wrapper, "")))
+        mapped, warnings, naming = _fitting_names(unwrapped, manifest, model, config)
+        message = f"every name begins with {wrapper}, an attribute that holds the model; it is removed"
+        return mapped, [finding("exact-names", "coverage", message), *warnings], naming
+
+
+def _part_hint(bare: Mapped, prefixes: Sequence[str]) -> str:
+    """Return the option that names the model, where it is below one of several prefixes of bare names."""
+    names = [t.fqn for t in bare.manifest.tensors]
+    stored = {new: old for old, new in bare.renamed}
+    options = []
+    for prefix in prefixes:
+        first = next(name for name in names if name.startswith(prefix))
+        options.append(stored.get(first, first).removesuffix(first.removeprefix(prefix)))
+    beside = [name for name in names if not name.startswith(tuple(prefixes))]
+    others = f" (or {', '.join(options[1:4])})" if options[1:] else ""
+    return (
+        f"add --model-prefix {options[0]}{others}: the names below it are the model's"
+        f"{f'; outside of it, and left out: {listed(beside)}' if beside else ''}"
+    )
+
+
+def _fitting_names(
+    request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
+) -> tuple[Mapped, list[Finding], NameMap | None]:
     named = _named_tensors(request, manifest, model, config)
     mapped = named.tied(manifest, request.tie)
     found = named.found
@@ -420,12 +475,27 @@ def _checked_names(
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
     expected = check_names(config, shapes)
-    present = {t.fqn for t in mapped.manifest.tensors}
+    warnings += expected.warnings
+    exact: Mapping[str, str] = {}
+    if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
+        expected.require_exact(renaming=True)
+        exact = expected.names
+        if exact:
+            message = f"{count(len(exact), 'tensor')} called as {expected.model} saves it: {_first(exact)}"
+            warnings.append(finding("exact-names", "coverage", message))
+    else:
+        warnings += expected.kept_names()
+    present = {t.fqn for t in tensors}
     ties = [(a, b) for a, b in expected.ties if a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]
-    if ties != list(request.tie):
-        mapped = named.tied(manifest, ties)
-    return mapped, [*warnings, *expected.warnings], naming
+    if exact or ties != list(request.tie):
+        mapped = named.called(exact).tied(manifest, [(exact.get(a, a), exact.get(b, b)) for a, b in ties])
+    return mapped, warnings, naming
+
+
+def _first(names: Mapping[str, str]) -> str:
+    old, new = next(iter(names.items()))
+    return f"{old} is {new}"
 
 
 def _in_world(
@@ -491,17 +561,28 @@ class _Named:
         bare: The tensors, without ties.
         options: Arguments of `remap`.
         found: The tensors in another world of names; None if names stay.
+        renamed: The tensors under exact names; None if names stay.
     """
 
     bare: Mapped
     options: Mapping[str, Any]
     found: MappedNames | None
+    renamed: Mapped | None = None
 
     def tied(self, manifest: Manifest, tie: Sequence[tuple[str, str]]) -> Mapped:
         """Apply ties; manifest: the source."""
-        if self.found is not None:
-            return _tied(self.found.mapped, tie) if tie else self.found.mapped
+        mapped = self.found.mapped if self.found is not None else None
+        mapped = self.renamed if self.renamed is not None else mapped
+        if mapped is not None:
+            return _tied(mapped, tie) if tie else mapped
         return remap(manifest, **self.options, tie=tie) if tie else self.bare
+
+    def called(self, names: Mapping[str, str]) -> _Named:
+        """Rename tensors: name -> new name."""
+        if not names:
+            return self
+        mapped = self.found.mapped if self.found is not None else self.bare
+        return replace(self, renamed=with_names(mapped, names))
 
 
 def _named_tensors(

@@ -192,15 +192,23 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
 
     They are the hub's when loading and saving gives them again, a module's when saving and loading does;
     None where neither does. A step may find something in names that it has already made: only both ways
-    together tell.
+    together tell. Where a step finds something in a name that it is not meant for, transformers' loader takes
+    the parameter that has the name itself (`convert_and_load_state_dict_in_model`), and so do both ways.
     """
-    known = _sampled(names)
-    kinds = _kinds(known)
-    loaded = _loaded(family, known, refuse=False)
-    if _kinds(_saved(family, loaded)) == kinds:
+    sampled = _sampled(names)
+    kinds = _kinds(sampled)
+    saved_again = _kinds(_saved(family, _loaded(family, sampled, refuse=False)))
+    untouched = {name for name in sampled if not _kinds([name]) <= saved_again}
+    if untouched and untouched < sampled:
+        loaded = _loaded(family, sampled - untouched, refuse=False)
+        saved_again = _kinds(_saved(family, loaded | untouched))
+    if saved_again == kinds:
         return HUB
-    saved_and_loaded = _loaded(family, _saved(family, known), refuse=False)
-    return LIVE if _kinds(saved_and_loaded) == kinds else None
+    loaded_again: set[str] = set()
+    for name, loaded_as in live_names(family.steps, _saved(family, sampled), refuse=False).items():
+        parameters, itself = _kinds(loaded_as), _kinds([name])
+        loaded_again |= itself if itself <= kinds and not parameters <= kinds else parameters
+    return LIVE if loaded_again == kinds else None
 
 
 def _sampled(names: Iterable[str]) -> set[str]:

@@ -157,8 +157,11 @@ def test_a_tie_that_the_config_does_not_have(mixtral: Path, tmp_path: Path) -> N
 def test_fused_parameters_are_warned_of(mixtral: Path) -> None:
     config = folder_of(json.loads((mixtral / "hub/config.json").read_text()))
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig.from_pretrained(mixtral / "hub"))
-    (warning,) = check_names(config, small_models.live(model)).warnings
+    expected = check_names(config, small_models.live(model))
+    (warning,) = expected.kept_names()
     assert warning.code == "fused-names"
+    with pytest.raises(NameMismatch, match="not what save_pretrained of "):
+        expected.require_exact(renaming=True)
     assert "model.layers.0.mlp.experts.gate_up_proj" in warning.message
     assert check_names(config, small_models.saved(model)).warnings == ()
 
@@ -258,6 +261,12 @@ def attack(model_type: str, rng: random.Random, tries: int) -> None:
     model = small_models.build(model_type)
     names = small_models.saved(model)
     assert fits(small_models.live(model)), f"{model_type}: names of the model"
+    exact = compare(small_models.build(model_type), names)
+    if model_type not in NOT_REOPENED:
+        assert (exact.names, exact.inexact) == ({}, []), f"{model_type}: names as saved are exact"
+        inside = compare(small_models.build(model_type), {f"net.{n}": s for n, s in names.items()})
+        assert exact.prefixes[:1] == [""], f"{model_type}: as saved"
+        assert "net." in inside.prefixes, f"{model_type}: in an attribute"
     if model_type in NOT_REOPENED:
         assert not opens(small_models.build(model_type), names)
         return
