@@ -50,7 +50,7 @@ from ckptcore.naming.rename import (
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
-from ckptcore.planning.casts import find_casts
+from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
 from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
@@ -161,11 +161,12 @@ def compose(
     if model is not None:
         require_decided(request, manifest, model)
     free, bound = _without_unused(request, manifest)
-    naming: NameMap | None = None
     if adapter is None or model is None:
-        mapped, doubts, naming, beside = _fitted(request, free, model, beside)
+        fitted, beside = _fitted(request, free, model, beside)
     else:
-        mapped, beside, doubts = *_adapter_alone(request, free, model, adapter, beside), []
+        mapped, beside = _adapter_alone(request, free, model, adapter, beside)
+        fitted = _Fitted(mapped, float32=frozenset())
+    mapped, doubts, naming = fitted.mapped, fitted.findings, fitted.naming
     if by_config and (doubts or beside.config is None):  # the model class proves nothing
         require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings, *found, *unused_renames(request, manifest)]
@@ -176,7 +177,7 @@ def compose(
             *unopened(request, beside, [t.fqn for t in mapped.manifest.tensors]),
         ]
     require_zero(free, mapped.dropped)
-    cast = find_casts(request, manifest, mapped)
+    cast = find_casts(request, manifest, mapped, fitted.float32)
     warnings += cast.findings
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
@@ -256,17 +257,21 @@ def map_export(request: Request, manifest: Manifest, exported: Set[str] | None =
     model = find_model(manifest, request.model_prefix)
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
-        return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
+        return MappedExport(mapped, find_casts(request, manifest, mapped, frozenset()).dtypes, model)
     free, unused = _without_unused(request, manifest)
     named = _named_tensors(request, free, model, beside.config)
-    mapped = named.tied(free, request.tie)
-    if exported is not None and not exported <= {t.fqn for t in mapped.manifest.tensors}:
-        with suppress(NameMismatch):  # the names differ: the caller says which
-            mapped, _, _ = _checked_names(request, free, model, beside.config)
+    fitted = None
+    names = {t.fqn for t in named.tied(free, ()).manifest.tensors}
+    if half_dtype(request.dtype) or (exported is not None and not exported <= names):
+        with suppress(NameMismatch):  # names and shapes differ from the model's: the caller says which
+            fitted = _checked_names(request, free, model, beside.config, class_ties=False)
+    if fitted is None:
+        fitted = _Fitted(named.tied(free, request.tie))
+    mapped = fitted.mapped
     mapped = replace(mapped, dropped=(*mapped.dropped, *(Dropped(name, rule) for name, rule in unused)))
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
-    return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
+    return MappedExport(mapped, find_casts(request, manifest, mapped, fitted.float32).dtypes, model)
 
 
 def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
@@ -300,9 +305,26 @@ def _model_names(request: Request, manifest: Manifest) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """Tensors under the names of an output.
+
+    Attributes:
+        mapped: The tensors.
+        findings: About their names.
+        naming: How names were mapped, if they were.
+        float32: Names of those that stay in float32 in a cast to 16 bits; None if no model tells.
+    """
+
+    mapped: Mapped
+    findings: tuple[Finding, ...] = ()
+    naming: NameMap | None = None
+    float32: frozenset[str] | None = None
+
+
 def _fitted(
     request: Request, manifest: Manifest, model: ModelPart | None, beside: ModelFiles
-) -> tuple[Mapped, list[Finding], NameMap | None, ModelFiles]:
+) -> tuple[_Fitted, ModelFiles]:
     """Map names as the config requires.
 
     A config that was found, and not named, does not stop an export of a part (--include, --exclude). If it
@@ -310,7 +332,7 @@ def _fitted(
     """
     config = beside.config
     try:
-        return *_checked_names(request, manifest, model, config), beside
+        return _checked_names(request, manifest, model, config), beside
     except (NameMismatch, UsageError) as error:
         of_config = "missing" in error.values or error.message.startswith("--config ")
         if config is None or request.config is not None or not of_config:
@@ -325,9 +347,8 @@ def _fitted(
         message = f"what was asked for does not fit the config that was found, {config.url}: {error.message}"
         kept = [f for f in beside.findings if config.url not in f.message]
         left = finding("not-loadable", "files", message)
-        return *_checked_names(request, manifest, model, None), replace(
-            beside, config=None, findings=(*kept, left)
-        )
+        without = replace(beside, config=None, findings=(*kept, left))
+        return _checked_names(request, manifest, model, None), without
 
 
 def _adapter_alone(
@@ -420,15 +441,22 @@ def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> 
 
 
 def _checked_names(
-    request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
-) -> tuple[Mapped, list[Finding], NameMap | None]:
+    request: Request,
+    manifest: Manifest,
+    model: ModelPart | None,
+    config: ConfigFolder | None,
+    *,
+    class_ties: bool = True,
+) -> _Fitted:
     """Return the tensors under the names that the config's model is saved with.
 
     An attribute that holds the model (``model.``, ``net.module.``) is in front of every name: it is removed
     where the names are then exactly the model's.
+
+    class_ties: whether what the model class ties is tied, too, beside the ties of the request.
     """
     try:
-        return _fitting_names(request, manifest, model, config)
+        return _fitting_names(request, manifest, model, config, class_ties)
     except NameMismatch as error:
         if config is None or model is None or request.names not in (HUB, LIVE):
             raise
@@ -441,9 +469,9 @@ def _checked_names(
         if not wrapper:
             raise type(error)(error.message, hint=_part_hint(bare, prefixes), **error.values) from error
         unwrapped = replace(request, rename=(*request.rename, (wrapper, "")))
-        mapped, warnings, naming = _fitting_names(unwrapped, manifest, model, config)
+        fitted = _fitting_names(unwrapped, manifest, model, config, class_ties)
         message = f"every name begins with {wrapper}, an attribute that holds the model; it is removed"
-        return mapped, [finding("exact-names", "coverage", message), *warnings], naming
+        return replace(fitted, findings=(finding("exact-names", "coverage", message), *fitted.findings))
 
 
 def _part_hint(bare: Mapped, prefixes: Sequence[str]) -> str:
@@ -463,18 +491,24 @@ def _part_hint(bare: Mapped, prefixes: Sequence[str]) -> str:
 
 
 def _fitting_names(
-    request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
-) -> tuple[Mapped, list[Finding], NameMap | None]:
+    request: Request,
+    manifest: Manifest,
+    model: ModelPart | None,
+    config: ConfigFolder | None,
+    class_ties: bool,
+) -> _Fitted:
     named = _named_tensors(request, manifest, model, config)
-    mapped = named.tied(manifest, request.tie)
     found = named.found
     warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
     if config is None or model is None:
-        return mapped, warnings, naming
+        mapped = named.tied(manifest, request.tie)
+        return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request, naming, None, mapped))
+    names = {t.fqn for t in named.tied(manifest, ()).manifest.tensors}
+    mapped = named.tied(manifest, [tie for tie in request.tie if names.issuperset(tie)])
     tensors = mapped.manifest.tensors
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
-    expected = check_names(config, shapes)
+    expected = check_names(config, shapes, request.arch)
     warnings += expected.warnings
     exact: Mapping[str, str] = {}
     if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
@@ -486,11 +520,17 @@ def _fitting_names(
     else:
         warnings += expected.kept_names()
     present = {t.fqn for t in tensors}
-    ties = [(a, b) for a, b in expected.ties if a in present and b in present]
+    ties = [(a, b) for a, b in expected.ties if class_ties and a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]
-    if exact or ties != list(request.tie):
-        mapped = named.called(exact).tied(manifest, [(exact.get(a, a), exact.get(b, b)) for a, b in ties])
-    return mapped, warnings, naming
+    exact_ties = [(exact.get(a, a), exact.get(b, b)) for a, b in ties]
+    if exact or ties != list(request.tie) or len(names) - len(present) < len(ties):
+        mapped = named.called(exact).tied(manifest, exact_ties)
+    if expected.float32 is None:
+        float32 = frozen_float32(request, naming, config.form, mapped)
+    else:
+        in_float32 = expected.float32.get(half_dtype(request.dtype), ())
+        float32 = frozenset(exact.get(name, name) for name in in_float32)
+    return _Fitted(mapped, tuple(warnings), naming, float32)
 
 
 def _first(names: Mapping[str, str]) -> str:

@@ -8,7 +8,8 @@ work.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import field
 from functools import cached_property
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from typing import Any
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
 from ckptcore.planning.kept_answers import ask_once
+from ckptcore.planning.transformers_process import Answer
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.late_pattern import late_pattern
@@ -71,6 +73,8 @@ class Expected:
         names: Name -> what `save_pretrained` of the model calls that tensor, where it is another name.
         inexact: Names of tensors that it does not write.
         model: Name of the class, or "".
+        float32: bfloat16 and float16 -> names of tensors that stay in float32 in a model of that dtype; None
+            where no model was asked.
     """
 
     ties: tuple[tuple[str, str], ...]
@@ -78,6 +82,7 @@ class Expected:
     names: Mapping[str, str] = field(default_factory=dict)
     inexact: tuple[str, ...] = ()
     model: str = ""
+    float32: Mapping[str, Sequence[str]] | None = None
 
     def require_exact(self, *, renaming: bool) -> None:
         """Require the names that `save_pretrained` writes.
@@ -111,7 +116,9 @@ class Expected:
         return (finding("fused-names", "coverage", message),)
 
 
-def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None]) -> Expected:
+def check_names(
+    config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
+) -> Expected:
     """Compare names and shapes with the model of a config.
 
     The installed transformers' own loader decides, which renames, stacks and splits
@@ -122,6 +129,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
     Args:
         config: With config.json.
         found: Name -> shape; None for one that is unknown, and not compared.
+        arch: ``--arch``; of a config that names no class, it may be the class.
 
     Returns:
         Ties. A warning instead, without transformers, or for a model type that it does not know.
@@ -133,8 +141,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
     if find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
     require_possible(config.form, f"--config {config.url}", (s for s in found.values() if s is not None))
-    asked = {"config": config.form, "tensors": found}
-    answer = ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
+    answer = _ask_model(config, found, arch)
     if "rejected" in answer:
         raise UsageError(
             f"--config {config.url}: transformers builds no model from config.json: {answer['rejected']}",
@@ -165,7 +172,27 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
             broken=answer["broken"],
         )
     ties = tuple((a, b) for a, b in answer["ties"])
-    return Expected(ties, (), answer["names"], tuple(answer["inexact"]), answer["class"])
+    assumed = []
+    if answer.get("assumed"):
+        message = f"config.json names no class: the tensors are exactly those of {answer['class']}"
+        assumed.append(finding("assumed-class", "coverage", message))
+    return Expected(
+        ties, tuple(assumed), answer["names"], tuple(answer["inexact"]), answer["class"], answer["float32"]
+    )
+
+
+def _ask_model(
+    config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
+) -> Answer:
+    """Ask the model of a config; the dtype that the config names makes no other question."""
+    form = deepcopy(config.form)
+    for part in _with_nested(form):
+        for name in _DTYPES:
+            part.pop(name, None)
+    asked: dict[str, Any] = {"config": form, "tensors": found}
+    if not form.get("architectures") and arch.isidentifier() and not arch.islower():  # a class
+        asked["class"] = arch
+    return ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
 
 
 def exact_prefixes(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -183,9 +210,7 @@ def exact_prefixes(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -
     if find_spec("transformers") is None:
         return []
     require_possible(config.form, f"--config {config.url}", found.values())
-    asked = {"config": config.form, "tensors": found}
-    answer = ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
-    prefixes: list[str] = answer.get("prefixes", [])
+    prefixes: list[str] = _ask_model(config, found).get("prefixes", [])
     return prefixes
 
 
@@ -213,9 +238,7 @@ def check_adapted(config: ConfigFolder | None, sizes: Mapping[str, tuple[int, ..
     if find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'").warnings
     require_possible(config.form, f"--config {config.url}", sizes.values())
-    answer = ask_once(
-        "ckptcore.planning.meta_model", {"config": config.form, "tensors": asked}, seconds=_SECONDS
-    )
+    answer = _ask_model(config, asked)
     reason = next((answer[key] for key in ("rejected", "unknown", "error") if key in answer), None)
     if reason is not None:
         return _unchecked(reason, "open the result with peft").warnings

@@ -27,6 +27,9 @@ from typing import Any
 from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
+HALF = ("bfloat16", "float16")
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_JOINED = re.compile(r"(?:^|\.)model\.layers\.(\d{1,6})\.eh_proj\.weight$")
 _DIGITS = re.compile(r"(\d+)")
 _MOST_WRAPPERS = 6  # attributes around a model
 _IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # of transformers: tensors are taken one after the other
@@ -44,6 +47,7 @@ class ModelMismatch:
         ties: (name, name that shares its values) by the config, in the export's names.
         names: Name -> what `save_pretrained` calls that tensor, where it is another name.
         inexact: Names that `save_pretrained` does not write, of tensors that are none of those it writes.
+        float32: bfloat16 and float16 -> names of tensors that stay in float32 in a model of that dtype.
         prefixes: Of names that are, without it, exactly those of the files or of the model.
     """
 
@@ -54,6 +58,7 @@ class ModelMismatch:
     ties: list[tuple[str, str]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     inexact: list[str] = field(default_factory=list)
+    float32: dict[str, list[str]] = field(default_factory=dict)
     prefixes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,10 +126,11 @@ class _Comparison:
 
     def __init__(self, loading: Any, model: Any, found: Mapping[str, Shape | None], wanted: dict[str, Shape]):
         self._loading, self._model, self._wanted = loading, model, wanted
+        self._kept = {dtype: kept_in_float32(model, dtype) for dtype in HALF}
         own = _written(model)
         self._hub, self._saved = self._hub_shapes(model.state_dict()), {*self._hub_shapes(own)}
         self._prefixes = _prefixes(
-            found, _ignored(model, "unexpected"), ({*self._hub}, self._saved), ({*wanted}, {*own})
+            found, _ignored(model, "unexpected", found), ({*self._hub}, self._saved), ({*wanted}, {*own})
         )
         self._found = found = _filled(found, wanted | self._hub)
         self._routes = self._routes_of(found)
@@ -137,7 +143,7 @@ class _Comparison:
     def outcome(self) -> ModelMismatch:
         info = self._load()
         out = ModelMismatch()
-        skipped = _ignored(self._model, "unexpected")
+        skipped = _ignored(self._model, "unexpected", self._found)
         out.unexpected += [
             n for n, r in self._routes.items() if r.group not in self._wanted and not skipped(r.group)
         ]
@@ -161,6 +167,9 @@ class _Comparison:
         direct = {r.group: n for n, r in self._routes.items() if r.pattern is None}
         out.ties += [(direct[a], direct[b]) for a, b in ties if a in direct and b in direct]
         out.names, out.inexact = self._exact_names(ties)
+        out.float32 = {
+            d: [n for n, r in self._routes.items() if r.group in kept] for d, kept in self._kept.items()
+        }
         out.prefixes = self._prefixes
         return out
 
@@ -300,7 +309,7 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
     own = getattr(model, "_checkpoint_conversion_mapping", None) or None
     new = rename(list(found), own) if rename is not None else {n: n for n in found}
     ties = _ties(model, wanted)
-    skipped, may_lack = _ignored(model, "unexpected"), _ignored(model, "missing")
+    skipped, may_lack = _ignored(model, "unexpected", found), _ignored(model, "missing")
     stored = defaultdict(list)
     for name in found:
         stored[new.get(name, name)].append(name)
@@ -315,6 +324,30 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
         ],
         ties=[(stored[a][0], stored[b][0]) for a, b in ties if a in stored and b in stored],
     )
+
+
+def kept_in_float32(model: Any, dtype: str) -> set[str]:
+    """Return the parameters that `from_pretrained` loads in float32 though the model is asked for in a dtype.
+
+    They are those of the modules that the class lists, and what it creates in float32 whatever the default
+    (`_get_dtype_plan` and `convert_and_load_state_dict_in_model` of transformers 5).
+
+    Args:
+        model: On the meta device, built in bfloat16.
+        dtype: ``bfloat16`` or ``float16``.
+    """
+    import torch
+
+    patterns = list(model._keep_in_fp32_modules_strict or ())
+    patterns += list(model._keep_in_fp32_modules or ()) if dtype == "float16" else []
+    listed = [re.compile(p.replace("*", ".*")) for p in patterns]
+    return {
+        name
+        for name, tensor in model.state_dict().items()
+        if hasattr(tensor, "dtype")
+        and tensor.is_floating_point()
+        and (tensor.dtype != torch.bfloat16 or any(p.search(name) for p in listed))
+    }
 
 
 def _written(model: Any) -> dict[str, Any]:
@@ -392,8 +425,14 @@ def _without_tied(lacking: set[str], ties: Sequence[tuple[str, str]], *, both_wa
     return left
 
 
-def _ignored(model: Any, what: str) -> Callable[[str], bool]:
-    """Return whether transformers ignores a ``missing`` or ``unexpected`` name of this class."""
+def _ignored(model: Any, what: str, found: Iterable[str] = ()) -> Callable[[str], bool]:
+    """Return whether transformers ignores a ``missing`` or ``unexpected`` name of this class.
+
+    A layer behind the others is one of multi-token prediction if it joins two inputs (``eh_proj``, which is
+    every one's name of it); without that it is a layer that the config does not count.
+
+    found: names of the export, where unexpected ones are ignored.
+    """
     patterns = list(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or [])
     if (
         what == "unexpected"
@@ -405,7 +444,16 @@ def _ignored(model: Any, what: str) -> Callable[[str], bool]:
         patterns += [r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in buffers) else []
         patterns += _prediction_layers(model.config)
     compiled = [re.compile(p) for p in patterns]
-    return lambda name: any(p.search(name) for p in compiled)
+    predicting = {int(layer[1]) for name in found if (layer := _JOINED.search(name))}
+    layers = getattr(model.config, "num_hidden_layers", None)
+
+    def ignored(name: str) -> bool:
+        layer = _LAYER.match(name)
+        if layer and type(layers) is int and int(layer[1]) >= layers and int(layer[1]) not in predicting:
+            return False
+        return any(p.search(name) for p in compiled)
+
+    return ignored
 
 
 def _prediction_layers(config: Any) -> list[str]:

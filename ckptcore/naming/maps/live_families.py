@@ -60,6 +60,8 @@ class LiveFamilyForm(Form):
         base: What the base model is called in them.
         parts: In the order of loading.
         within: Place of a config inside the config -> its model type, where submodules depend on it.
+        float32: Patterns in names of parameters that stay in float32 in models of 16 bits.
+        float32_in_half: The same in models of float16 alone.
     """
 
     arch: str
@@ -67,6 +69,8 @@ class LiveFamilyForm(Form):
     base: str = ""
     parts: tuple[PartForm, ...] = ()
     within: dict[str, str] = Field(default_factory=dict)
+    float32: tuple[str, ...] = ()
+    float32_in_half: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,17 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
         parameters, itself = _kinds(loaded_as), _kinds([name])
         loaded_again |= itself if itself <= kinds and not parameters <= kinds else parameters
     return LIVE if loaded_again == kinds else None
+
+
+def float32_names(family: LiveFamily, names: Iterable[str], dtype: str) -> set[str]:
+    """Return the names, of files or of a module, of what stays in float32 in a model of a 16-bit dtype."""
+    form = family.form
+    patterns = [*form.float32, *(form.float32_in_half if dtype == "float16" else ())]
+    if not patterns:
+        return set()
+    listed = re.compile("|".join(f"(?:{p})" for p in patterns))
+    loaded = live_names(family.steps, names, refuse=False)
+    return {name for name, live in loaded.items() if listed.search(live[0])}
 
 
 def _sampled(names: Iterable[str]) -> set[str]:

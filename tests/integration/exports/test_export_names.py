@@ -230,6 +230,25 @@ def test_configs_that_describe_no_model(config: dict[str, Any]) -> None:
         check_names(folder_of(config), {"a": (1,)})
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_layer_too_many_is_no_prediction(joined: bool) -> None:
+    """What predicts another token joins two inputs; the last decoder layer of another config does not."""
+    model = small_models.build("deepseek_v3")
+    names = small_models.saved(model)
+    model.config.num_nextn_predict_layers = 1
+    last = model.config.num_hidden_layers
+    more = {
+        n.replace(f"layers.{last - 1}.", f"layers.{last}."): s
+        for n, s in names.items()
+        if f"layers.{last - 1}." in n
+    }
+    if joined:
+        more[f"model.layers.{last}.eh_proj.weight"] = (4, 8)
+    found = compare(model, names | more)
+    assert found.unexpected == ([] if joined else [*more])
+    assert found.missing == []
+
+
 @pytest.mark.parametrize("model_type", SOME)
 def test_one_tensor_more_or_less(model_type: str) -> None:
     attack(model_type, random.Random(model_type), 3)
