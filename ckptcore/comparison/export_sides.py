@@ -160,4 +160,4 @@ def _with_recorded_ties(
         ties = tuple(dict(useful(expected) + ties).items())
     if not ties:
         return mapped
-    return map_export(replace(request, tie=(*request.tie, *ties)), manifest)
+    return map_export(replace(request, tie=(*request.tie, *ties)), manifest, there.keys())
