@@ -55,6 +55,7 @@ from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_n
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.left_out import left_out_findings, require_decided
+from ckptcore.planning.loader_names import require_loaded_names
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import (
     ModelFiles,
@@ -194,6 +195,8 @@ def compose(
         request.sharding,
         request.serialization,
     )
+    config = None if beside.config is None else beside.config.form
+    require_loaded_names(request, writer, [t.fqn for t in mapped.manifest.tensors], config)
     if not mapped.manifest.tensors and (manifest.tensors or not objects):
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     if not reshard:
