@@ -36,9 +36,9 @@ def require_loaded_names(
     if writer.world and suspected(names) != writer.world:
         hub = [name for name in names if _OF_THE_HUB.fullmatch(name)]
         if hub or (config is not None and request.names == HUB):
-            shown = some(hub or [*names])
+            display = some(hub or [*names])
             raise UsageError(
-                f"cannot write {request.to or request.format} with names of the hub ({shown}): "
+                f"cannot write {request.to or request.format} with names of the hub ({display}): "
                 f"its loaders look for those of {writer.world}, and no map leads back to them",
                 hint="import the model with the trainer's own converter, or write another format: --to dcp",
             )

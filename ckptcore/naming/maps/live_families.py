@@ -201,18 +201,18 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
     """
     sampled = _sampled(names)
     kinds = _kinds(sampled)
-    saved_again = _kinds(_saved(family, _loaded(family, sampled, refuse=False)))
-    untouched = {name for name in sampled if not _kinds([name]) <= saved_again}
+    resaved = _kinds(_saved(family, _loaded(family, sampled, refuse=False)))
+    untouched = {name for name in sampled if not _kinds([name]) <= resaved}
     if untouched and untouched < sampled:
         loaded = _loaded(family, sampled - untouched, refuse=False)
-        saved_again = _kinds(_saved(family, loaded | untouched))
-    if saved_again == kinds:
+        resaved = _kinds(_saved(family, loaded | untouched))
+    if resaved == kinds:
         return HUB
-    loaded_again: set[str] = set()
+    reloaded: set[str] = set()
     for name, loaded_as in live_names(family.steps, _saved(family, sampled), refuse=False).items():
         parameters, itself = _kinds(loaded_as), _kinds([name])
-        loaded_again |= itself if itself <= kinds and not parameters <= kinds else parameters
-    return LIVE if loaded_again == kinds else None
+        reloaded |= itself if itself <= kinds and not parameters <= kinds else parameters
+    return LIVE if reloaded == kinds else None
 
 
 def float32_names(family: LiveFamily, names: Iterable[str], dtype: str) -> set[str]:

@@ -87,8 +87,8 @@ def test_casts_are_those_of_transformers(model_type: str, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path / "hub")
     for dtype in ("bf16", "fp16"):
         wide = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-        again = type(model).from_pretrained(tmp_path / "hub", dtype=wide)
-        again.save_pretrained(tmp_path / f"wanted-{dtype}")
+        reloaded = type(model).from_pretrained(tmp_path / "hub", dtype=wide)
+        reloaded.save_pretrained(tmp_path / f"wanted-{dtype}")
         out = tmp_path / dtype
         done = ckptcore.convert(str(tmp_path / "hub"), str(out), verb="export", dtype=dtype, catalog=False)
         assert_equal(tensors(out), tensors(tmp_path / f"wanted-{dtype}"))

@@ -97,7 +97,7 @@ def test_frozen_families_are_what_transformers_has() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "maskformer", "shieldgemma2", "mixtral", "gemma3"])
-def test_both_worlds_are_told_apart(model_type: str) -> None:
+def test_names_of_both_worlds_are_recognised(model_type: str) -> None:
     """Also where a step finds something in a name that is not its own: the loader takes the name itself."""
     model = small_models.build(model_type)
     if model_type == "shieldgemma2":

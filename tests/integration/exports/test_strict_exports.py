@@ -54,7 +54,7 @@ def test_every_export_is_what_transformers_saves(tmp_path: Path) -> None:
             continue
         folder = tmp_path / model_type
         folder.mkdir()
-        if not opens_again(model, folder):
+        if not is_reopened(model, folder):
             continue
         try:
             assert_strict(model, folder)
@@ -67,7 +67,7 @@ def test_every_export_is_what_transformers_saves(tmp_path: Path) -> None:
     assert proven > 192
 
 
-def opens_again(model: Any, folder: Path) -> bool:
+def is_reopened(model: Any, folder: Path) -> bool:
     """Return whether transformers opens what it saves: a small config need not be one that it accepts."""
     model.save_pretrained(folder / "hub")
     try:
