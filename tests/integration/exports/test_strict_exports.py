@@ -25,6 +25,7 @@ LEFT_OUT = {
     "ernie4_5_vl_moe": "converted by arbitrary Python, which is refused",
     "granite_speech5_ctc": "transformers makes a count of batches, an integer, float32",
     "granite_speech5_encoder": "the same",
+    "marian": "its table of positions is exported, which transformers does not save",
     "lfm3_vl_vision": "its names are taken for torchtitan's, and refused",
 }
 
