@@ -477,8 +477,28 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
     ),
     "fused-names": (
         "warning",
-        "parameters are fused as in the live model, not split as in hub files",
+        "parameters have names of the live model or of earlier versions, not those of hub files",
         "transformers 5 opens both; transformers 4 and other readers may initialise them randomly",
+    ),
+    "assumed-class": (
+        "warning",
+        "a config names no class, and the names and shapes are those of one of several",
+        "name the class with --arch, which also shows whether a head is missing",
+    ),
+    "kept-float32": (
+        "info",
+        "the model class keeps a tensor in float32 in models of 16 bits, and so does the cast",
+        "cast it all the same with --dtype-for",
+    ),
+    "rounded-float32": (
+        "warning",
+        "a tensor that most models keep in float32 is rounded, and no config names the model class",
+        "name the model's folder with --config, or keep the tensor with --dtype-for NAME=keep",
+    ),
+    "exact-names": (
+        "info",
+        "names were changed to those that save_pretrained of the model writes",
+        "keep the stored names with --names stored",
     ),
     "not-loadable": (
         "warning",

@@ -106,7 +106,7 @@ def map_source(source: ExportSource, export: OpenExport) -> MappedSource | Unmap
                 hint="name the checkpoint that was exported: --against SRC",
             )
         return UnmappedSource(f"{source.by} names the export itself as its source")
-    mapped = map_export(request, manifest)
+    mapped = map_export(request, manifest, export.stored.index.keys())
     return MappedSource(source, manifest, _with_recorded_ties(request, manifest, mapped, export))
 
 
@@ -160,4 +160,4 @@ def _with_recorded_ties(
         ties = tuple(dict(useful(expected) + ties).items())
     if not ties:
         return mapped
-    return map_export(replace(request, tie=(*request.tie, *ties)), manifest)
+    return map_export(replace(request, tie=(*request.tie, *ties)), manifest, there.keys())

@@ -52,6 +52,7 @@ from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotCompl
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.naming.peft import adapter_config, find_adapter
 from ckptcore.naming.rename import Mapped
+from ckptcore.naming.worlds import HUB
 from ckptcore.planning.compose import digest_of_map
 from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.export_source import ExportRecord, ExportSource
@@ -65,6 +66,7 @@ from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 _MOST_COSINES = 20
+_WIDE = ("float32", "float64")
 Ties = tuple[tuple[str, str], ...]
 
 
@@ -129,7 +131,7 @@ def verify_export(
             raise
         mapped = UnmappedSource(str(error))
     if isinstance(mapped, UnmappedSource):
-        checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0]]
+        checks = [_unmapped_elements(export, mapped.reason), _check_names(export, source)[0]]
         checks.append(
             not_done(VALUES, mapped.reason)
             if record is None
@@ -139,8 +141,8 @@ def verify_export(
         seen: tuple[Seen, ...] = ()
     else:
         elements = _elements(export, mapped)
-        names, ties = _check_names(export)
-        values, finite, seen = _values(export, mapped, ties, settings, progress)
+        names, ties, float32 = _check_names(export, source)
+        values, finite, seen = _values(export, mapped, ties, float32, settings, progress)
         checks = [elements, names, values, finite]
     if base is not None:
         checks.append(_near(export, base, wanted, settings, progress))
@@ -200,7 +202,7 @@ def compare_part(
     checks = [_elements(export, mapped)]
     seen: tuple[Seen, ...] = ()
     if settings is not None:
-        values, _, seen = _values(export, mapped, (), settings, progress)
+        values, _, seen = _values(export, mapped, (), {}, settings, progress)
         checks.append(values)
     cast = tuple(
         (spec.fqn, spec.dtype, export.stored.tensors[there[spec.fqn]].dtype)
@@ -332,32 +334,39 @@ def _adapter_names(export: OpenExport, content: bytes) -> Check:
     return passed(NAMES, f"they fit {ADAPTER}")
 
 
-def _check_names(export: OpenExport) -> tuple[Check, Ties]:
-    """Return the check of names, and the model class's ties between tensors that are both stored."""
+def _check_names(
+    export: OpenExport, source: ExportSource | None
+) -> tuple[Check, Ties, Mapping[str, Sequence[str]]]:
+    """Return the check of names, the model class's ties between stored tensors, and `Expected.float32`.
+
+    Names are exact, unless others were requested, or quantised weights were copied as they are stored.
+    """
     if export.config is None:
         if export.adapter is not None:
-            return _adapter_names(export, export.adapter), ()
-        return not_done(NAMES, "there is no config.json"), ()
+            return _adapter_names(export, export.adapter), (), {}
+        return not_done(NAMES, "there is no config.json"), (), {}
     try:
         _ = export.config.form
     except InvalidText as error:
-        return failed(NAMES, [Problem("config.json", f"cannot be read: {error}")]), ()
+        return failed(NAMES, [Problem("config.json", f"cannot be read: {error}")]), (), {}
     try:
         expected = check_names(export.config, export.shapes())
+        if not export.values.derived and (source is None or source.request.names == HUB):
+            expected.require_exact(renaming=False)
     except NameMismatch as error:
         problems = [
             Problem(str(name), text) for kind, text in _MISFITS.items() for name in error.values.get(kind, ())
         ]
-        return failed(NAMES, problems or [Problem("", error.message)], message=error.message), ()
+        return failed(NAMES, problems or [Problem("", error.message)], message=error.message), (), {}
     except UsageError as error:
-        return failed(NAMES, [Problem("config.json", error.message)]), ()
+        return failed(NAMES, [Problem("config.json", error.message)]), (), {}
     unasked = [f for f in expected.warnings if f.code == "names-unchecked"]
     if unasked:
-        return not_done(NAMES, f"{unasked[0].message}; {unasked[0].hint}"), ()
-    notes = "; ".join(f.message for f in expected.warnings)
+        return not_done(NAMES, f"{unasked[0].message}; {unasked[0].hint}"), (), {}
+    notes = "; ".join(f.message for f in (*expected.warnings, *expected.kept_names()))
     there = export.stored.index
     ties = tuple((a, b) for a, b in expected.ties if a in there and b in there)
-    return passed(NAMES, f"they fit{f': {notes}' if notes else ''}"), ties
+    return passed(NAMES, f"they fit{f': {notes}' if notes else ''}"), ties, expected.float32 or {}
 
 
 _MISFITS = {
@@ -365,23 +374,30 @@ _MISFITS = {
     "unexpected": "is not a name of the model",
     "shapes": "has another shape than the model",
     "broken": "cannot be assembled",
+    "inexact": "is not what save_pretrained of the model writes",
 }
 
 
 @rereading
 def _values(
-    export: OpenExport, mapped: MappedSource, tied: Ties, settings: Settings, progress: Progress | None
+    export: OpenExport,
+    mapped: MappedSource,
+    tied: Ties,
+    float32: Mapping[str, Sequence[str]],
+    settings: Settings,
+    progress: Progress | None,
 ) -> tuple[Check, Check, tuple[Seen, ...]]:
     """Return the checks of values and of NaN and Inf, and the results of the export's tensors.
 
-    tied: pairs that the model class ties: if both are stored, transformers loads one of them.
+    tied: pairs that the model class ties: if both are stored, transformers loads one of them. float32: 16-bit
+    dtype -> names of what models of that dtype have in float32.
     """
     known = mapped.export.mapped
     one, two = Opened(f"source ({mapped.manifest.root})", known.manifest), Opened(export.url, export.stored)
     twins = Opened(one.label, known.twins) if known.twins is not None else None
     every = [one, two, *([twins] if twins is not None else [])]
     with _closing(every):
-        problems, pairs = _comparable(export, mapped, one, two)
+        problems, pairs = _comparable(export, mapped, float32, one, two)
         ties = []
         if twins is not None:
             kept = known.manifest.index
@@ -424,11 +440,12 @@ def _values(
 
 
 def _comparable(
-    export: OpenExport, mapped: MappedSource, one: Opened, two: Opened
+    export: OpenExport, mapped: MappedSource, float32: Mapping[str, Sequence[str]], one: Opened, two: Opened
 ) -> tuple[list[Problem], list[Beside]]:
     """Return (dtypes that the cast does not explain, tensors to read side by side)."""
     dtypes, exact = mapped.export.dtypes, mapped.source.exact
     there, problems, pairs = export.stored.index, [], []
+    in_float32 = {dtype: {*names} for dtype, names in float32.items()}
     for row, spec in enumerate(one.manifest.tensors):
         other = there.get(spec.fqn)
         if other is None or export.stored.tensors[other].shape != spec.shape:
@@ -437,6 +454,10 @@ def _comparable(
         both = BY_NAME[got].is_float and BY_NAME[spec.dtype].is_float
         if got != right and (exact or not both):
             problems.append(Problem(spec.fqn, f"is {got}, the source gives {right}"))
+            continue
+        if not exact and spec.dtype in _WIDE and spec.fqn in in_float32.get(got, ()):
+            text = f"is rounded from {spec.dtype} to {got}; the model class keeps it in float32"
+            problems.append(Problem(spec.fqn, text))
             continue
         pairs.append(Beside(spec.fqn, (one, two), (row, other)))
     return problems, pairs

@@ -32,7 +32,15 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.custody.judged import Replacer
-from ckptcore.errors import CkptError, Finding, Interrupted, SourceChanged, StagingForeign
+from ckptcore.errors import (
+    CkptError,
+    DamagedCheckpoint,
+    Finding,
+    Interrupted,
+    NameMismatch,
+    SourceChanged,
+    StagingForeign,
+)
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.receipts import Receipt, every_receipt, read_receipt, read_receipts
@@ -612,9 +620,30 @@ def _execute(
         source.observer = sums
         (require_planned if just_planned else require_same)(stamps, source)
         run = plan_run(staging, plan, source, stamps, settings)
-        return execute_files(
-            run, wanted, staging.beside_uploads(plan, settings), part=part, progress=progress
-        )
+        beside = staging.beside_uploads(plan, settings)
+        try:
+            return execute_files(run, wanted, beside, part=part, progress=progress)
+        except DamagedCheckpoint as error:
+            untied = _untied(plan, error)
+            if untied is None:
+                raise
+            raise untied from error
+
+
+def _untied(plan: Plan, error: DamagedCheckpoint) -> NameMismatch | None:
+    """Return the error of a tie between tensors that differ: nothing is damaged; None for any other error."""
+    differing = [f for f in error.findings if f.code == "replica-mismatch"]
+    tied = next(((a, b) for a, b in plan.ties for f in differing if f.fqn == b), None)
+    if tied is None:
+        return None
+    gone, kept = tied
+    where = differing[0].message.rpartition(" differ in ")[2]
+    return NameMismatch(
+        f"{gone} is tied to {kept}, by the config (tie_word_embeddings) or --tie, and they differ in {where}",
+        hint='if it was trained so, set "tie_word_embeddings": false in the config of this model; else leave '
+        f"one out: --exclude '*{gone}'",
+        missing=[],
+    )
 
 
 def digests_of_source(manifest: Manifest, read: Iterable[FileSums] = ()) -> dict[str, str]:

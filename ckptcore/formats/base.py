@@ -271,6 +271,8 @@ class Writer:
         serializations: The supported values of `--serialization`.
         hub: What an export writes, when it differs from ``whole``.
         adapter: What an export of a LoRA adapter writes, or None.
+        world: World of the names that loaders of the format look for, as `ckptcore.naming.worlds` has it;
+            "" where they look for those of any module.
         like: Returns the layout of a source that is saved in another way than most of its format; None for
             one that is not.
     """
@@ -281,6 +283,7 @@ class Writer:
     serializations: tuple[str, ...] = ("torch_save",)
     hub: Layout | None = None
     adapter: Layout | None = None
+    world: str = ""
     like: Callable[[Manifest], Layout | None] | None = None
 
 

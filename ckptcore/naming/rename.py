@@ -6,7 +6,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -142,6 +143,25 @@ def remap(
     names = list(kept)
     renamed = tuple((origin[n], n) for n in names if origin[n] != n)
     return Mapped(select(manifest, [kept[n] for n in names], names), renamed, tuple(dropped), ties, twins)
+
+
+def with_names(mapped: Mapped, names: Mapping[str, str]) -> Mapped:
+    """Give tensors other names, one by one.
+
+    Args:
+        mapped: Tensors without ties.
+        names: Name -> new name; tensors of other names keep theirs.
+    """
+    tensors = mapped.manifest.tensors
+    stored = {new: old for old, new in mapped.renamed}
+    new_names = [names.get(t.fqn, t.fqn) for t in tensors]
+    renamed = ((stored.get(t.fqn, t.fqn), new) for t, new in zip(tensors, new_names, strict=True))
+    return replace(
+        mapped,
+        manifest=select(mapped.manifest, range(len(tensors)), new_names),
+        renamed=tuple((old, new) for old, new in renamed if old != new),
+        made=tuple(m._replace(name=names.get(m.name, m.name)) for m in mapped.made),
+    )
 
 
 def is_kept(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

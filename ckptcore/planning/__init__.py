@@ -11,6 +11,7 @@ formats arrange; it knows nothing of execution, of the catalog and of where a pl
     file_plan      `FilePlan`: everything that a worker needs for one output file
     model_files, hub_files, model_card
                    files beside an export's weights: find, read, write
+    loader_names   names that loaders of an output look for
     zero_tensors   dropped tensors that must be zero
     file_planner, file_forms, reads, nesting, config_folder, meta_model, transformers_conversion,
     transformers_process, kept_answers

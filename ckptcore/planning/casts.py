@@ -6,6 +6,9 @@ The values of quantised tensors are codes, which mean something with their scale
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, Any
+
 from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import Finding, UsageError, finding
@@ -13,7 +16,15 @@ from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.naming.rename import Mapped, matches
 from ckptcore.planning.request import Request
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, some
+
+if TYPE_CHECKING:
+    from ckptcore.planning.name_maps import NameMap
+
+_HALF = ("bfloat16", "float16")
+# Tensors that most classes which have them keep in float32 (`_keep_in_fp32_modules_strict` of transformers).
+_OFTEN_FLOAT32 = late_pattern(r"(e_score_correction_bias|expert_bias|balancing_biases|\.A_log|\.inv_freq)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +40,46 @@ class Casts:
     findings: tuple[Finding, ...] = ()
 
 
-def find_casts(request: Request, source: Manifest, mapped: Mapped) -> Casts:
+def half_dtype(dtype: str | None) -> str:
+    """Return the name of a dtype of ``--dtype`` in which models keep some tensors in float32, else ""."""
+    name = dtypes.get(dtype).name if dtype else ""
+    return name if name in _HALF else ""
+
+
+def frozen_float32(
+    request: Request, naming: NameMap | None, config: Mapping[str, Any] | None, mapped: Mapped
+) -> frozenset[str] | None:
+    """Return the names of tensors that stay in float32 in a cast to 16 bits, by the frozen families.
+
+    Args:
+        request: The output.
+        naming: How names were mapped, if they were.
+        config: Content of config.json, or None.
+        mapped: The tensors under the output's names.
+
+    Returns:
+        None if no frozen family is that of the model.
+    """
+    dtype = half_dtype(request.dtype)
+    if not dtype or (config is None and naming is None):
+        return None
+    from ckptcore.naming.maps.live_families import called, float32_names, frozen_family  # imports pydantic
+
+    family = frozen_family(config) if config is not None else None
+    if family is None and naming is not None:
+        family = called(naming.arch)
+    names = [t.fqn for t in mapped.manifest.tensors]
+    return None if family is None else frozenset(float32_names(family, names, dtype))
+
+
+def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[str] | None = None) -> Casts:
     """Return the casts of the tensors of an output.
 
     Args:
         request: The output.
         source: The checkpoint. What belongs to a tensor need not be part of the output.
         mapped: The tensors under the output's names.
+        float32: Names of tensors that a model of a 16-bit dtype has in float32; None where no model is known.
 
     Raises:
         UsageError: A cast is asked for that would not keep values.
@@ -53,6 +97,7 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped) -> Casts:
     partners = _partners(source, mapped)
     found: dict[str, str] = {}
     kept: list[str] = []
+    wide: list[str] = []
     for spec in tensors:
         hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
         wanted = hit[1]
@@ -75,8 +120,18 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped) -> Casts:
         if not hit[0] and (partner is not None or (code and request.keep_quantized)):
             kept.append(spec.fqn)
             continue
+        if not hit[0] and float32 is not None and spec.fqn in float32 and half_dtype(wanted.name):
+            wide.append(spec.fqn)
+            wanted = dtypes.get("float32")
+            if spec.dtype == wanted.name:
+                continue
         found[spec.fqn] = wanted.name
-    return Casts(found, (_kept(request, kept),) if kept else ())
+    findings = [_kept(request, kept)] if kept else []
+    findings += [_wide(request, wide)] if wide else []
+    if request.verb == "export" and float32 is None and half_dtype(request.dtype):
+        rounded = [name for name in found if _OFTEN_FLOAT32.search(name) and half_dtype(found[name])]
+        findings += [_rounded(request, rounded)] if rounded else []
+    return Casts(found, tuple(findings))
 
 
 def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
@@ -95,6 +150,16 @@ def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
 def _stored(source: Manifest) -> list[TensorSpec]:
     """Return the tensors that are stored: computed ones have their values."""
     return [t for n, t in enumerate(source.tensors) if n not in source.derived]
+
+
+def _wide(request: Request, names: list[str]) -> Finding:
+    message = f"--dtype {request.dtype} leaves {count(len(names), 'tensor')} in float32: {some(names)}"
+    return finding("kept-float32", "coverage", message)
+
+
+def _rounded(request: Request, names: list[str]) -> Finding:
+    message = f"--dtype {request.dtype} rounds {count(len(names), 'tensor')}: {some(names)}"
+    return finding("rounded-float32", "coverage", message)
 
 
 def _kept(request: Request, names: list[str]) -> Finding:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +46,16 @@ from ckptcore.naming.rename import (
     matches,
     remap,
     strip_wrappers,
+    with_names,
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
-from ckptcore.planning.casts import find_casts
-from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names
+from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
+from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.left_out import left_out_findings, require_decided
+from ckptcore.planning.loader_names import require_loaded_names
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import (
     ModelFiles,
@@ -77,6 +80,7 @@ from ckptcore.topology.rank_local_state import require_cut, without_bound
 from ckptcore.topology.stage_contents import StageContents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import reuse_memory, reusing_memory
+from ckptcore.utils.text import count, listed
 
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameMap
@@ -158,11 +162,12 @@ def compose(
     if model is not None:
         require_decided(request, manifest, model)
     free, bound = _without_unused(request, manifest)
-    naming: NameMap | None = None
     if adapter is None or model is None:
-        mapped, doubts, naming, beside = _fitted(request, free, model, beside)
+        fitted, beside = _fitted(request, free, model, beside)
     else:
-        mapped, beside, doubts = *_adapter_alone(request, free, model, adapter, beside), []
+        mapped, beside = _adapter_alone(request, free, model, adapter, beside)
+        fitted = _Fitted(mapped, float32=frozenset())
+    mapped, doubts, naming = fitted.mapped, fitted.findings, fitted.naming
     if by_config and (doubts or beside.config is None):  # the model class proves nothing
         require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings, *found, *unused_renames(request, manifest)]
@@ -173,7 +178,7 @@ def compose(
             *unopened(request, beside, [t.fqn for t in mapped.manifest.tensors]),
         ]
     require_zero(free, mapped.dropped)
-    cast = find_casts(request, manifest, mapped)
+    cast = find_casts(request, manifest, mapped, fitted.float32)
     warnings += cast.findings
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
@@ -190,6 +195,8 @@ def compose(
         request.sharding,
         request.serialization,
     )
+    config = None if beside.config is None else beside.config.form
+    require_loaded_names(request, writer, [t.fqn for t in mapped.manifest.tensors], config)
     if not mapped.manifest.tensors and (manifest.tensors or not objects):
         if not manifest.tensors:
             raise UsageError(
@@ -241,25 +248,38 @@ class MappedExport:
     model: ModelPart
 
 
-def map_export(request: Request, manifest: Manifest) -> MappedExport:
+def map_export(request: Request, manifest: Manifest, exported: Set[str] | None = None) -> MappedExport:
     """Map the tensors of an export from its source, as `compose` does.
 
-    Names and shapes are not compared with a config. Only ties of the request apply. The errors are those of
-    `compose`: the model part is incomplete, ambiguous, or cannot be mapped.
+    Names and shapes are not compared with a config, unless the export has others than the source gives. Only
+    ties of the request apply. The errors are those of `compose`: the model part is incomplete, ambiguous, or
+    cannot be mapped.
+
+    Args:
+        request: The export.
+        manifest: The source.
+        exported: Names of the tensors of the export, or None.
     """
     beside, adapter = _files_beside(request, manifest)
     require_complete(manifest, _selected(request, manifest, adapter), later=_BY_CONFIG)
     model = find_model(manifest, request.model_prefix)
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
-        return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
+        return MappedExport(mapped, find_casts(request, manifest, mapped, frozenset()).dtypes, model)
     free, unused = _without_unused(request, manifest)
     named = _named_tensors(request, free, model, beside.config)
-    mapped = named.tied(free, request.tie)
+    fitted = None
+    names = {t.fqn for t in named.tied(free, ()).manifest.tensors}
+    if half_dtype(request.dtype) or (exported is not None and not exported <= names):
+        with suppress(NameMismatch):  # names and shapes differ from the model's: the caller says which
+            fitted = _checked_names(request, free, model, beside.config, class_ties=False)
+    if fitted is None:
+        fitted = _Fitted(named.tied(free, request.tie))
+    mapped = fitted.mapped
     mapped = replace(mapped, dropped=(*mapped.dropped, *(Dropped(name, rule) for name, rule in unused)))
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
-    return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
+    return MappedExport(mapped, find_casts(request, manifest, mapped, fitted.float32).dtypes, model)
 
 
 def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
@@ -293,9 +313,26 @@ def _model_names(request: Request, manifest: Manifest) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """Tensors under the names of an output.
+
+    Attributes:
+        mapped: The tensors.
+        findings: About their names.
+        naming: How names were mapped, if they were.
+        float32: Names of those that stay in float32 in a cast to 16 bits; None if no model tells.
+    """
+
+    mapped: Mapped
+    findings: tuple[Finding, ...] = ()
+    naming: NameMap | None = None
+    float32: frozenset[str] | None = None
+
+
 def _fitted(
     request: Request, manifest: Manifest, model: ModelPart | None, beside: ModelFiles
-) -> tuple[Mapped, list[Finding], NameMap | None, ModelFiles]:
+) -> tuple[_Fitted, ModelFiles]:
     """Map names as the config requires.
 
     A config that was found, and not named, does not stop an export of a part (--include, --exclude). If it
@@ -303,7 +340,7 @@ def _fitted(
     """
     config = beside.config
     try:
-        return *_checked_names(request, manifest, model, config), beside
+        return _checked_names(request, manifest, model, config), beside
     except (NameMismatch, UsageError) as error:
         of_config = "missing" in error.values or error.message.startswith("--config ")
         if config is None or request.config is not None or not of_config:
@@ -318,9 +355,8 @@ def _fitted(
         message = f"what was asked for does not fit the config that was found, {config.url}: {error.message}"
         kept = [f for f in beside.findings if config.url not in f.message]
         left = finding("not-loadable", "files", message)
-        return *_checked_names(request, manifest, model, None), replace(
-            beside, config=None, findings=(*kept, left)
-        )
+        without = replace(beside, config=None, findings=(*kept, left))
+        return _checked_names(request, manifest, model, None), without
 
 
 def _adapter_alone(
@@ -413,24 +449,101 @@ def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> 
 
 
 def _checked_names(
-    request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
-) -> tuple[Mapped, list[Finding], NameMap | None]:
+    request: Request,
+    manifest: Manifest,
+    model: ModelPart | None,
+    config: ConfigFolder | None,
+    *,
+    class_ties: bool = True,
+) -> _Fitted:
+    """Return the tensors under the names that the config's model is saved with.
+
+    An attribute that holds the model (``model.``, ``net.module.``) is in front of every name: it is removed
+    where the names are then exactly the model's.
+
+    class_ties: whether what the model class ties is tied, too, beside the ties of the request.
+    """
+    try:
+        return _fitting_names(request, manifest, model, config, class_ties)
+    except NameMismatch as error:
+        if config is None or model is None or request.names not in (HUB, LIVE):
+            raise
+        bare = _named_tensors(replace(request, names=STORED), manifest, model, config).bare
+        names = {t.fqn: t.shape for t in bare.manifest.tensors}
+        prefixes = [p for p in exact_prefixes(config, names) if p]
+        if not prefixes:
+            raise
+        wrapper = next((p for p in prefixes if all(name.startswith(p) for name in names)), "")
+        if not wrapper:
+            raise type(error)(error.message, hint=_part_hint(bare, prefixes), **error.values) from error
+        unwrapped = replace(request, rename=(*request.rename, (wrapper, "")))
+        fitted = _fitting_names(unwrapped, manifest, model, config, class_ties)
+        message = f"every name begins with {wrapper}, an attribute that holds the model; it is removed"
+        return replace(fitted, findings=(finding("exact-names", "coverage", message), *fitted.findings))
+
+
+def _part_hint(bare: Mapped, prefixes: Sequence[str]) -> str:
+    """Return the option that names the model, where it is below one of several prefixes of bare names."""
+    names = [t.fqn for t in bare.manifest.tensors]
+    stored = {new: old for old, new in bare.renamed}
+    options = []
+    for prefix in prefixes:
+        first = next(name for name in names if name.startswith(prefix))
+        options.append(stored.get(first, first).removesuffix(first.removeprefix(prefix)))
+    beside = [name for name in names if not name.startswith(tuple(prefixes))]
+    others = f" (or {', '.join(options[1:4])})" if options[1:] else ""
+    return (
+        f"add --model-prefix {options[0]}{others}: the names below it are the model's"
+        f"{f'; outside of it, and left out: {listed(beside)}' if beside else ''}"
+    )
+
+
+def _fitting_names(
+    request: Request,
+    manifest: Manifest,
+    model: ModelPart | None,
+    config: ConfigFolder | None,
+    class_ties: bool,
+) -> _Fitted:
     named = _named_tensors(request, manifest, model, config)
-    mapped = named.tied(manifest, request.tie)
     found = named.found
     warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
     if config is None or model is None:
-        return mapped, warnings, naming
+        mapped = named.tied(manifest, request.tie)
+        return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request, naming, None, mapped))
+    names = {t.fqn for t in named.tied(manifest, ()).manifest.tensors}
+    mapped = named.tied(manifest, [tie for tie in request.tie if names.issuperset(tie)])
     tensors = mapped.manifest.tensors
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
-    expected = check_names(config, shapes)
-    present = {t.fqn for t in mapped.manifest.tensors}
-    ties = [(a, b) for a, b in expected.ties if a in present and b in present]
+    expected = check_names(config, shapes, request.arch)
+    warnings += expected.warnings
+    exact: Mapping[str, str] = {}
+    if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
+        expected.require_exact(renaming=True)
+        exact = expected.names
+        if exact:
+            message = f"{count(len(exact), 'tensor')} called as {expected.model} saves it: {_first(exact)}"
+            warnings.append(finding("exact-names", "coverage", message))
+    else:
+        warnings += expected.kept_names()
+    present = {t.fqn for t in tensors}
+    ties = [(a, b) for a, b in expected.ties if class_ties and a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]
-    if ties != list(request.tie):
-        mapped = named.tied(manifest, ties)
-    return mapped, [*warnings, *expected.warnings], naming
+    exact_ties = [(exact.get(a, a), exact.get(b, b)) for a, b in ties]
+    if exact or ties != list(request.tie) or len(names) - len(present) < len(ties):
+        mapped = named.called(exact).tied(manifest, exact_ties)
+    if expected.float32 is None:
+        float32 = frozen_float32(request, naming, config.form, mapped)
+    else:
+        in_float32 = expected.float32.get(half_dtype(request.dtype), ())
+        float32 = frozenset(exact.get(name, name) for name in in_float32)
+    return _Fitted(mapped, tuple(warnings), naming, float32)
+
+
+def _first(names: Mapping[str, str]) -> str:
+    old, new = next(iter(names.items()))
+    return f"{old} is {new}"
 
 
 def _in_world(
@@ -496,17 +609,28 @@ class _Named:
         bare: The tensors, without ties.
         options: Arguments of `remap`.
         found: The tensors in another world of names; None if names stay.
+        renamed: The tensors under exact names; None if names stay.
     """
 
     bare: Mapped
     options: Mapping[str, Any]
     found: MappedNames | None
+    renamed: Mapped | None = None
 
     def tied(self, manifest: Manifest, tie: Sequence[tuple[str, str]]) -> Mapped:
         """Apply ties; manifest: the source."""
-        if self.found is not None:
-            return _tied(self.found.mapped, tie) if tie else self.found.mapped
+        mapped = self.found.mapped if self.found is not None else None
+        mapped = self.renamed if self.renamed is not None else mapped
+        if mapped is not None:
+            return _tied(mapped, tie) if tie else mapped
         return remap(manifest, **self.options, tie=tie) if tie else self.bare
+
+    def called(self, names: Mapping[str, str]) -> _Named:
+        """Rename tensors: name -> new name."""
+        if not names:
+            return self
+        mapped = self.found.mapped if self.found is not None else self.bare
+        return replace(self, renamed=with_names(mapped, names))
 
 
 def _named_tensors(

@@ -7,15 +7,18 @@ work.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import field
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
 from ckptcore.planning.kept_answers import ask_once
+from ckptcore.planning.transformers_process import Answer
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.late_pattern import late_pattern
@@ -62,22 +65,71 @@ class ConfigFolder:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Ties of the model class, (name, name that shares its storage), and warnings."""
+    """What the model of a config expects of tensors that fit it.
+
+    Attributes:
+        ties: (name, name that shares its storage) of the model class.
+        warnings: What was not compared.
+        names: Name -> what `save_pretrained` of the model calls that tensor, where it is another name.
+        inexact: Names of tensors that it does not write.
+        model: Name of the class, or "".
+        float32: bfloat16 and float16 -> names of tensors that stay in float32 in a model of that dtype; None
+            where no model was asked.
+    """
 
     ties: tuple[tuple[str, str], ...]
     warnings: tuple[Finding, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    inexact: tuple[str, ...] = ()
+    model: str = ""
+    float32: Mapping[str, Sequence[str]] | None = None
+
+    def require_exact(self, *, renaming: bool) -> None:
+        """Require the names that `save_pretrained` writes.
+
+        Args:
+            renaming: Whether names that are only called otherwise will be the exact ones.
+
+        Raises:
+            NameMismatch: With those that are others.
+        """
+        others = [*self.inexact, *(() if renaming else self.names)]
+        if not others:
+            return
+        exact = {name: self.names[name] for name in others if name in self.names}
+        called = "; ".join(f"{name} is {right} there" for name, right in [*exact.items()][:1])
+        raise NameMismatch(
+            f"{listed(others)}: not what save_pretrained of {self.model} writes, though transformers 5 opens "
+            f"it; other readers do not{f' ({called})' if called else ''}",
+            hint="--names stored keeps the names as they are; for those of the hub, save the model with "
+            "save_pretrained",
+            missing=[],
+            inexact=others,
+        )
+
+    def kept_names(self) -> tuple[Finding, ...]:
+        """Return the warning about names that stay others than those that `save_pretrained` writes."""
+        others = [*self.inexact, *self.names]
+        if not others:
+            return ()
+        message = f"{listed(others)}: not what save_pretrained of {self.model} writes"
+        return (finding("fused-names", "coverage", message),)
 
 
-def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None]) -> Expected:
+def check_names(
+    config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
+) -> Expected:
     """Compare names and shapes with the model of a config.
 
     The installed transformers' own loader decides, which renames, stacks and splits
     (`ckptcore.planning.transformers_conversion`). Every tensor must be used once, and every parameter must
-    get one value of its shape, or be tied. Names on the hub and names of the live model both fit.
+    get one value of its shape, or be tied. Names on the hub and names of the live model both fit:
+    `Expected.require_exact` tells them apart.
 
     Args:
         config: With config.json.
         found: Name -> shape; None for one that is unknown, and not compared.
+        arch: ``--arch``; of a config that names no class, it may be the class.
 
     Returns:
         Ties. A warning instead, without transformers, or for a model type that it does not know.
@@ -86,11 +138,10 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
         NameMismatch: With the names that are missing, unexpected, of another shape, or cannot be combined.
         UsageError: transformers builds no model from the config, or would build too many modules.
     """
-    if importlib.util.find_spec("transformers") is None:
+    if find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
     require_possible(config.form, f"--config {config.url}", (s for s in found.values() if s is not None))
-    asked = {"config": config.form, "tensors": found}
-    answer = ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
+    answer = _ask_model(config, found, arch)
     if "rejected" in answer:
         raise UsageError(
             f"--config {config.url}: transformers builds no model from config.json: {answer['rejected']}",
@@ -120,18 +171,47 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
             shapes=[n for n, _, _ in answer["shapes"]],
             broken=answer["broken"],
         )
-    if wrapper := answer.get("wrapper", ""):
-        raise NameMismatch(
-            f"every name begins with {wrapper}, and none that {answer['class']} saves does: transformers 5 "
-            "opens it all the same, and other loaders do not",
-            hint=f"add {remove_prefix(wrapper)}",
-            missing=[],
-        )
-    warnings = []
-    if answer["fused"]:
-        message = f"{listed(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
-        warnings.append(finding("fused-names", "coverage", message))
-    return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
+    ties = tuple((a, b) for a, b in answer["ties"])
+    assumed = []
+    if answer.get("assumed"):
+        message = f"config.json names no class: the tensors are exactly those of {answer['class']}"
+        assumed.append(finding("assumed-class", "coverage", message))
+    return Expected(
+        ties, tuple(assumed), answer["names"], tuple(answer["inexact"]), answer["class"], answer["float32"]
+    )
+
+
+def _ask_model(
+    config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
+) -> Answer:
+    """Ask the model of a config; the dtype that the config names makes no other question."""
+    form = deepcopy(config.form)
+    for part in _with_nested(form):
+        for name in _DTYPES:
+            part.pop(name, None)
+    asked: dict[str, Any] = {"config": form, "tensors": found}
+    if not form.get("architectures") and arch.isidentifier() and not arch.islower():  # a class
+        asked["class"] = arch
+    return ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
+
+
+def exact_prefixes(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return the prefixes below which names are exactly those of a config's model, the shortest first.
+
+    They are those of its files, or of the live model. There is none where transformers builds no model.
+
+    Args:
+        config: With config.json.
+        found: Name -> shape.
+
+    Raises:
+        UsageError: transformers would build too many modules.
+    """
+    if find_spec("transformers") is None:
+        return []
+    require_possible(config.form, f"--config {config.url}", found.values())
+    prefixes: list[str] = _ask_model(config, found).get("prefixes", [])
+    return prefixes
 
 
 def check_adapted(config: ConfigFolder | None, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
@@ -155,12 +235,10 @@ def check_adapted(config: ConfigFolder | None, sizes: Mapping[str, tuple[int, ..
     asked = {f"{module}.weight": size for module, size in sizes.items()}
     if all(_usual_size(config.form, name) == size for name, size in asked.items()):
         return ()
-    if importlib.util.find_spec("transformers") is None:
+    if find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'").warnings
     require_possible(config.form, f"--config {config.url}", sizes.values())
-    answer = ask_once(
-        "ckptcore.planning.meta_model", {"config": config.form, "tensors": asked}, seconds=_SECONDS
-    )
+    answer = _ask_model(config, asked)
     reason = next((answer[key] for key in ("rejected", "unknown", "error") if key in answer), None)
     if reason is not None:
         return _unchecked(reason, "open the result with peft").warnings

@@ -5,6 +5,10 @@ parameters is therefore no list of names in its files. So the loader runs on met
 shapes, and reports what is missing, left over, or of another shape. It sorts and stacks tensors, and does not
 notice three errors that are checked here: gaps in the numbers of experts, two tensors for one parameter, and
 parts of wrong sizes whose sum is right.
+
+The loader also forgives names that no other reader does: a prefix too many or too few, names of earlier
+versions, parameters of the live model. So names are compared with those that `save_pretrained` of this very
+model writes, and for each that differs the answer has the exact one, if the loader shows which it is.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import importlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, field
@@ -23,7 +27,11 @@ from typing import Any
 from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
+HALF = ("bfloat16", "float16")
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_JOINED = re.compile(r"(?:^|\.)model\.layers\.(\d{1,6})\.eh_proj\.weight$")
 _DIGITS = re.compile(r"(\d+)")
+_MOST_WRAPPERS = 6  # attributes around a model
 _IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # of transformers: tensors are taken one after the other
 
 
@@ -37,8 +45,10 @@ class ModelMismatch:
         shapes: (name, shape found, shape wanted).
         broken: What the loader cannot combine, and why.
         ties: (name, name that shares its values) by the config, in the export's names.
-        fused: Parameters in the form of the live model, where files on the hub have their parts.
-        wrapper: Prefix of every name that the loader removes, and that the model does not save.
+        names: Name -> what `save_pretrained` calls that tensor, where it is another name.
+        inexact: Names that `save_pretrained` does not write, of tensors that are none of those it writes.
+        float32: bfloat16 and float16 -> names of tensors that stay in float32 in a model of that dtype.
+        prefixes: Of names that are, without it, exactly those of the files or of the model.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -46,8 +56,10 @@ class ModelMismatch:
     shapes: list[tuple[str, Shape, Shape]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     ties: list[tuple[str, str]] = field(default_factory=list)
-    fused: list[str] = field(default_factory=list)
-    wrapper: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    inexact: list[str] = field(default_factory=list)
+    float32: dict[str, list[str]] = field(default_factory=dict)
+    prefixes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -114,7 +126,12 @@ class _Comparison:
 
     def __init__(self, loading: Any, model: Any, found: Mapping[str, Shape | None], wanted: dict[str, Shape]):
         self._loading, self._model, self._wanted = loading, model, wanted
-        self._hub = self._hub_shapes()
+        self._kept = {dtype: kept_in_float32(model, dtype) for dtype in HALF}
+        own = _written(model)
+        self._hub, self._saved = self._hub_shapes(model.state_dict()), {*self._hub_shapes(own)}
+        self._prefixes = _prefixes(
+            found, _ignored(model, "unexpected", found), ({*self._hub}, self._saved), ({*wanted}, {*own})
+        )
         self._found = found = _filled(found, wanted | self._hub)
         self._routes = self._routes_of(found)
         self._ideal = self._routes if found.keys() == self._hub.keys() else self._routes_of(self._hub)
@@ -126,7 +143,7 @@ class _Comparison:
     def outcome(self) -> ModelMismatch:
         info = self._load()
         out = ModelMismatch()
-        skipped = _ignored(self._model, "unexpected")
+        skipped = _ignored(self._model, "unexpected", self._found)
         out.unexpected += [
             n for n, r in self._routes.items() if r.group not in self._wanted and not skipped(r.group)
         ]
@@ -149,11 +166,42 @@ class _Comparison:
             self._tell(group, reason, out)
         direct = {r.group: n for n, r in self._routes.items() if r.pattern is None}
         out.ties += [(direct[a], direct[b]) for a, b in ties if a in direct and b in direct]
-        out.fused += [
-            n for g, n in direct.items() if any(_is_listed(self._ideal[p]) for p in self._pieces[g])
-        ]
-        out.wrapper = _wrapper(self._found, {*self._hub, *self._wanted})
+        out.names, out.inexact = self._exact_names(ties)
+        out.float32 = {
+            d: [n for n, r in self._routes.items() if r.group in kept] for d, kept in self._kept.items()
+        }
+        out.prefixes = self._prefixes
         return out
+
+    def _exact_names(self, ties: Sequence[tuple[str, str]]) -> tuple[dict[str, str], list[str]]:
+        """Return `ModelMismatch.names` and `ModelMismatch.inexact`.
+
+        Tensors that the loader takes by one pattern for one parameter are the same ones, in the same order.
+        """
+        if not self._hub:
+            return {}, []
+        exact, others = defaultdict(list), defaultdict(list)
+        for name, route in self._ideal.items():
+            if name not in self._found:
+                exact[route.group, route.pattern].append(name)
+        for name, route in self._routes.items():
+            if name not in self._hub and route.group in self._wanted:
+                others[route.group, route.pattern].append(name)
+        names: dict[str, str] = {}
+        inexact: list[str] = []
+        for key, alike in others.items():
+            if len(exact[key]) == len(alike):
+                names |= zip(alike, exact[key], strict=True)
+            else:
+                inexact += alike
+        called = {names.get(name, name): name for name in self._found}
+        files = {route.group: name for name, route in self._ideal.items() if route.pattern is None}
+        for tied, stored in ties:  # the loader takes the value of either
+            gone, kept = files.get(tied), files.get(stored)
+            if kept in self._saved and kept not in called and gone in called:
+                names[called.pop(gone)] = kept
+                called[kept] = gone
+        return {old: new for old, new in names.items() if old != new}, inexact
 
     def _tell(self, group: str, reason: str, out: ModelMismatch) -> None:
         """Report one bad group, by the most exact names."""
@@ -189,10 +237,10 @@ class _Comparison:
             return "its parts are of different sizes"
         return ""
 
-    def _hub_shapes(self) -> dict[str, Shape]:
-        """Return names and shapes of the files that transformers would save; empty if it fails."""
+    def _hub_shapes(self, state: Mapping[str, Any]) -> dict[str, Shape]:
+        """Return names and shapes of files with these tensors of the model; empty if transformers fails."""
         try:
-            saved = self._loading.revert_weight_conversion(self._model, self._model.state_dict())
+            saved = self._loading.revert_weight_conversion(self._model, dict(state))
         except Exception:  # some classes convert in one direction only: messages name parameters then
             return {}
         return {n: tuple(t.shape) for n, t in saved.items() if hasattr(t, "shape")}
@@ -261,7 +309,7 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
     own = getattr(model, "_checkpoint_conversion_mapping", None) or None
     new = rename(list(found), own) if rename is not None else {n: n for n in found}
     ties = _ties(model, wanted)
-    skipped, may_lack = _ignored(model, "unexpected"), _ignored(model, "missing")
+    skipped, may_lack = _ignored(model, "unexpected", found), _ignored(model, "missing")
     stored = defaultdict(list)
     for name in found:
         stored[new.get(name, name)].append(name)
@@ -278,19 +326,74 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
     )
 
 
-def _wrapper(found: Iterable[str], saved: Collection[str]) -> str:
-    """Return the prefix of every name without which names are those that the model saves, or "".
+def kept_in_float32(model: Any, dtype: str) -> set[str]:
+    """Return the parameters that `from_pretrained` loads in float32 though the model is asked for in a dtype.
 
-    >>> _wrapper(["model.model.norm.w", "model.head.w"], ["model.norm.w", "head.w"])
-    'model.'
-    >>> _wrapper(["model.norm.w"], ["model.norm.w", "head.w"])
-    ''
+    They are those of the modules that the class lists, and what it creates in float32 whatever the default
+    (`_get_dtype_plan` and `convert_and_load_state_dict_in_model` of transformers 5).
+
+    Args:
+        model: On the meta device, built in bfloat16.
+        dtype: ``bfloat16`` or ``float16``.
     """
-    names = list(found)
-    first, dot, _ = names[0].partition(".") if names else ("", "", "")
-    prefix = first + dot
-    inside = dot and all(n.startswith(prefix) and n not in saved for n in names)
-    return prefix if inside and any(n[len(prefix) :] in saved for n in names) else ""
+    import torch
+
+    patterns = list(model._keep_in_fp32_modules_strict or ())
+    patterns += list(model._keep_in_fp32_modules or ()) if dtype == "float16" else []
+    listed = [re.compile(p.replace("*", ".*")) for p in patterns]
+    return {
+        name
+        for name, tensor in model.state_dict().items()
+        if hasattr(tensor, "dtype")
+        and tensor.is_floating_point()
+        and (tensor.dtype != torch.bfloat16 or any(p.search(name) for p in listed))
+    }
+
+
+def _written(model: Any) -> dict[str, Any]:
+    """Return the model's tensors that `save_pretrained` writes: of tied ones, one."""
+    modeling: Any = importlib.import_module("transformers.modeling_utils")
+    ignored = {*(model._keys_to_ignore_on_save or ())}
+    state = {n: t for n, t in model.state_dict().items() if hasattr(t, "shape") and n not in ignored}
+    try:
+        written: dict[str, Any] = modeling.remove_tied_weights_from_state_dict(dict(state), model)
+    except Exception:  # tensors share values in a way that transformers does not save
+        return state
+    return written
+
+
+def _prefixes(
+    found: Collection[str], ignored: Callable[[str], bool], *worlds: tuple[Set[str], Set[str]]
+) -> list[str]:
+    """Return the prefixes below which names are exactly those of one world; "" where all names are.
+
+    Args:
+        found: The names.
+        ignored: Whether the model has no use for a name.
+        worlds: (all names, those of them that must be there), of the files and of the model.
+
+    >>> world = {"model.norm.w", "head.w"}, {"model.norm.w"}
+    >>> _prefixes(["net.model.model.norm.w"], lambda name: False, world)
+    ['net.model.']
+    >>> _prefixes(["a.model.norm.w", "a.head.w", "value.w", "b.model.norm.w"], lambda name: False, world)
+    ['a.', 'b.']
+    """
+    below: defaultdict[str, set[str]] = defaultdict(set)
+    least = min((len(must) for _, must in worlds), default=0)
+    for name in found:
+        start = 0
+        for _ in range(_MOST_WRAPPERS + 1):
+            below[name[:start]].add(name[start:])
+            start = name.find(".", start) + 1
+            if not start:
+                break
+    exact = []
+    for prefix, names in below.items():
+        if len(names) >= least and any(
+            must and must <= names and all(map(ignored, names - every)) for every, must in worlds
+        ):
+            exact.append(prefix)
+    return sorted(exact, key=lambda prefix: (prefix.count("."), prefix))
 
 
 def _ties(model: Any, wanted: Mapping[str, Shape]) -> list[tuple[str, str]]:
@@ -322,8 +425,14 @@ def _without_tied(lacking: set[str], ties: Sequence[tuple[str, str]], *, both_wa
     return left
 
 
-def _ignored(model: Any, what: str) -> Callable[[str], bool]:
-    """Return whether transformers ignores a ``missing`` or ``unexpected`` name of this class."""
+def _ignored(model: Any, what: str, found: Iterable[str] = ()) -> Callable[[str], bool]:
+    """Return whether transformers ignores a ``missing`` or ``unexpected`` name of this class.
+
+    A layer behind the others is one of multi-token prediction if it joins two inputs (``eh_proj``, which is
+    every one's name of it); without that it is a layer that the config does not count.
+
+    found: names of the export, where unexpected ones are ignored.
+    """
     patterns = list(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or [])
     if (
         what == "unexpected"
@@ -335,7 +444,16 @@ def _ignored(model: Any, what: str) -> Callable[[str], bool]:
         patterns += [r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in buffers) else []
         patterns += _prediction_layers(model.config)
     compiled = [re.compile(p) for p in patterns]
-    return lambda name: any(p.search(name) for p in compiled)
+    predicting = {int(layer[1]) for name in found if (layer := _JOINED.search(name))}
+    layers = getattr(model.config, "num_hidden_layers", None)
+
+    def ignored(name: str) -> bool:
+        layer = _LAYER.match(name)
+        if layer and type(layers) is int and int(layer[1]) >= layers and int(layer[1]) not in predicting:
+            return False
+        return any(p.search(name) for p in compiled)
+
+    return ignored
 
 
 def _prediction_layers(config: Any) -> list[str]:

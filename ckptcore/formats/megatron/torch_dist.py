@@ -130,5 +130,5 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item, SHA-256 per file", objects=True),
     # VocabParallelEmbedding and the output layer are loaded with `allow_shape_mismatch`.
-    writer=Writer(_LAYOUT, for_mesh=Layout(arrange, repads=True)),
+    writer=Writer(_LAYOUT, for_mesh=Layout(arrange, repads=True), world="megatron"),
 )

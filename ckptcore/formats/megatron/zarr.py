@@ -212,5 +212,5 @@ FORMAT = Format(
     recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
     detect=detect,
     reader=Reader(read, objects=True),
-    writer=Writer(Layout(arrange, values="trainers")),
+    writer=Writer(Layout(arrange, values="trainers"), world="megatron"),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ RENAMINGS = ("WeightRenaming", "GroupWeightRename", "Inkling2IndexOffsetWeightRe
 _LOADING = "transformers.core_model_loading"  # the module of its transforms and operations
 _LOADING_ONLY = ("PrefixChange",)  # a module that was never loaded is saved without it
 _SOME = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_FEW = 4
+_ANY = "\0"  # any number, in names: `re.escape` leaves it
 _HEADS = "num_attention_heads"
 _SPLIT = "the parts are as long as the module's parameters, which files do not say"
 _EITHER = "files may hold it either way round; it is saved as the module has it"
@@ -122,18 +125,53 @@ def family_of(model: Any, model_type: str, names: Sequence[str]) -> LiveFamilyFo
         base=model.base_model_prefix or "",
         parts=tuple(parts),
         within=dict(sorted(_types_within(model.config.to_dict()))),
+        float32=_float32(model),
+        float32_in_half=_patterns(model._keep_in_fp32_modules),
     )
 
 
+def _patterns(listed: Iterable[str] | None) -> tuple[str, ...]:
+    """Return what transformers searches in names of parameters for the modules that a class lists."""
+    return tuple(p.replace("*", ".*") for p in sorted(listed or ()))
+
+
+def _float32(model: Any) -> tuple[str, ...]:
+    """Return patterns of the parameters and buffers that a model of 16 bits has in float32.
+
+    They are those of modules that its class lists, and those that a model of bfloat16 has in float32
+    nevertheless: of these, the end of names, of at least two parts, that no other parameter has.
+    """
+    torch: Any = importlib.import_module("torch")
+    listed = _patterns(model._keep_in_fp32_modules_strict)
+    dtypes = {n: t.dtype for n, t in model.state_dict().items() if hasattr(t, "dtype")}
+    others = [_numbered(name) for name, dtype in dtypes.items() if dtype == torch.bfloat16]
+    found: dict[str, None] = {}
+    for name, dtype in dtypes.items():
+        known = any(re.search(pattern, name) for pattern in listed)
+        if known or not dtype.is_floating_point or dtype == torch.bfloat16:
+            continue
+        parts = _numbered(name).split(".")
+        ends = ["." + ".".join(parts[-n:]) for n in range(2, len(parts))]
+        end = next((e for e in ends if not any(other.endswith(e) for other in others)), "")
+        pattern = re.escape(end) if end else "^" + re.escape(".".join(parts))
+        found[pattern.replace(_ANY, r"\d+") + "$"] = None
+    return (*listed, *sorted(found))
+
+
+def _numbered(name: str) -> str:
+    """Return a name with a sign for each number that is a part of it."""
+    return ".".join(_ANY if part.isdecimal() else part for part in name.split("."))
+
+
 def built(model_type: str, name: str) -> Any:
-    """Build a model of a class from its default config, on the meta device, with few layers."""
+    """Build a model of a class from its default config, in bfloat16 on the meta device, with few layers."""
     library: Any = importlib.import_module("transformers")
     torch: Any = importlib.import_module("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = _small(library, library.CONFIG_MAPPING[model_type]())
         with torch.device("meta"):
-            return getattr(library, name)._from_config(config)
+            return getattr(library, name)._from_config(config, dtype=torch.bfloat16)
 
 
 def classes() -> dict[str, list[str]]:
@@ -373,16 +411,16 @@ def _types_within(config: Mapping[str, Any], before: str = "") -> Iterator[tuple
 
 
 def _small(library: Any, config: Any) -> Any:
-    """Return a config with two layers: only submodules count."""
+    """Return a config with four layers: only submodules count, and experts may begin in the fourth."""
     for name in _SOME:
-        if isinstance(vars(config).get(name), int) and vars(config)[name] > 2:
-            setattr(config, name, 2)
+        if isinstance(vars(config).get(name), int) and vars(config)[name] > _FEW:
+            setattr(config, name, _FEW)
     for value in vars(config).values():
         if isinstance(value, library.PreTrainedConfig):
             _small(library, value)
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(vars(config).get(name), list):
-            setattr(config, name, vars(config)[name][: getattr(config, "num_hidden_layers", 2)])
+            setattr(config, name, vars(config)[name][: getattr(config, "num_hidden_layers", _FEW)])
     return config
 
 

@@ -60,6 +60,8 @@ class LiveFamilyForm(Form):
         base: What the base model is called in them.
         parts: In the order of loading.
         within: Place of a config inside the config -> its model type, where submodules depend on it.
+        float32: Patterns in names of parameters that stay in float32 in models of 16 bits.
+        float32_in_half: The same in models of float16 alone.
     """
 
     arch: str
@@ -67,6 +69,8 @@ class LiveFamilyForm(Form):
     base: str = ""
     parts: tuple[PartForm, ...] = ()
     within: dict[str, str] = Field(default_factory=dict)
+    float32: tuple[str, ...] = ()
+    float32_in_half: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,15 +196,34 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
 
     They are the hub's when loading and saving gives them again, a module's when saving and loading does;
     None where neither does. A step may find something in names that it has already made: only both ways
-    together tell.
+    together tell. Where a step finds something in a name that it is not meant for, transformers' loader takes
+    the parameter that has the name itself (`convert_and_load_state_dict_in_model`), and so do both ways.
     """
-    known = _sampled(names)
-    kinds = _kinds(known)
-    loaded = _loaded(family, known, refuse=False)
-    if _kinds(_saved(family, loaded)) == kinds:
+    sampled = _sampled(names)
+    kinds = _kinds(sampled)
+    resaved = _kinds(_saved(family, _loaded(family, sampled, refuse=False)))
+    untouched = {name for name in sampled if not _kinds([name]) <= resaved}
+    if untouched and untouched < sampled:
+        loaded = _loaded(family, sampled - untouched, refuse=False)
+        resaved = _kinds(_saved(family, loaded | untouched))
+    if resaved == kinds:
         return HUB
-    saved_and_loaded = _loaded(family, _saved(family, known), refuse=False)
-    return LIVE if _kinds(saved_and_loaded) == kinds else None
+    reloaded: set[str] = set()
+    for name, loaded_as in live_names(family.steps, _saved(family, sampled), refuse=False).items():
+        parameters, itself = _kinds(loaded_as), _kinds([name])
+        reloaded |= itself if itself <= kinds and not parameters <= kinds else parameters
+    return LIVE if reloaded == kinds else None
+
+
+def float32_names(family: LiveFamily, names: Iterable[str], dtype: str) -> set[str]:
+    """Return the names, of files or of a module, of what stays in float32 in a model of a 16-bit dtype."""
+    form = family.form
+    patterns = [*form.float32, *(form.float32_in_half if dtype == "float16" else ())]
+    if not patterns:
+        return set()
+    listed = re.compile("|".join(f"(?:{p})" for p in patterns))
+    loaded = live_names(family.steps, names, refuse=False)
+    return {name for name, live in loaded.items() if listed.search(live[0])}
 
 
 def _sampled(names: Iterable[str]) -> set[str]:

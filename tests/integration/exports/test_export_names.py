@@ -157,8 +157,11 @@ def test_a_tie_that_the_config_does_not_have(mixtral: Path, tmp_path: Path) -> N
 def test_fused_parameters_are_warned_of(mixtral: Path) -> None:
     config = folder_of(json.loads((mixtral / "hub/config.json").read_text()))
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig.from_pretrained(mixtral / "hub"))
-    (warning,) = check_names(config, small_models.live(model)).warnings
+    expected = check_names(config, small_models.live(model))
+    (warning,) = expected.kept_names()
     assert warning.code == "fused-names"
+    with pytest.raises(NameMismatch, match="not what save_pretrained of "):
+        expected.require_exact(renaming=True)
     assert "model.layers.0.mlp.experts.gate_up_proj" in warning.message
     assert check_names(config, small_models.saved(model)).warnings == ()
 
@@ -227,6 +230,25 @@ def test_configs_that_describe_no_model(config: dict[str, Any]) -> None:
         check_names(folder_of(config), {"a": (1,)})
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_layer_too_many_is_no_prediction(joined: bool) -> None:
+    """What predicts another token joins two inputs; the last decoder layer of another config does not."""
+    model = small_models.build("deepseek_v3")
+    names = small_models.saved(model)
+    model.config.num_nextn_predict_layers = 1
+    last = model.config.num_hidden_layers
+    more = {
+        n.replace(f"layers.{last - 1}.", f"layers.{last}."): s
+        for n, s in names.items()
+        if f"layers.{last - 1}." in n
+    }
+    if joined:
+        more[f"model.layers.{last}.eh_proj.weight"] = (4, 8)
+    found = compare(model, names | more)
+    assert found.unexpected == ([] if joined else [*more])
+    assert found.missing == []
+
+
 @pytest.mark.parametrize("model_type", SOME)
 def test_one_tensor_more_or_less(model_type: str) -> None:
     attack(model_type, random.Random(model_type), 3)
@@ -258,6 +280,12 @@ def attack(model_type: str, rng: random.Random, tries: int) -> None:
     model = small_models.build(model_type)
     names = small_models.saved(model)
     assert fits(small_models.live(model)), f"{model_type}: names of the model"
+    exact = compare(small_models.build(model_type), names)
+    if model_type not in NOT_REOPENED:
+        assert (exact.names, exact.inexact) == ({}, []), f"{model_type}: names as saved are exact"
+        inside = compare(small_models.build(model_type), {f"net.{n}": s for n, s in names.items()})
+        assert exact.prefixes[:1] == [""], f"{model_type}: as saved"
+        assert "net." in inside.prefixes, f"{model_type}: in an attribute"
     if model_type in NOT_REOPENED:
         assert not opens(small_models.build(model_type), names)
         return

@@ -96,6 +96,20 @@ def test_frozen_families_are_what_transformers_has() -> None:
     assert from_transformers.families_toml(found, transformers.__version__) == file.read_text("utf-8")
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "maskformer", "shieldgemma2", "mixtral", "gemma3"])
+def test_names_of_both_worlds_are_recognised(model_type: str) -> None:
+    """Also where a step finds something in a name that is not its own: the loader takes the name itself."""
+    model = small_models.build(model_type)
+    if model_type == "shieldgemma2":
+        with torch.device("meta"):
+            model = transformers.ShieldGemma2ForImageClassification._from_config(model.config)
+        model.config.architectures = [type(model).__name__]
+    family = live_families.frozen_family(model.config.to_dict())
+    assert family is not None
+    assert live_families.world_of(family, small_models.live(model)) == "hf-live"
+    assert live_families.world_of(family, small_models.saved(model)) == "hf-hub"
+
+
 @pytest.mark.parametrize("model_type", SOME)
 def test_files_are_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
     model = small_models.filled(model_type)

@@ -62,6 +62,24 @@ def test_comes_out_as_the_hub_has_it(tmp_path: Path, arch: str, world: str, form
         assert torch.equal(ckptcore.read(found, name), tensor), name
 
 
+@pytest.mark.parametrize("between", ["", "local_experts."])
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_whose_gate_and_up_are_apart(tmp_path: Path, arch: str, between: str) -> None:
+    """As Megatron's readers name the halves of `linear_fc1`, below experts that are modules of their own."""
+    config, hub = hub_model(arch)
+    state: State = {}
+    for name, tensor in WORLDS["megatron"][0](config, dict(hub), "sequential").items():
+        head, mark, tail = name.partition(".experts.local_experts.")
+        new = f"{head}.experts.{between}{tail}" if mark else name
+        halves = tensor.chunk(2) if mark and new.endswith("linear_fc1.weight") else ()
+        state |= {f"{new}_{x}": half for x, half in zip("wv", halves, strict=False)} or {new: tensor}
+    assert sum(name.endswith("_w") for name in state)
+    found = mapped(stored(tmp_path, state), config).mapped.manifest
+    assert {t.fqn: t.shape for t in found.tensors} == {n: tuple(t.shape) for n, t in hub.items()}
+    for name, tensor in hub.items():
+        assert torch.equal(ckptcore.read(found, name), tensor), name
+
+
 PREDICTION = {
     "megatron": ("decoder.layers.0.", "mtp.layers.0.transformer_layer.", "mtp.layers.0.", "final_layernorm"),
     "torchtitan": ("layers.0.", "mtp_layers.0.", "mtp_layers.0.", "mtp_norm"),
