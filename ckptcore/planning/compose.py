@@ -49,6 +49,7 @@ from ckptcore.naming.rename import (
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.casts import find_casts
+from ckptcore.planning.config_agreement import require_agreement
 from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
@@ -425,12 +426,13 @@ def _checked_names(
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
     expected = check_names(config, shapes)
+    unconfirmed = require_agreement(config, manifest, _model_names(request, manifest).values())
     present = {t.fqn for t in mapped.manifest.tensors}
     ties = [(a, b) for a, b in expected.ties if a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]
     if ties != list(request.tie):
         mapped = named.tied(manifest, ties)
-    return mapped, [*warnings, *expected.warnings], naming
+    return mapped, [*warnings, *expected.warnings, *unconfirmed], naming
 
 
 def _in_world(
