@@ -2,8 +2,9 @@
 
 1. `ELEMENTS`: names and shapes through the map, and the stored elements behind them (`element_use`).
 2. `NAMES`: the model class of config.json, on the meta device, in a separate process.
-3. `VALUES` and `FINITE`: both sides are read once, side by side (`export_values`).
-4. `NEAR` and `LOGITS`, on request.
+3. `CONFIG`: its fields, with every other config of the model (`export_config`).
+4. `VALUES` and `FINITE`: both sides are read once, side by side (`export_values`).
+5. `NEAR` and `LOGITS`, on request.
 
 `ckptcore.planning.compose.map_export` alone decides how names map, for conversions and for this proof. A
 check that cannot be done states the reason, and does not stop the others.
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from ckptcore.checking.check import check
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.export_proof import (
+    CONFIG,
     ELEMENTS,
     FAILED,
     FINITE,
@@ -39,6 +41,7 @@ from ckptcore.checking.export_proof import (
 )
 from ckptcore.comparison.diff import DiffRules, diff
 from ckptcore.comparison.element_problems import element_problems, zero_problems
+from ckptcore.comparison.export_config import check_config
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
 from ckptcore.comparison.export_record import against_record
@@ -122,14 +125,18 @@ def verify_export(
         for folder in folders:
             require_folder(folder)
         require_memory(wanted.logits, folders)
+    reference = None if wanted.logits is None else wanted.logits.reference
+    config = check_config(export, source, reference)
     try:
         mapped = map_source(source, export) if source is not None else UnmappedSource(missing)
     except (CkptError, OSError) as error:
-        if source is None or _is_callers(error, source):
+        contradicted = config is not None and config.verdict == FAILED and isinstance(error, NameMismatch)
+        if source is None or (_is_callers(error, source) and not contradicted):
             raise
         mapped = UnmappedSource(str(error))
+    said = [config] if config is not None else []
     if isinstance(mapped, UnmappedSource):
-        checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0]]
+        checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0], *said]
         checks.append(
             not_done(VALUES, mapped.reason)
             if record is None
@@ -141,7 +148,7 @@ def verify_export(
         elements = _elements(export, mapped)
         names, ties = _check_names(export)
         values, finite, seen = _values(export, mapped, ties, settings, progress)
-        checks = [elements, names, values, finite]
+        checks = [elements, names, *said, values, finite]
     if base is not None:
         checks.append(_near(export, base, wanted, settings, progress))
     if wanted.logits is not None:
@@ -232,7 +239,7 @@ def _of_unread(url: str, error: DamagedCheckpoint, wanted: Wanted) -> Iterator[C
     """Yield the checks of an export that cannot be opened at all."""
     problems = [Problem(f.fqn or f.file or "", f.message) for f in error.findings]
     yield failed(ELEMENTS, problems or [Problem("", error.message)])
-    names = [NAMES, VALUES, FINITE]
+    names = [NAMES, CONFIG, VALUES, FINITE]
     names += [NEAR] if wanted.near is not None else []
     names += [LOGITS] if wanted.logits is not None else []
     for name in names:

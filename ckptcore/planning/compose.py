@@ -272,7 +272,7 @@ def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tup
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
-    names = _model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
+    names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
     lora = holds_lora(names)
     if request.names == PEFT and not lora:
         raise UsageError(
@@ -285,7 +285,7 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
     return beside, find_adapter(names, beside.adapter.form if beside.adapter is not None else None)
 
 
-def _model_names(request: Request, manifest: Manifest) -> dict[str, str]:
+def model_names(request: Request, manifest: Manifest) -> dict[str, str]:
     """Return stored name -> name in the model, for the tensors that an export keeps."""
     inside, found = in_model(manifest, request.model_prefix), dict[str, str]()
     for spec in manifest.tensors:
@@ -403,7 +403,7 @@ def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> 
     """Return the test whether a tensor or object of a name is requested."""
     if adapter is not None:
         return {
-            old for old, new in _model_names(request, manifest).items() if new in adapter.hub
+            old for old, new in model_names(request, manifest).items() if new in adapter.hub
         }.__contains__
     inside = in_model(manifest, request.model_prefix) if request.verb == "export" else str
 
@@ -426,7 +426,7 @@ def _checked_names(
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
     expected = check_names(config, shapes)
-    unconfirmed = require_agreement(config, manifest, _model_names(request, manifest).values())
+    unconfirmed = require_agreement(config, manifest, model_names(request, manifest).values())
     present = {t.fqn for t in mapped.manifest.tensors}
     ties = [(a, b) for a, b in expected.ties if a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]

@@ -70,7 +70,7 @@ def names(proof: ExportProof, check_name: str) -> list[str]:
 
 def test_a_right_export_passes_with_the_source_of_its_card(llama: Path) -> None:
     proof = ckptcore.verify_export(str(llama / "hf"))
-    assert verdicts(proof) == dict.fromkeys(("elements", "names", "fingerprints", "finite"), "ok")
+    assert verdicts(proof) == dict.fromkeys(("elements", "names", "config", "fingerprints", "finite"), "ok")
     assert (proof.verdict, proof.found_by, proof.source) == ("ok", "the model card", str(llama / "ckpt"))
     left_out = dict(check(proof, "elements").values)["left_out"]
     assert left_out["tied to model.embed_tokens.weight: stored once, equality is checked"] == 1
@@ -83,7 +83,7 @@ def test_two_tensors_of_one_shape_swapped(llama: Path, export: Path) -> None:
 
     change(export, swap)
     proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
-    assert verdicts(proof) == {"elements": "ok", "names": "ok", "fingerprints": "failed", "finite": "ok"}
+    assert verdicts(proof) == dict.fromkeys(verdicts(proof), "ok") | {"fingerprints": "failed"}
     assert sorted(names(proof, "fingerprints")) == [GATE, UP]
 
 
@@ -132,6 +132,7 @@ def test_a_truncated_file(llama: Path, export: Path, cut: int) -> None:
     assert verdicts(proof) == {
         "elements": "failed",
         "names": "not-done",
+        "config": "not-done",
         "fingerprints": "not-done",
         "finite": "not-done",
     }
@@ -219,6 +220,7 @@ def test_logits_show_what_no_shape_does(llama: Path, export: Path) -> None:
     assert verdicts(proof) == {
         "elements": "ok",
         "names": "ok",
+        "config": "failed",
         "fingerprints": "ok",
         "finite": "ok",
         "logits": "failed",
@@ -300,6 +302,7 @@ def test_a_check_without_evidence_is_not_done(llama: Path, export: Path) -> None
     assert verdicts(proof) == {
         "elements": "not-done",
         "names": "ok",
+        "config": "ok",
         "fingerprints": "not-done",
         "finite": "not-done",
     }
@@ -348,7 +351,7 @@ def test_the_command_line(llama: Path, export: Path, capsys: pytest.CaptureFixtu
 
     code, found = run("--against", str(llama / "ckpt"))
     assert (code, found["verdict"]) == (0, "ok")
-    assert [c["check"] for c in found["checks"]] == ["elements", "names", "fingerprints", "finite"]
+    assert [c["check"] for c in found["checks"]] == ["elements", "names", "config", "fingerprints", "finite"]
     change(export, lambda tensors: tensors[Q].neg_())
     code, found = run("--against", str(llama / "ckpt"))
     assert (code, found["verdict"]) == (1, "failed")
@@ -420,6 +423,7 @@ def test_a_source_that_is_gone_leaves_what_the_catalog_recorded(
     assert verdicts(proof) == {
         "elements": "not-done",
         "names": "ok",
+        "config": "ok",
         "fingerprints": "not-done",
         "finite": "not-done",
     }
@@ -519,3 +523,60 @@ def test_weights_that_a_loader_would_take_instead(llama: Path, tmp_path: Path) -
     change(tmp_path / "hf", lambda tensors: tensors[Q].zero_())
     proof = ckptcore.verify_export(str(tmp_path / "hf"))
     assert names(proof, "elements") == ["model.safetensors"]
+
+
+def set_fields(config: Path, **fields: Any) -> None:
+    form = json.loads(config.read_text()) | fields
+    config.write_text(json.dumps({k: v for k, v in form.items() if v is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}, "rope_type"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_attention_heads": 2, "head_dim": 16}, "num_attention_heads"),
+        ({"rope_theta": 1e4}, "rope_theta"),  # beside the right one: transformers 4 reads it
+    ],
+)
+def test_a_field_that_no_tensor_shows(
+    llama: Path, export: Path, fields: dict[str, Any], named: str
+) -> None:
+    """By default, with the right config beside the source."""
+    source = shutil.copytree(llama / "ckpt", export.parent / "ckpt")
+    shutil.copy(llama / "config/config.json", source)
+    proof = ckptcore.verify_export(str(export), against=str(source))
+    assert verdicts(proof)["config"] == proof.verdict == "ok"
+    assert dict(check(proof, "config").values)["unconfirmed"] == []
+    set_fields(export / "config.json", **fields)
+    proof = ckptcore.verify_export(str(export), against=str(source))
+    assert verdicts(proof)["config"] == "failed"
+    assert any(named in name for name in names(proof, "config"))
+
+
+def test_the_config_beside_a_source_s_folder_is_compared(llama: Path, export: Path) -> None:
+    source = shutil.copytree(llama / "ckpt", export.parent / "run/step3")
+    shutil.copy(llama / "config/config.json", export.parent / "run")
+    set_fields(export / "config.json", rms_norm_eps=1e-3)
+    proof = ckptcore.verify_export(str(export), against=str(source))
+    (problem,) = check(proof, "config").problems
+    assert f"{export.parent}/run/config.json says rms_norm_eps = 1e-" in problem.what
+
+
+def test_what_nothing_confirms_is_named(llama: Path) -> None:
+    proof = ckptcore.verify_export(str(llama / "hf"), against=str(llama / "ckpt"), config="none")
+    found = check(proof, "config")
+    assert found.verdict == "ok"
+    assert {"rms_norm_eps", "hidden_act", "rope_parameters.rope_theta"} <= set(dict(found.values)["unconfirmed"])
+    assert found.summary.startswith("no other config is known; nothing confirms ")
+
+
+def test_the_reference_s_config_is_compared_in_every_field(llama: Path, export: Path) -> None:
+    set_fields(export / "config.json", a_field_of_tomorrow=3)
+    proof = ckptcore.verify_export(str(export), reference=str(llama / "right"), against=str(llama / "ckpt"))
+    assert "a_field_of_tomorrow" in dict(check(proof, "config").values)["unconfirmed"]
+    set_fields(export / "config.json", rms_norm_eps=2e-6)
+    proof = ckptcore.verify_export(str(export), reference=str(llama / "right"), against=str(llama / "ckpt"))
+    assert names(proof, "config") == ["rms_norm_eps"]
