@@ -152,6 +152,9 @@ def _tries(
     if main is not None:
         yield _with_decoder(torch, config, configs, request, seeded, {model.main_input_name: main})
     if made and (main is None or len(made) > 1):
+        end = getattr(_text(config), "eos_token_id", None)
+        if _TOKENS in made and isinstance(end, int) and 0 <= end < (_vocabulary(config) or 0):
+            made[_TOKENS][:, -1] = end  # models with an embedding of a text take it from there
         yield _with_decoder(torch, config, configs, request, seeded, made)
 
 
