@@ -17,6 +17,7 @@ from pathlib import Path
 import rooms
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import config_mutations
 import dcp_scenarios
 import export_results
 import resumed
@@ -38,7 +39,7 @@ def tables() -> dict[str, dict[str, str]]:
     return {
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
         "docs/reference/families.md": {"sources": sources(), "families": families()},
-        "docs/how-to/verify.md": {"checks": checks()},
+        "docs/how-to/verify.md": {"checks": checks(), "wrong_exports": wrong_exports()},
         "docs/reference/dcp-scenarios.md": scenarios(),
         "docs/reference/resumed-jobs.md": resumes(),
         "docs/reference/formats.md": {"formats": formats()},
@@ -71,6 +72,15 @@ def formats() -> str:
 def checks() -> str:
     """What `verify-export` asks."""
     return table(("check", "what it asks"), [(f"`{name}`", asks) for name, asks in CHECKS.items()])
+
+
+def wrong_exports() -> str:
+    """Which way of verifying finds which change of a right export."""
+    ways = config_mutations.MISSES
+    rows = [("tensors: two swapped, one rounded, one element negated, rows shifted", *["found"] * len(ways))]
+    for kind in config_mutations.KINDS:
+        rows.append((kind, *("named" if kind in misses else "found" for misses in ways.values())))
+    return table(("what is changed", *ways), rows)
 
 
 def errors() -> str:
