@@ -23,7 +23,7 @@ ELEMENTS, NAMES, CONFIG, VALUES, FINITE, NEAR, REFERENCE, LOGITS = (
 CHECKS = {
     ELEMENTS: "every element of the model part is in the export once, and nothing else is",
     NAMES: "names and shapes are those of the model class in config.json, or of an adapter's own config",
-    CONFIG: "config.json says nothing that it, the source's or the trainer's config or the reference's contradicts",
+    CONFIG: "nothing contradicts config.json: neither it itself nor the source's or the reference's configs",
     VALUES: "every tensor equals the source's, through the map and the cast",
     FINITE: "no NaN and no Inf that the source does not have",
     NEAR: "the cosine of every tensor with its namesake in a related folder is near 1",

@@ -1,7 +1,7 @@
 """Compare an export's config.json with what else says how its model computes.
 
-That is the configs in the source (of its trainer, a config.json), the config.json that the export was made with
-or that lies beside the source, and the reference's. Tensors show none of it.
+That is the configs in the source (of its trainer, a config.json), the config.json that the export was made
+with or that is beside the source, and the reference's. Tensors show none of it.
 """
 
 from __future__ import annotations

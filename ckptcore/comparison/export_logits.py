@@ -1,8 +1,8 @@
 """Open an export with transformers, and compare its logits with those of a reference folder.
 
 Both are opened in one separate process (`ckptcore.comparison.logits_process`), one after the other, on seeded
-inputs of the model's own kind. Unlike all other checks, this one loads an entire model into memory. So it runs only on request,
-and model sizes are compared with free memory first.
+inputs of the model's own kind. Unlike all other checks, this one loads an entire model into memory. So it
+runs only on request, and model sizes are compared with free memory first.
 """
 
 from __future__ import annotations

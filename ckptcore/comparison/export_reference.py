@@ -1,7 +1,7 @@
 """Compare every tensor of an export with its namesake in a reference folder that is known to be right.
 
-Logits cannot do that: a few inputs use a few rows of an embedding, and some of the experts. The reference is read
-once, beside the export, and its elements are cast to the export's dtype.
+Logits cannot do that: a few inputs use a few rows of an embedding, and some of the experts. The reference is
+read once, beside the export, and its elements are cast to the export's dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.request import Settings
 from ckptcore.reading.rereading import rereading
-from ckptcore.utils.text import count, listed
+from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 
@@ -46,7 +46,10 @@ def check_reference(
         return not_done(REFERENCE, f"the reference cannot be read: {unread[0]}")
     problems += [Problem("", why) for _, why in damage]
     differing = [
-        Problem(s.name, f"{s.differing:,} of {s.specs[1].numel:,} elements differ from the reference{_cast(s.specs)}")
+        Problem(
+            s.name,
+            f"{s.differing:,} of {s.specs[1].numel:,} elements differ from the reference{_cast(s.specs)}",
+        )
         for s in seen
         if s.differing
     ]
@@ -81,8 +84,12 @@ def _pairs(export: OpenExport, mine: Opened, theirs: Opened) -> tuple[list[Probl
             continue
         got, wanted = mine.manifest.tensors[row], theirs.manifest.tensors[other]
         if got.shape != wanted.shape:
-            problems.append(Problem(name, f"has the shape {list(got.shape)}, the reference {list(wanted.shape)}"))
-        elif got.dtype != wanted.dtype and not (BY_NAME[got.dtype].is_float and BY_NAME[wanted.dtype].is_float):
+            problems.append(
+                Problem(name, f"has the shape {list(got.shape)}, the reference {list(wanted.shape)}")
+            )
+        elif got.dtype != wanted.dtype and not (
+            BY_NAME[got.dtype].is_float and BY_NAME[wanted.dtype].is_float
+        ):
             problems.append(Problem(name, f"is {got.dtype}, the reference has {wanted.dtype}"))
         else:
             pairs.append(Beside(name, (theirs, mine), (other, row), wanted=False))

@@ -4,8 +4,8 @@ The process (`ckptcore.planning.transformers_process`) receives the request
 ``{"folders": [path, ...], "dtype", "device", "seed", "batch", "length"}``. One process opens all folders, one
 model at a time: logits of one model can differ in their last bits from process to process.
 
-Each model runs on inputs of its own kind: token ids drawn over its whole vocabulary, an image, a spectrogram, a
-waveform. The answer says which inputs it has, and which of them it was not given.
+Each model runs on inputs of its own kind: token ids drawn over its whole vocabulary, an image, a spectrogram,
+a waveform. The answer says which inputs it has, and which of them it was not given.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def answer(request: dict[str, Any]) -> Answer:
     if len(found) == 2 and None not in found and [o.shape for o in found[0]] == [o.shape for o in found[1]]:
         pairs = list(zip(*found, strict=True))
         out["difference"] = {
-            "max_abs": max(float((one.double() - two.double()).abs().max()) for one, two in pairs if one.numel()),
+            "max_abs": max(
+                float((one.double() - two.double()).abs().max()) for one, two in pairs if one.numel()
+            ),
             "equal": all(torch.equal(one, two) for one, two in pairs),
         }
     return out
@@ -103,11 +105,7 @@ def _opened(
 
 
 def _run(
-    torch: Any,
-    model: Any,
-    configs: Sequence[Any],
-    request: Mapping[str, Any],
-    inputs: dict[str, Any] | None,
+    torch: Any, model: Any, configs: Sequence[Any], request: Mapping[str, Any], inputs: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return (inputs, the tensors that the model returns for them); inputs: of the model before, or None.
 
@@ -124,7 +122,9 @@ def _run(
             continue
         return given, [v.float().cpu() for v in _tensors(torch, output)]
     name = type(model).__name__
-    why = f"it does not run on {refusals[0]}" if refusals else f"no input is known for {model.main_input_name}"
+    why = (
+        f"it does not run on {refusals[0]}" if refusals else f"no input is known for {model.main_input_name}"
+    )
     raise NotImplementedError(f"{name} was opened and not run: {why}")
 
 
@@ -134,7 +134,9 @@ def _dtype(model: Any, value: Any) -> Any:
 
 def _tensors(torch: Any, output: Any) -> Iterator[Any]:
     """Yield the floating tensors of an output: logits, hidden states, embeddings."""
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
+    values = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
+    )
     yield from (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
 
 
@@ -174,7 +176,7 @@ def _with_decoder(
 
 
 def _token_ids(torch: Any, configs: Sequence[Any], request: Mapping[str, Any], seeded: Any) -> Any:
-    """Return ids spread over the vocabulary: one of each of as many parts as there are ids, in random order."""
+    """Return ids at equal distances over the vocabulary, in random order; None without a vocabulary."""
     sizes = [_vocabulary(c) for c in configs]
     if None in sizes:
         return None

@@ -44,8 +44,8 @@ from ckptcore.comparison.element_problems import element_problems, zero_problems
 from ckptcore.comparison.export_config import check_config
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
-from ckptcore.comparison.export_reference import check_reference
 from ckptcore.comparison.export_record import against_record
+from ckptcore.comparison.export_reference import check_reference
 from ckptcore.comparison.export_sides import MappedSource, OpenExport, UnmappedSource, map_source
 from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
 from ckptcore.comparison.tensor_compare import Opened

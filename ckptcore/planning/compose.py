@@ -402,9 +402,7 @@ def digest_of_map(manifest: Manifest, mapped: Mapped) -> str:
 def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> Callable[[str], bool]:
     """Return the test whether a tensor or object of a name is requested."""
     if adapter is not None:
-        return {
-            old for old, new in model_names(request, manifest).items() if new in adapter.hub
-        }.__contains__
+        return {old for old, new in model_names(request, manifest).items() if new in adapter.hub}.__contains__
     inside = in_model(manifest, request.model_prefix) if request.verb == "export" else str
 
     def selected(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""Compare the config of an export with every other config of its model, when it is written and when it is verified.
+"""Compare the config of an export with every other config of its model, at an export and at its verification.
 
-Where two configs of the hub differ in which fields they have, the installed transformers completes both, as it
-would to build the model (`answer`, in a process of its own). Without it such fields stay unconfirmed.
+Where two configs of the hub differ in which fields they have, the installed transformers completes both, as
+it would to build the model (`answer`, in a process of its own). Without it such fields stay unconfirmed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def source_configs(manifest: Manifest, names: Iterable[str]) -> list[Config]:
 
 
 def config_beside(request: Request, manifest: Manifest) -> Config | None:
-    """Return the config.json that the export named, else the one that an export finds without a name, or None."""
+    """Return the config.json that the export named, else the one that it would find, or None."""
     for named in (request.config, None):
         if named == NONE:
             continue

@@ -78,8 +78,10 @@ def wrong_exports() -> str:
     """Which way of verifying finds which change of a right export."""
     ways = config_mutations.MISSES
     rows = [("tensors: two swapped, one rounded, one element negated, rows shifted", *["found"] * len(ways))]
-    for kind in config_mutations.KINDS:
-        rows.append((kind, *("named" if kind in misses else "found" for misses in ways.values())))
+    rows += [
+        (kind, *("named" if kind in misses else "found" for misses in ways.values()))
+        for kind in config_mutations.KINDS
+    ]
     return table(("what is changed", *ways), rows)
 
 

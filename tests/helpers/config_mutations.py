@@ -1,6 +1,6 @@
-"""Wrong configs of right exports: every field of a config, changed; and which way of verifying finds which kind.
+"""Wrong configs of right exports: every field of a config, changed; and which way of verifying finds which.
 
-`FINDS` is held against runs by tests/integration/exports/test_config_mutations.py, and is a table of the pages.
+`MISSES` is held against runs by tests/integration/exports/test_config_mutations.py; a page has it as a table.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 # Kind of a field -> pattern of its names.
 KINDS = {
     "rotary base": r"(?:.*\.)?rope_theta",
-    "rotary scaling, its parameters, the part that is rotated": r"rope_parameters(?:\..*)?|partial_rotary_factor",
+    "rotary scaling and its parameters": r"rope_parameters(?:\..*)?|partial_rotary_factor",
     "activation": r"hidden_act|hidden_activation|activation_function|mlp_hidden_act",
     "epsilon of norms": r".*eps(?:ilon)?",
     "heads, with the same rows": r"num_attention_heads|num_key_value_heads|n_head|head_dim",
     "sliding window": r"sliding_window",
-    "experts per token, their weights and groups": r"num_experts_per_tok|norm_topk_prob|routed_scaling_factor|n_group|topk_group",
-    "caps of logits, scale of attention": r".*softcapping|query_pre_attn_scalar|attention_multiplier|embedding_multiplier",
+    "experts per token, their weights and groups": (
+        r"num_experts_per_tok|norm_topk_prob|routed_scaling_factor|n_group|topk_group"
+    ),
+    "caps of logits, scales": r".*softcapping|query_pre_attn_scalar|(?:attention|embedding)_multiplier",
     "which layers slide, and any other field": r".*",
 }
 FOUND, NAMED = "found", "named as unconfirmed"
@@ -38,7 +40,9 @@ MISSES: dict[str, frozenset[str]] = {
     TENSORS: frozenset(KINDS),
 }
 _OTHER_ACTIVATION = {"relu": "silu"}
-_SKIPPED = re.compile(r"_.*|architectures|transformers_version|dtype|id2label|label2id|model_type|problem_type")
+_SKIPPED = re.compile(
+    r"_.*|architectures|transformers_version|dtype|id2label|label2id|model_type|problem_type"
+)
 
 
 def kind_of(field: str) -> str:
@@ -74,7 +78,10 @@ def _rope_mutants(form: dict[str, Any], rope: dict[str, Any]) -> Iterator[tuple[
                 yield field, form | {"rope_parameters": rope | {layer: changed["rope_parameters"]}}
         return
     theta = {"rope_theta": rope.get("rope_theta", 1e4)}
-    yield "rope_parameters.rope_theta", form | {"rope_parameters": rope | {"rope_theta": theta["rope_theta"] * 3}}
+    yield (
+        "rope_parameters.rope_theta",
+        form | {"rope_parameters": rope | {"rope_theta": theta["rope_theta"] * 3}},
+    )
     linear = {"rope_type": "linear", "factor": 3.0} | theta
     yarn = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8} | theta
     for scaled in (linear, yarn):

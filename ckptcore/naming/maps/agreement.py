@@ -1,13 +1,13 @@
 """Compare the configs of one model: a config.json with the trainer's, the source's and the reference's.
 
-Nothing else would catch a wrong config: no tensor shows rotary angles, an epsilon or an activation. A config of
-the hub is compared with another one field by field, all but the neutral ones (`hub_config`), and with a trainer's
-by the numbers and words that both have (`numbers`). What no other config says is named.
+Nothing else would catch a wrong config: no tensor shows rotary angles, an epsilon or an activation. A config
+of the hub is compared with another one field by field, all but the neutral ones (`hub_config`), and with a
+trainer's by the numbers and words that both have (`numbers`). What no other config says is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 
 from ckptcore.errors import NameMismatch
@@ -25,8 +25,8 @@ from ckptcore.naming.maps.rope_scaling import same_scaling
 from ckptcore.utils.dataclass import dataclass
 
 HINT = "try the config of the model that was trained"
-# Numbers that configs may differ in: a vocabulary may be padded in one and not in the other, and shapes, with the
-# other numbers, show the rest.
+# Numbers that configs may differ in: a vocabulary may be padded in one and not in the other; shapes and the
+# other numbers show the rest.
 _NOT_COMPARED = frozenset({"vocab", "tokens", "head_dim", "q_rank", "kv_rank", "dense_layers", "mtp_layers"})
 _WINDOW = "window"  # of tokens before the own one, or with it
 _ROUTING = "norm_topk_prob"

@@ -6,7 +6,7 @@ patterns as its own constructors compiled them, in both directions, and operatio
 operation is run, and one that is not known becomes a step that is refused by its class.
 
 ```
-python -m ckptcore.naming.maps.from_transformers FOLDER   # writes steps.toml, families.toml and configs.toml there
+python -m ckptcore.naming.maps.from_transformers FOLDER   # writes steps, families and configs (.toml)
 ```
 """
 
@@ -418,11 +418,15 @@ _HEAD = "# Made by `python -m ckptcore.naming.maps.from_transformers`. Do not ed
 def configs_toml(version: str) -> str:
     """Return the fields of the config classes of mapped families, with the defaults of those classes."""
     library: Any = importlib.import_module("transformers")
-    kinds = sorted({kind for m in built_in_maps() for kind in m.model_types if kind in library.CONFIG_MAPPING})
+    kinds = sorted(
+        {kind for m in built_in_maps() for kind in m.model_types if kind in library.CONFIG_MAPPING}
+    )
     lines = [_HEAD, f"version = {json.dumps(version)}", ""]
     for kind in kinds:
         lines.append(f"[class.{_key(kind)}]")
-        lines += [f"{_key(name)} = {_toml_value(value)}" for name, value in sorted(_defaults(library, kind).items())]
+        lines += [
+            f"{_key(name)} = {_toml_value(value)}" for name, value in sorted(_defaults(library, kind).items())
+        ]
         lines.append("")
     return "\n".join(lines)
 
@@ -463,7 +467,7 @@ def _toml_string(text: str) -> str:
 
 
 def main(folder: str) -> None:
-    """Writes both files into a folder."""
+    """Writes the files into a folder."""
     library: Any = importlib.import_module("transformers")
     library.logging.set_verbosity_error()
     steps = steps_toml(entries(), library.__version__)

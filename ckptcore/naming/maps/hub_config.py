@@ -155,7 +155,9 @@ def same_value(one: Any, other: Any) -> bool:
     """
     if isinstance(one, str) and isinstance(other, str):
         a, b = word(one), word(other)
-        return a == b or {a, b} <= {"gelu", "gelu or gelu_tanh"} or {a, b} <= {"gelu_tanh", "gelu or gelu_tanh"}
+        return (
+            a == b or {a, b} <= {"gelu", "gelu or gelu_tanh"} or {a, b} <= {"gelu_tanh", "gelu or gelu_tanh"}
+        )
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same_value(v, other[k]) for k, v in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -185,7 +187,11 @@ def _leaves(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
     for name, value in content.items():
         place = f"{before}{name}"
         rope = name in ("rope_scaling", ROPE) or f".{ROPE}." in f".{place}" or ".rope_scaling." in f".{place}"
-        if isinstance(value, Mapping) and (rope or name.endswith("_config")) and not _matches("neutral", name):
+        if (
+            isinstance(value, Mapping)
+            and (rope or name.endswith("_config"))
+            and not _matches("neutral", name)
+        ):
             yield from _leaves(value, f"{place}.")
         else:
             yield place, value

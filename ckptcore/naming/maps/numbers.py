@@ -107,7 +107,7 @@ class Config:
         return stated if self.fields.counts(place) else Stated(None, stated.place)
 
     def _of_class(self, places: Sequence[str], is_null: bool) -> Stated | None:
-        """Return the default of a config.json's class; None, as a value, where the class has no such field."""
+        """Return the default of a config.json's class; the value is None where it has no such field."""
         has = None if self.fields is None else self.fields.of_class
         if has is None or self.fields is None:
             return None
@@ -154,7 +154,11 @@ class Config:
         if self.fields is not None:
             key = "norm_topk_prob"
             stated = self._stated(key) or self._of_class([key], False)
-            return (stated.value, f"{key} = {stated.value}") if stated and isinstance(stated.value, bool) else None
+            return (
+                (stated.value, f"{key} = {stated.value}")
+                if stated and isinstance(stated.value, bool)
+                else None
+            )
         if self.world != "megatron":
             return None
         key, score = "moe_router_pre_softmax", self.content.get("moe_router_score_function")

@@ -1,8 +1,8 @@
 """Right exports with one thing changed: tensors swapped, rounded, negated; every field of config.json.
 
 transformers is the judge of which fields change what a model computes: the changed folder is opened, and its
-logits are others. `verify-export` finds each, by default, with the source at hand; `config_mutations.FINDS` says
-which way of verifying finds which kind, and right exports pass.
+logits are others. `verify-export` finds each, by default, with the source at hand; `config_mutations.MISSES`
+says which way of verifying finds which kind, and right exports pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_MEGATRON = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "ph
 
 
 def logits(folder: Path, form: dict[str, Any] | None = None) -> torch.Tensor | None:
-    """The logits of a folder, with another config; None where transformers does not open it without a doubt."""
+    """The logits of a folder, with another config; None where transformers does not open all of it."""
     if form is not None:
         (folder / "config.json").write_text(json.dumps(form))
     with warnings.catch_warnings():
@@ -82,11 +82,13 @@ def outcome(proof: ExportProof, field: str) -> str:
         return FOUND
     found = next(c for c in proof.checks if c.name == CONFIG)
     unsaid = dict(found.values)["unconfirmed"]
-    return NAMED if any(field in (f, f.rpartition(".")[2]) or f.startswith(f"{field}.") for f in unsaid) else ""
+    return (
+        NAMED if any(field in (f, f.rpartition(".")[2]) or f.startswith(f"{field}.") for f in unsaid) else ""
+    )
 
 
 def try_fields(tinies: Tinies, folder: Path, family: str, ways: dict[str, Path]) -> dict[str, int]:
-    """Every changed field of a family's config, verified in each way; returns how many there were of each kind."""
+    """Every changed field of a family's config, verified in each way; returns the number of each kind."""
     tiny = tinies(family)
     tried: dict[str, int] = defaultdict(int)
     out = exported(tiny, ways[TENSORS], folder / "out")
@@ -123,7 +125,9 @@ def with_arguments(tiny: Tiny, folder: Path) -> Path:
 
 
 def test_every_field_of_llama_is_found(tinies: Tinies, tmp_path: Path) -> None:
-    ways = sources(tinies("llama"), tmp_path) | {ARGUMENTS: with_arguments(tinies("llama"), tmp_path / "args")}
+    ways = sources(tinies("llama"), tmp_path) | {
+        ARGUMENTS: with_arguments(tinies("llama"), tmp_path / "args")
+    }
     tried = try_fields(tinies, tmp_path, "llama", ways)
     assert {"rotary base", "activation", "epsilon of norms"} <= tried.keys()
 
@@ -150,7 +154,11 @@ def swapped(state: dict[str, torch.Tensor]) -> set[str]:
     shapes: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         shapes[tensor.shape].append(name)
-    one, other, *_ = next(names for names in shapes.values() if len(names) > 1 and not torch.equal(state[names[0]], state[names[1]]))
+    one, other, *_ = next(
+        names
+        for names in shapes.values()
+        if len(names) > 1 and not torch.equal(state[names[0]], state[names[1]])
+    )
     state[one], state[other] = state[other], state[one]
     return {one, other}
 

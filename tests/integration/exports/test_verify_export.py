@@ -542,9 +542,7 @@ def set_fields(config: Path, **fields: Any) -> None:
         ({"rope_theta": 1e4}, "rope_theta"),  # beside the right one: transformers 4 reads it
     ],
 )
-def test_a_field_that_no_tensor_shows(
-    llama: Path, export: Path, fields: dict[str, Any], named: str
-) -> None:
+def test_a_field_that_no_tensor_shows(llama: Path, export: Path, fields: dict[str, Any], named: str) -> None:
     """By default, with the right config beside the source."""
     source = shutil.copytree(llama / "ckpt", export.parent / "ckpt")
     shutil.copy(llama / "config/config.json", source)
@@ -570,7 +568,9 @@ def test_what_nothing_confirms_is_named(llama: Path) -> None:
     proof = ckptcore.verify_export(str(llama / "hf"), against=str(llama / "ckpt"), config="none")
     found = check(proof, "config")
     assert found.verdict == "ok"
-    assert {"rms_norm_eps", "hidden_act", "rope_parameters.rope_theta"} <= set(dict(found.values)["unconfirmed"])
+    assert {"rms_norm_eps", "hidden_act", "rope_parameters.rope_theta"} <= set(
+        dict(found.values)["unconfirmed"]
+    )
     assert found.summary.startswith("no other config is known; nothing confirms ")
 
 
@@ -598,7 +598,9 @@ def test_rows_that_no_logit_uses_are_compared_with_the_reference(llama: Path, ex
         shutil.copytree(llama / folder, export.parent / f"dead-{folder}")
         change(export.parent / f"dead-{folder}", change_unused)
     change(export.parent / "dead-hf", lambda tensors: tensors[GATE][0].neg_())
-    proof = ckptcore.verify_export(str(export.parent / "dead-hf"), reference=str(export.parent / "dead-right"))
+    proof = ckptcore.verify_export(
+        str(export.parent / "dead-hf"), reference=str(export.parent / "dead-right")
+    )
     assert verdicts(proof)["logits"] == "ok"
     assert names(proof, "reference") == [GATE]
     assert "32 of 1,536 elements differ" in check(proof, "reference").summary
@@ -615,7 +617,10 @@ def test_a_tolerance_lets_tensors_differ_and_names_them(llama: Path, export: Pat
 def test_a_head_that_the_reference_alone_stores(llama: Path, tmp_path: Path) -> None:
     """It is tied, and equal: nothing differs. With another value it is not what the export has."""
     right = Path(shutil.copytree(llama / "right", tmp_path / "right"))
-    change(right, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    change(
+        right,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
     proof = ckptcore.verify_export(str(llama / "hf"), reference=str(right))
     assert verdicts(proof)["reference"] == "ok"
     change(right, lambda tensors: tensors["lm_head.weight"][1].neg_())
@@ -639,7 +644,8 @@ def test_a_head_that_the_reference_alone_stores(llama: Path, tmp_path: Path) -> 
             "wav2vec2",
             "Wav2Vec2ForCTC",
             {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
-             "conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "vocab_size": 40},
+             "conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+             "vocab_size": 40},
             "on input_values",
         ),
         (
@@ -654,7 +660,8 @@ def test_a_head_that_the_reference_alone_stores(llama: Path, tmp_path: Path) -> 
             "CLIPModel",
             {"projection_dim": 8,
              "text_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                             "intermediate_size": 32, "vocab_size": 99, "max_position_embeddings": 20, "eos_token_id": 98},
+                             "intermediate_size": 32, "vocab_size": 99, "max_position_embeddings": 20,
+                             "eos_token_id": 98},
              "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                                "intermediate_size": 32, "image_size": 16, "patch_size": 8}},
             "on pixel_values and 34 of 99 token ids",
@@ -671,14 +678,22 @@ def test_models_run_on_inputs_of_their_own(
     proof = ckptcore.verify_export(str(tmp_path / "hf"), reference=str(tmp_path / "right"))
     assert verdicts(proof)["logits"] == verdicts(proof)["reference"] == "ok", proof.checks
     assert check(proof, "logits").summary.endswith(on)
-    name = next(n for n in load_file(tmp_path / "hf/model.safetensors") if "q_proj.weight" in n or "query.weight" in n)
+    name = next(
+        n for n in load_file(tmp_path / "hf/model.safetensors") if "q_proj.weight" in n or "query.weight" in n
+    )
     change(tmp_path / "hf", lambda tensors: tensors[name].mul_(30))
     proof = ckptcore.verify_export(str(tmp_path / "hf"), reference=str(tmp_path / "right"))
     assert verdicts(proof)["logits"] == verdicts(proof)["reference"] == "failed"
 
 
 def test_a_model_that_is_not_run_says_why(tmp_path: Path) -> None:
-    small = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "prediction_length": 4, "context_length": 8}
+    small = {
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "prediction_length": 4,
+        "context_length": 8,
+    }
     model = transformers.TimeSeriesTransformerModel(transformers.TimeSeriesTransformerConfig(**small))
     model.save_pretrained(tmp_path / "hf")
     proof = ckptcore.verify_export(str(tmp_path / "hf"), logits=True)

@@ -59,9 +59,19 @@ OWN = [
     ({"rope_theta": 10_000.0}, "rope_parameters.rope_theta = 500000", "rope_theta = 10000"),
     ({"rope_scaling": YARN}, "'default'", "rope_scaling.rope_type = 'yarn'"),
     ({"rope_scaling": None, "rope_parameters": YARN}, "rope_scaling = None", "'yarn'"),
-    ({"rope_parameters": {"type": "linear", "factor": 2.0}, "rope_scaling": {"type": "linear", "factor": 4.0}}, "2", "4"),
     (
-        {"rope_theta": 1e6, "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
+        {
+            "rope_parameters": {"type": "linear", "factor": 2.0},
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        },
+        "2",
+        "4",
+    ),
+    (
+        {
+            "rope_theta": 1e6,
+            "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}},
+        },
         "rope_theta = 1000000",
         "rope_parameters.full_attention.rope_theta = 10000",
     ),
@@ -142,7 +152,9 @@ def test_what_changes_no_function(changed: dict[str, Any]) -> None:
 
 def test_a_length_counts_where_frequencies_depend_on_it() -> None:
     yarn = hub(rope_parameters=YARN)
-    assert "max_position_embeddings = 4096" in texts(hub(rope_parameters=YARN, max_position_embeddings=4096), yarn)
+    assert "max_position_embeddings = 4096" in texts(
+        hub(rope_parameters=YARN, max_position_embeddings=4096), yarn
+    )
 
 
 def test_a_padding_token_counts_for_a_classifier() -> None:
@@ -153,7 +165,9 @@ def test_a_padding_token_counts_for_a_classifier() -> None:
 
 
 def test_a_language_model_in_a_larger_one() -> None:
-    larger = Config("the source's", "hf-hub", {"model_type": "llava", "text_config": LLAMA, "vision_config": {}})
+    larger = Config(
+        "the source's", "hf-hub", {"model_type": "llava", "text_config": LLAMA, "vision_config": {}}
+    )
     assert not texts(hub(), larger)
     assert "rms_norm_eps = 0.001" in texts(hub(rms_norm_eps=1e-3), larger)
     assert "text_config.rms_norm_eps" not in agreement(hub(), [larger]).unconfirmed
@@ -164,11 +178,17 @@ WORDS_AND_NULLS = [
     (ARGS, {"hidden_act": "relu"}, "hidden_act = 'relu'", "swiglu = True"),
     (ARGS | {"swiglu": False, "squared_relu": True}, {}, "hidden_act = 'silu'", "squared_relu = True"),
     (ARGS | {"swiglu": False}, {}, "hidden_act = 'silu'", "swiglu = False"),
-    (ARGS, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "= 10000", "rotary_base = 500000"),
+    (
+        ARGS,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "= 10000",
+        "rotary_base = 500000",
+    ),
     (ARGS, {"rope_parameters": LINEAR}, "linear", "use_rope_scaling = False"),
     (ARGS, {"rope_parameters": YARN}, "yarn", "use_rope_scaling = False"),
     (
-        {k: v for k, v in ARGS.items() if k != "use_rope_scaling"} | {"rotary_seq_len_interpolation_factor": None},
+        {k: v for k, v in ARGS.items() if k != "use_rope_scaling"}
+        | {"rotary_seq_len_interpolation_factor": None},
         {"rope_parameters": LINEAR},
         "linear",
         "rotary_seq_len_interpolation_factor = None",
@@ -176,8 +196,18 @@ WORDS_AND_NULLS = [
     (ARGS, {"rms_norm_eps": ...}, "1e-06", "norm_epsilon = 1e-05"),
     (ARGS, {"model_type": "mistral"}, "sliding_window", "window_size = None"),
     (ARGS, {"model_type": "mistral", "sliding_window": 8}, "sliding_window = 8", "window_size = None"),
-    (ARGS | {"window_size": [4, 0]}, {"model_type": "mistral", "sliding_window": 8}, "= 8", "window_size.0 = 4"),
-    (MOE_ARGS, {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5}, "= 2.5", "topk_scaling_factor = None"),
+    (
+        ARGS | {"window_size": [4, 0]},
+        {"model_type": "mistral", "sliding_window": 8},
+        "= 8",
+        "window_size.0 = 4",
+    ),
+    (
+        MOE_ARGS,
+        {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5},
+        "= 2.5",
+        "topk_scaling_factor = None",
+    ),
     (MOE_ARGS, {"model_type": "deepseek_v3"}, "routed_scaling_factor", "topk_scaling_factor = None"),
     (MOE_ARGS, {"model_type": "qwen3_moe"}, "num_experts_per_tok", "moe_router_topk = 2"),
     (
