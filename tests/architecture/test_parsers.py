@@ -41,6 +41,7 @@ OWN = {
     "ckptcore/loading/plain_values.py": "values that `named_values` has checked",
     "ckptcore/naming/maps/declaration.py": _PACKAGE,
     "ckptcore/naming/maps/live_families.py": _PACKAGE,
+    "ckptcore/naming/maps/hub_config.py": _PACKAGE,
     "ckptcore/naming/maps/numbers.py": _PACKAGE,
     "ckptcore/store/objects/session.py": "a file of botocore",
     "deployments/deploy.py": _PACKAGE,
