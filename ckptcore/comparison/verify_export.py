@@ -134,9 +134,9 @@ def verify_export(
         if source is None or (_is_callers(error, source) and not contradicted):
             raise
         mapped = UnmappedSource(str(error))
-    said = [config] if config is not None else []
+    config_checks = [config] if config is not None else []
     if isinstance(mapped, UnmappedSource):
-        checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0], *said]
+        checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0], *config_checks]
         checks.append(
             not_done(VALUES, mapped.reason)
             if record is None
@@ -148,7 +148,7 @@ def verify_export(
         elements = _elements(export, mapped)
         names, ties = _check_names(export)
         values, finite, seen = _values(export, mapped, ties, settings, progress)
-        checks = [elements, names, *said, values, finite]
+        checks = [elements, names, *config_checks, values, finite]
     if base is not None:
         checks.append(_near(export, base, wanted, settings, progress))
     if wanted.logits is not None:

@@ -113,7 +113,7 @@ def _other_values(field: str, value: Any) -> list[Any]:
 
 
 def megatron_args(config: dict[str, Any], args: argparse.Namespace) -> None:
-    """Adds what Megatron's own arguments say of a model with this config, every option among them."""
+    """Adds what Megatron's own arguments have for a model with this config, every option among them."""
     rope = config.get("rope_parameters") or {}
     moe = "num_experts_per_tok" in config
     softmax = config["model_type"] in ("mixtral", "qwen3_moe")

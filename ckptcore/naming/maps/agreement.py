@@ -2,7 +2,7 @@
 
 Nothing else would catch a wrong config: no tensor shows rotary angles, an epsilon or an activation. A config
 of the hub is compared with another one field by field, all but the neutral ones (`hub_config`), and with a
-trainer's by the numbers and words that both have (`numbers`). What no other config says is named.
+trainer's by the numbers and terms that both have (`numbers`). What no other config says is named.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ckptcore.naming.maps.hub_config import (
     Stated,
     field_of,
     hub_fields,
+    in_shapes,
     nested_like,
     same_value,
-    shown_by_shapes,
 )
 from ckptcore.naming.maps.numbers import Config, Number, hub_places, says
 from ckptcore.naming.maps.rope_scaling import same_scaling
@@ -88,13 +88,12 @@ def agreement(config: Config, others: Sequence[Config]) -> Agreement:
             continue
         for compare in _BY_MEANING:
             compare(config, other, notes)
-    own = config.fields.functional if config.fields is not None else {}
-    unsaid = (f for f in own if f not in notes.confirmed and not shown_by_shapes(f))
+    own = _open_fields(config.fields) if config.fields is not None else set()
     return Agreement(
         tuple({c.text: c for c in notes.contradictions}.values()),
         frozenset(notes.confirmed),
         frozenset(notes.one_sided),
-        tuple(sorted(unsaid)),
+        tuple(sorted(own - notes.confirmed)),
     )
 
 
@@ -112,6 +111,14 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
         for number, (value, key) in config.numbers.items():
             found.setdefault(number, (value, f"{config.name} says {says(key, value)}"))
     return found
+
+
+def _open_fields(fields: HubFields) -> set[str]:
+    """Return the fields that shapes do not show, also those that a config leaves to its class."""
+    of_class = (
+        f for f, default in (fields.of_class or {}).items() if default is not None and fields.counts(f)
+    )
+    return {f for f in (*fields.functional, *of_class) if not in_shapes(f)}
 
 
 def _hub_pair(config: Config, other: Config) -> tuple[HubFields, HubFields] | None:
@@ -172,11 +179,11 @@ def _compare_numbers(config: Config, other: Config, notes: _Notes) -> None:
             )
 
 
-def _compare_words(config: Config, other: Config, notes: _Notes) -> None:
-    for name, (text, key) in config.words.items():
-        if name not in other.words:
+def _compare_terms(config: Config, other: Config, notes: _Notes) -> None:
+    for name, (text, key) in config.terms.items():
+        if name not in other.terms:
             continue
-        second, place = other.words[name]
+        second, place = other.terms[name]
         if same_value(text, second):
             notes.confirmed.update(_names(config, key, name))
         else:
@@ -223,7 +230,7 @@ def _compare_vocabulary(config: Config, other: Config, notes: _Notes) -> None:
 _BY_MEANING = (
     _compare_types,
     _compare_numbers,
-    _compare_words,
+    _compare_terms,
     _compare_routing,
     _compare_scaling,
     _compare_vocabulary,

@@ -42,7 +42,7 @@ class Stated:
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.place} = {self.text or shown(self.value)}"
+        return f"{self.place} = {self.text or rendered(self.value)}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def hub_fields(content: Mapping[str, Any]) -> HubFields:
         if value is None and field.endswith(ROPE):
             field = f"{field}.rope_type"
         is_plain = field.endswith(".rope_type") and (value is None or value in _SAME_AS_PLAIN)
-        stated = Stated(PLAIN_ROPE, place, shown(value)) if is_plain else Stated(value, place)
+        stated = Stated(PLAIN_ROPE, place, rendered(value)) if is_plain else Stated(value, place)
         first = values.setdefault(field, stated)
         if first is stated or same_value(first.value, stated.value):
             continue
@@ -123,7 +123,7 @@ def hub_fields(content: Mapping[str, Any]) -> HubFields:
         if field.endswith(".rope_type"):
             factor = values.get(f"{field.removesuffix('rope_type')}factor")
             if stated.value in _FACTOR_ALONE and factor is not None and factor.value == 1:
-                values[field] = Stated(PLAIN_ROPE, stated.place, shown(stated.value))
+                values[field] = Stated(PLAIN_ROPE, stated.place, rendered(stated.value))
         elif field.endswith(THETA):  # without a type there is no scaling
             kind = field.removesuffix("rope_theta") + "rope_type"
             values.setdefault(kind, Stated(PLAIN_ROPE, f"rope_type beside {stated.place}", "None"))
@@ -154,7 +154,7 @@ def same_value(one: Any, other: Any) -> bool:
     (True, True, False)
     """
     if isinstance(one, str) and isinstance(other, str):
-        a, b = word(one), word(other)
+        a, b = term(one), term(other)
         return (
             a == b or {a, b} <= {"gelu", "gelu or gelu_tanh"} or {a, b} <= {"gelu_tanh", "gelu or gelu_tanh"}
         )
@@ -165,17 +165,17 @@ def same_value(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def word(text: str) -> str:
+def term(text: str) -> str:
     """Return the first of the texts that mean the same."""
-    return _words().get(text, text)
+    return _terms().get(text, text)
 
 
-def shown_by_shapes(field: str) -> bool:
+def in_shapes(field: str) -> bool:
     """Return whether the shapes of tensors show a field."""
     return _matches("sizes", field.rpartition(".")[2])
 
 
-def shown(value: Any) -> str:
+def rendered(value: Any) -> str:
     """Return a value for a message."""
     if isinstance(value, float):
         return f"{value:.15g}"
@@ -228,8 +228,8 @@ def _pattern(group: str) -> re.Pattern[str]:
 
 
 @cache
-def _words() -> Mapping[str, str]:
-    return {text: first for first, texts in _table()["words"].items() for text in texts}
+def _terms() -> Mapping[str, str]:
+    return {text: first for first, texts in _table()["terms"].items() for text in texts}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Read a model's numbers and words from the configs of all trainers (``numbers.toml``)."""
+"""Read a model's numbers and terms from the configs of all trainers (``numbers.toml``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import isclose, isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, shown
+from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, rendered
 from ckptcore.naming.maps.rope_scaling import RopeScaling, rope_scaling_of_hub, rope_scaling_of_megatron
 from ckptcore.naming.worlds import HUB
 from ckptcore.utils.dataclass import dataclass
@@ -21,7 +21,7 @@ _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "voca
 # Megatron stores these, with their defaults, for models without experts, too.
 _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
-_TABLES = ("null", "words", "flags")  # beside the numbers of a world
+_TABLES = ("null", "terms", "flags")  # beside the numbers of a world
 _MISSING = object()
 _NO = "no "
 
@@ -76,11 +76,11 @@ class Config:
         return found
 
     @cached_property
-    def words(self) -> dict[str, tuple[str, str]]:
+    def terms(self) -> dict[str, tuple[str, str]]:
         """Word -> (text, key of the config), as ``activation``."""
         table = _config_keys()[self.world]
         found: dict[str, tuple[str, str]] = {}
-        for name, places in table.get("words", {}).items():
+        for name, places in table.get("terms", {}).items():
             stated = [*map(self._stated, places), self._of_class(places, False)]
             text = next((s for s in stated if s is not None and isinstance(s.value, str)), None)
             if text is not None:
@@ -178,7 +178,7 @@ class Config:
 
 def says(place: str, value: Any) -> str:
     """Return a place and its value as a clause; the place alone where it has one, as a flag that is on."""
-    return place if " = " in place or place.startswith(_NO) else f"{place} = {shown(value)}"
+    return place if " = " in place or place.startswith(_NO) else f"{place} = {rendered(value)}"
 
 
 def _unset(place: str) -> str:
@@ -188,7 +188,7 @@ def _unset(place: str) -> str:
 def hub_places(name: str) -> tuple[str, ...]:
     """Return the fields of a config.json that have a number or a word."""
     table = _config_keys()[HUB]
-    return tuple(table.get(name) or table["words"][name])
+    return tuple(table.get(name) or table["terms"][name])
 
 
 def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]]) -> None:

@@ -102,9 +102,9 @@ def try_fields(tinies: Tinies, folder: Path, family: str, ways: dict[str, Path])
         tried[kind] += 1
         for way, source in ways.items():
             options = {"reference": str(tiny.hub)} if way == REFERENCE else {}
-            said = outcome(ckptcore.verify_export(str(out), against=str(source), **options), field)
+            verdict = outcome(ckptcore.verify_export(str(out), against=str(source), **options), field)
             wanted = {FOUND} if kind not in MISSES[way] else {FOUND, NAMED}
-            assert said in wanted, (family, way, field, form.get(field.partition(".")[0]), said)
+            assert verdict in wanted, (family, way, field, form.get(field.partition(".")[0]), verdict)
     return tried
 
 

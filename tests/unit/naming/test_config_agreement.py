@@ -173,7 +173,7 @@ def test_a_language_model_in_a_larger_one() -> None:
     assert "text_config.rms_norm_eps" not in agreement(hub(), [larger]).unconfirmed
 
 
-WORDS_AND_NULLS = [
+TERMS_AND_NULLS = [
     (ARGS, {"hidden_act": "gelu"}, "hidden_act = 'gelu'", "swiglu = True"),
     (ARGS, {"hidden_act": "relu"}, "hidden_act = 'relu'", "swiglu = True"),
     (ARGS | {"swiglu": False, "squared_relu": True}, {}, "hidden_act = 'silu'", "squared_relu = True"),
@@ -225,7 +225,7 @@ WORDS_AND_NULLS = [
 ]
 
 
-@pytest.mark.parametrize(("args", "changed", "mine", "theirs"), WORDS_AND_NULLS)
+@pytest.mark.parametrize(("args", "changed", "mine", "theirs"), TERMS_AND_NULLS)
 def test_what_the_trainer_s_arguments_contradict(
     args: dict[str, Any], changed: dict[str, Any], mine: str, theirs: str
 ) -> None:
