@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.formats import FORMATS, KNOWN
 from ckptcore.naming.maps import live_families
 from ckptcore.naming.trainer_keys import KINDS_OF_KEYS
+from ckptcore.naming.worlds import HUB
 
 ROOT = Path(__file__).parents[2]
 SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -39,7 +41,7 @@ def tables() -> dict[str, dict[str, str]]:
     return {
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
         "docs/reference/families.md": {"sources": sources(), "families": families()},
-        "docs/how-to/verify.md": {"checks": checks(), "wrong_exports": wrong_exports()},
+        "docs/how-to/verify.md": {"checks": checks(), "wrong_exports": wrong_exports(), "configs": configs()},
         "docs/reference/dcp-scenarios.md": scenarios(),
         "docs/reference/resumed-jobs.md": resumes(),
         "docs/reference/formats.md": {"formats": formats()},
@@ -83,6 +85,30 @@ def wrong_exports() -> str:
         for kind in config_mutations.KINDS
     ]
     return table(("what is changed", *ways), rows)
+
+
+def configs() -> str:
+    """Which fields of a config.json are compared with which of a trainer's config."""
+    folder = ROOT / "ckptcore/naming/maps"
+    keys = tomllib.loads((folder / "numbers.toml").read_text("utf-8"))
+    moved = tomllib.loads((folder / "hub_config.toml").read_text("utf-8"))["place"]
+    worlds = [world for world in keys if world != HUB]
+    rows = []
+    for name, fields in {**keys[HUB], **keys[HUB]["terms"]}.items():
+        if name in ("null", "terms"):
+            continue
+        hub = [
+            p
+            for f in fields
+            if not f.startswith("|")
+            for p in (f, *(o for o, new in moved.items() if new == f))
+        ]
+        of = [keys[w].get(name) or keys[w].get("terms", {}).get(name, []) for w in worlds]
+        flags = [[f for f in keys[w].get("flags", {}).get(name, {}) if f] for w in worlds]
+        if any(of):
+            cells = [hub, *([*a, *b] for a, b in zip(of, flags, strict=True))]
+            rows.append(tuple(", ".join(f"`{p}`" for p in c if not p.startswith("|")) for c in cells))
+    return table(("config.json", *worlds), rows)
 
 
 def errors() -> str:
