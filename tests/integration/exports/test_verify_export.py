@@ -656,6 +656,14 @@ def test_a_head_that_the_reference_alone_stores(llama: Path, tmp_path: Path) -> 
             "on pixel_values",
         ),
         (
+            "vilt",  # which chooses patches at random
+            "ViltModel",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+             "image_size": 32, "patch_size": 8, "vocab_size": 99, "max_position_embeddings": 20,
+             "max_image_length": 5},
+            "on pixel_values and 36 of 99 token ids",
+        ),
+        (
             "clip",
             "CLIPModel",
             {"projection_dim": 8,
