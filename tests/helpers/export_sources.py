@@ -141,8 +141,7 @@ def _megatron(tiny: Tiny, form: str, folder: Path) -> Path:
     config, args = tiny.config, argparse.Namespace(iteration=3)
     gemma = config["model_type"].startswith("gemma")
     args.layernorm_zero_centered_gamma = gemma
-    args.swiglu = config["model_type"] != "gpt2" and not gemma  # which has a gated gelu
-    args.gated_linear_unit = config["model_type"] != "gpt2"
+    args.swiglu = args.gated_linear_unit = config["model_type"] != "gpt2"
     for ours, theirs in (
         ("num_layers", ("num_hidden_layers", "n_layer")),
         ("hidden_size", ("hidden_size", "n_embd")),

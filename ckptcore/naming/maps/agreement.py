@@ -20,7 +20,7 @@ from ckptcore.naming.maps.hub_config import (
     nested_like,
     same_value,
 )
-from ckptcore.naming.maps.numbers import Config, Number, hub_places, says
+from ckptcore.naming.maps.numbers import Config, Number, hub_places, is_untold, says
 from ckptcore.naming.maps.rope_scaling import same_scaling
 from ckptcore.utils.dataclass import dataclass
 
@@ -184,6 +184,9 @@ def _compare_terms(config: Config, other: Config, notes: _Notes) -> None:
         if name not in other.terms:
             continue
         second, place = other.terms[name]
+        kind = config.fields.model_type if config.fields is not None else ""
+        if " = " in place and is_untold(other.world, name, kind):
+            continue
         if same_value(text, second):
             notes.confirmed.update(_names(config, key, name))
         else:

@@ -21,7 +21,7 @@ _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "voca
 # Megatron stores these, with their defaults, for models without experts, too.
 _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
-_TABLES = ("null", "terms", "flags")  # beside the numbers of a world
+_TABLES = ("null", "terms", "flags", "untold")  # beside the numbers of a world
 _MISSING = object()
 _NO = "no "
 
@@ -183,6 +183,11 @@ def says(place: str, value: Any) -> str:
 
 def _unset(place: str) -> str:
     return place if place.startswith(_NO) else f"{place} = None"
+
+
+def is_untold(world: str, name: str, model_type: str) -> bool:
+    """Return whether the flags of a trainer do not tell a term of a model type."""
+    return model_type in _config_keys()[world].get("untold", {}).get(name, ())
 
 
 def hub_places(name: str) -> tuple[str, ...]:

@@ -217,6 +217,12 @@ TERMS_AND_NULLS = [
         "moe_router_pre_softmax = False",
     ),
     (
+        ARGS | {"activation_func": {"_target_": "torch.nn.functional.silu"}},
+        {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"},
+        "hidden_activation = 'gelu_pytorch_tanh'",
+        "activation_func._target_ = 'torch.nn.functional.silu'",
+    ),
+    (
         ARGS | {"attn_logit_softcapping": None},
         {"model_type": "gemma2", "hidden_activation": "silu", "sliding_window": None},
         "attn_logit_softcapping (unset, the class has) = 50",
@@ -245,6 +251,7 @@ def test_what_the_trainer_s_arguments_contradict(
         (ARGS | {"swiglu": False}, {"hidden_act": "gelu"}),
         (ARGS | {"swiglu": False}, {"hidden_act": "gelu_new"}),
         (ARGS | {"quick_geglu": True, "swiglu": False}, {"model_type": "gpt_oss", "sliding_window": None}),
+        (ARGS, {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": None}),
         (ARGS | {"layer_norm_eps": 1e-3}, {"layer_norm_eps": 1e-3}),  # of a class that reads rms_norm_eps
     ],
 )
