@@ -32,6 +32,7 @@ OWN = {
     **{f"ckptcore/catalog/{name}.py": _ROWS for name in ("export_verdicts", "row_values")},
     "ckptcore/catalog/sql_query.py": _PROCESS,
     "ckptcore/catalog/sqlworker.py": _PROCESS,
+    "ckptcore/planning/config_agreement.py": "JSON that transformers wrote a line before",
     "ckptcore/planning/transformers_process.py": _PROCESS,
     "ckptcore/utils/patterns.py": _PROCESS,
     "ckptcore/planning/kept_answers.py": "a file of this project, compared with its digest",
