@@ -470,6 +470,11 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
         "names and shapes were not compared with the model class",
         "open the result with transformers",
     ),
+    "config-unconfirmed": (
+        "info",
+        "no other config says what config.json says in fields that change what the model computes",
+        "name the config of the model that was trained; a trainer's own config beside the source confirms it",
+    ),
     "assumed-size": (
         "warning",
         "a name map assumed a size that neither a config nor a shape states",

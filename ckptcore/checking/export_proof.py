@@ -9,24 +9,28 @@ from ckptcore.errors import UnprovenCheckpoint
 from ckptcore.utils.dataclass import dataclass
 
 OK, FAILED, NOT_DONE, UNPROVEN = "ok", "failed", "not-done", "unproven"
-ELEMENTS, NAMES, VALUES, FINITE, NEAR, LOGITS = (
+ELEMENTS, NAMES, CONFIG, VALUES, FINITE, NEAR, REFERENCE, LOGITS = (
     "elements",
     "names",
+    "config",
     "fingerprints",
     "finite",
     "near",
+    "reference",
     "logits",
 )
 # Check -> what it requires, in the order of the answers.
 CHECKS = {
     ELEMENTS: "every element of the model part is in the export once, and nothing else is",
     NAMES: "names and shapes are those of the model class in config.json, or of an adapter's own config",
+    CONFIG: "nothing contradicts config.json: neither it itself nor the source's or the reference's configs",
     VALUES: "every tensor equals the source's, through the map and the cast",
     FINITE: "no NaN and no Inf that the source does not have",
     NEAR: "the cosine of every tensor with its namesake in a related folder is near 1",
+    REFERENCE: "every tensor equals the reference's, after a cast to the export's dtype",
     LOGITS: "transformers opens the export and computes the logits of the reference",
 }
-ALWAYS = (ELEMENTS, NAMES, VALUES, FINITE)  # checks that every proof includes
+ALWAYS = (ELEMENTS, NAMES, CONFIG, VALUES, FINITE)  # checks that every proof includes
 _NAMED = 5  # problems listed in a line of text; JSON has all
 
 

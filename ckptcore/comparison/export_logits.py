@@ -1,8 +1,8 @@
 """Open an export with transformers, and compare its logits with those of a reference folder.
 
 Both are opened in one separate process (`ckptcore.comparison.logits_process`), one after the other, on seeded
-token ids. Unlike all other checks, this one loads an entire model into memory. So it runs only on request,
-and model sizes are compared with free memory first.
+inputs of the model's own kind. Unlike all other checks, this one loads an entire model into memory. So it
+runs only on request, and model sizes are compared with free memory first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.memory import available_memory
 from ckptcore.utils.units import show_size
 
-SEED, BATCH, LENGTH = 0, 2, 16
+SEED, BATCH, LENGTH = 0, 2, 32
 _BASE = 1 << 30  # bytes of the interpreter, torch, transformers and activations
 _MOST_FIELDS = 8
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -109,11 +109,13 @@ def _logits_check(outcome: dict[str, Any], folders: Sequence[str], wanted: Logit
     if others and (problems := _unopened(others[0])):
         return not_done(LOGITS, f"the reference {folders[1]} does not open: {problems[0]}", problems)
     values = {"transformers": outcome["transformers"], "class": mine["class"], "shape": mine["shape"]}
-    values |= {"dtype": wanted.dtype, "finite": mine["finite"]}
+    covered = outcome.get("covered", {})
+    values |= {"dtype": wanted.dtype, "finite": mine["finite"], **covered}
+    on = _coverage(covered)
     if not others:
         if not mine["finite"]:
             return failed(LOGITS, [Problem("", "the logits contain NaN or Inf")], **values)
-        return passed(LOGITS, f"{mine['class']} opens, and its logits are finite", **values)
+        return passed(LOGITS, f"{mine['class']} opens, and its logits are finite{on}", **values)
     if "difference" not in outcome:
         what = f"logits have the shape {mine['shape']}, those of the reference {others[0]['shape']}"
         return failed(LOGITS, [Problem("", what)], **values)
@@ -121,9 +123,18 @@ def _logits_check(outcome: dict[str, Any], folders: Sequence[str], wanted: Logit
     values |= {"max_abs_difference": difference["max_abs"], "bit_equal": difference["equal"]}
     if difference["equal"] or difference["max_abs"] <= wanted.tolerance:  # false for NaN
         same = "bit for bit" if difference["equal"] else f"within {difference['max_abs']:.3g}"
-        return passed(LOGITS, f"{mine['class']}: equal to the reference {same}", **values)
+        return passed(LOGITS, f"{mine['class']}: equal to the reference {same}{on}", **values)
     wrong = [Problem("", f"logits differ from the reference by up to {difference['max_abs']:.3g}")]
     return failed(LOGITS, wrong + _fields(folders), **values)
+
+
+def _coverage(covered: Mapping[str, Any]) -> str:
+    """Return what the model was run on, as a clause."""
+    parts = [f"{name}" for name in covered.get("inputs", ()) if not name.endswith("input_ids")]
+    if covered.get("tokens"):
+        parts.append(f"{covered['tokens']:,} of {covered['vocabulary']:,} token ids")
+    without = f", without {' and '.join(covered['without'])}" if covered.get("without") else ""
+    return f", on {' and '.join(parts)}{without}" if parts else ""
 
 
 def _unopened(outcome: Mapping[str, Any]) -> list[Problem]:

@@ -42,7 +42,7 @@ class Beside:
         name: Their name in reports.
         sides: (source, export). The source must equal the export after the cast to the export's dtype.
         rows: Their rows in the two manifests.
-        wanted: Whether the second is a tensor of the export, to be fingerprinted.
+        wanted: Whether the second is a tensor of the export: it is fingerprinted, and NaN and Inf count.
     """
 
     name: str
@@ -192,9 +192,12 @@ def _compare_box(
     found = differing(wanted, got, itemsize)
     if found is not None and wanted is not stored:
         found = _but_nan(wanted, got, export.dtype, itemsize)
-    after = not_finite(got, export.dtype)
-    before = after if found is None and wanted is stored else not_finite(stored, source.dtype)
-    summed = box_sum(export.dtype, export.shape, box, got, scratch) if each.pair.wanted else ZERO
+    before = after = (0, 0)
+    summed = ZERO
+    if each.pair.wanted:
+        after = not_finite(got, export.dtype)
+        before = after if found is None and wanted is stored else not_finite(stored, source.dtype)
+        summed = box_sum(export.dtype, export.shape, box, got, scratch)
     with each.lock:
         each.count(before, after)
         each.sum = add(each.sum, summed)

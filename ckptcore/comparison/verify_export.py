@@ -2,8 +2,9 @@
 
 1. `ELEMENTS`: names and shapes through the map, and the stored elements behind them (`element_use`).
 2. `NAMES`: the model class of config.json, on the meta device, in a separate process.
-3. `VALUES` and `FINITE`: both sides are read once, side by side (`export_values`).
-4. `NEAR` and `LOGITS`, on request.
+3. `CONFIG`: its fields, with every other config of the model (`export_config`).
+4. `VALUES` and `FINITE`: both sides are read once, side by side (`export_values`).
+5. `NEAR`, `REFERENCE` (`export_reference`) and `LOGITS`, on request.
 
 `ckptcore.planning.compose.map_export` alone decides how names map, for conversions and for this proof. A
 check that cannot be done states the reason, and does not stop the others.
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from ckptcore.checking.check import check
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.export_proof import (
+    CONFIG,
     ELEMENTS,
     FAILED,
     FINITE,
@@ -28,6 +30,7 @@ from ckptcore.checking.export_proof import (
     NAMES,
     NEAR,
     OK,
+    REFERENCE,
     VALUES,
     Check,
     ExportProof,
@@ -37,14 +40,14 @@ from ckptcore.checking.export_proof import (
     not_done,
     passed,
 )
-from ckptcore.comparison.diff import DiffRules, diff
 from ckptcore.comparison.element_problems import element_problems, zero_problems
+from ckptcore.comparison.export_config import check_config
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
 from ckptcore.comparison.export_record import against_record
+from ckptcore.comparison.export_reference import check_reference
 from ckptcore.comparison.export_sides import MappedSource, OpenExport, UnmappedSource, map_source
 from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
-from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE
 from ckptcore.comparison.tensor_compare import Opened
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
@@ -124,14 +127,18 @@ def verify_export(
         for folder in folders:
             require_folder(folder)
         require_memory(wanted.logits, folders)
+    reference = None if wanted.logits is None else wanted.logits.reference
+    config = check_config(export, source, reference)
     try:
         mapped = map_source(source, export) if source is not None else UnmappedSource(missing)
     except (CkptError, OSError) as error:
-        if source is None or _is_callers(error, source):
+        contradicted = config is not None and config.verdict == FAILED and isinstance(error, NameMismatch)
+        if source is None or (_is_callers(error, source) and not contradicted):
             raise
         mapped = UnmappedSource(str(error))
+    config_checks = [config] if config is not None else []
     if isinstance(mapped, UnmappedSource):
-        checks = [_unmapped_elements(export, mapped.reason), _check_names(export, source)[0]]
+        checks = [_unmapped_elements(export, mapped.reason), _check_names(export, source)[0], *config_checks]
         checks.append(
             not_done(VALUES, mapped.reason)
             if record is None
@@ -143,16 +150,14 @@ def verify_export(
         elements = _elements(export, mapped)
         names, ties, float32 = _check_names(export, source)
         values, finite, seen = _values(export, mapped, ties, float32, settings, progress)
-        checks = [elements, names, values, finite]
+        checks = [elements, names, *config_checks, values, finite]
     if base is not None:
         checks.append(_near(export, base, wanted, settings, progress))
     if wanted.logits is not None:
-        logits = check_logits(url, wanted.logits)
-        if logits.verdict == FAILED and wanted.logits.reference is not None:
-            other = folders[wanted.logits.reference]
-            unlike = list(_unlike(export.values, other, settings, progress))
-            logits = failed(LOGITS, [*logits.problems, *unlike], **dict(logits.values))
-        checks.append(logits)
+        if reference is not None:
+            tolerance = wanted.logits.tolerance
+            checks.append(check_reference(export, folders[reference], tolerance, settings, progress))
+        checks.append(check_logits(url, wanted.logits))
     return ExportProof(url, export.stored.format, place, found_by, tuple(checks), _fingerprint(export, seen))
 
 
@@ -234,33 +239,12 @@ def _of_unread(url: str, error: DamagedCheckpoint, wanted: Wanted) -> Iterator[C
     """Yield the checks of an export that cannot be opened at all."""
     problems = [Problem(f.fqn or f.file or "", f.message) for f in error.findings]
     yield failed(ELEMENTS, problems or [Problem("", error.message)])
-    names = [NAMES, VALUES, FINITE]
+    names = [NAMES, CONFIG, VALUES, FINITE]
     names += [NEAR] if wanted.near is not None else []
-    names += [LOGITS] if wanted.logits is not None else []
+    if wanted.logits is not None:
+        names += [REFERENCE, LOGITS] if wanted.logits.reference is not None else [LOGITS]
     for name in names:
         yield not_done(name, f"cannot read {url}")
-
-
-def _unlike(
-    export: Manifest, reference: Manifest, settings: Settings, progress: Progress | None
-) -> Iterator[Problem]:
-    """Yield the tensors that differ from the reference: logits alone do not show which one is wrong."""
-    try:
-        found = diff(export, reference, DiffRules(), settings, progress)
-    except CkptError as error:
-        yield Problem("", f"cannot compare the tensors with the reference's: {error}")
-        return
-    texts = {
-        ONLY_A: "is not in the reference",
-        ONLY_B: "is only in the reference",
-        DTYPE: "has another dtype in the reference",
-        SHAPE: "has another shape in the reference",
-    }
-    for tensor in found.tensors:
-        what = [texts[kind] for kind in tensor.what if kind in texts]
-        if tensor.differing:
-            what.append(f"{tensor.differing:,} elements differ from the reference")
-        yield Problem(tensor.name, "; ".join(what))
 
 
 def _defects(export: OpenExport) -> list[Problem]:

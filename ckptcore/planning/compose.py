@@ -51,6 +51,7 @@ from ckptcore.naming.rename import (
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
+from ckptcore.planning.config_agreement import require_agreement
 from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
@@ -291,7 +292,7 @@ def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tup
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
-    names = _model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
+    names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
     lora = holds_lora(names)
     if request.names == PEFT and not lora:
         raise UsageError(
@@ -304,7 +305,7 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
     return beside, find_adapter(names, beside.adapter.form if beside.adapter is not None else None)
 
 
-def _model_names(request: Request, manifest: Manifest) -> dict[str, str]:
+def model_names(request: Request, manifest: Manifest) -> dict[str, str]:
     """Return stored name -> name in the model, for the tensors that an export keeps."""
     inside, found = in_model(manifest, request.model_prefix), dict[str, str]()
     for spec in manifest.tensors:
@@ -437,9 +438,7 @@ def digest_of_map(manifest: Manifest, mapped: Mapped) -> str:
 def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> Callable[[str], bool]:
     """Return the test whether a tensor or object of a name is requested."""
     if adapter is not None:
-        return {
-            old for old, new in _model_names(request, manifest).items() if new in adapter.hub
-        }.__contains__
+        return {old for old, new in model_names(request, manifest).items() if new in adapter.hub}.__contains__
     inside = in_model(manifest, request.model_prefix) if request.verb == "export" else str
 
     def selected(name: str) -> bool:
@@ -517,7 +516,10 @@ def _fitting_names(
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
     expected = check_names(config, shapes, request.arch)
-    warnings += expected.warnings
+    warnings += [
+        *expected.warnings,
+        *require_agreement(config, manifest, model_names(request, manifest).values()),
+    ]
     exact: Mapping[str, str] = {}
     if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
         expected.require_exact(renaming=True)

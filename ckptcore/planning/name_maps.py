@@ -14,10 +14,11 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.naming.maps.agreement import agreed
 from ckptcore.naming.maps.conversion import MappedManifest, converted
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
 from ckptcore.naming.maps.matching import Matched, match, require_fit
-from ckptcore.naming.maps.numbers import NUMBERS, Config, agreed
+from ckptcore.naming.maps.numbers import NUMBERS, Config
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.naming.rename import Dropped, MadeTensor, Mapped

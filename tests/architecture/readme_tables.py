@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import rooms
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import config_mutations
 import dcp_scenarios
 import export_results
 import resumed
@@ -28,6 +30,7 @@ from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.formats import FORMATS, KNOWN
 from ckptcore.naming.maps import live_families
 from ckptcore.naming.trainer_keys import KINDS_OF_KEYS
+from ckptcore.naming.worlds import HUB
 
 ROOT = Path(__file__).parents[2]
 SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -38,7 +41,7 @@ def tables() -> dict[str, dict[str, str]]:
     return {
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
         "docs/reference/families.md": {"sources": sources(), "families": families()},
-        "docs/how-to/verify.md": {"checks": checks()},
+        "docs/how-to/verify.md": {"checks": checks(), "wrong_exports": wrong_exports(), "configs": configs()},
         "docs/reference/dcp-scenarios.md": scenarios(),
         "docs/reference/resumed-jobs.md": resumes(),
         "docs/reference/formats.md": {"formats": formats()},
@@ -71,6 +74,41 @@ def formats() -> str:
 def checks() -> str:
     """What `verify-export` asks."""
     return table(("check", "what it asks"), [(f"`{name}`", asks) for name, asks in CHECKS.items()])
+
+
+def wrong_exports() -> str:
+    """Which way of verifying finds which change of a right export."""
+    ways = config_mutations.MISSES
+    rows = [("tensors: two swapped, one rounded, one element negated, rows shifted", *["found"] * len(ways))]
+    rows += [
+        (kind, *("named" if kind in misses else "found" for misses in ways.values()))
+        for kind in config_mutations.KINDS
+    ]
+    return table(("what is changed", *ways), rows)
+
+
+def configs() -> str:
+    """Which fields of a config.json are compared with which of a trainer's config."""
+    folder = ROOT / "ckptcore/naming/maps"
+    keys = tomllib.loads((folder / "numbers.toml").read_text("utf-8"))
+    moved = tomllib.loads((folder / "hub_config.toml").read_text("utf-8"))["place"]
+    worlds = [world for world in keys if world != HUB]
+    rows = []
+    for name, fields in {**keys[HUB], **keys[HUB]["terms"]}.items():
+        if name in ("null", "terms"):
+            continue
+        hub = [
+            p
+            for f in fields
+            if not f.startswith("|")
+            for p in (f, *(o for o, new in moved.items() if new == f))
+        ]
+        of = [keys[w].get(name) or keys[w].get("terms", {}).get(name, []) for w in worlds]
+        flags = [[f for f in keys[w].get("flags", {}).get(name, {}) if f] for w in worlds]
+        if any(of):
+            cells = [hub, *([*a, *b] for a, b in zip(of, flags, strict=True))]
+            rows.append(tuple(", ".join(f"`{p}`" for p in c if not p.startswith("|")) for c in cells))
+    return table(("config.json", *worlds), rows)
 
 
 def errors() -> str:

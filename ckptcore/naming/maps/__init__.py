@@ -11,5 +11,6 @@ A *world* is a way to name and lay out a model's tensors: ``megatron``, ``torcht
 - `classes`: the tensors that each rule takes, in classes that are handled at once.
 - `matching`: the names and shapes that a map makes, and what does not fit.
 - `conversion`: the manifest after a map.
-- `numbers`: a model's numbers, from configs. `rope_scaling`: their scaling of rotary embeddings.
+- `numbers`: a model's numbers and terms, from configs. `rope_scaling`: their scaling of rotary embeddings.
+- `hub_config`: the fields of a config.json. `agreement`: what the configs of one model say to each other.
 """

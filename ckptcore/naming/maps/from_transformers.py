@@ -6,7 +6,7 @@ patterns as its own constructors compiled them, in both directions, and operatio
 operation is run, and one that is not known becomes a step that is refused by its class.
 
 ```
-python -m ckptcore.naming.maps.from_transformers FOLDER   # writes steps.toml and families.toml there
+python -m ckptcore.naming.maps.from_transformers FOLDER   # writes steps, families and configs (.toml)
 ```
 """
 
@@ -22,7 +22,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from ckptcore.naming.maps.declaration import RuleForm, compiled
+from ckptcore.naming.maps.declaration import RuleForm, built_in_maps, compiled
+from ckptcore.naming.maps.hub_config import FROZEN, NULL, hub_fields
 from ckptcore.naming.maps.live_families import LiveFamilyForm, PartForm
 from ckptcore.naming.maps.live_steps import ITEM, StepForm, Substitution
 from ckptcore.utils.dataclass import dataclass
@@ -33,6 +34,7 @@ _LOADING_ONLY = ("PrefixChange",)  # a module that was never loaded is saved wit
 _SOME = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
 _FEW = 4
 _ANY = "\0"  # any number, in names: `re.escape` leaves it
+_ROPE = ("rope_parameters", "rope_scaling")
 _HEADS = "num_attention_heads"
 _SPLIT = "the parts are as long as the module's parameters, which files do not say"
 _EITHER = "files may hold it either way round; it is saved as the module has it"
@@ -451,6 +453,35 @@ def families_toml(found: Iterable[LiveFamilyForm], version: str) -> str:
 _HEAD = "# Made by `python -m ckptcore.naming.maps.from_transformers`. Do not edit.\n"
 
 
+def configs_toml(version: str) -> str:
+    """Return the fields of the config classes of mapped families, with the defaults of those classes."""
+    library: Any = importlib.import_module("transformers")
+    kinds = sorted(
+        {kind for m in built_in_maps() for kind in m.model_types if kind in library.CONFIG_MAPPING}
+    )
+    lines = [_HEAD, f"version = {json.dumps(version)}", ""]
+    for kind in kinds:
+        lines.append(f"[class.{_key(kind)}]")
+        lines += [
+            f"{_key(name)} = {_toml_value(value)}" for name, value in sorted(_defaults(library, kind).items())
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _defaults(library: Any, kind: str) -> dict[str, Any]:
+    """Return field -> default of a config class; "null" for none, or one that other fields give."""
+    cls = library.CONFIG_MAPPING[kind]
+    config = cls()
+    saved = {k: v for k, v in config.to_dict().items() if k not in ("architectures", "transformers_version")}
+    fields = hub_fields({k: v for k, v in saved.items() if k in _ROPE or not isinstance(v, (list, dict))})
+    found = {f: s.value for f, s in fields.functional.items() if isinstance(s.value, (bool, int, float, str))}
+    declared = {f: getattr(cls, f, None) for f in saved if "." not in f}
+    derived = [f for f in found if f in declared and declared[f] is None]
+    has = [name for name in (*saved, *cls.attribute_map) if fields.counts(name) and name not in _ROPE]
+    return dict.fromkeys(has, NULL) | found | dict.fromkeys(derived, NULL)
+
+
 def _toml_value(value: Any) -> str:
     """Return a value as TOML, on one line."""
     if isinstance(value, Mapping):
@@ -459,7 +490,7 @@ def _toml_value(value: Any) -> str:
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, int) else _toml_string(value)
+    return str(value) if isinstance(value, (int, float)) else _toml_string(value)
 
 
 def _key(key: str) -> str:
@@ -474,7 +505,7 @@ def _toml_string(text: str) -> str:
 
 
 def main(folder: str) -> None:
-    """Writes both files into a folder."""
+    """Writes the files into a folder."""
     library: Any = importlib.import_module("transformers")
     library.logging.set_verbosity_error()
     steps = steps_toml(entries(), library.__version__)
@@ -482,6 +513,7 @@ def main(folder: str) -> None:
     (Path(folder) / "families.toml").write_text(
         families_toml(families(), library.__version__), encoding="utf-8"
     )
+    (Path(folder) / FROZEN).write_text(configs_toml(library.__version__), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,57 +1,29 @@
-"""Read a model's numbers from the configs of all trainers, and compare these configs."""
+"""Read a model's numbers and terms from the configs of all trainers (``numbers.toml``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from math import isclose, isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.naming.maps.rope_scaling import (
-    RopeScaling,
-    require_same_scaling,
-    rope_scaling_of_hub,
-    rope_scaling_of_megatron,
-)
+from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, rendered
+from ckptcore.naming.maps.rope_scaling import RopeScaling, rope_scaling_of_hub, rope_scaling_of_megatron
+from ckptcore.naming.worlds import HUB
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 Number = int | float
-# Numbers that shapes do not give: nothing else would catch a wrong config. A vocabulary may be padded in one
-# config and not in the other.
-COMPARED = (
-    "layer",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "experts",
-    "experts_of_token",
-    "expert_scale",
-    "expert_groups",
-    "groups_of_token",
-    "rope_dim",
-    "nope_dim",
-    "v_dim",
-    "rope_theta",
-    "rope_part",
-    "norm_eps",
-    "embedding_scale",
-    "attention_scale",
-    "query_scalar",
-    "attention_softcap",
-    "final_softcap",
-    "mscale",
-    "mscale_all_dim",
-)
 # Numbers that no model has 0 of: a map would drop every element.
 _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab"})
-
 # Megatron stores these, with their defaults, for models without experts, too.
 _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
-
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
+_TABLES = ("null", "terms", "flags", "untold")  # beside the numbers of a world
+_MISSING = object()
+_NO = "no "
 
 # Sizes that have one name in every map.
 NUMBERS = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab", "experts"})
@@ -71,30 +43,80 @@ class Config:
     world: str
     content: Mapping[str, Any]
 
-    @property
+    @cached_property
+    def fields(self) -> HubFields | None:
+        """The fields of a config.json; None for the config of a trainer."""
+        return hub_fields(self.content) if self.world == HUB else None
+
+    @cached_property
     def numbers(self) -> dict[str, tuple[Number, str]]:
         """Number -> (value, key of the config).
 
         Raises:
             NameMismatch: A value is impossible, as -1 layers.
         """
+        table = _config_keys()[self.world]
+        nulls: Mapping[str, Number] = table.get("null", {})
         found: dict[str, tuple[Number, str]] = {}
-        below = self.content.get("text_config") if self.world == "hf-hub" else None
-        roots = [self.content, *([below] if isinstance(below, Mapping) else [])]
-        for number, places in _config_keys()[self.world].items():
-            for place in places:
+        for number, places in table.items():
+            if number in _TABLES:
+                continue
+            for place in [*places, ""]:
+                stated = self._stated(place) if place else self._of_class(places, number in nulls)
                 if place.startswith("|"):
-                    other = found.get(place[1:])
-                    if other is not None:
-                        found[number] = other
-                    break
-                value = next((v for root in roots if (v := _at(root, place)) is not None), None)
-                if value is not None:
-                    found[number] = self._number(number, place, value), place
+                    found |= {number: found[place[1:]]} if place[1:] in found else {}
+                elif stated is not None and stated.value is None and number in nulls:
+                    found[number] = nulls[number], _unset(stated.place)
+                elif stated is not None and (value := _scalar(stated.value)) is not None:
+                    found[number] = self._number(number, stated.place, value), stated.place
+                if number in found:
                     break
         if self.world == "megatron":
             _of_megatron(self.content, found)
         return found
+
+    @cached_property
+    def terms(self) -> dict[str, tuple[str, str]]:
+        """Word -> (text, key of the config), as ``activation``."""
+        table = _config_keys()[self.world]
+        found: dict[str, tuple[str, str]] = {}
+        for name, places in table.get("terms", {}).items():
+            stated = [*map(self._stated, places), self._of_class(places, False)]
+            text = next((s for s in stated if s is not None and isinstance(s.value, str)), None)
+            if text is not None:
+                found[name] = text.value, text.place
+        for name, flags in table.get("flags", {}).items():
+            stored = {f: value for f in flags if isinstance(value := self.at(f), bool)}
+            flag = next((f for f, value in stored.items() if value), "")
+            if name not in found and (flag or [*flags][-2] in stored):
+                found[name] = flags[flag], f"{flag} = True" if flag else f"{' = '.join(stored)} = False"
+        if self.world == "megatron" and "experts" not in self.numbers:
+            found.pop("router_score", None)
+        return found
+
+    def _stated(self, place: str) -> Stated | None:
+        """Return what the config says at a place; None where it has no such place, or the class none."""
+        if place.startswith("|"):
+            return None
+        if self.fields is None:
+            value = _below(self.content, place, _MISSING)
+            return None if value is _MISSING else Stated(value, place)
+        stated, has = self.fields.get(place), self.fields.of_class
+        if stated is None or (has is not None and "." not in place and place not in has):
+            return None
+        return stated if self.fields.counts(place) else Stated(None, stated.place)
+
+    def _of_class(self, places: Sequence[str], is_null: bool) -> Stated | None:
+        """Return the default of a config.json's class; the value is None where it has no such field."""
+        has = None if self.fields is None else self.fields.of_class
+        if has is None or self.fields is None:
+            return None
+        place = next((p for p in places if p in has), "")
+        if not place:
+            return Stated(None, f"{_NO}{places[0]}") if is_null else None
+        if not self.fields.counts(place):
+            return Stated(None, place)
+        return Stated(has[place], f"{place} (unset, the class has)")
 
     def _number(self, number: str, place: str, value: Any) -> Number:
         """Return the value at a place as a number of a model."""
@@ -111,17 +133,39 @@ class Config:
     @property
     def rope_scaling(self) -> RopeScaling | None:
         """How it scales rotary embeddings; None if it does not say."""
-        read = {"megatron": rope_scaling_of_megatron, "hf-hub": rope_scaling_of_hub}.get(self.world)
-        return None if read is None else read(self.name, self.content)
+        if self.fields is not None:
+            return rope_scaling_of_hub(self.name, self.fields)
+        return rope_scaling_of_megatron(self.name, self.content) if self.world == "megatron" else None
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Model type and class names in a config of transformers; none for other configs."""
-        if self.world != "hf-hub":
+        if self.fields is None:
             return ()
-        kind, classes = self.content.get("model_type"), self.content.get("architectures")
-        names = [kind, *(classes if isinstance(classes, Sequence) else [])]
-        return tuple(n for n in names if isinstance(n, str))
+        return tuple(n for n in (self.fields.model_type, *self.fields.architectures) if n)
+
+    @property
+    def sums_to_one(self) -> tuple[bool, str] | None:
+        """Whether the weights of a token's experts sum to 1, and the field that says so; None if none does.
+
+        Megatron's do with sigmoid scores of several experts, or if the softmax is taken after the choice
+        (moe_utils.py, `topk_routing_with_score_function`).
+        """
+        if self.fields is not None:
+            key = "norm_topk_prob"
+            stated = self._stated(key) or self._of_class([key], False)
+            return (
+                (stated.value, f"{key} = {stated.value}")
+                if stated and isinstance(stated.value, bool)
+                else None
+            )
+        if self.world != "megatron":
+            return None
+        key, score = "moe_router_pre_softmax", self.content.get("moe_router_score_function")
+        if score == "sigmoid":
+            return self.content.get("moe_router_topk") != 1, f"moe_router_score_function = {score}"
+        value = self.content.get(key)
+        return (not value, f"{key} = {value}") if isinstance(value, bool) else None
 
     def at(self, place: str) -> Any:
         """Return the value at a dotted path, or None, as for a scale that is what it is without one."""
@@ -132,66 +176,24 @@ class Config:
         return value
 
 
-def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
-    """Return number -> (value, config and key that give it); the first config with a number counts.
-
-    Raises:
-        NameMismatch: Two configs differ in a number that shapes do not give, or a vocabulary is smaller than
-            the trainer's tokens. The message has both values.
-    """
-    require_same_scaling(config.rope_scaling for config in configs)
-    _require_same_routing(configs)
-    found: dict[str, tuple[Number, str]] = {}
-    for config in configs:
-        for number, (value, key) in config.numbers.items():
-            source = f"{config.name} says {key} = {value:.15g}"
-            first = found.setdefault(number, (value, source))
-            if number in COMPARED and first[0] != value:
-                raise NameMismatch(
-                    f"two configs contradict each other: {first[1]}, {source}",
-                    hint="try the config of the model that was trained",
-                )
-    vocab, tokens = found.get("vocab"), found.get("tokens")
-    if vocab is not None and tokens is not None and vocab[0] < tokens[0]:
-        raise NameMismatch(
-            f"two configs contradict each other: {vocab[1]}, and later rows are not padding: {tokens[1]}",
-            hint="try the config of the model that was trained",
-        )
-    return found
+def says(place: str, value: Any) -> str:
+    """Return a place and its value as a clause; the place alone where it has one, as a flag that is on."""
+    return place if " = " in place or place.startswith(_NO) else f"{place} = {rendered(value)}"
 
 
-def _require_same_routing(configs: Sequence[Config]) -> None:
-    """Require that configs agree whether the weights of a token's experts sum to 1.
-
-    Megatron's do with sigmoid scores of several experts, or if the softmax is taken after the choice
-    (moe_utils.py, `topk_routing_with_score_function`).
-    """
-    found: dict[bool, str] = {}
-    for config in configs:
-        found |= _sums_to_one(config)
-    if len(found) > 1:
-        raise NameMismatch(
-            f"two configs contradict each other: {found[True]}, {found[False]}",
-            hint="try the config of the model that was trained",
-        )
+def _unset(place: str) -> str:
+    return place if place.startswith(_NO) else f"{place} = None"
 
 
-def _sums_to_one(config: Config) -> dict[bool, str]:
-    """Return (whether the weights of a token's experts sum to 1: the field that says so), or nothing."""
-    if config.world == "hf-hub":
-        key, below = "norm_topk_prob", config.content.get("text_config")
-        roots = [config.content, *([below] if isinstance(below, Mapping) else [])]
-        value = next((root[key] for root in roots if isinstance(root.get(key), bool)), None)
-        one = value
-    elif config.world == "megatron":
-        key, score = "moe_router_pre_softmax", config.content.get("moe_router_score_function")
-        value = config.content.get(key)
-        one = not value if isinstance(value, bool) else None
-        if score == "sigmoid":
-            key, value, one = "moe_router_score_function", score, config.content.get("moe_router_topk") != 1
-    else:
-        return {}
-    return {} if one is None else {one: f"{config.name} says {key} = {value}"}
+def is_untold(world: str, name: str, model_type: str) -> bool:
+    """Return whether the flags of a trainer do not tell a term of a model type."""
+    return model_type in _config_keys()[world].get("untold", {}).get(name, ())
+
+
+def hub_places(name: str) -> tuple[str, ...]:
+    """Return the fields of a config.json that have a number or a word."""
+    table = _config_keys()[HUB]
+    return tuple(table.get(name) or table["terms"][name])
 
 
 def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]]) -> None:
@@ -212,21 +214,23 @@ def _usual_scale(content: Mapping[str, Any]) -> float:
     return channels**-0.5 if isinstance(channels, int) and channels > 0 else 0.0
 
 
-def _at(root: Mapping[str, Any], place: str) -> Number | str | None:
-    """Return the number or text at a place; None for anything else, as a list of one value a layer."""
-    value = _below(root, place)
+def _scalar(value: Any) -> Number | str | None:
+    """Return a number or text; None for anything else, as a list of one value a layer."""
     return None if isinstance(value, bool) or not isinstance(value, (int, float, str)) else value
 
 
-def _below(root: Mapping[str, Any], place: str) -> Any:
+def _below(root: Mapping[str, Any], place: str, missing: Any = None) -> Any:
     value: Any = root
     for key in place.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            value = value.get(key, missing) if isinstance(value, Mapping) else missing
     return value
 
 
 @cache
-def _config_keys() -> Mapping[str, Mapping[str, Sequence[str]]]:
+def _config_keys() -> Mapping[str, Mapping[str, Any]]:
     import tomllib  # every export imports this module, and few have a config to read
 
     return tomllib.loads((resources.files(__package__) / "numbers.toml").read_text("utf-8"))

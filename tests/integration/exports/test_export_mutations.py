@@ -22,7 +22,7 @@ from families import FAMILIES, FORMS, forms  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import ckptcore  # noqa: E402
-from ckptcore.checking.export_proof import ELEMENTS, LOGITS, NAMES, NEAR, VALUES, ExportProof  # noqa: E402
+from ckptcore.checking.export_proof import ELEMENTS, LOGITS, NAMES, NEAR, REFERENCE, VALUES, ExportProof  # noqa: E402
 from ckptcore.errors import NameMismatch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("asked_here")
@@ -90,10 +90,10 @@ def is_found(tiny: Tiny, source: str, folder: Path, mutated: Callable[[], Any]) 
     with mutated():  # nothing is right but the reference
         proof = ckptcore.verify_export(str(out), against=source, reference=hub, near=hub)
     failed = {c.name for c in proof.checks if c.verdict == "failed"}
-    assert named(proof, LOGITS) - {""} == set(lost)
+    assert named(proof, REFERENCE) == set(lost)
     turned = {n for n in lost if weights(out)[n].dim() > 1}  # norms and biases are all near each other
     assert named(proof, NEAR) >= turned
-    assert failed == ({NEAR, LOGITS} if turned else {LOGITS})
+    assert failed == {REFERENCE, LOGITS, *([NEAR] if turned else [])}
     return True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
@@ -29,7 +30,8 @@ from families import FAMILIES  # noqa: E402
 from trainer_names import tiny_model  # noqa: E402
 
 from ckptcore.core.manifest import TensorSpec  # noqa: E402
-from ckptcore.naming.maps import from_transformers, live_families  # noqa: E402
+from ckptcore.naming.maps import from_transformers, hub_config, live_families, numbers  # noqa: E402
+from ckptcore.naming.maps.agreement import agreement  # noqa: E402
 from ckptcore.naming.maps.conversion import convert  # noqa: E402
 from ckptcore.naming.maps.matching import match  # noqa: E402
 from ckptcore.planning import live_maps  # noqa: E402
@@ -74,6 +76,18 @@ def test_frozen_steps_are_what_transformers_has() -> None:
     file = resources.files(live_families.__package__) / "transformers" / "steps.toml"
     made = from_transformers.steps_toml(from_transformers.entries(), transformers.__version__)
     assert made == file.read_text("utf-8")
+
+
+def test_frozen_defaults_of_configs_are_those_of_transformers() -> None:
+    """And a config of any of these classes contradicts neither itself nor its own defaults."""
+    file = resources.files(live_families.__package__) / "transformers" / hub_config.FROZEN
+    assert from_transformers.configs_toml(transformers.__version__) == file.read_text("utf-8")
+    for kind in tomllib.loads(file.read_text("utf-8"))["class"]:
+        form = json.loads(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+        found = agreement(
+            numbers.Config("full", "hf-hub", form), [numbers.Config("unset", "hf-hub", {"model_type": kind})]
+        )
+        assert not found.contradictions, kind
 
 
 @pytest.mark.usefixtures("asked_here")

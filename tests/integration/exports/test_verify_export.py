@@ -70,7 +70,7 @@ def names(proof: ExportProof, check_name: str) -> list[str]:
 
 def test_a_right_export_passes_with_the_source_of_its_card(llama: Path) -> None:
     proof = ckptcore.verify_export(str(llama / "hf"))
-    assert verdicts(proof) == dict.fromkeys(("elements", "names", "fingerprints", "finite"), "ok")
+    assert verdicts(proof) == dict.fromkeys(("elements", "names", "config", "fingerprints", "finite"), "ok")
     assert (proof.verdict, proof.found_by, proof.source) == ("ok", "the model card", str(llama / "ckpt"))
     left_out = dict(check(proof, "elements").values)["left_out"]
     assert left_out["tied to model.embed_tokens.weight: stored once, equality is checked"] == 1
@@ -83,7 +83,7 @@ def test_two_tensors_of_one_shape_swapped(llama: Path, export: Path) -> None:
 
     change(export, swap)
     proof = ckptcore.verify_export(str(export), against=str(llama / "ckpt"))
-    assert verdicts(proof) == {"elements": "ok", "names": "ok", "fingerprints": "failed", "finite": "ok"}
+    assert verdicts(proof) == dict.fromkeys(verdicts(proof), "ok") | {"fingerprints": "failed"}
     assert sorted(names(proof, "fingerprints")) == [GATE, UP]
 
 
@@ -132,6 +132,7 @@ def test_a_truncated_file(llama: Path, export: Path, cut: int) -> None:
     assert verdicts(proof) == {
         "elements": "failed",
         "names": "not-done",
+        "config": "not-done",
         "fingerprints": "not-done",
         "finite": "not-done",
     }
@@ -219,8 +220,10 @@ def test_logits_show_what_no_shape_does(llama: Path, export: Path) -> None:
     assert verdicts(proof) == {
         "elements": "ok",
         "names": "ok",
+        "config": "failed",
         "fingerprints": "ok",
         "finite": "ok",
+        "reference": "ok",
         "logits": "failed",
     }
     found = dict(check(proof, "logits").values)
@@ -234,7 +237,7 @@ def test_logits_of_a_right_export_are_equal_bit_for_bit(llama: Path) -> None:
     proof = ckptcore.verify_export(str(llama / "hf"), reference=str(llama / "right"))
     found = dict(check(proof, "logits").values)
     assert (proof.verdict, found["bit_equal"], found["max_abs_difference"]) == ("ok", True, 0.0)
-    assert found["shape"] == [2, 16, 96]
+    assert found["shape"] == [2, 32, 96]
 
 
 def test_logits_come_from_a_process_of_their_own(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +303,7 @@ def test_a_check_without_evidence_is_not_done(llama: Path, export: Path) -> None
     assert verdicts(proof) == {
         "elements": "not-done",
         "names": "ok",
+        "config": "ok",
         "fingerprints": "not-done",
         "finite": "not-done",
     }
@@ -348,7 +352,7 @@ def test_the_command_line(llama: Path, export: Path, capsys: pytest.CaptureFixtu
 
     code, found = run("--against", str(llama / "ckpt"))
     assert (code, found["verdict"]) == (0, "ok")
-    assert [c["check"] for c in found["checks"]] == ["elements", "names", "fingerprints", "finite"]
+    assert [c["check"] for c in found["checks"]] == ["elements", "names", "config", "fingerprints", "finite"]
     change(export, lambda tensors: tensors[Q].neg_())
     code, found = run("--against", str(llama / "ckpt"))
     assert (code, found["verdict"]) == (1, "failed")
@@ -420,6 +424,7 @@ def test_a_source_that_is_gone_leaves_what_the_catalog_recorded(
     assert verdicts(proof) == {
         "elements": "not-done",
         "names": "ok",
+        "config": "ok",
         "fingerprints": "not-done",
         "finite": "not-done",
     }
@@ -519,3 +524,186 @@ def test_weights_that_a_loader_would_take_instead(llama: Path, tmp_path: Path) -
     change(tmp_path / "hf", lambda tensors: tensors[Q].zero_())
     proof = ckptcore.verify_export(str(tmp_path / "hf"))
     assert names(proof, "elements") == ["model.safetensors"]
+
+
+def set_fields(config: Path, **fields: Any) -> None:
+    form = json.loads(config.read_text()) | fields
+    config.write_text(json.dumps({k: v for k, v in form.items() if v is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}, "rope_type"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_attention_heads": 2, "head_dim": 16}, "num_attention_heads"),
+        ({"rope_theta": 1e4}, "rope_theta"),  # beside the right one: transformers 4 reads it
+    ],
+)
+def test_a_field_that_no_tensor_shows(llama: Path, export: Path, fields: dict[str, Any], named: str) -> None:
+    """By default, with the right config beside the source."""
+    source = shutil.copytree(llama / "ckpt", export.parent / "ckpt")
+    shutil.copy(llama / "config/config.json", source)
+    proof = ckptcore.verify_export(str(export), against=str(source))
+    assert verdicts(proof)["config"] == proof.verdict == "ok"
+    assert dict(check(proof, "config").values)["unconfirmed"] == []
+    set_fields(export / "config.json", **fields)
+    proof = ckptcore.verify_export(str(export), against=str(source))
+    assert verdicts(proof)["config"] == "failed"
+    assert any(named in name for name in names(proof, "config"))
+
+
+def test_the_config_beside_a_source_s_folder_is_compared(llama: Path, export: Path) -> None:
+    source = shutil.copytree(llama / "ckpt", export.parent / "run/step3")
+    shutil.copy(llama / "config/config.json", export.parent / "run")
+    set_fields(export / "config.json", rms_norm_eps=1e-3)
+    proof = ckptcore.verify_export(str(export), against=str(source))
+    (problem,) = check(proof, "config").problems
+    assert f"{export.parent}/run/config.json says rms_norm_eps = 1e-" in problem.what
+
+
+def test_what_nothing_confirms_is_named(llama: Path) -> None:
+    proof = ckptcore.verify_export(str(llama / "hf"), against=str(llama / "ckpt"), config="none")
+    found = check(proof, "config")
+    assert found.verdict == "ok"
+    assert {"rms_norm_eps", "hidden_act", "rope_parameters.rope_theta"} <= set(
+        dict(found.values)["unconfirmed"]
+    )
+    assert found.summary.startswith("no other config is known; nothing confirms ")
+
+
+def test_the_reference_s_config_is_compared_in_every_field(llama: Path, export: Path) -> None:
+    set_fields(export / "config.json", a_field_of_tomorrow=3)
+    proof = ckptcore.verify_export(str(export), reference=str(llama / "right"), against=str(llama / "ckpt"))
+    assert "a_field_of_tomorrow" in dict(check(proof, "config").values)["unconfirmed"]
+    set_fields(export / "config.json", rms_norm_eps=2e-6)
+    proof = ckptcore.verify_export(str(export), reference=str(llama / "right"), against=str(llama / "ckpt"))
+    assert names(proof, "config") == ["rms_norm_eps"]
+
+
+def test_rows_that_no_logit_uses_are_compared_with_the_reference(llama: Path, export: Path) -> None:
+    """A few token ids use a few rows of the embedding."""
+    used = ckptcore.verify_export(str(llama / "hf"), reference=str(llama / "right"))
+    assert "on 64 of 96 token ids" in check(used, "logits").summary
+    assert dict(check(used, "logits").values)["tokens"] == 64
+    assert check(used, "reference").summary == "20 tensors equal bit for bit"
+
+    def change_unused(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.down_proj.weight"][:, 0].zero_()
+        tensors["model.layers.0.mlp.up_proj.weight"][0].zero_()
+
+    for folder in ("right", "hf"):  # a unit of the MLP that computes nothing, so that its gate has no effect
+        shutil.copytree(llama / folder, export.parent / f"dead-{folder}")
+        change(export.parent / f"dead-{folder}", change_unused)
+    change(export.parent / "dead-hf", lambda tensors: tensors[GATE][0].neg_())
+    proof = ckptcore.verify_export(
+        str(export.parent / "dead-hf"), reference=str(export.parent / "dead-right")
+    )
+    assert verdicts(proof)["logits"] == "ok"
+    assert names(proof, "reference") == [GATE]
+    assert "32 of 1,536 elements differ" in check(proof, "reference").summary
+
+
+def test_a_tolerance_lets_tensors_differ_and_names_them(llama: Path, export: Path) -> None:
+    change(export, lambda tensors: tensors[Q].mul_(1 + 1e-6))
+    proof = ckptcore.verify_export(str(export), reference=str(llama / "right"), logits_tolerance=1e-2)
+    assert verdicts(proof)["reference"] == verdicts(proof)["logits"] == "ok"
+    assert Q in check(proof, "reference").summary
+    assert dict(check(proof, "reference").values)["differing"] == [Q]
+
+
+def test_a_head_that_the_reference_alone_stores(llama: Path, tmp_path: Path) -> None:
+    """It is tied, and equal: nothing differs. With another value it is not what the export has."""
+    right = Path(shutil.copytree(llama / "right", tmp_path / "right"))
+    change(
+        right,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
+    proof = ckptcore.verify_export(str(llama / "hf"), reference=str(right))
+    assert verdicts(proof)["reference"] == "ok"
+    change(right, lambda tensors: tensors["lm_head.weight"][1].neg_())
+    proof = ckptcore.verify_export(str(llama / "hf"), reference=str(right))
+    assert names(proof, "reference") == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "small", "on"),
+    [
+        (
+            "whisper",
+            "WhisperForConditionalGeneration",
+            {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
+             "max_source_positions": 20, "max_target_positions": 30, "vocab_size": 99, "pad_token_id": 0,
+             "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+            "on input_features and 56 of 99 token ids",
+        ),
+        (
+            "wav2vec2",
+            "Wav2Vec2ForCTC",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+             "conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+             "vocab_size": 40},
+            "on input_values",
+        ),
+        (
+            "vit",
+            "ViTForImageClassification",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+             "image_size": 16, "patch_size": 8},
+            "on pixel_values",
+        ),
+        (
+            "vilt",  # which chooses patches at random
+            "ViltModel",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+             "image_size": 32, "patch_size": 8, "vocab_size": 99, "max_position_embeddings": 20,
+             "max_image_length": 5},
+            "on pixel_values and 36 of 99 token ids",
+        ),
+        (
+            "clip",
+            "CLIPModel",
+            {"projection_dim": 8,
+             "text_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                             "intermediate_size": 32, "vocab_size": 99, "max_position_embeddings": 20,
+                             "eos_token_id": 98},
+             "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                               "intermediate_size": 32, "image_size": 16, "patch_size": 8}},
+            "on pixel_values and 34 of 99 token ids",
+        ),
+    ],
+)  # fmt: skip
+def test_models_run_on_inputs_of_their_own(
+    tmp_path: Path, kind: str, cls: str, small: dict[str, Any], on: str
+) -> None:
+    torch.manual_seed(3)
+    model = getattr(transformers, cls)(transformers.CONFIG_MAPPING[kind](**small))
+    model.save_pretrained(tmp_path / "right")
+    shutil.copytree(tmp_path / "right", tmp_path / "hf")
+    proof = ckptcore.verify_export(str(tmp_path / "hf"), reference=str(tmp_path / "right"))
+    assert verdicts(proof)["logits"] == verdicts(proof)["reference"] == "ok", proof.checks
+    assert check(proof, "logits").summary.endswith(on)
+    name = next(
+        n for n in load_file(tmp_path / "hf/model.safetensors") if "q_proj.weight" in n or "query.weight" in n
+    )
+    change(tmp_path / "hf", lambda tensors: tensors[name].mul_(30))
+    proof = ckptcore.verify_export(str(tmp_path / "hf"), reference=str(tmp_path / "right"))
+    assert verdicts(proof)["logits"] == verdicts(proof)["reference"] == "failed"
+
+
+def test_a_model_that_is_not_run_says_why(tmp_path: Path) -> None:
+    small = {
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "prediction_length": 4,
+        "context_length": 8,
+    }
+    model = transformers.TimeSeriesTransformerModel(transformers.TimeSeriesTransformerConfig(**small))
+    model.save_pretrained(tmp_path / "hf")
+    proof = ckptcore.verify_export(str(tmp_path / "hf"), logits=True)
+    assert verdicts(proof)["logits"] == "not-done"
+    assert "TimeSeriesTransformerModel was opened and not run: " in check(proof, "logits").summary

@@ -1,0 +1,275 @@
+"""Configs of one model: a field of which two say different things is found, whatever place a loader reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptcore.naming.maps.agreement import agreement
+from ckptcore.naming.maps.numbers import Config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_size": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 40,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "dtype": "bfloat16",
+    "use_cache": True,
+    "attention_dropout": 0.0,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 500_000.0}
+ARGS = {
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "rotary_base": 500_000,
+    "position_embedding_type": "rope",
+    "use_rope_scaling": False,
+    "swiglu": True,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "norm_epsilon": 1e-5,
+    "window_size": None,
+}
+MOE_ARGS = ARGS | {"num_experts": 4, "moe_router_topk": 2, "moe_router_topk_scaling_factor": None}
+
+
+def hub(**changed: Any) -> Config:
+    form = {k: v for k, v in (LLAMA | changed).items() if v is not ...}
+    return Config("config.json", "hf-hub", form)
+
+
+def texts(config: Config, *others: Config) -> str:
+    return "; ".join(c.text for c in agreement(config, others).contradictions)
+
+
+OWN = [
+    ({"rope_theta": 10_000.0}, "rope_parameters.rope_theta = 500000", "rope_theta = 10000"),
+    ({"rope_scaling": YARN}, "'default'", "rope_scaling.rope_type = 'yarn'"),
+    ({"rope_scaling": None, "rope_parameters": YARN}, "rope_scaling = None", "'yarn'"),
+    (
+        {
+            "rope_parameters": {"type": "linear", "factor": 2.0},
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        },
+        "2",
+        "4",
+    ),
+    (
+        {
+            "rope_theta": 1e6,
+            "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}},
+        },
+        "rope_theta = 1000000",
+        "rope_parameters.full_attention.rope_theta = 10000",
+    ),
+    (
+        {"rope_local_base_freq": 1e4, "rope_parameters": {"sliding_attention": {"rope_theta": 1e5}}},
+        "rope_local_base_freq = 10000",
+        "rope_parameters.sliding_attention.rope_theta = 100000",
+    ),
+    (
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        "partial_rotary_factor = 0.5",
+        "= 1",
+    ),
+    (
+        {"text_config": {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}},
+        "text_config.rope_theta = 10000",
+        "text_config.rope_parameters.rope_theta = 1000000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "says", "besides"), OWN)
+def test_two_places_of_one_config_that_differ(changed: dict[str, Any], says: str, besides: str) -> None:
+    (found,) = agreement(hub(**changed), ()).contradictions
+    assert "config.json contradicts itself" in found.text
+    assert says in found.text
+    assert besides in found.text
+
+
+def test_two_places_that_say_the_same() -> None:
+    assert not texts(hub(rope_theta=500_000, rope_scaling=None))
+    assert not texts(hub(rope_scaling={"type": "mrope", "rope_type": "default", "mrope_section": [1, 1]}))
+
+
+# Every field that changes the function, in the spelling of either transformers.
+CHANGED: list[dict[str, Any]] = [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    {"rope_parameters": ..., "rope_theta": 10_000.0},
+    {"rope_parameters": LINEAR},
+    {"rope_parameters": YARN},
+    {"rope_parameters": ..., "rope_theta": 500_000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rms_norm_eps": 1e-6},
+    {"rms_norm_eps": ...},  # the class has 1e-6
+    {"hidden_act": "gelu"},
+    {"num_attention_heads": 2, "head_dim": 16},
+    {"num_key_value_heads": 1},
+    {"model_type": "mistral"},
+    {"sliding_window": 8},
+    {"a_field_of_tomorrow": 3},
+    {"tie_word_embeddings": True},
+]
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_a_field_that_changes_the_function(changed: dict[str, Any]) -> None:
+    found = agreement(hub(**changed), [Config("the source's", "hf-hub", LLAMA)])
+    assert found.contradictions or found.one_sided
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"dtype": "float32", "torch_dtype": "float32", "use_cache": False, "attention_dropout": 0.1},
+        {"pad_token_id": 3, "eos_token_id": [1, 2], "transformers_version": "4.57.6", "_name_or_path": "x"},
+        {"rope_parameters": ..., "rope_theta": 500_000, "rope_scaling": None},
+        {"rope_parameters": LINEAR | {"factor": 1}},
+        {"hidden_act": "swish", "hidden_size": 16.0},
+        {"max_position_embeddings": 4096, "vocab_size": 64},
+    ],
+)
+def test_what_changes_no_function(changed: dict[str, Any]) -> None:
+    found = agreement(hub(**changed), [Config("the source's", "hf-hub", LLAMA)])
+    assert not found.contradictions
+    assert not {f for f in found.one_sided if f != "rope_parameters.factor"}
+    assert not found.unconfirmed or found.unconfirmed == ("rope_parameters.factor",)
+
+
+def test_a_length_counts_where_frequencies_depend_on_it() -> None:
+    yarn = hub(rope_parameters=YARN)
+    assert "max_position_embeddings = 4096" in texts(
+        hub(rope_parameters=YARN, max_position_embeddings=4096), yarn
+    )
+
+
+def test_a_padding_token_counts_for_a_classifier() -> None:
+    """It says which token's output is the sequence's."""
+    head = {"architectures": ["LlamaForSequenceClassification"]}
+    one, other = hub(**head, pad_token_id=1), hub(**head, pad_token_id=2)
+    assert "pad_token_id = 1" in texts(one, other)
+
+
+def test_a_language_model_in_a_larger_one() -> None:
+    larger = Config(
+        "the source's", "hf-hub", {"model_type": "llava", "text_config": LLAMA, "vision_config": {}}
+    )
+    assert not texts(hub(), larger)
+    assert "rms_norm_eps = 0.001" in texts(hub(rms_norm_eps=1e-3), larger)
+    assert "text_config.rms_norm_eps" not in agreement(hub(), [larger]).unconfirmed
+
+
+TERMS_AND_NULLS = [
+    (ARGS, {"hidden_act": "gelu"}, "hidden_act = 'gelu'", "swiglu = True"),
+    (ARGS, {"hidden_act": "relu"}, "hidden_act = 'relu'", "swiglu = True"),
+    (ARGS | {"swiglu": False, "squared_relu": True}, {}, "hidden_act = 'silu'", "squared_relu = True"),
+    (ARGS | {"swiglu": False}, {}, "hidden_act = 'silu'", "swiglu = False"),
+    (
+        ARGS,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "= 10000",
+        "rotary_base = 500000",
+    ),
+    (ARGS, {"rope_parameters": LINEAR}, "linear", "use_rope_scaling = False"),
+    (ARGS, {"rope_parameters": YARN}, "yarn", "use_rope_scaling = False"),
+    (
+        {k: v for k, v in ARGS.items() if k != "use_rope_scaling"}
+        | {"rotary_seq_len_interpolation_factor": None},
+        {"rope_parameters": LINEAR},
+        "linear",
+        "rotary_seq_len_interpolation_factor = None",
+    ),
+    (ARGS, {"rms_norm_eps": ...}, "1e-06", "norm_epsilon = 1e-05"),
+    (ARGS, {"model_type": "mistral"}, "sliding_window", "window_size = None"),
+    (ARGS, {"model_type": "mistral", "sliding_window": 8}, "sliding_window = 8", "window_size = None"),
+    (
+        ARGS | {"window_size": [4, 0]},
+        {"model_type": "mistral", "sliding_window": 8},
+        "= 8",
+        "window_size.0 = 4",
+    ),
+    (
+        MOE_ARGS,
+        {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5},
+        "= 2.5",
+        "topk_scaling_factor = None",
+    ),
+    (MOE_ARGS, {"model_type": "deepseek_v3"}, "routed_scaling_factor", "topk_scaling_factor = None"),
+    (MOE_ARGS, {"model_type": "qwen3_moe"}, "num_experts_per_tok", "moe_router_topk = 2"),
+    (
+        MOE_ARGS | {"moe_router_pre_softmax": False},
+        {"model_type": "qwen3_moe", "num_experts_per_tok": 2},
+        "norm_topk_prob = False",
+        "moe_router_pre_softmax = False",
+    ),
+    (
+        ARGS | {"activation_func": {"_target_": "torch.nn.functional.silu"}},
+        {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"},
+        "hidden_activation = 'gelu_pytorch_tanh'",
+        "activation_func._target_ = 'torch.nn.functional.silu'",
+    ),
+    (
+        ARGS | {"attn_logit_softcapping": None},
+        {"model_type": "gemma2", "hidden_activation": "silu", "sliding_window": None},
+        "attn_logit_softcapping (unset, the class has) = 50",
+        "attn_logit_softcapping = None",
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "changed", "mine", "theirs"), TERMS_AND_NULLS)
+def test_what_the_trainer_s_arguments_contradict(
+    args: dict[str, Any], changed: dict[str, Any], mine: str, theirs: str
+) -> None:
+    found = texts(hub(**changed), Config("args", "megatron", args))
+    assert mine in found
+    assert theirs in found
+
+
+@pytest.mark.parametrize(
+    ("args", "changed"),
+    [
+        (ARGS, {}),
+        (ARGS | {"window_size": [7, 0]}, {"model_type": "mistral", "sliding_window": 8}),
+        (ARGS | {"window_size": [8, 0]}, {"model_type": "mistral", "sliding_window": 8}),
+        (ARGS, {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}),
+        (ARGS, {"model_type": "qwen2", "sliding_window": 8}),  # the class does not use it, by default
+        (ARGS | {"swiglu": False}, {"hidden_act": "gelu"}),
+        (ARGS | {"swiglu": False}, {"hidden_act": "gelu_new"}),
+        (ARGS | {"quick_geglu": True, "swiglu": False}, {"model_type": "gpt_oss", "sliding_window": None}),
+        (ARGS, {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": None}),
+        (ARGS | {"layer_norm_eps": 1e-3}, {"layer_norm_eps": 1e-3}),  # of a class that reads rms_norm_eps
+    ],
+)
+def test_arguments_that_say_the_same(args: dict[str, Any], changed: dict[str, Any]) -> None:
+    assert not texts(hub(**changed), Config("args", "megatron", args))
+
+
+def test_what_nothing_confirms_is_named() -> None:
+    assert agreement(hub(), ()).unconfirmed == (
+        "head_dim",
+        "hidden_act",
+        "model_type",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_parameters.rope_theta",
+        "rope_parameters.rope_type",
+    )
+    found = agreement(hub(), [Config("args", "megatron", ARGS)])
+    assert found.unconfirmed == ("head_dim", "model_type")
+    assert not agreement(hub(), [Config("the source's", "hf-hub", LLAMA)]).unconfirmed
