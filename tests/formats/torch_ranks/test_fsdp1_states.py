@@ -99,7 +99,7 @@ def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case
         assert torch.equal(ckptcore.read(exported, spec.fqn), truth[spec.fqn]), spec.fqn
     with pytest.raises(UnreadablePart, match="flat run of the optimizer") as caught:
         reshard(source, tmp_path / "ranks")
-    assert "--exclude" in caught.value.hint
+    assert "exclude=" in caught.value.hint
     reshard(source, tmp_path / "ranks", exclude=["optim*"])
     assert not list((tmp_path / "ranks").glob("optim*"))
 

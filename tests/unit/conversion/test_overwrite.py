@@ -138,7 +138,7 @@ def test_strangers_are_listed_and_kept(name: str, to: str, tmp_path: Path) -> No
     (dst / name).write_text("precious")
     error = refused(SAMPLE, dst, DestinationExists, **options)
     assert name in error.message
-    assert "--overwrite-foreign" in error.hint
+    assert "overwrite_foreign=True" in error.hint
     ckptcore.convert(str(OTHER), str(dst), overwrite_foreign=True, **options)
     assert not (dst / name).exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -146,7 +146,7 @@ def test_strangers_are_listed_and_kept(stranger: str, root: str) -> None:
         ckptcore.convert(
             source, dst, verb="export", max_file_size=2_000, overwrite=True, overwrite_in_place=True
         )
-    assert "--overwrite-foreign" in caught.value.hint
+    assert "overwrite_foreign=True" in caught.value.hint
     assert {k: v for k, v in content(root).items() if not k.startswith(".out.ckptcore")} == before
     ckptcore.convert(
         source, dst, verb="export", max_file_size=2_000, overwrite_foreign=True, overwrite_in_place=True

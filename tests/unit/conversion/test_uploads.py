@@ -285,7 +285,7 @@ def test_without_create_only_requests_the_catalog_decides(
     with fault_s3.serving(min_part=PART, creates=False) as server:
         with pytest.raises(DestinationUnwritable, match="ignores create-only requests") as caught:
             convert(source)
-        assert "--catalog" in caught.value.hint
+        assert "catalog=" in caught.value.hint
         assert not server.below("bucket/")
         ckptcore.convert(source, "s3://bucket/models/out", verb="export", catalog=catalog)
         require_right(server, tensors)
@@ -467,7 +467,7 @@ def test_a_folder_is_replaced_in_place_only_on_request(
     before = server.below("bucket/")
     with pytest.raises(DestinationExists, match="one object at a time") as caught:
         convert(source, overwrite=True)
-    assert "--overwrite-in-place" in caught.value.hint
+    assert "overwrite_in_place=True" in caught.value.hint
     assert server.below("bucket/") == before
     states: list[list[str]] = []
     for method, path in (("POST", "out/model.safetensors$"), ("PUT", "out/README.md$"), ("DELETE", "out/")):
