@@ -9,7 +9,7 @@ from math import isclose, isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, rendered
+from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, in_shapes, rendered
 from ckptcore.naming.maps.rope_scaling import RopeScaling, rope_scaling_of_hub, rope_scaling_of_megatron
 from ckptcore.naming.worlds import HUB
 from ckptcore.utils.dataclass import dataclass
@@ -114,6 +114,8 @@ class Config:
         place = next((p for p in places if p in has), "")
         if not place:
             return Stated(None, f"{_NO}{places[0]}") if is_null else None
+        if in_shapes(place):
+            return None  # a map needs the size of this model
         if not self.fields.counts(place):
             return Stated(None, place)
         return Stated(has[place], f"{place} (unset, the class has)")
