@@ -39,12 +39,20 @@ def stamp_of(conn: Connection, public: str) -> str | None:
     return conn.execute(select(HoldingsRow.stamp).where(HoldingsRow.checkpoint_id == row)).scalar()
 
 
-def keep(conn: Connection, public: str, ids: bytes) -> None:
-    """Record the content ids that a checkpoint was found to hold. ids: packed."""
+def keep(conn: Connection, public: str, ids: bytes, stamp: str | None = None) -> None:
+    """Record the content ids that a checkpoint was found to hold.
+
+    Args:
+        conn: The transaction.
+        public: The checkpoint.
+        ids: Packed.
+        stamp: The identity of the files that were read, if they have the recorded fingerprints.
+    """
     row = resolve_checkpoint(conn, public)
     mine = HoldingsRow.checkpoint_id == row
-    if not conn.execute(update(HoldingsRow).where(mine).values(ids=ids)).rowcount:
-        conn.execute(insert(HoldingsRow).values(checkpoint_id=row, ids=ids))
+    values = {"ids": ids} | ({} if stamp is None else {"stamp": stamp})
+    if not conn.execute(update(HoldingsRow).where(mine).values(values)).rowcount:
+        conn.execute(insert(HoldingsRow).values(checkpoint_id=row, **values))
 
 
 def ids_of_row(conn: Connection, public: str) -> bytes | None:

@@ -52,7 +52,16 @@ from ckptcore.custody.set_aside import (
     require_files,
 )
 from ckptcore.errors import Busy, CkptError, Conflict, SourceUnreadable, UsageError
-from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack_ids, pack_specs
+from ckptcore.execution.source_stamps import published_stamp
+from ckptcore.fingerprints.holdings import (
+    FILE,
+    Holding,
+    ids_of,
+    ids_of_tensors,
+    numbered,
+    pack_ids,
+    pack_specs,
+)
 from ckptcore.operations.registered_files import compare, same_manifest
 from ckptcore.operations.replacement import child_of
 from ckptcore.operations.setting_aside import freed_bytes, require_untied, row_of
@@ -463,11 +472,8 @@ def _read_child(
         _require_proven(uri, prove(detail))
     sizes = {each.nbytes for each in expects if each.kind == FILE}
     things = contents(uri, follow=True) if sizes else {}
-    child_holdings = (
-        *numbered(tensors_read(manifest, means)),
-        *objects_of(manifest),
-        *file_holdings(uri, things, sizes),
-    )
+    stamp, tensors = published_stamp(manifest), numbered(tensors_read(manifest, means))
+    child_holdings = (*tensors, *objects_of(manifest), *file_holdings(uri, things, sizes))
     child_ids = ids_of(child_holdings)
     missing = [each.name for each in expects if each.id not in child_ids]
     if missing:
@@ -477,7 +483,11 @@ def _read_child(
     for wrong in compare(uri, others).findings if others else ():
         raise UsageError(f"{uri}: {wrong.message}")
     with catalog.writing() as conn:
-        recorded.keep(conn, detail.checkpoint.id, pack_ids(child_ids))
+        recorded_prints = recorded.fingerprints_of(conn, detail.checkpoint.id)
+        # Then a gate need not read it again: a publication is too young to have a stamp of its own.
+        is_recorded = ids_of_tensors((recorded_prints or {}).values()) == ids_of(tensors)
+        unchanged = stamp if is_recorded and stamp == published_stamp(manifest) else None
+        recorded.keep(conn, detail.checkpoint.id, pack_ids(child_ids), unchanged)
     wanted = ids_of(expects) if expects else child_ids
     return tuple(each for each in child_holdings if each.id in wanted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 
@@ -17,6 +18,7 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
+from ckptcore.custody import place_contents
 from ckptcore.errors import CatalogAway, UsageError
 from ckptcore.operations.purge import restore
 from ckptcore.operations.rebuild_catalog import rebuild
@@ -122,6 +124,17 @@ def test_a_purge_waits_until_it_is_due(copies, cli):
     assert copies.due() == ()
     assert copies.catalog.show(str(copies.source)).checkpoint.state == "deleted"
     copies.refuses()
+
+
+@on_some
+def test_the_gate_reads_no_tensor_of_a_copy_that_the_purge_read(copies, monkeypatch):
+    time.sleep(0.1)  # the copy is a moment old: its files would show later writes
+    copies.counted_on()
+    monkeypatch.setattr(place_contents, "tensors_read", lambda *_: pytest.fail("its tensors were read again"))
+    copies.refuses()
+    monkeypatch.undo()
+    flip(next(copies.copy.glob("*.safetensors")))
+    copies.refuses()  # it is read again
 
 
 @on_some
