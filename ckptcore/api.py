@@ -484,10 +484,10 @@ def convert(
     *,
     settings: Settings | None = None,
     progress: Progress | None = None,
-    catalog: Place | bool | None = None,
+    catalog: Place | bool | None = False,
     **options: Any,
 ) -> Result:
-    """Convert a checkpoint: plan, write, verify, publish, and record it in the catalog.
+    """Convert a checkpoint: plan, write, verify and publish.
 
     Args:
         source: Path or URL of the checkpoint, or several of one checkpoint.

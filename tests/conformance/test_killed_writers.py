@@ -48,8 +48,8 @@ CONSOLIDATED = {
     "torch_save": _consolidate("torch_save", suffix=".pt"),
     "dcp": _consolidate("dcp"),
     "torch_ranks": _consolidate("torch_ranks"),
-    "torch_dist": _consolidate("torch_dist"),
-    "zarr": _consolidate("zarr"),
+    "torch_dist": _consolidate("torch_dist", "megatron"),
+    "zarr": _consolidate("zarr", "megatron"),
     "olmo_core": _consolidate("olmo_core"),
     "olmo_v01": _consolidate("olmo_v01", "bare"),
     "lightning": _consolidate("lightning", "fabric", ".ckpt"),
@@ -60,7 +60,7 @@ MESHES = {
     "dcp-mesh": _mesh("dcp", "fsdp=2,tp=3"),
     "dcp-safetensors-mesh": _mesh("dcp", "pp=2,fsdp=2", "--serialization", "safetensors"),
     "torch_ranks-mesh": _mesh("torch_ranks", "fsdp=2,tp=3"),
-    "torch_dist-mesh": _mesh("torch_dist", "pp=2,tp=2"),
+    "torch_dist-mesh": _mesh("torch_dist", "pp=2,tp=2", source="megatron"),
     "olmo_core-mesh": _mesh("olmo_core", "dp_replicate=2,fsdp=3"),
     "olmo_v01-mesh": _mesh("olmo_v01", "fsdp=4", source="bare"),
     "lightning-mesh": _mesh("lightning", "fsdp=3", source="fabric"),
@@ -87,16 +87,30 @@ def weights() -> dict[str, Any]:
     return found
 
 
+def _megatron_name(name: str) -> str:
+    for old, new in (
+        ("model.embed_tokens.", "embedding.word_embeddings."),
+        ("model.norm.", "decoder.final_layernorm."),
+        ("model.layers.", "decoder.layers."),
+        ("self_attn.q_proj", "self_attention.linear_qkv"),
+        ("self_attn.o_proj", "self_attention.linear_proj"),
+        ("mlp.up_proj", "mlp.linear_fc1"),
+        ("mlp.down_proj", "mlp.linear_fc2"),
+    ):
+        name = name.replace(old, new)
+    return name
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """``job``: model and values; ``bare``: the model alone; ``fabric``: the first with Fabric's file;
-    ``trained``: masters with the optimizer."""
+    ``trained``: masters with the optimizer; ``megatron``: the first under names of Megatron-Core."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     root = tmp_path_factory.mktemp("writers")
     model = weights()
-    found = {name: root / name for name in ("job", "bare", "fabric", "trained")}
+    found = {name: root / name for name in ("job", "bare", "fabric", "trained", "megatron")}
     masters = {name: value.float() for name, value in model.items()}
     states = {
         name: {"exp_avg": value + 1, "exp_avg_sq": value * value, "step": torch.tensor(7.0)}
@@ -107,6 +121,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         trained = {"model": masters, "optim": {"state": states}}
         dcp.save(trained, checkpoint_id=found["trained"], no_dist=True)
         dcp.save({"model": model, "extra": {"step": 7}}, checkpoint_id=found["job"], no_dist=True)
+        megatron = {_megatron_name(name): value for name, value in model.items()}
+        dcp.save({"model": megatron, "extra": {"step": 7}}, checkpoint_id=found["megatron"], no_dist=True)
         dcp.save(model, checkpoint_id=found["bare"], no_dist=True)
         dcp.save({"model": model}, checkpoint_id=found["fabric"], no_dist=True)
     torch.save({"step": 7, "hparams": {"lr": 0.5}}, found["fabric"] / "meta.pt")

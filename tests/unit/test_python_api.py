@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.catalog import open_catalog
 
 
 @pytest.fixture
@@ -37,15 +36,6 @@ def test_paths_are_taken_everywhere(source: Path, tmp_path: Path) -> None:
     proof = ckptcore.verify_export(tmp_path / "out", against=source, catalog=tmp_path / "c.db")
     assert all(check.verdict != "failed" for check in proof.checks)
     assert ckptcore.read(manifest, "model.weight").shape == (3, 4)
-
-
-def test_a_conversion_is_recorded_by_default(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
-    ckptcore.convert(source, tmp_path / "one", catalog=False)
-    assert not (tmp_path / "catalog.sqlite").exists()
-    ckptcore.convert(source, tmp_path / "two")
-    with open_catalog(None) as catalog:
-        assert [row.uri for row in catalog.list(kind="derived")] == [str(tmp_path / "two")]
 
 
 def test_a_module_is_loaded_by_its_own_names(source: Path) -> None:
@@ -96,12 +86,12 @@ def test_hints_are_keyword_arguments(source: Path, tmp_path: Path) -> None:
     ],
 )
 def test_options_as_people_write_them(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    ckptcore.convert(source, tmp_path / "out", catalog=False, **options)
+    ckptcore.convert(source, tmp_path / "out", **options)
     assert [t.fqn for t in ckptcore.open(tmp_path / "out").tensors] == ["net.weight"]
 
 
 def test_a_mesh_may_be_a_dict_of_its_axes(source: Path, tmp_path: Path) -> None:
-    ckptcore.convert(source, tmp_path / "out", verb="reshard", mesh={"fsdp": 2}, catalog=False)
+    ckptcore.convert(source, tmp_path / "out", verb="reshard", mesh={"fsdp": 2})
     assert len([p for p in (tmp_path / "out").iterdir() if p.suffix == ".distcp"]) == 2
 
 

@@ -14,7 +14,7 @@ import warm
 from safetensors.torch import load_file
 
 import ckptcore
-from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnsupportedDtype, UsageError
+from ckptcore.errors import NameMismatch, UnsupportedDtype, UsageError
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -83,11 +83,11 @@ def test_ties_that_do_not_hold_stop_the_export(llama: Path, tmp_path: Path) -> N
     state = {"model": {n: t.clone() for n, t in ckpt_tensors(llama).items()}}
     state["model"]["lm_head.weight"][5, 7] += 1
     dcp.save(state, checkpoint_id=tmp_path / "ckpt")
-    with pytest.raises(DamagedCheckpoint) as caught:
+    tied = r"lm_head.weight is tied to .*tie_word_embeddings.* differ in 1 of 3072 elements"
+    with pytest.raises(NameMismatch, match=tied):  # it was trained so: nothing is damaged
         ckptcore.convert(
             str(tmp_path / "ckpt"), str(tmp_path / "hf"), verb="export", config=str(llama / "config")
         )
-    assert caught.value.findings[0].code == "replica-mismatch"
     assert not (tmp_path / "hf").exists()
 
 
