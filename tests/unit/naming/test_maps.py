@@ -256,7 +256,7 @@ def test_the_part_that_a_map_takes_is_found_or_named(tmp_path: Path, key: str, a
     if key == "net" and isinstance(arguments, dict) and "x" in arguments:  # two parts with tensors
         with pytest.raises(AmbiguousModel) as caught:
             ckptcore.convert(source, target, verb="export", catalog=False)
-        assert caught.value.hint == f"name it: --model-prefix {key}."
+        assert caught.value.hint == f"name it: model_prefix='{key}.'"
         prefix = f"{key}."
     ckptcore.convert(source, target, verb="export", catalog=False, model_prefix=prefix)
 
