@@ -51,12 +51,10 @@ from ckptcore.naming.rename import (
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
-from ckptcore.planning.config_agreement import require_agreement
 from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.left_out import left_out_findings, require_decided
-from ckptcore.planning.loader_names import require_loaded_names
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import (
     ModelFiles,
@@ -196,8 +194,11 @@ def compose(
         request.sharding,
         request.serialization,
     )
-    config = None if beside.config is None else beside.config.form
-    require_loaded_names(request, writer, [t.fqn for t in mapped.manifest.tensors], config)
+    if writer.world or request.verb == "export":  # others are loaded by the names that they have
+        from ckptcore.planning.loader_names import require_loaded_names
+
+        config = None if beside.config is None else beside.config.form
+        require_loaded_names(request, writer, [t.fqn for t in mapped.manifest.tensors], config)
     if not mapped.manifest.tensors and (manifest.tensors or not objects):
         if not manifest.tensors:
             raise UsageError(
@@ -515,6 +516,8 @@ def _fitting_names(
     tensors = mapped.manifest.tensors
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
+    from ckptcore.planning.config_agreement import require_agreement  # its tables: where there is a config
+
     expected = check_names(config, shapes, request.arch)
     warnings += [
         *expected.warnings,

@@ -53,7 +53,10 @@ def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int] | None
     kind = content.get("model_type")
     if isinstance(kind, str) and kind not in library.CONFIG_MAPPING:
         return {"unknown": f"transformers {library.__version__} has no model type {kind!r}"}
-    called = name or class_of(content)
+    try:
+        called = name or class_of(content)
+    except TypeError as error:
+        return {"rejected": brief(error)}
     if called and not hasattr(library, called):
         return {"unknown": f"transformers {library.__version__} has no class {called!r}"}
     if called or not isinstance(kind, str):
@@ -89,7 +92,11 @@ def _described(content: dict[str, Any], tensors: Mapping[str, Sequence[int] | No
 def class_of(content: Mapping[str, Any]) -> str:
     """Return the class that a config.json names, or "". FSDP2 puts its own name before that of a class."""
     named = content.get("architectures")
-    return str(named[0]).removeprefix("FSDP") if isinstance(named, list) and named else ""
+    if not isinstance(named, list) or not named:
+        return ""
+    if not isinstance(named[0], str):
+        raise TypeError(f"architectures must be names of classes (got {named[0]!r})")
+    return named[0].removeprefix("FSDP")
 
 
 def classes_of(model_type: str) -> list[str]:

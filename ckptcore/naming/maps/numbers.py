@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from importlib import resources
 from math import isclose, isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, in_shapes, rendered
-from ckptcore.naming.maps.rope_scaling import RopeScaling, rope_scaling_of_hub, rope_scaling_of_megatron
 from ckptcore.naming.worlds import HUB
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
+
+if TYPE_CHECKING:
+    from ckptcore.naming.maps.rope_scaling import RopeScaling
 
 Number = int | float
 # Numbers that no model has 0 of: a map would drop every element.
@@ -135,6 +137,8 @@ class Config:
     @property
     def rope_scaling(self) -> RopeScaling | None:
         """How it scales rotary embeddings; None if it does not say."""
+        from ckptcore.naming.maps.rope_scaling import rope_scaling_of_hub, rope_scaling_of_megatron
+
         if self.fields is not None:
             return rope_scaling_of_hub(self.name, self.fields)
         return rope_scaling_of_megatron(self.name, self.content) if self.world == "megatron" else None

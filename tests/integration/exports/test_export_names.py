@@ -222,7 +222,6 @@ def test_models_that_cannot_be_built_here_go_unchecked(config: dict[str, Any], m
         {"model_type": "llama", "hidden_size": "wide"},
         {"model_type": ["llama"]},
         {"model_type": "llama", "hidden_size": -1},
-        {"model_type": "vit"},
     ],
 )
 def test_configs_that_describe_no_model(config: dict[str, Any]) -> None:
