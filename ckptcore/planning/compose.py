@@ -167,7 +167,8 @@ def compose(
         mapped, beside = _adapter_alone(request, free, model, adapter, beside)
         fitted = _Fitted(mapped, float32=frozenset())
     mapped, doubts, naming = fitted.mapped, fitted.findings, fitted.naming
-    if by_config and (doubts or beside.config is None):  # the model class proves nothing
+    if by_config and (beside.config is None or any(f.severity != "info" for f in doubts)):
+        # The model class proves nothing.
         require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings, *found, *unused_renames(request, manifest)]
     if model is not None:
