@@ -44,7 +44,9 @@ def saved(model: Any, folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("asked_here")
-@pytest.mark.parametrize("model_type", ["t5", "clip", "bert", "qwen2"])
+@pytest.mark.parametrize(
+    "model_type", ["t5", "qwen2", *(pytest.param(t, marks=pytest.mark.soak) for t in ("clip", "bert"))]
+)
 def test_a_config_without_a_class(model_type: str, tmp_path: Path) -> None:
     """The class is the one of the model type that the tensors are exactly of."""
     model = small_models.filled(model_type)

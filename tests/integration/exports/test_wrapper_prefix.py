@@ -85,7 +85,14 @@ def saved(model: Any, prefix: str, folder: Path) -> str:
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("found", [False, True], ids=["named", "found"])
 @pytest.mark.parametrize(
-    "prefix", ["model.", "net.", "policy.net.", "module._orig_mod.", "net.module._orig_mod."]
+    "prefix",
+    [
+        "model.",
+        pytest.param("net.", marks=pytest.mark.soak),
+        pytest.param("policy.net.", marks=pytest.mark.soak),
+        pytest.param("module._orig_mod.", marks=pytest.mark.soak),
+        "net.module._orig_mod.",
+    ],
 )
 def test_attributes_around_a_model_are_removed(prefix: str, found: bool, model: Any, tmp_path: Path) -> None:
     source = saved(model, prefix, tmp_path / ("config" if found else "run"))
@@ -100,7 +107,9 @@ def test_attributes_around_a_model_are_removed(prefix: str, found: bool, model: 
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.soak) for f in ("llama", "mixtral"))]
+)
 def test_names_are_those_that_are_saved_whatever_the_source(family: str, kind: str, tmp_path: Path) -> None:
     """Also where the loader of transformers forgives the prefix, which is the base model's."""
     model = small_models.filled(family)
