@@ -89,11 +89,11 @@ def missing_shapes(states: ModelStates, layers: Layers) -> Iterator[Finding]:
     A stage may have states of a tied parameter without a file of the layer, so that a lower count is a
     warning. Shapes of one dim are left out: wrappers for float16 flatten their groups.
     """
-    tp = states.world.tp
-    for rank in range(tp) if layers else ():
+    tp, first_files = states.world.tp, states.firsts()
+    for rank in sorted({mp % tp for mp in first_files}) if layers else ():  # not all that a field claims
         stored = Counter(s for (_, t), own in layers.items() if t == rank for s in own.shapes.values())
         wanted: Counter[Shape] = Counter()
-        for mp, file in states.firsts().items():
+        for mp, file in first_files.items():
             if mp % tp == rank:
                 wanted.update(s for s in _state_shapes(file) if len(s) > 1)
         for shape in islice(wanted - stored, _MAX_REPORTED):

@@ -469,7 +469,9 @@ class _Reader:
         # Both files of a tied layer hold the same: their names are those of `tied_modules`.
         layers = {at: own.file for at, own in self._layers.items() if own.names & listed}
         complete = {mp: file for (dp, mp), file in models.items() if dp < 0}
-        for rank in (None,) if cut or tp == 1 else range(tp):
+        tensor_ranks = {mp % tp for mp in (*(mp for _, mp in self._partitions), *complete)}
+        tensor_ranks |= {rank for _, rank in layers}
+        for rank in (None,) if cut or tp == 1 else sorted(tensor_ranks):
             for files in (
                 [f for (_, mp), f in self._partitions.items() if rank in (None, mp % tp)],
                 [f for mp, f in complete.items() if rank in (None, mp % tp)],
