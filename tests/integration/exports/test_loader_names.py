@@ -17,7 +17,9 @@ transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 import small_models  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "mixtral"])
+@pytest.fixture(
+    scope="module", params=["llama", *(pytest.param(f, marks=pytest.mark.soak) for f in ("gpt2", "mixtral"))]
+)
 def model(request: pytest.FixtureRequest) -> Any:
     return small_models.filled(request.param)
 
