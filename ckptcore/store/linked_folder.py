@@ -47,7 +47,7 @@ def linked_folder(folder: str) -> str | None:
                 return None
             target = os.path.normpath(os.path.join(os.path.dirname(entry.path), os.readlink(entry.path)))
             above = target.removesuffix(os.sep + path)
-            if above == target:
+            if not above or above == target:  # in the root of the file system, or under another name
                 return None
             above = os.path.realpath(above)
             if above != (linked or above) or not is_inside(os.path.realpath(target), above):

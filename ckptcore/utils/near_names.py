@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_LENGTH = 256  # of names compared letter by letter
 _POOL = 2_000  # names compared letter by letter: a million would take minutes
 
 
@@ -29,7 +30,9 @@ def near_names(name: str, names: Iterable[str], most: int = 3) -> tuple[str, ...
         last = name.rpartition(".")[2]
         if len(names) > _POOL:
             names = [other for other in names if other.rpartition(".")[2] == last][:_POOL]
-        related = get_close_matches(name, names, most, 0.7)
+        # The time of a comparison grows with the square of a name's length, which a file decides.
+        short = [other for other in names if len(other) <= _LENGTH] if len(name) <= _LENGTH else []
+        related = get_close_matches(name, short, most, 0.7)
     return tuple(related[:most])
 
 
