@@ -22,6 +22,10 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 _BEHIND_PADDING = 2  # positions of some embeddings begin there
 
 
+class _CannotRun(Exception):
+    """A model was opened, and nothing is known that it runs on."""
+
+
 def answer(request: dict[str, Any]) -> Answer:
     """Compute the outputs of each folder, and compare the first one's with the second's.
 
@@ -59,7 +63,7 @@ def answer(request: dict[str, Any]) -> Answer:
             continue
         try:
             inputs, outputs = _run(torch, model, configs, request, inputs)
-        except NotImplementedError as error:
+        except _CannotRun as error:
             return out | {"error": str(error)}
         out.setdefault("covered", _covered(model, configs[place], inputs))
         if not outputs:
@@ -109,7 +113,7 @@ def _run(
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return (inputs, the tensors that the model returns for them); inputs: of the model before, or None.
 
-    Raises NotImplementedError, in words, for a model whose inputs cannot be made, or that does not take them.
+    Raises `_CannotRun`, in words, for a model whose inputs cannot be made, or that does not take them.
     """
     refusals = []
     tries = [inputs] if inputs is not None else _tries(torch, model, configs, request)
@@ -129,7 +133,7 @@ def _run(
     why = (
         f"it does not run on {refusals[-1]}" if refusals else f"no input is known for {model.main_input_name}"
     )
-    raise NotImplementedError(f"{name} was opened and not run: {why}")
+    raise _CannotRun(f"{name} was opened and not run: {why}")
 
 
 def _dtype(model: Any, value: Any) -> Any:
