@@ -13,18 +13,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+# What `conversion.timings` is, stage to seconds: PostgreSQL 15 cannot try a text as JSON.
+_STAGE = r'\s*"[^"\\]{1,99}"\s*:\s*-?\d{1,15}(\.\d{1,30})?([eE][-+]?\d{1,2})?\s*'
+_STAGES = rf"^\{{({_STAGE}(,{_STAGE})*)?\s*\}}$"
+
 # Expressions that differ between the two databases.
 _SPELLINGS = {
     "sqlite": {
         "took": "(julianday(v.ended_at) - julianday(v.started_at)) * 86400.0",
         "days": "julianday('now') - julianday(coalesce(c.verified_at, c.created_at))",
-        "stages": "json_each(v.timings)",
+        "stages": "json_each(CASE WHEN json_valid(v.timings) THEN v.timings ELSE '{}' END)",
         "seconds": "t.value",
     },
     "postgresql": {
-        "took": "extract(epoch FROM v.ended_at - v.started_at)::double precision",
-        "days": "extract(epoch FROM now() - coalesce(c.verified_at, c.created_at))::double precision / 86400",
-        "stages": "json_each_text(v.timings::json)",
+        # Numbers are subtracted, not times: the difference of two infinite times is an error.
+        "took": "(extract(epoch FROM v.ended_at) - extract(epoch FROM v.started_at))::double precision",
+        "days": "(extract(epoch FROM now()) - extract(epoch FROM coalesce(c.verified_at, c.created_at)))"
+        "::double precision / 86400",
+        "stages": f"json_each_text(CASE WHEN v.timings ~ '{_STAGES}' THEN v.timings::json ELSE '{{}}' END)",
         "seconds": "t.value::double precision",
     },
 }

@@ -14,6 +14,7 @@ from ckptcore.catalog import as_dict, audit, browse, maintenance, open_catalog, 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.figures import figures
 from ckptcore.catalog.queues import inbox, outbox
+from ckptcore.catalog.views import VIEWS
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
@@ -170,6 +171,22 @@ def test_the_figures_are_of_the_others(filled):
                     counted = figures(conn, catalog.now())
                 assert sum(each.checkpoints for each in counted.stock.values()) == 4, (name, value)
                 assert sum(counted.conversions.values()) == 2, (name, value)
+
+
+def test_views_show_the_other_rows(filled):
+    server = filled.startswith("postgresql")
+    cases = [odd_value[:3] for odd_value in ODD if odd_value[3] or not server]
+    if server:
+        for time in ("infinity", "-infinity", "0044-03-15 BC"):
+            cases += [(*name.split("."), time) for name in TIMES]
+    with open_catalog(filled) as catalog, catalog.reading() as conn:
+        usual = {view: len(conn.execute(text(f"SELECT * FROM {view}")).all()) for view in VIEWS}
+    assert usual["conversion_stages"] >= 2
+    for table, column, value in cases:
+        with odd(filled, table, column, value), open_catalog(filled) as catalog, catalog.reading() as conn:
+            for view in VIEWS:
+                rows = conn.execute(text(f"SELECT * FROM {view}")).all()
+                assert len(rows) >= usual[view] // 2, (view, table, column, value)
 
 
 ODD_FINDINGS = ("code", "level", "message", "fqn", "file", "hint", "severity")

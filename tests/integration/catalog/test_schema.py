@@ -123,11 +123,12 @@ AT = {
         INSERT INTO holdings VALUES (1, 's', NULL);
         INSERT INTO set_aside VALUES ('/r/.step-1.retiring-0badcafe.ckptcore', 1, '/r/step-1', 4, NOW, NOW,
                                       'd', false, '7');
-        INSERT INTO obligation VALUES (1, 'b1', 1, '/r/step-1', '/b', '', '', NOW, 0)"""
+        INSERT INTO obligation VALUES (1, 'b1', 1, '/r/step-1', '/b', '', '', NOW, 0)""",
+    "v2": "",
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("v1", "f10c50ddde9fc43e45b3be1cdc5d4befe5bdb2397f3dbb595d1f575e0e069e8e")
+VIEWS_OF = ("v2", "032823bc4f2628ede2d46ed9b5028b2e2656eabd85fc34fea33c48c20430a89c")
 
 
 def test_views_change_with_a_revision_only():
