@@ -88,6 +88,10 @@ class SubStore:
         """Return the account of this reading, and the name of a file in it, or None without one."""
         return account_of(self._store, self._prefix + path)
 
+    def unnoted(self) -> Readable:
+        """Return the same folder without an account, for a look at files that are no part of what is read."""
+        return SubStore(unnoted(self._store), self._prefix)
+
     def close(self) -> None:
         """Do nothing: whoever opened the outer store closes it."""
 
@@ -113,10 +117,19 @@ class Noting(SubStore):
         """Return its own account."""
         return self._account, path
 
+    def unnoted(self) -> Readable:
+        """Return the store itself."""
+        return unnoted(self._store)
+
 
 def account_of(store: Readable, path: str) -> tuple[Account, str] | None:
     """Return the account of the current reading, and the name of a file in it, or None without one."""
     return store.account(path) if isinstance(store, SubStore) else None
+
+
+def unnoted(store: Readable) -> Readable:
+    """Return a store whose reads stand in no account: `SubStore.unnoted`, or the store itself."""
+    return store.unnoted() if isinstance(store, SubStore) else store
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,13 +140,16 @@ def read_folder(source: Source, format: str) -> Manifest:
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
+    shapes = {t.fqn: t.shape for t in builder.tensors}
     if index is None:
-        builder.findings += part_findings(
-            source, files, {t.fqn: t.shape for t in builder.tensors}, files=seen
-        )
+        builder.findings += part_findings(source, files, shapes, files=seen)
     elif listed is not None:
         take_index(source, listed, index, builder.tensors)
         builder.findings += unlike_total(builder, index, listed)
+    if any(".bin" in path for path in source.listing):
+        from ckptcore.formats.common.torch_form import fuller_torch_form
+
+        builder.findings += fuller_torch_form(source, files, shapes)
     builder.findings += unread_optimizers(source, files)
     return builder.build(format, source.store.url, origin)
 
