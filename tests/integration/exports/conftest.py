@@ -21,8 +21,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def process_of_its_own() -> None:
+    """Lets transformers be asked in a process of its own, as users do: seconds for each question."""
+
+
+@pytest.fixture(autouse=True)
+def _asked_here_by_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "process_of_its_own" not in request.fixturenames:
+        _ask_here(monkeypatch)
+
+
+@pytest.fixture
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks transformers in this process, which has imported it already, and not in one of its own."""
+    """Asks transformers in this process also where the tests of a file answer in its place."""
+    _ask_here(monkeypatch)
+
+
+def _ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask transformers in this process, which has imported it already, and not in one of its own."""
 
     def ask(module: str, asked: object, *, seconds: float | None) -> Any:
         answer = importlib.import_module(module).answer

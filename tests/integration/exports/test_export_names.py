@@ -108,6 +108,7 @@ def test_parts_of_what_is_put_together_are_missed(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("process_of_its_own")
 def test_nothing_is_imported_from_the_current_folder(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

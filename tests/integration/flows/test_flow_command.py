@@ -185,6 +185,7 @@ def test_wrong_arguments_leave_no_server_behind(tmp_path: Path) -> None:
     assert alive("uvicorn", str(tmp_path)) == []
 
 
+@pytest.mark.soak  # `test_without_setup_a_failure_is_short_and_non_zero` sees one end with its run
 def test_the_server_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
     dies = (
         "import os, signal; from flows._prefect import serve_while_alive; serve_while_alive();"

@@ -123,7 +123,13 @@ def test_profiles_are_read_where_prefect_reads_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "status"),
-    [*(("flows.convert", status) for status in (0, 401, 404, 500)), ("flows.sweep", 503)],
+    [
+        ("flows.convert", 0),
+        ("flows.convert", 500),
+        pytest.param("flows.convert", 401, marks=pytest.mark.soak),
+        pytest.param("flows.convert", 404, marks=pytest.mark.soak),
+        pytest.param("flows.sweep", 503, marks=pytest.mark.soak),
+    ],
 )
 def test_a_server_that_does_not_answer_is_one_error(module: str, status: int, tmp_path: Path) -> None:
     given = ["nowhere", str(tmp_path / "out")] if module == "flows.convert" else []
