@@ -124,16 +124,18 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints of any format and topology.
 
-    Names, dtypes, shapes and bits of tensors are compared (a NaN equals itself, 0.0 differs from -0.0), and
-    plain values. Every record with a checksum is verified, and replicas are compared with each other. The
-    two forms of one trainer, such as Lightning's folder and its one file, are compared by meaning. What one
-    side lacks because a conversion leaves it out is in ``difference.dropped``.
+    Names, dtypes, shapes and bits of tensors are compared (a NaN equals itself, 0.0 differs from -0.0),
+    and plain values. Tensors of two float dtypes are compared after the cast, too. How far values are
+    apart is measured, and summed up by part and layer. Every record with a checksum is verified, and
+    replicas are compared with each other. The two forms of one trainer, such as Lightning's folder and
+    its one file, are compared by meaning. What one side lacks because a conversion leaves it out is in
+    ``difference.dropped``.
 
     Args:
         a: A manifest, or a path or URL, or several of one checkpoint.
         b: The other checkpoint.
         model: Compare the model parts only, as ``export`` finds them, without wrapper prefixes and without
-            plain values.
+            plain values. It is taken, and said in ``difference.by_itself``, where one side is an export.
         model_prefix: Prefix of the model's names in A, then in B.
         include: Globs on the compared names; empty for all.
         exclude: Globs on the compared names.
@@ -156,12 +158,18 @@ def diff(
         NameMismatch: Names collide.
         UsageError: The arguments contradict each other.
     """
-    from ckptcore.comparison.diff import DiffRules
+    from ckptcore.comparison.diff import DiffRules, model_alone
     from ckptcore.comparison.diff import diff as run
     from ckptcore.comparison.dropped_names import recorded_in
 
+    one, two = (
+        s if isinstance(s, Manifest) else open(s, keep_quantized=keep_quantized, weights=weights)
+        for s in (a, b)
+    )
+    named = model or model_prefix or rename or tie or record is not None  # the user says what is compared
+    alone = "" if named else model_alone(one, two)
     rules = DiffRules(
-        model=model or bool(model_prefix),
+        model=model or bool(model_prefix) or bool(alone),
         prefixes=_frozen(model_prefix),
         rename=_frozen(rename),
         tie=_frozen(tie),
@@ -169,10 +177,7 @@ def diff(
         exclude=_frozen(exclude),
         recorded=recorded_in(os.fspath(record)) if record is not None else (),
         ignore_dropped=ignore_dropped,
-    )
-    one, two = (
-        s if isinstance(s, Manifest) else open(s, keep_quantized=keep_quantized, weights=weights)
-        for s in (a, b)
+        by_itself=alone,
     )
     urls = (_url_of(a), _url_of(b))
     return run(one, two, rules, settings or Settings(), progress, urls)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckptcore.planning.compose import Composed
     from ckptcore.utils.workers import Progress
 
+_MOST, _FEW = 20, 3  # rows of a comparison; tensors whose first difference is printed, too
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
 _NAMES_TWICE = ("renamed", "mapped")  # tables of pairs whose second column has names, too
 _STATUS = {"ok": "green", "unproven": "yellow"}
@@ -231,20 +232,27 @@ def difference(value: Difference, *, as_json: bool) -> None:
             terminal.text(f"{label}: {side.url}: {side.format}, {size}{model}{form}{gone}{bare}"),
             soft_wrap=True,
         )
+    if value.by_itself:
+        out.print(terminal.text((value.by_itself, "dim")), soft_wrap=True)
     out.print(
         terminal.text(
-            ("equal", "green") if value.equal else ("different", "red"),
+            (value.verdict, "green" if value.equal else "red"),
             f": {count(value.equal_tensors, 'tensor')} and {count(value.equal_objects, 'value')} equal, "
             f"{count(len(value.tensors), 'tensor')} and {count(len(value.objects), 'value')} different"
             + (f", {len(value.dropped)} left out by a conversion" if value.dropped else ""),
         )
     )
-    rows = [(t.name, _what(t), *_both(t)) for t in value.tensors]
+    moved = sorted((t for t in value.tensors if t.has_moved), key=_by_change)
+    rows = [(t.name, ", ".join(t.what), *_both(t)) for t in value.tensors if not (t.has_moved or t.is_cast)]
     rows += [(o.name, f"value, {o.what}" if o.what != "values" else "value", o.a, o.b) for o in value.objects]
+    _changes(out, value, moved)
+    casts = Counter((t.a.dtype, t.b.dtype, t.cast) for t in value.tensors if t.is_cast and t.a and t.b)
+    for (a, b, cast), number in casts.items():
+        out.print(f"{count(number, 'tensor')}: {a} in A, {b} in B, equal after the cast to {cast}")
     if rows:
-        print_table(out, ("name", "differs in", "A", "B"), rows[:_LIMIT])
-    if len(rows) > _LIMIT:
-        out.print(f"and {len(rows) - _LIMIT} more (--output json lists all)")
+        print_table(out, ("name", "differs in", "A", "B"), rows[:_MOST])
+    if len(rows) > _MOST:
+        out.print(f"and {len(rows) - _MOST} more (--output json lists all)")
     _print_pairs(out, "left out", [(d.name, f"{d.what}: {d.why}") for d in value.dropped])
     if value.dropped and not (value.tensors or value.objects or value.equal):
         out.print(
@@ -254,17 +262,58 @@ def difference(value: Difference, *, as_json: bool) -> None:
     _findings(out, [*value.a.warnings, *value.b.warnings])
 
 
-def _what(tensor: TensorDifference) -> str:
-    if tensor.first is None or tensor.a is None:
-        return ", ".join(tensor.what)
-    noun = "element" if tensor.a.numel == 1 else "elements"
-    return f"{tensor.differing:,} of {tensor.a.numel:,} {noun}, first at {list(tensor.first.index)}"
+def _changes(out: Console, value: Difference, moved: Sequence[TensorDifference]) -> None:
+    """Print what changed by part, by layer and by tensor, most first."""
+    if not moved:
+        return
+    heads = ("changed", "equal", "|B-A|/|A|", "max |B-A|")
+    parts = [
+        (p.name, str(p.changed), str(p.equal), _number(p.change), _number(p.max_abs)) for p in value.parts
+    ]
+    if len(parts) > 1:
+        print_table(out, ("part", *heads), parts)
+    layers = [f"{p.name.removeprefix('layer ')} ({_number(p.change)})" for p in value.layers if p.changed]
+    if layers[1:]:
+        more = f", and {len(layers) - 8} more" if layers[8:] else ""
+        out.print(terminal.text(f"layers, most changed first: {', '.join(layers[:8])}{more}"), soft_wrap=True)
+    if value.frozen:
+        out.print(terminal.text(f"equal beside them: {some(value.frozen)}"), soft_wrap=True)
+    print_table(
+        out,
+        ("tensor", "|B-A|/|A|", "max |B-A|", "mean |B-A|", "cosine", "differ"),
+        [(tensor.name, *_measured(tensor)) for tensor in moved[:_MOST]],
+    )
+    if len(moved) > _MOST:
+        out.print(f"and {len(moved) - _MOST} more (--output json lists all)")
+    for tensor in moved if len(moved) <= _FEW else ():
+        if (first := tensor.first) is not None:
+            bits = f"{first.a!r} (0x{first.a_bits}) and {first.b!r} (0x{first.b_bits})"
+            out.print(
+                terminal.text(f"{tensor.name} differs first at {list(first.index)}: {bits}"), soft_wrap=True
+            )
+
+
+def _measured(tensor: TensorDifference) -> tuple[str, ...]:
+    share = tensor.differing / tensor.a.numel if tensor.a is not None and tensor.a.numel else 0.0
+    of = f"{100 * share:.3g} %"
+    measures = tensor.measures
+    if measures is None:
+        return ("-",) * 4 + (of,)
+    numbers = (measures.change, measures.max_abs, measures.mean_abs, measures.cosine)
+    more = f", {measures.not_finite:,} not finite" if measures.not_finite else ""
+    return (*map(_number, numbers), of + more)
+
+
+def _number(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3g}"
+
+
+def _by_change(tensor: TensorDifference) -> tuple[bool, float]:
+    """Return where a tensor stands in a list of changes: an optimizer's state moves more than the model."""
+    return tensor.is_optimizer, -tensor.measures.change if tensor.measures is not None else 0.0
 
 
 def _both(tensor: TensorDifference) -> tuple[str, str]:
-    if tensor.first is not None:
-        first = tensor.first
-        return f"{first.a!r} (0x{first.a_bits})", f"{first.b!r} (0x{first.b_bits})"
     a, b = ("" if s is None else f"{s.dtype} {list(s.shape)}" for s in (tensor.a, tensor.b))
     return a, b
 

@@ -3,7 +3,7 @@
 1. Both must be complete (level ``coverage``). Names are aligned: the model part, renames, ties, globs, and
    two forms of one trainer (`ckptcore.naming.trainer_forms`).
 2. Names, dtypes, shapes and plain values are compared from metadata.
-3. Tensors that both have, with equal dtype and shape, are read side by side
+3. Tensors that both have, with equal shape, and with equal dtype or two float dtypes, are read side by side
    (`ckptcore.comparison.tensor_compare`).
 4. What a conversion leaves out is kept apart from what differs (`ckptcore.comparison.dropped_names`).
 """
@@ -28,6 +28,7 @@ from ckptcore.comparison.result import (
     TensorDifference,
 )
 from ckptcore.comparison.tensor_compare import Opened, Pair, labelled, walk
+from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select
 from ckptcore.errors import Finding, UsageError
@@ -57,6 +58,7 @@ class DiffRules:
         exclude: Globs on the names that are not compared.
         recorded: (stored name, rule) of what a conversion of one side to the other left out.
         ignore_dropped: Count what a conversion leaves out as equal without its record.
+        by_itself: Why ``model`` is set, where nobody asked for it.
     """
 
     model: bool = False
@@ -67,6 +69,7 @@ class DiffRules:
     exclude: tuple[str, ...] = ()
     recorded: tuple[tuple[str, str], ...] = ()
     ignore_dropped: bool = False
+    by_itself: str = ""
 
     def dropped(self, *names: str) -> str:
         """Return the rule that excludes a tensor or value with these names; empty if none does."""
@@ -118,6 +121,7 @@ def diff(
     found = {d.name: d for d in [*tensors, *compared]}
     order = [*sides[0].rows, *(n for n in sides[1].rows if n not in sides[0].rows)]
     gone = _dropped([found[name] for name in order if name in found], different, sides, rules)
+    trained = any(each.has_moved for each in compared)
     return Difference(
         sides[0].result(),
         sides[1].result(),
@@ -128,7 +132,35 @@ def diff(
         (*skipped, *refused),
         tuple(gone.values()),
         rules.ignore_dropped,
+        tuple(pair.name for pair in pairs if pair.name not in found) if trained else (),
+        rules.by_itself,
     )
+
+
+def model_alone(a: Manifest, b: Manifest) -> str:
+    """Return why only the model parts are worth comparing: one side is an export of a training checkpoint.
+
+    That side is safetensors, and all of it is a model. At least half of its names are those of the other
+    side's model, without the wrappers, and the other side holds more, or other names.
+
+    Returns:
+        The reason; empty where the checkpoints are compared as they are stored.
+    """
+    for whole, export, label in ((a, b, "B"), (b, a, "A")):
+        if export.format != "safetensors" or whole.format == "safetensors":
+            continue
+        names = {t.fqn for t in export.tensors}
+        stored = {t.fqn for t in whole.tensors}
+        if names == stored or _model_names(export) != names:
+            continue
+        if 2 * len(names & _model_names(whole)) >= len(names):
+            return f"{label} is a model alone, so only the model parts are compared, as with --model"
+    return ""
+
+
+def _model_names(manifest: Manifest) -> set[str]:
+    inside = in_model(manifest, None)
+    return {strip_wrappers(inner) for t in manifest.tensors if (inner := inside(t.fqn)) is not None}
 
 
 @dataclass
@@ -331,7 +363,8 @@ def _match(a: _Side, b: _Side) -> tuple[list[TensorDifference], list[Pair]]:
         one, two = a.spec(name), b.spec(name)
         kinds = ((DTYPE, one.dtype != two.dtype), (SHAPE, one.shape != two.shape))
         what = tuple(kind for kind, differs in kinds if differs)
-        if what:
+        floats = all(BY_NAME[spec.dtype].is_float for spec in (one, two))
+        if what and not (what == (DTYPE,) and floats):
             different.append(TensorDifference(name, what, one, two))
         else:
             same.append(Pair(name, one, two, (a.rows[name], b.rows[name])))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptcore.comparison.by_part import OPTIMIZER, PartChange, by_layer, by_part, part_of
+from ckptcore.comparison.measures import Measures
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import encode
 from ckptcore.errors import Finding
@@ -37,11 +39,14 @@ class TensorDifference:
 
     Attributes:
         name: The name under which it was compared.
-        what: ``only-in-a``, ``only-in-b``; ``dtype``, ``shape`` or both; or ``values``.
+        what: ``only-in-a``, ``only-in-b``; ``dtype``, ``shape`` or both; or ``values``. Of two float dtypes
+            the values are compared, too: ``dtype`` alone then means that they are equal after the cast.
         a: The tensor as A stores it, under its stored name.
         b: The tensor as B stores it.
         differing: Number of elements whose bits differ; for ``values`` only.
         first: The first of them in row-major order; for ``values`` only.
+        measures: How far the values are apart; None where they were not read, or are no numbers.
+        cast: The narrower of two float dtypes, to which the other side was cast; empty otherwise.
     """
 
     name: str
@@ -50,6 +55,23 @@ class TensorDifference:
     b: TensorSpec | None
     differing: int = 0
     first: Element | None = None
+    measures: Measures | None = None
+    cast: str = ""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether values differ."""
+        return VALUES in self.what
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether its name is that of an optimizer's state."""
+        return part_of(self.name) == OPTIMIZER
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether nothing but a cast differs."""
+        return bool(self.cast) and self.what == (DTYPE,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +151,8 @@ class Difference:
         skipped: (name, reason) of values that could not be compared.
         dropped: What one side lacks because a conversion leaves it out, apart from those above.
         ignore_dropped: Whether ``dropped`` counts as equal even where no record lists it.
+        frozen: Names of equal tensors, where others differ in values: nothing has trained them.
+        by_itself: Why only the model parts were compared, where nobody asked for that.
     """
 
     a: Side
@@ -140,6 +164,31 @@ class Difference:
     skipped: tuple[tuple[str, str], ...] = ()
     dropped: tuple[DroppedName, ...] = ()
     ignore_dropped: bool = False
+    frozen: tuple[str, ...] = ()
+    by_itself: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``equal``; ``equal after the cast to DTYPE``, where nothing else differs; or ``different``."""
+        if self.equal:
+            return "equal"
+        dtypes = list(dict.fromkeys(tensor.cast for tensor in self.tensors))
+        if self.objects or self.dropped or not all(tensor.is_cast for tensor in self.tensors):
+            return "different"
+        return f"equal after the cast to {' and '.join(dtypes)}" if dtypes else "different"
+
+    @property
+    def parts(self) -> tuple[PartChange, ...]:
+        """What changed in each part of the model, most first, by the tensors that both sides have."""
+        return by_part(self.frozen, self._measured())
+
+    @property
+    def layers(self) -> tuple[PartChange, ...]:
+        """What changed in each layer, most first."""
+        return by_layer(self.frozen, self._measured())
+
+    def _measured(self) -> list[tuple[str, Measures | None]]:
+        return [(tensor.name, tensor.measures) for tensor in self.tensors if tensor.has_moved]
 
     @property
     def equal(self) -> bool:
@@ -154,10 +203,15 @@ class Difference:
         """Return the JSON of `ckptcore diff --output json`."""
         return {
             "equal": self.equal,
+            "verdict": self.verdict,
             "a": _side(self.a),
             "b": _side(self.b),
             "equal_tensors": self.equal_tensors,
             "equal_objects": self.equal_objects,
+            "parts": [part.as_dict() for part in self.parts],
+            "layers": [layer.as_dict() for layer in self.layers],
+            "frozen": list(self.frozen),
+            "by_itself": self.by_itself or None,
             "tensors": [_tensor(t) for t in self.tensors],
             "objects": [{"name": o.name, "what": o.what, "a": o.a, "b": o.b} for o in self.objects],
             "skipped": [{"name": name, "why": why} for name, why in self.skipped],
@@ -196,6 +250,8 @@ def _tensor(found: TensorDifference) -> dict[str, Any]:
         "b": _spec(found.b),
         "differing": found.differing,
         "first": first,
+        "measures": found.measures and found.measures.as_dict(),
+        "cast": found.cast or None,
     }
 
 

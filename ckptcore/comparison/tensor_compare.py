@@ -1,8 +1,9 @@
-"""Compare tensors bit for bit, read side by side in bounded memory.
+"""Compare tensors bit for bit, and measure what differs, read side by side in bounded memory.
 
 A tensor is cut into boxes; a box is read from both sides and compared as bits. Workers share the boxes, also
 those of one large tensor. At the end every record with a checksum of which a part was read is verified, and
-the files must still be those that were opened.
+the files must still be those that were opened. Tensors of two float dtypes are compared after the cast of the
+wider one, too.
 
 Peak memory: the interpreter, torch where it is needed, and ``Settings.memory``: per worker, two tiles, a
 buffer for strided reads, and a buffer for comparing or computing. It does not grow with a tensor's size.
@@ -17,7 +18,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.result import VALUES, Element, TensorDifference
+from ckptcore.comparison.measures import Sums, is_measured, sums_of
+from ckptcore.comparison.result import DTYPE, VALUES, Element, TensorDifference
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
@@ -26,9 +28,10 @@ from ckptcore.execution.source_stamps import require_same, take
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Settings
 from ckptcore.reading.box_reader import BoxReader
+from ckptcore.reading.casting import cast_into
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
-from ckptcore.reading.gather import StoredOrder, stored_order, tile_view
+from ckptcore.reading.gather import Bytes, StoredOrder, stored_order, tile_view
 from ckptcore.store import open_source_store
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
@@ -38,7 +41,10 @@ _SMALL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor to compare: its name, its spec on each side, its rows in both manifests."""
+    """A tensor to compare: its name, its spec on each side, its rows in both manifests.
+
+    The two shapes are equal, and so are the dtypes, or both are floats.
+    """
 
     name: str
     a: TensorSpec
@@ -95,7 +101,7 @@ class Opened:
 def walk(
     a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings, progress: Progress | None = None
 ) -> list[TensorDifference]:
-    """Compare pairs of equal dtype and shape bit for bit.
+    """Compare pairs of tensors.
 
     Args:
         a: The first checkpoint.
@@ -105,7 +111,7 @@ def walk(
         progress: Called with the number of bytes read.
 
     Returns:
-        The pairs that differ, in order.
+        The pairs that differ in bits or dtype, in order.
 
     Raises:
         CkptError: The first error of any worker.
@@ -119,11 +125,13 @@ def walk(
             found.append(_Pair(pair, (a, b)))
             yield found[-1]
 
-    meter = ProgressMeter(progress, "compare", sum(p.a.nbytes for p in pairs))
+    meter = ProgressMeter(progress, "compare", sum(max(p.a.nbytes, p.b.nbytes) for p in pairs))
     walk_boxes(opened(), lambda: _compares_box((a, b), budget, lock), budget, meter)
+    for pair in found:
+        pair.sum_rest(a, budget)
     a.finish()
     b.finish()
-    return [each.result() for each in found if each.differing]
+    return [each.result() for each in found if each.differing or each.cast]
 
 
 @contextmanager
@@ -142,9 +150,15 @@ class _Pair(OpenTensor):
 
     def __init__(self, pair: Pair, sides: tuple[Opened, Opened]) -> None:
         readers = [side.reader(row) for side, row in zip(sides, pair.rows, strict=True)]
-        super().__init__(pair.a, sides, pair.rows, readers)
+        widths = [BY_NAME[spec.dtype].itemsize for spec in (pair.a, pair.b)]
+        super().__init__(pair.a if widths[0] >= widths[1] else pair.b, sides, pair.rows, readers)
         self.pair, self.differing = pair, 0
+        self.cast = pair.b.dtype if widths[0] >= widths[1] else pair.a.dtype
+        if pair.a.dtype == pair.b.dtype:
+            self.cast = ""
         self.first: tuple[int, bytes, bytes] | None = None  # row-major position, both elements
+        self.sums = Sums() if is_measured(pair.a.dtype) else None
+        self.unsummed = list[Box]()  # equal boxes, as long as no box differs
 
     def add(self, place: int, count: int, one: bytes, two: bytes) -> None:
         """Record ``count`` elements that differ, the first of them at row-major position ``place``."""
@@ -152,14 +166,40 @@ class _Pair(OpenTensor):
         if self.first is None or place < self.first[0]:
             self.first = place, one, two
 
+    def close(self) -> None:
+        """Close the readers; the sums of equal tensors are of no use."""
+        super().close()
+        if not self.differing and not self.cast:
+            self.sums = None
+            self.unsummed.clear()
+
+    def sum_rest(self, a: Opened, budget: Budget) -> None:
+        """Read the boxes once more that were equal before another differed: A's norm is that of all."""
+        if self.sums is None or not self.unsummed:
+            return
+        tile, scratch = (np.empty(budget.tile, np.uint8) for _ in range(2))
+        dtype = self.pair.a.dtype
+        with labelled(a.label):
+            reader = a.reader(self.pair.rows[0])
+            try:
+                for box in self.unsummed:
+                    reader.read(box, tile_view(tile, box.shape, dtype), scratch)
+                    elements = tile[: box.numel * BY_NAME[dtype].itemsize]
+                    self.sums.add(sums_of(elements, dtype, elements, dtype, equal=True))
+            finally:
+                reader.close()
+
     def result(self) -> TensorDifference:
         """Return the difference of a pair that is not equal."""
-        assert self.first is not None  # something differs
-        pair, (place, one, two) = self.pair, self.first
-        index = tuple(int(i) for i in np.unravel_index(place, pair.a.shape)) if pair.a.shape else ()
-        dtype = pair.a.dtype
-        element = Element(index, _element(one, dtype), _element(two, dtype), _hex(one), _hex(two))
-        return TensorDifference(pair.name, (VALUES,), pair.a, pair.b, self.differing, element)
+        pair, dtype = self.pair, self.cast or self.pair.a.dtype
+        element = None
+        if self.first is not None:
+            place, one, two = self.first
+            index = tuple(int(i) for i in np.unravel_index(place, pair.a.shape)) if pair.a.shape else ()
+            element = Element(index, _element(one, dtype), _element(two, dtype), _hex(one), _hex(two))
+        what = (DTYPE,) * bool(self.cast) + (VALUES,) * bool(self.differing)
+        measures = self.sums.measures() if self.sums is not None else None
+        return TensorDifference(pair.name, what, pair.a, pair.b, self.differing, element, measures, self.cast)
 
 
 def _compares_box(
@@ -169,21 +209,44 @@ def _compares_box(
     one, two, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
 
     def compare(each: _Pair, box: Box) -> None:
-        spec = each.spec
-        itemsize = BY_NAME[spec.dtype].itemsize
-        nbytes = box.numel * itemsize
-        for side, reader, buffer in zip(sides, each.readers, (one, two), strict=True):
+        tiles = []
+        specs = (each.pair.a, each.pair.b)
+        for side, reader, spec, buffer in zip(sides, each.readers, specs, (one, two), strict=True):
             with labelled(side.label):
                 reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
-        found = differing(one[:nbytes], two[:nbytes], itemsize)
-        if found is not None:
-            at, count = found
-            span = slice(at * itemsize, (at + 1) * itemsize)
-            place = flat_start(spec.shape, box.offset) + at
+            tiles.append(buffer[: box.numel * BY_NAME[spec.dtype].itemsize])
+        bits_a, bits_b = (
+            _cast(tile, spec.dtype, each.cast, scratch) if each.cast not in ("", spec.dtype) else tile
+            for tile, spec in zip(tiles, specs, strict=True)
+        )
+        itemsize = BY_NAME[each.cast or specs[0].dtype].itemsize
+        first_and_count = differing(bits_a, bits_b, itemsize)
+        same_bits = first_and_count is None and not each.cast
+        if same_bits and not each.differing:  # equal tensors are not measured, and need no torch
             with lock:
-                each.add(place, count, bytes(one[span]), bytes(two[span]))
+                each.unsummed.append(box)
+            return
+        sums = None
+        if each.sums is not None:
+            sums = sums_of(tiles[0], specs[0].dtype, tiles[1], specs[1].dtype, equal=same_bits)
+        with lock:
+            if sums is not None and each.sums is not None:
+                each.sums.add(sums)
+            if first_and_count is not None:
+                first, count = first_and_count
+                span = slice(first * itemsize, (first + 1) * itemsize)
+                place = flat_start(each.spec.shape, box.offset) + first
+                each.add(place, count, bytes(bits_a[span]), bytes(bits_b[span]))
 
     return compare
+
+
+def _cast(tile: Bytes, dtype: str, target_dtype: str, target: Bytes) -> Bytes:
+    """Cast elements into the first bytes of ``target``, and return these."""
+    width = BY_NAME[dtype].itemsize
+    into = target[: len(tile) // width * BY_NAME[target_dtype].itemsize]
+    cast_into(tile.view(f"u{width}"), dtype, into, target_dtype, "cpu")
+    return into
 
 
 def _element(raw: bytes, dtype: str) -> bool | int | float | complex:

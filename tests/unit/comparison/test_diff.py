@@ -428,7 +428,9 @@ def test_an_export_is_the_model_part(tmp_path: Path, cli: driver.Cli) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     source, out = tmp_path / "ckpt", tmp_path / "hf"
     assert cli("export", source, out, "--no-catalog").code == 0
-    assert cli("diff", source, out).code == 1
+    by_itself = cli("diff", source, out)
+    assert by_itself.code == 0
+    assert "B is a model alone, so only the model parts are compared" in by_itself.stdout
     result = cli("diff", source, out, "--model", "--output", "json")
     assert result.code == 0, result
     assert result.json["equal_tensors"] == 3
@@ -464,3 +466,83 @@ def test_the_command_line_reports_the_element(tmp_path: Path, cli: driver.Cli) -
     assert cli("diff", a, tmp_path / "none").code == 8
     assert cli("diff", a, b, "--include", "no*").code == 2
     assert cli("diff", a, b, "--memory", "1MiB", "--workers", "9").code == 15
+
+
+def test_two_steps_are_measured_and_what_changed_most_comes_first(tmp_path: Path, cli: driver.Cli) -> None:
+    """Against numpy, in several boxes for each tensor; a frozen tensor is named."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    names = ("embed_tokens.weight", "layers.0.mlp.up_proj.weight", "layers.1.self_attn.q_proj.weight")
+    one = {f"model.{name}": torch.randn(300, 1000) for name in names}
+    two = {
+        name: tensor + torch.randn(300, 1000) * scale
+        for (name, tensor), scale in zip(one.items(), (0, 1, 2), strict=True)
+    }
+    two["model.layers.1.self_attn.q_proj.weight"][1, 2] = float("nan")
+    one |= {"model.half": torch.randn(5000).to(torch.bfloat16), "model.count": torch.arange(4)}
+    two |= {"model.half": -one["model.half"], "model.count": torch.arange(1, 5)}
+    for step, state in (("a", one), ("b", two)):
+        dcp.save(state, checkpoint_id=tmp_path / step, no_dist=True)
+    result = ckptcore.diff(tmp_path / "a", tmp_path / "b", settings=Settings(memory=2 << 20, workers=2))
+    assert (result.verdict, result.frozen) == ("different", ("model.embed_tokens.weight",))
+    for tensor in result.tensors:
+        a, b = one[tensor.name].double().flatten(), two[tensor.name].double().flatten()
+        kept = torch.isfinite(b)
+        a, b = a[kept], b[kept]
+        expected = {
+            "max_abs": (b - a).abs().max(),
+            "mean_abs": (b - a).abs().mean(),
+            "max_rel": ((b - a).abs() / torch.maximum(a.abs(), b.abs())).nan_to_num(0).max(),
+            "mean_rel": ((b - a).abs() / torch.maximum(a.abs(), b.abs())).nan_to_num(0).mean(),
+            "norm_a": a.norm(),
+            "norm_b": b.norm(),
+            "norm": (b - a).norm(),
+            "cosine": a @ b / a.norm() / b.norm(),
+            "change": (b - a).norm() / a.norm(),
+        }
+        assert tensor.measures is not None
+        measured = tensor.measures.as_dict()
+        assert measured.pop("not_finite") == int((~kept).sum())
+        assert measured == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+    assert [(part.name, part.changed, part.equal) for part in result.parts] == [
+        ("attention", 1, 0), ("other", 2, 0), ("mlp", 1, 0), ("embedding", 0, 1),
+    ]  # fmt: skip
+    assert [layer.name for layer in result.layers] == ["layer 1", "layer 0"]
+    text = cli("diff", tmp_path / "a", tmp_path / "b").stdout
+    assert "layers, most changed first: 1 (" in text
+    assert "equal beside them: model.embed_tokens.weight" in text
+    assert text.index("self_attn.q_proj") < text.index("mlp.up_proj")
+    save_file({"w": torch.ones(3)}, tmp_path / "c.safetensors")
+    same = ckptcore.diff(tmp_path / "c.safetensors", tmp_path / "c.safetensors")
+    assert (same.verdict, same.frozen, same.parts) == ("equal", (), ())
+
+
+def test_a_cast_is_no_other_difference(tmp_path: Path, cli: driver.Cli) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    w = {f"layers.{n}.mlp.weight": torch.randn(64, 64) for n in range(3)}
+    save_file(w, tmp_path / "a.safetensors")
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        save_file({name: tensor.to(dtype) for name, tensor in w.items()}, tmp_path / "b.safetensors")
+        name = str(dtype).removeprefix("torch.")
+        for sides in (("a.safetensors", "b.safetensors"), ("b.safetensors", "a.safetensors")):
+            found = ckptcore.diff(*(tmp_path / side for side in sides))
+            assert (found.verdict, found.equal) == (f"equal after the cast to {name}", False)
+            assert [tensor.what for tensor in found.tensors] == [("dtype",)] * 3
+    done = cli("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert done.code == 1
+    assert "3 tensors: float32 in A, float8_e4m3fn in B, equal after the cast to float8_e4m3fn" in done.stdout
+    wrong = {name: tensor.to(torch.bfloat16) for name, tensor in w.items()}
+    wrong["layers.1.mlp.weight"][3, 4] += 1
+    save_file(wrong, tmp_path / "b.safetensors")
+    found = ckptcore.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    (moved,) = [tensor for tensor in found.tensors if tensor.has_moved]
+    assert (found.verdict, moved.name, moved.what, moved.differing) == (
+        "different", "layers.1.mlp.weight", ("dtype", "values"), 1,
+    )  # fmt: skip
+    assert moved.first is not None
+    assert moved.first.index == (3, 4)
