@@ -158,6 +158,7 @@ def test_a_source_without_room_is_not_judged(monkeypatch: pytest.MonkeyPatch, tm
     assert all(row.measured.startswith("not run: row-2gb needs ") for row in rows)
 
 
+@pytest.mark.soak
 def test_an_interrupted_run_tells_what_it_measured(tmp_path: Path) -> None:
     argv = [sys.executable, str(HERE / "run.py"), "--quick", "--json", str(tmp_path / "figures.json")]
     argv += ["--ram", str(tmp_path / "ram"), "--disk", str(tmp_path / "disk")]

@@ -177,6 +177,7 @@ def test_without_setup_a_failure_is_short_and_non_zero(tmp_path: Path) -> None:
     assert alive("uvicorn", str(tmp_path)) == []
 
 
+@pytest.mark.soak
 def test_wrong_arguments_leave_no_server_behind(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     done = run("flows.convert", "a", "b", "--batch", "much", env=env | {"XDG_STATE_HOME": str(tmp_path)})

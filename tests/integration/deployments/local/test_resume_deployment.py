@@ -52,6 +52,7 @@ def test_a_killed_run_resumes_after_its_last_file(stack: Stack, checkpoint: Path
     assert states.index("Crashed") < states.index("AwaitingRetry")
 
 
+@pytest.mark.soak  # the system goes down and up again; a worker that is killed is above
 def test_runs_that_down_stops_are_resumed(stack: Stack, checkpoint: Path) -> None:
     target = stack.exports / "stopped"
     staging = target.parent / ".stopped.ckptcore"
