@@ -338,6 +338,14 @@ class Catalog:
                 return found
             return replace(found, training=training_rows.read(conn, query.resolve_checkpoint(conn, ref)))
 
+    def place_of(self, name: str) -> str | None:
+        """Return the URI of the checkpoint with an id, the beginning of one, or an alias; None without one.
+
+        Raises `UsageError` for the beginning of several ids.
+        """
+        with self.reading() as conn:
+            return query.place_of(conn, name)
+
     def at(self, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
         """Return the current or last checkpoint at a URI with its files, or None if none was recorded."""
         return self.at_each([uri])[0]

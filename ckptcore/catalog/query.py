@@ -138,6 +138,17 @@ def require_kept(conn: Connection, ref: str) -> int:
     return row
 
 
+def place_of(conn: Connection, name: str) -> str | None:
+    """Return the URI of the checkpoint with an id, a unique prefix of an id or an alias; None without one."""
+    try:
+        row = resolve_checkpoint(conn, name)
+    except UsageError as error:
+        if error.values.get("ids"):
+            raise
+        return None
+    return conn.execute(select(Checkpoint.uri).where(Checkpoint.id == row)).scalar_one()
+
+
 def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], int]:
     """Find the row of an id, a unique prefix of an id (4 digits or more), an alias or a URI.
 
@@ -159,6 +170,7 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
                 f"{ref} is a prefix of several ids: "
                 + ", ".join(sorted(public for _, _, public in found)[:5]),
                 hint="give more of the id",
+                ids=sorted(public for _, _, public in found),
             )
     named = conn.execute(select(Alias.checkpoint_id).where(Alias.name == ref)).scalar()
     if named is not None:

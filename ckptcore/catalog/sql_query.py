@@ -20,8 +20,12 @@ from urllib.parse import quote
 
 from ckptcore.catalog import sqlworker
 from ckptcore.catalog.database import CONNECT_S, connect, connect_arguments, engine_for, parse, sqlite_path
+from ckptcore.catalog.models import Base
+from ckptcore.catalog.views import VIEWS
 from ckptcore.errors import CatalogAway, CkptError, UsageError
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
+from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -31,6 +35,7 @@ _PATIENCE = 4.0 * CONNECT_S  # for a server that has just answered; a URL may na
 MEMORY = 256 << 20  # bytes that SQLite may use for one statement, beside the answer
 _MOST_ROWS = 1 << 31
 _LONGEST_S = 24 * 3600.0
+_NO_TABLE = late_pattern(r'no such table: (\S+)|relation "([^"]+)" does not exist')
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +176,18 @@ def _stopped(seconds: float) -> UsageError:
 def _refusal(message: str) -> UsageError:
     return UsageError(
         f"the database refused the statement: {message.strip()}",
-        hint="use a single SELECT; changes are not possible here. --explain shows the plan",
+        hint=_near_tables(message)
+        or "use a single SELECT; changes are not possible here. --explain shows the plan",
     )
+
+
+def _near_tables(message: str) -> str:
+    """Return the hint for a table that does not exist: near ones, or the views for users."""
+    match = _NO_TABLE.search(message)
+    if match is None:
+        return ""
+    tables = [*VIEWS, *Base.metadata.tables]
+    return did_you_mean((match[1] or match[2])[:100], tables, f"views: {', '.join(VIEWS)}")
 
 
 def _as_json(value: Any) -> Any:

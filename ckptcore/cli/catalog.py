@@ -118,6 +118,21 @@ def show(
 
 
 @app.command()
+def resolve(name: Ref, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """Print the path or URL of a checkpoint, for other programs."""
+    with opened(catalog) as found:
+        place = found.place_of(name)
+    if place is None:
+        raise UsageError(
+            f"the catalog has no checkpoint {name}", hint="`ckptcore catalog list` shows ids and URIs"
+        )
+    if output is Output.JSON:
+        terminal.write_json({"name": name, "uri": place})
+    else:
+        terminal.line(place)
+
+
+@app.command()
 def lineage(
     ref: Ref,
     up: Annotated[bool, typer.Option("--up", help="Only what it was made from.")] = False,

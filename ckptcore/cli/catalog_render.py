@@ -53,7 +53,8 @@ def render(value: Any, console: Console | None = None) -> None:
     """Print a value of `ckptcore.catalog.types`, or a tuple of them, to the console (standard output)."""
     if console is None:
         console = terminal.console()
-        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+        if not terminal.is_piped():
+            console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for part in _blocks(value):
         console.print(part)
 
@@ -82,6 +83,11 @@ def tail(text: str, width: int) -> str:
     return "…" + (end[at:] if at <= width // 2 else end)
 
 
+def _cell(text: str, width: int) -> str:
+    """Return a text for a column of a terminal, cut as `tail` does; into a pipe the whole of it."""
+    return redacted(text) if terminal.is_piped() else tail(text, width)
+
+
 def _blocks(value: Any) -> Iterable[RenderableType]:
     if isinstance(value, CheckpointDetail):
         return _checkpoint(value)
@@ -108,30 +114,30 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("checkpoint", lambda r: r.checkpoint[:_ID]),
         ("version", lambda r: str(r.version)),
         ("set", lambda r: _when(r.updated_at)),
-        ("uri", lambda r: tail(r.uri, 30)),
+        ("uri", lambda r: _cell(r.uri, 30)),
     ),
     ListedObligation: (
         ("obligation", lambda r: r.id[:_ID]),
         ("since", lambda r: _when(r.created_at)),
         ("contents", lambda r: str(len(r.contents))),
         ("lost", lambda r: str(r.lost)),
-        ("deleted", lambda r: tail(r.source, 30)),
-        ("counts on", lambda r: tail(r.place, 30)),
+        ("deleted", lambda r: _cell(r.source, 30)),
+        ("counts on", lambda r: _cell(r.place, 30)),
     ),
     HoldRow: (
         ("hold", lambda r: r.id),
         ("checkpoint", lambda r: r.checkpoint[:_ID]),
         ("until", lambda r: _when(r.until)),
-        ("owner", lambda r: tail(r.owner or "-", 10)),
-        ("reason", lambda r: tail(r.reason, 20)),
+        ("owner", lambda r: _cell(r.owner or "-", 10)),
+        ("reason", lambda r: _cell(r.reason, 20)),
     ),
     InboxEvent: (
         ("id", lambda r: r.id[:_ID]),
         ("state", lambda r: r.state),
         ("tries", lambda r: str(r.tries)),
         ("received", lambda r: _when(r.received_at)),
-        ("source", lambda r: tail(r.source, 10)),
-        ("uri", lambda r: tail(r.uri or "-", 20)),
+        ("source", lambda r: _cell(r.source, 10)),
+        ("uri", lambda r: _cell(r.uri or "-", 20)),
         ("message", lambda r: beginning(r.error_message or "-", 200)),
     ),
     Message: (
@@ -139,8 +145,8 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("state", lambda r: r.state),
         ("tries", lambda r: str(r.tries)),
         ("created", lambda r: _when(r.created_at)),
-        ("endpoint", lambda r: tail(r.endpoint, 10)),
-        ("type", lambda r: tail(r.type, 20)),
+        ("endpoint", lambda r: _cell(r.endpoint, 10)),
+        ("type", lambda r: _cell(r.type, 20)),
         ("message", lambda r: beginning(r.error_message or "-", 200)),
     ),
     Ranked: (
@@ -148,15 +154,15 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("measured at", lambda r: "-" if r.step is None else str(r.step)),
         ("checkpoint", lambda r: r.checkpoint.id[:_ID]),
         ("kind", lambda r: r.checkpoint.kind),
-        ("run", lambda r: tail(r.checkpoint.run or "-", 20)),
-        ("uri", lambda r: tail(r.checkpoint.uri, 30)),
+        ("run", lambda r: _cell(r.checkpoint.run or "-", 20)),
+        ("uri", lambda r: _cell(r.checkpoint.uri, 30)),
     ),
     RootRow: (
-        ("name", lambda r: tail(r.name, 16)),
+        ("name", lambda r: _cell(r.name, 16)),
         ("active", lambda r: "yes" if r.enabled else "no"),
-        ("include", lambda r: tail(" ".join(r.include) or "*", 16)),
+        ("include", lambda r: _cell(" ".join(r.include) or "*", 16)),
         ("swept", lambda r: _when(r.swept_at)),
-        ("uri", lambda r: tail(r.uri, 40)),
+        ("uri", lambda r: _cell(r.uri, 40)),
     ),
 }
 
@@ -178,12 +184,12 @@ def _checkpoints(rows: Iterable[CheckpointRow]) -> Table:
         (
             ("id", lambda r: r.id[:_ID]),
             ("kind", lambda r: r.kind),
-            ("format", lambda r: tail(r.format, 12)),
+            ("format", lambda r: _cell(r.format, 12)),
             ("step", lambda r: "-" if r.step is None else str(r.step)),
             ("tensors", lambda r: str(r.num_tensors)),
             ("size", lambda r: size(r.nbytes)),
             ("state", lambda r: r.condition),
-            ("uri", lambda r: tail(r.uri, 30)),
+            ("uri", lambda r: _cell(r.uri, 30)),
         ),
         right=("step", "tensors", "size"),
     )
@@ -199,8 +205,8 @@ def _conversions(rows: Iterable[ConversionRow]) -> Table:
             ("started", lambda r: _when(r.started_at)),
             ("took", _took),
             ("written", lambda r: size(r.bytes_out)),
-            ("error", lambda r: tail(r.error_code or _verified(r), 18)),
-            ("destination", lambda r: tail(r.destination_uri, 20)),
+            ("error", lambda r: _cell(r.error_code or _verified(r), 18)),
+            ("destination", lambda r: _cell(r.destination_uri, 20)),
         ),
         right=("took", "written"),
     )
@@ -242,7 +248,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
             _table(
                 detail.files[:_FILES],
                 (
-                    ("file", lambda f: tail(f.path, 44)),
+                    ("file", lambda f: _cell(f.path, 44)),
                     ("size", lambda f: size(f.nbytes)),
                     ("role", lambda f: f.role),
                     ("blake3", lambda f: (f.digest or "-")[:32]),
@@ -337,7 +343,7 @@ def _step_text(step: LineageStep, other: CheckpointRow) -> Text:
 
 
 def _short(row: CheckpointRow) -> str:
-    return f"{row.id[:_ID]}  {row.format}  {tail(row.uri, 36)}"
+    return f"{row.id[:_ID]}  {row.format}  {_cell(row.uri, 36)}"
 
 
 def _origin(origin: Origin) -> RenderableType:

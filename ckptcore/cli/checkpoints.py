@@ -25,6 +25,7 @@ from ckptcore.cli.options import (
     declared,
     takes,
 )
+from ckptcore.cli.places import named_places
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
 from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
@@ -41,7 +42,7 @@ def inspect(src: Srcs, **given: Any) -> None:
     options = Options.of(given)
     manifest = read_manifest(
         open_source(
-            source_url(src, recover=options.allow_incomplete),
+            source_url(named_places(src, given), recover=options.allow_incomplete),
             recover=options.allow_incomplete,
             keep_quantized=options.keep_quantized,
             weights=options.weights,
@@ -59,7 +60,7 @@ def validate(src: Srcs, level: Level = "coverage", **given: Any) -> None:
     from ckptcore.store.merged import source_url
 
     options, as_json = Options.of(given), given["output"] is Output.JSON
-    url = source_url(src, recover=options.allow_incomplete)
+    url = source_url(named_places(src, given), recover=options.allow_incomplete)
     try:
         with show.progress() as progress:
             manifest, report = examine(
@@ -106,6 +107,7 @@ def diff(a: One, b: Other, **given: Any) -> None:
     """
     from ckptcore.api import diff as compare
 
+    a, b = named_places((a, b), given)
     with show.progress() as progress:
         difference = compare(
             a,
@@ -137,7 +139,7 @@ def fingerprint(src: Srcs, **given: Any) -> None:
     from ckptcore.checking.examine import inspect as read
     from ckptcore.store.merged import source_url
 
-    options, url = Options.of(given), source_url(src)
+    options, url = Options.of(given), source_url(named_places(src, given))
     manifest = read(url, keep_quantized=options.keep_quantized, weights=options.weights)
     with show.progress() as progress:
         taken = take(
@@ -190,6 +192,7 @@ def verify_export(
     from ckptcore.conversion.export_verdict import record_verdict
 
     checks, options = {name: given[name] for name in options_of(VerifyOptions)}, Options.of(given)
+    (export,) = named_places((export,), given)
     with show.progress() as progress:
         known, proof = prove_export(
             export,

@@ -13,6 +13,7 @@ import typer
 
 from ckptcore.cli import render as show
 from ckptcore.cli.options import ANSWER, RUN, SAVE, WAIT, Dst, Output, Srcs, declared, help_of, takes
+from ckptcore.cli.places import named_places
 from ckptcore.cli.render_operations import already, waits
 from ckptcore.errors import UsageError
 from ckptcore.planning.options import (
@@ -52,7 +53,7 @@ def consolidate(
     """Write all tensors, named as stored, to a file or folder."""
     *src, last = places
     dst = last if src else None
-    _convert(_options(given).request("consolidate", src or [last], dst), given)
+    _convert(_options(given).request("consolidate", named_places(src or [last], given), dst), given)
 
 
 @takes(declared(*OF_VERB["export"]), WAIT, ANSWER)
@@ -61,7 +62,7 @@ def export(src: Srcs, dst: Dst, **given: Any) -> None:
 
     The folder contains the shards, their index, the config and the tokenizer.
     """
-    _convert(_options(given).request("export", src, dst), given)
+    _convert(_options(given).request("export", named_places(src, given), dst), given)
 
 
 @takes(declared(*OF_VERB["reshard"]), WAIT, ANSWER)
@@ -70,7 +71,7 @@ def reshard(src: Srcs, dst: Dst, **given: Any) -> None:
 
     Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.
     """
-    _convert(_options(given).request("reshard", src, dst), given)
+    _convert(_options(given).request("reshard", named_places(src, given), dst), given)
 
 
 @takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ANSWER)
@@ -99,7 +100,9 @@ def plan(
     from ckptcore.utils.memory import reusing_memory
 
     options = _options(given)
-    request = options.request(verb or ("reshard" if options.mesh else "consolidate"), src, dst)
+    request = options.request(
+        verb or ("reshard" if options.mesh else "consolidate"), named_places(src, given), dst
+    )
     settings = options.settings()
     folder = None if given["save"] is None else here("--save", given["save"])
     refuse_existing(request)

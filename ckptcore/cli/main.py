@@ -105,7 +105,7 @@ def run(argv: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except typer.TyperException as error:
-        message = error.format_message()
+        message = _of_missing_destination(error, argv) or error.format_message()
         if message:  # without any argument the help has been printed, which is enough
             _error(UsageError(message, hint=_usage_hint(error)), as_json=as_json)
         return UsageError.exit_code
@@ -139,6 +139,13 @@ def _alone(complete: typer.Typer, names: tuple[str, ...]) -> typer.Typer:
 def _name_of(command: typer.models.CommandInfo) -> str:
     assert command.callback is not None
     return command.name or typer.main.get_command_name(command.callback.__name__)
+
+
+def _of_missing_destination(error: Exception, argv: list[str]) -> str:
+    """Return the message where one place was given: it is read as the destination, and is the source."""
+    missing = getattr(getattr(error, "param", None), "name", None)
+    given = [argument for argument in argv[1:] if not argument.startswith("-")]
+    return "Missing argument 'DST': where to write." if missing == "src" and given else ""
 
 
 def _usage_hint(error: Exception) -> str:

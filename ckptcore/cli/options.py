@@ -37,6 +37,7 @@ def group(help: str) -> typer.Typer:
         cls=PlainGroup,
         rich_markup_mode=None,  # the tables of rich cut names of options at 80 columns
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit them
         add_completion=False,
         pretty_exceptions_enable=False,
         help=help,

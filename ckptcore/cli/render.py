@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptcore.utils.workers import Progress
 
 _MOST, _FEW = 20, 3  # rows of a comparison; tensors whose first difference is printed, too
-_LIMIT = 40  # rows of a table of names before it is cut for a terminal
+_ROWS = 40  # rows of a table of names before it is cut for a terminal
 _NAMES_TWICE = ("renamed", "mapped")  # tables of pairs whose second column has names, too
 _STATUS = {"ok": "green", "unproven": "yellow"}
 _VERDICT = {"ok": "green", "failed": "red", "unproven": "yellow", "not-done": "yellow"}
@@ -91,11 +91,12 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     )
     _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()])
     rows = [
-        (t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i]))) for i, t in tensors[:_LIMIT]
+        (t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
+        for i, t in tensors[: _limit(_ROWS)]
     ]
     print_table(out, ("tensor", "dtype", "shape", "chunks"), rows)
-    if len(tensors) > _LIMIT:
-        more = count(len(tensors) - _LIMIT, "more tensor")
+    if len(tensors) > _limit(_ROWS):
+        more = count(len(tensors) - _ROWS, "more tensor")
         out.print(f"and {more} (--output json lists all, --include selects)")
 
 
@@ -193,10 +194,10 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, 
     print_table(
         out,
         ("file", "size", "tensors"),
-        [(f.path, show_size(f.nbytes), str(f.tensors)) for f in p.files[:_LIMIT]],
+        [(f.path, show_size(f.nbytes), str(f.tensors)) for f in p.files[: _limit(_ROWS)]],
     )
-    if len(p.files) > _LIMIT:
-        out.print(f"and {count(len(p.files) - _LIMIT, 'more file')} (--output json lists all)")
+    if len(p.files) > _limit(_ROWS):
+        out.print(f"and {count(len(p.files) - _ROWS, 'more file')} (--output json lists all)")
     _print_pairs(out, "renamed", [(a, b) for a, b in p.renamed])
     _print_pairs(
         out, "mapped", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same]
@@ -250,8 +251,8 @@ def difference(value: Difference, *, as_json: bool) -> None:
     for (a, b, cast), number in casts.items():
         out.print(f"{count(number, 'tensor')}: {a} in A, {b} in B, equal after the cast to {cast}")
     if rows:
-        print_table(out, ("name", "differs in", "A", "B"), rows[:_MOST])
-    if len(rows) > _MOST:
+        print_table(out, ("name", "differs in", "A", "B"), rows[: _limit(_MOST)])
+    if len(rows) > _limit(_MOST):
         out.print(f"and {len(rows) - _MOST} more (--output json lists all)")
     _print_pairs(out, "left out", [(d.name, f"{d.what}: {d.why}") for d in value.dropped])
     if value.dropped and not (value.tensors or value.objects or value.equal):
@@ -281,9 +282,9 @@ def _changes(out: Console, value: Difference, moved: Sequence[TensorDifference])
     print_table(
         out,
         ("tensor", "|B-A|/|A|", "max |B-A|", "mean |B-A|", "cosine", "differ"),
-        [(tensor.name, *_measured(tensor)) for tensor in moved[:_MOST]],
+        [(tensor.name, *_measured(tensor)) for tensor in moved[: _limit(_MOST)]],
     )
-    if len(moved) > _MOST:
+    if len(moved) > _limit(_MOST):
         out.print(f"and {len(moved) - _MOST} more (--output json lists all)")
     for tensor in moved if len(moved) <= _FEW else ():
         if (first := tensor.first) is not None:
@@ -502,25 +503,30 @@ def progress() -> Iterator[Progress]:
         yield advance
 
 
+def _limit(rows: int) -> int:
+    """Return how many rows a table has at most: into a pipe all of them."""
+    return sys.maxsize if terminal.is_piped() else rows
+
+
 def _findings(out: Console, found: Sequence[Finding]) -> None:
     if not found:
         return
     table = new_table()
     for column in ("finding", "level", "message"):
         table.add_column(column, overflow="fold")
-    for f in found[:_LIMIT]:
+    for f in found[: _limit(_ROWS)]:
         what = terminal.text(f.message, lines=True)
         if f.hint:
             what.append("\n").append_text(terminal.text((f"next: {f.hint}", "dim")))
         table.add_row(terminal.text((f.code, _STYLE[f.severity])), f.level, what)
     out.print(table)
-    if len(found) > _LIMIT:
-        out.print(f"and {len(found) - _LIMIT} more (--output json lists all)")
+    if len(found) > _limit(_ROWS):
+        out.print(f"and {len(found) - _ROWS} more (--output json lists all)")
 
 
 def _print_pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
     if not rows:
         return
-    print_table(out, (title, ""), rows[:_LIMIT], names=(0, 1) if title in _NAMES_TWICE else (0,))
-    if len(rows) > _LIMIT:
-        out.print(f"and {len(rows) - _LIMIT} more {title} (--output json lists all)")
+    print_table(out, (title, ""), rows[: _limit(_ROWS)], names=(0, 1) if title in _NAMES_TWICE else (0,))
+    if len(rows) > _limit(_ROWS):
+        out.print(f"and {len(rows) - _ROWS} more {title} (--output json lists all)")

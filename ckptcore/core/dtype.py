@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ckptcore.errors import UnsupportedDtype
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.near_names import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +125,6 @@ def get(name: str) -> DType:
     plain = name.removeprefix("torch.")
     found = BY_NAME.get(_SHORT.get(plain, plain))
     if found is None:
-        raise UnsupportedDtype(f"unknown dtype {name!r}", hint=f"use one of {', '.join(BY_NAME)}", dtype=name)
+        hint = did_you_mean(name, [*_SHORT, *BY_NAME], f"use one of {', '.join(BY_NAME)}")
+        raise UnsupportedDtype(f"unknown dtype {name!r}", hint=hint, dtype=name)
     return found

@@ -72,7 +72,7 @@ from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
-from ckptcore.store import Store, hub_hint, join_url, open_source_store, split_url
+from ckptcore.store import Store, hub_hint, join_url, near_place, open_source_store, split_url
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
@@ -194,7 +194,7 @@ def open_source(
         seen = store.look(name)
         if seen is None:
             why = "is neither a folder nor a regular file" if there else "does not exist"
-            raise SourceUnreadable(f"{url} {why}", hint=hub_hint(url) or None)
+            raise SourceUnreadable(f"{url} {why}", hint=hub_hint(url) or near_place(url) or None)
         return _source(store, name, {name: seen}, recover, keep_quantized, weights)
     parent, name = split_url(url)
     if "." in name:  # an object store cannot tell a folder from a file; a name with a suffix may be a file

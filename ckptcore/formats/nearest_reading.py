@@ -33,7 +33,7 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
         detect: Returns the format of a source and the evidence, and raises as `ckptcore.formats.detect`.
     """
     if source.name is not None:
-        return "", None
+        return _folder_of(source, detect)
     open_folders: list[tuple[str, str]] = []  # with a slash, and the format
     refused: tuple[str, UnsupportedFormat] | None = None
     for depth in range(1, _DEPTH + 1):
@@ -58,6 +58,15 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
     if files:
         return f"; {', '.join(files)} can be read alone", f"name the file to read, such as {files[0]}"
     return "", None
+
+
+def _folder_of(source: Source, detect: Detect) -> tuple[str, str | None]:
+    """Return that the folder of a file is a checkpoint, of which the file alone is no part to read."""
+    try:
+        form, _ = detect(replace(source, name=None, listing=source.store.list()))
+    except CkptError:
+        return "", None  # the folder is none, either
+    return f"; its folder is a checkpoint ({form.name})", f"name the folder: {source.store.url}"
 
 
 def _folders(source: Source, depth: int) -> list[str]:

@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from ckptcore.core import dtype as dtypes
 from ckptcore.errors import UsageError
 from ckptcore.formats import FORMATS, registry
 from ckptcore.naming.worlds import is_world, worlds
@@ -146,6 +147,9 @@ class Request:
             )
         if self.weights not in WEIGHTS:
             raise UsageError(f"--weights must be one of {', '.join(WEIGHTS)} (got {self.weights!r})")
+        for dtype in (self.dtype, *(dtype for _, dtype in self.dtype_for if dtype != "keep")):
+            if dtype is not None:
+                dtypes.get(dtype)  # an unknown one is an error before a source is read
         if not self.arch:
             raise UsageError("--arch must be auto or the name of an architecture (got '')")
         suffix = _suffix(self.destination)

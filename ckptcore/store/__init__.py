@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckptcore.errors import UnsafeContent, UsageError
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
+from ckptcore.utils.near_names import near_names
 
 if TYPE_CHECKING:
     from ckptcore.store.file_status import FileStatus
@@ -315,6 +316,20 @@ def hub_hint(url: str) -> str:
     if not _HUB_ID.fullmatch(url) or os.path.exists(url) or os.path.isdir(url.split("/")[0]):
         return ""
     return f"it looks like a name on the Hugging Face hub: hf download {url} --local-dir DIR, then name DIR"
+
+
+def near_place(url: str) -> str:
+    """Return the hint for a path that does not exist: what its folder has under a near name; else empty."""
+    path = local_path(url)
+    if path is None:
+        return ""
+    parent, name = os.path.split(os.path.normpath(path))
+    try:
+        beside = os.listdir(parent or ".")
+    except OSError:  # the folder does not exist, either
+        return ""
+    near = near_names(name, sorted(other for other in beside if not other.startswith(".")))
+    return f"did you mean {' or '.join(os.path.join(parent, other) for other in near)}?" if near else ""
 
 
 def inner_path(path: str, *, what: str) -> str:

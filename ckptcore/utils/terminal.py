@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import traceback
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+PIPE = 1 << 15  # columns of what a program reads
 Part = str | tuple[str, str]  # a text, or a text and its style
 
 
@@ -105,8 +107,18 @@ def text(*parts: Part, lines: bool = False) -> Text:
 
 
 def console(*, err: bool = False, width: int | None = None) -> Console:
-    """Return a console for tables and progress, without markup: `text` sets styles."""
+    """Return a console for tables and progress, without markup: `text` sets styles.
+
+    Into a pipe nothing is wrapped or cut, unless ``COLUMNS`` is set: `grep` finds whole names.
+    """
+    if width is None and not err and is_piped():
+        width = PIPE
     return _guarded()(stderr=err, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
+
+
+def is_piped() -> bool:
+    """Return whether standard output is read by a program, which gets every row in full."""
+    return not sys.stdout.isatty() and "COLUMNS" not in os.environ
 
 
 def parser(prog: str, description: str | None) -> ArgumentParser:

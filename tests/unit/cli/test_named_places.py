@@ -1,0 +1,92 @@
+"""Messages that point the right way: near names, the missing argument, names of the catalog, whole rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckptcore.catalog import open_catalog
+from ckptcore.cli.main import run
+
+LONG = "model.layers.0." + "post_attention_layernorm_of_a_long_name." * 4 + "weight"
+
+
+@pytest.fixture
+def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{tmp_path}/catalog.sqlite")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = tmp_path / "runs" / "step-20"
+    state = {LONG: torch.ones(2), **{f"w{n}": torch.ones(2) for n in range(60)}}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    assert run(["validate", str(folder)]) == 0
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = run(list(argv))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["export", "runs/step-20"], 2, "Missing argument 'DST'"),
+        (["export", "runs/stpe-20", "x"], 8, "next: did you mean runs/step-20?"),
+        (["export", "runs/step-20/__0_0.distcp", "x"], 4, "name the folder: runs/step-20"),
+        (["export", "runs/step-20", "x", "--dtype", "bf17"], 14, "did you mean bf16?"),
+        (["catalog", "sql", "SELECT * FROM latest_exprots"], 2, "did you mean latest_exports"),
+        (["catalog", "sql", "SELECT * FROM x"], 2, "views: latest_outputs, latest_exports"),
+        (["catalog", "resolve", "nobody"], 2, "the catalog has no checkpoint nobody"),
+    ],
+)
+def test_the_next_step(
+    argv: list[str], code: int, message: str, step: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, _, err = said(capsys, *argv)
+    assert message in err
+    assert ended == code
+
+
+def test_a_mistyped_option_is_no_conversion(step: Path) -> None:
+    run(["export", "runs/step-20", "x", "--dtype", "bf17"])
+    with open_catalog(None) as catalog:
+        assert catalog.conversions() == ()
+
+
+def test_names_of_the_catalog(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_catalog(None) as catalog:
+        (row,) = catalog.list()
+    assert run(["catalog", "alias", "set", "llama/prod", str(step)]) == 0
+    for name in ("llama/prod", row.id[:6], row.id):
+        code, out, err = said(capsys, "inspect", name)
+        assert (code, out.startswith(f"{step}: dcp")) == (0, True)
+        assert f"{name} is {step} in the catalog" in err
+        assert said(capsys, "catalog", "resolve", name)[:2] == (0, f"{step}\n")
+    assert said(capsys, "diff", "llama/prod", str(step))[0] == 0
+    assert said(capsys, "consolidate", "llama/prod", "out.safetensors")[0] == 0
+    (step.parent / "llama").mkdir()
+    code, _, err = said(capsys, "inspect", "llama/other")  # the hub's form stays what it is
+    assert "hf download llama/other" in err
+
+
+def test_a_pipe_gets_every_row_in_full(
+    step: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = said(capsys, "inspect", "runs/step-20")[1]
+    rows = [line.split()[0] for line in out.splitlines() if "float32" in line]
+    assert {LONG, *(f"w{n}" for n in range(60))} <= set(rows)
+    assert str(step) in said(capsys, "catalog", "list")[1]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert LONG not in said(capsys, "inspect", "runs/step-20")[1]
+
+
+@pytest.mark.parametrize("argv", [["-h"], ["export", "-h"], ["catalog", "list", "-h"]])
+def test_short_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, *argv)
+    assert (code, out.lstrip().startswith("Usage: ckptcore")) == (0, True)
