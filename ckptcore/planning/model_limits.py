@@ -10,7 +10,8 @@ unevenly, is a warning.
   the vocabulary must be a multiple of tp; a job has as many as the tokenizer's, padded to a multiple of
   make_vocab_size_divisible_by x tp (megatron/training/tokenizer, `_vocab_size_with_padding`).
 - torchtitan (models/*/model.py, `view(..., -1, head_dim)`): tp must divide heads and key-value heads.
-- Models of other names: different trainers run them, so these cases are warnings.
+- Models of other names: different trainers run them, so these cases are warnings, but for heads that tp does
+  not divide: no trainer runs a part of a head. Where nothing states the heads, that is a warning, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ckptcore.store import open_store, split_url
 from ckptcore.topology.layout import Mesh
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
+from ckptcore.utils.late_pattern import late_pattern
 
 Shape = tuple[int, ...]
 _STRICT = frozenset({"megatron", "torchtitan"})  # worlds of one trainer
@@ -40,6 +42,8 @@ _PLACED = (
 )
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MOST = 4 << 20  # bytes of a config
+_ATTENTION = late_pattern(r"(?:^|[._])(?:self_)?(?:attn|attention)[._]")
+_UNCHECKED = "name the model's config with --config; --config none leaves them unchecked without a warning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,14 @@ def require_possible(
     numbers, doubts = _numbers(configs, required=config is not None)
     found = [*doubts]
     sizes = dict(mesh.axes)
-    problems = [*_of_heads(world, numbers, sizes.get("tp", 1)), *_of_trainer(world, configs, numbers, sizes)]
-    problems += _of_vocabulary(world, configs, shapes, sizes.get("tp", 1), repads)
+    tp = sizes.get("tp", 1)
+    if tp > 1 and "heads" not in numbers and any(_ATTENTION.search(name) for name in shapes):
+        message = f"nothing states the attention heads: whether tp={tp} divides them is unchecked"
+        found.append(finding("uneven-mesh", "coverage", message, hint=_UNCHECKED))
+    if (problem := _of_whole_heads(numbers, tp)) is not None:
+        raise UsageError(problem[0], hint=f"{problem[1]}; --config none leaves heads unchecked")
+    problems = [*_of_groups(world, numbers, tp), *_of_trainer(world, configs, numbers, sizes)]
+    problems += _of_vocabulary(world, configs, shapes, tp, repads)
     for is_refused, message, hint in problems:
         if is_refused and world in _STRICT:
             raise UsageError(message, hint=hint)
@@ -90,15 +100,18 @@ def require_possible(
 _Problem = tuple[bool, str, str]  # whether trainers refuse it, message, next step
 
 
-def _of_heads(world: str, numbers: Mapping[str, ModelNumber], tp: int) -> Iterator[_Problem]:
+def _of_whole_heads(numbers: Mapping[str, ModelNumber], tp: int) -> tuple[str, str] | None:
+    """Return the message and next step where a rank would have a part of a head; None where none has."""
+    heads = numbers.get("heads")
+    if heads is None or not heads.value % tp:
+        return None
+    message = f"cannot run {heads.value} attention heads with tp={tp}: {heads.source}"
+    return message, _divisors("tp", heads, numbers.get("kv_heads"))
+
+
+def _of_groups(world: str, numbers: Mapping[str, ModelNumber], tp: int) -> Iterator[_Problem]:
     heads, groups = numbers.get("heads"), numbers.get("kv_heads")
-    if heads is not None and heads.value % tp:
-        yield (
-            True,
-            f"cannot run {heads.value} attention heads with tp={tp}: {heads.source}",
-            _divisors("tp", heads, groups),
-        )
-    elif groups is not None and groups.value % tp:
+    if groups is not None and groups.value % tp:
         message = f"{groups.value} query groups (key-value heads) with tp={tp}: {groups.source}"
         if world == "megatron" and tp % groups.value == 0:
             ranks = int(tp // groups.value)

@@ -116,6 +116,19 @@ def test_names_of_many_trainers_are_warned_about(monkeypatch: pytest.MonkeyPatch
     assert "2 query groups" in message
 
 
+def test_parts_of_heads_are_refused_for_all_names_and_unknown_heads_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = {"num_attention_heads": 4, "hidden_size": 8, "num_hidden_layers": 1}
+    with pytest.raises(UsageError, match="cannot run 4 attention heads with tp=3") as error:
+        found(monkeypatch, HF, "hf-hub", numbers, "tp=3")
+    assert "--config none leaves heads unchecked" in str(error.value.hint)
+    (message,) = found(monkeypatch, HF, "hf-hub", {"hidden_size": 8}, "tp=3")
+    assert message == "nothing states the attention heads: whether tp=3 divides them is unchecked"
+    for names, mesh in ((HF, "fsdp=3"), (["conv.weight"], "tp=3")):
+        assert found(monkeypatch, names, "hf-hub", {}, mesh) == []
+
+
 def plan_of(source: Path, **asked: Any) -> Composed:
     return compose(Request(str(source), "out", "reshard", **asked), ckptcore.open(str(source)))
 
