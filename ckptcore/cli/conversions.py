@@ -7,12 +7,25 @@ Commands parse, call and print; `ckptcore.cli.main` handles errors. Flows have t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptcore.cli import render as show
-from ckptcore.cli.options import ANSWER, RUN, SAVE, WAIT, Dst, Output, Srcs, declared, help_of, takes
+from ckptcore.cli.options import (
+    ANSWER,
+    RUN,
+    SAVE,
+    WAIT,
+    Dst,
+    IfExists,
+    Output,
+    Srcs,
+    declared,
+    help_of,
+    takes,
+)
 from ckptcore.cli.places import named_places
 from ckptcore.cli.render_operations import already, waits
 from ckptcore.errors import UsageError
@@ -162,6 +175,12 @@ def _convert(request: Request, given: dict[str, Any]) -> None:
             hint="give a folder or an object store; memory:// is for programs that call ckptcore.convert",
         )
     options, wait = Options.of(given), given.get("wait")
+    if given.get("if_exists") is IfExists.REPLACE:
+        request = replace(request, overwrite=True)
+    elif given.get("if_exists") is IfExists.SKIP:
+        if options.register_in is False or request.replaces:
+            raise UsageError("--if-exists skip asks the catalog, and excludes --no-catalog and --overwrite")
+        wait = wait or "0s"
     announcement = announced(options.meta)
     with show.progress() as progress:
         if wait is None:

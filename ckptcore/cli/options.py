@@ -106,6 +106,16 @@ Srcs = Annotated[
 Dst = Annotated[str, typer.Argument(metavar="DST", help=help_of(Destination))]
 One = Annotated[str, typer.Argument(metavar="A", help="Path or fsspec URL of a checkpoint.")]
 Other = Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format and topology.")]
+
+
+class IfExists(StrEnum):
+    """What to do where the destination exists."""
+
+    FAIL = "fail"
+    SKIP = "skip"
+    REPLACE = "replace"
+
+
 As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
 Level = Annotated[
     str,
@@ -167,6 +177,14 @@ Wait = Annotated[
         "result.",
     ),
 ]
+Existing = Annotated[
+    IfExists,
+    typer.Option(
+        "--if-exists",
+        help="What to do where DST exists: fail; skip, if it was made of this source by this request, by the "
+        "catalog; replace, as --overwrite.",
+    ),
+]
 Save = Annotated[
     str | None, typer.Option("--save", metavar="DIR", help="Save the plan for `ckptcore apply`.")
 ]
@@ -188,7 +206,7 @@ PART: Table = {
 }
 LEFT_OUT: Table = {"record": (Record, None), "ignore_dropped": (IgnoreDropped, False)}
 RUN: Table = declared(*MEANS, "device")
-WAIT: Table = {"wait": (Wait, None)}
+WAIT: Table = {"wait": (Wait, None), "if_exists": (Existing, IfExists.FAIL)}
 SAVE: Table = {"save": (Save, None)}
 ANSWER: Table = {"output": (As, Output.TEXT)}
 

@@ -22,6 +22,7 @@ from ckptcore.catalog import claims
 from ckptcore.catalog.claims import ClaimRow, Key
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import same_places
+from ckptcore.catalog.types import ConversionRow
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError, ended_by
 from ckptcore.execution.source_stamps import take as take_stamps
@@ -29,6 +30,7 @@ from ckptcore.operations.export_target import options_digest
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -60,10 +62,30 @@ def owner() -> str:
     return f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
 
 
-def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> bool:
+def made_by(catalog: Catalog, request: Request, digest: str) -> bool:
+    """Return whether a destination is what the request makes of its source, by the catalog.
+
+    A conversion whose options nobody recorded, as after a rebuild of the catalog, counts.
+
+    Args:
+        catalog: The catalog.
+        request: What is asked for.
+        digest: Of the source's manifest.
+    """
+    return made_from(catalog, request.destination, request.source, digest, options_digest(request))
+
+
+def made_from(
+    catalog: Catalog, destination: str, source: str, digest: str, options: str | None = None
+) -> bool:
     """Return whether the catalog records that a destination was made from this source.
 
-    digest: of the source's manifest.
+    Args:
+        catalog: The catalog.
+        destination: Path or URL of the output.
+        source: Path or URL of the source.
+        digest: Of the source's manifest.
+        options: `options_digest` of the request; None for any.
     """
     try:
         origins = catalog.which(destination)
@@ -71,8 +93,17 @@ def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> b
         return False
     wanted = same_places(source)
     return any(
-        row.uri in wanted and row.manifest_digest == digest for origin in origins for row in origin.sources
+        row.uri in wanted and row.manifest_digest == digest and _has_options(origin.conversion, options)
+        for origin in origins
+        for row in origin.sources
     )
+
+
+def _has_options(conversion: ConversionRow | None, options: str | None) -> bool:
+    if options is None or conversion is None or "verb" not in conversion.request:
+        return True
+    recorded = attempt(Request.from_dict, conversion.request)
+    return isinstance(recorded, Request) and options_digest(recorded) == options
 
 
 def rewritten(catalog: Catalog, key: Key, source: str) -> bool:

@@ -100,7 +100,8 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
                     return
             if claim.state != DONE:
                 break
-            if is_there(request):
+            # The output may have been removed since, or replaced by that of another source or other options.
+            if is_there(request) and claiming.made_by(known, request, digest):
                 yield False
                 return
     raise Busy(f"{claim.owner} is converting {request.source}")
@@ -116,9 +117,9 @@ def is_there(request: Request) -> bool:
 
 
 def is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
-    """Return whether the destination was made from the source as it is, by a process without a claim."""
+    """Return whether the destination is what the request makes of the source as it is, by the catalog."""
     return (
         is_there(request)
         and not claiming.rewritten(known, key, request.source)
-        and claiming.made_from(known, request.destination, request.source, digest)
+        and claiming.made_by(known, request, digest)
     )

@@ -90,3 +90,25 @@ def test_a_pipe_gets_every_row_in_full(
 def test_short_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, *argv)
     assert (code, out.lstrip().startswith("Usage: ckptcore")) == (0, True)
+
+
+def test_what_exists_is_skipped_only_if_it_is_the_same(
+    step: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = step.with_name("step-30")
+    dcp.save({"w0": torch.zeros(2)}, checkpoint_id=other, no_dist=True)
+    consolidate = ("consolidate", str(step), "out.safetensors")
+    assert said(capsys, *consolidate)[0] == 0
+    assert said(capsys, *consolidate)[0] == 7
+    code, out, _ = said(capsys, *consolidate, "--if-exists", "skip")
+    assert (code, "already holds the result" in out) == (0, True)
+    for differing in (
+        (*consolidate, "--dtype", "bf16", "--if-exists", "skip"),
+        ("consolidate", str(other), "out.safetensors", "--if-exists", "skip"),
+        ("consolidate", str(other), "out.safetensors", "--if-exists", "skip", "--wait", "0s"),
+    ):
+        assert said(capsys, *differing)[0] == 7, differing
+    assert said(capsys, "consolidate", str(other), "out.safetensors", "--if-exists", "replace")[0] == 0
+    assert said(capsys, *consolidate, "--if-exists", "skip")[0] == 7  # once made, and replaced since
+    assert said(capsys, *consolidate, "--if-exists", "skip", "--no-catalog")[0] == 2
+    assert said(capsys, *consolidate, "--if-exists", "skip", "--overwrite")[0] == 2

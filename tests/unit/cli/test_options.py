@@ -24,7 +24,7 @@ WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --
     --include
     --keep-quantized --max-file-size --memory --meta --no-catalog --no-digest --no-fingerprint --no-resume
     --no-verify --output --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --tie
-    --to --verify --wait --weights --workers"""
+    --to --verify --if-exists --wait --weights --workers"""
 OPTIONS = {
     "inspect": "--allow-incomplete --exclude --include --keep-quantized --output --weights",
     "validate": """--allow-incomplete --catalog --keep-quantized --level --no-catalog --output --weights
