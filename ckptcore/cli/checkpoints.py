@@ -23,9 +23,9 @@ from ckptcore.cli.options import (
     Output,
     Srcs,
     declared,
+    named_places,
     takes,
 )
-from ckptcore.cli.places import named_places
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
 from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field

@@ -24,9 +24,9 @@ from ckptcore.cli.options import (
     Srcs,
     declared,
     help_of,
+    named_places,
     takes,
 )
-from ckptcore.cli.places import named_places
 from ckptcore.cli.render_operations import already, waits
 from ckptcore.errors import UsageError
 from ckptcore.planning.options import (

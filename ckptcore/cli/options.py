@@ -2,13 +2,14 @@
 
 A table of options is a name, a type and a default for each. `takes` gives a command the options of tables, so
 that commands that share an option describe it alike. `declared` makes a table from
-`ckptcore.planning.options`.
+`ckptcore.planning.options`. `named_places` finds what a SRC names in the catalog.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -16,8 +17,9 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import typer
 
 from ckptcore.cli.plain_values import PlainCommand, PlainGroup
-from ckptcore.errors import LEVELS
+from ckptcore.errors import LEVELS, CatalogError
 from ckptcore.planning.options import MEANS, Destination, Option, Options, Source, options_of, split
+from ckptcore.utils import terminal
 
 Table = Mapping[str, tuple[Any, Any]]  # parameter -> (type, default), in the order of the help
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -226,3 +228,41 @@ def takes(*tables: Table) -> Callable[[_F], _F]:
         return command
 
     return wrap
+
+
+def named_places(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+    """Return paths and URLs as they are, and for an alias or the beginning of an id the checkpoint's place.
+
+    A path that exists is never taken for another name, and a name that the catalog does not know stays.
+
+    Args:
+        names: What the command line has as SRC.
+        given: The command's options; without ``catalog`` the default catalog is asked.
+    """
+    return [_named_place(name, given) for name in names]
+
+
+def _named_place(name: str, given: Mapping[str, Any]) -> str:
+    if given.get("no_catalog") or "://" in name or os.path.lexists(name):
+        return name
+    place = _resolved(name, given.get("catalog"))
+    if place is None or place == os.path.abspath(name):
+        return name
+    terminal.line(f"{name} is {place} in the catalog", err=True)
+    return place
+
+
+def _resolved(name: str, catalog: str | None) -> str | None:
+    """Return the place of the checkpoint that a catalog has under a name; None if it has none.
+
+    Raises `UsageError` for the beginning of several ids.
+    """
+    from ckptcore.custody.gate import existing_catalog
+
+    try:
+        with existing_catalog(catalog) as opened:
+            if opened is None:
+                return None
+            return opened.place_of(name)
+    except CatalogError:  # the error of whoever reads the path is then the one that helps
+        return None

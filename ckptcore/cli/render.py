@@ -310,7 +310,7 @@ def _number(number: float | None) -> str:
 
 
 def _by_change(tensor: TensorDifference) -> tuple[bool, float]:
-    """Return where a tensor stands in a list of changes: an optimizer's state moves more than the model."""
+    """Return the place of a tensor in a list of changes: an optimizer's state moves more than the model."""
     return tensor.is_optimizer, -tensor.measures.change if tensor.measures is not None else 0.0
 
 

@@ -103,9 +103,9 @@ def _grouped(
     parts = []
     for group, rows in groups.items():
         measured = [measures for measures in rows if measures is not None]
-        whole = math.hypot(*(each.norm_a for each in measured))
+        norm_a = math.hypot(*(each.norm_a for each in measured))
         norm = math.hypot(*(each.norm for each in measured))
-        change = norm / whole if whole and math.isfinite(whole) else None
+        change = norm / norm_a if norm_a and math.isfinite(norm_a) else None
         largest = max((each.max_abs for each in measured), default=0.0)
         parts.append(PartChange(group, same[group], len(rows), change, largest))
     return tuple(sorted(parts, key=lambda part: (not part.changed, -(part.change or 0.0))))

@@ -146,14 +146,14 @@ def model_alone(a: Manifest, b: Manifest) -> str:
     Returns:
         The reason; empty where the checkpoints are compared as they are stored.
     """
-    for whole, export, label in ((a, b, "B"), (b, a, "A")):
-        if export.format != "safetensors" or whole.format == "safetensors":
+    for training, export, label in ((a, b, "B"), (b, a, "A")):
+        if export.format != "safetensors" or training.format == "safetensors":
             continue
         names = {t.fqn for t in export.tensors}
-        stored = {t.fqn for t in whole.tensors}
+        stored = {t.fqn for t in training.tensors}
         if names == stored or _model_names(export) != names:
             continue
-        if 2 * len(names & _model_names(whole)) >= len(names):
+        if 2 * len(names & _model_names(training)) >= len(names):
             return f"{label} is a model alone, so only the model parts are compared, as with --model"
     return ""
 

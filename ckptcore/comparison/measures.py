@@ -179,7 +179,7 @@ def _widened(torch: Any, block: Any) -> Any:
     return block.to(torch.float32 if block.is_floating_point() else torch.float64)
 
 
-def _ratio(part: float, whole: float) -> float:
-    if whole:
-        return part / whole
+def _ratio(part: float, total: float) -> float:
+    if total:
+        return part / total
     return math.inf if part else 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from ckptcore.errors import UnsupportedDtype
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.near_names import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +124,8 @@ def get(name: str) -> DType:
     plain = name.removeprefix("torch.")
     found = BY_NAME.get(_SHORT.get(plain, plain))
     if found is None:
+        from ckptcore.utils.near_names import did_you_mean  # for an error alone
+
         hint = did_you_mean(name, [*_SHORT, *BY_NAME], f"use one of {', '.join(BY_NAME)}")
         raise UnsupportedDtype(f"unknown dtype {name!r}", hint=hint, dtype=name)
     return found

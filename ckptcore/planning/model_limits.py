@@ -86,7 +86,7 @@ def require_possible(
     if tp > 1 and "heads" not in numbers and any(_ATTENTION.search(name) for name in shapes):
         message = f"nothing states the attention heads: whether tp={tp} divides them is unchecked"
         found.append(finding("uneven-mesh", "coverage", message, hint=_UNCHECKED))
-    if (problem := _of_whole_heads(numbers, tp)) is not None:
+    if (problem := _of_cut_heads(numbers, tp)) is not None:
         raise UsageError(problem[0], hint=f"{problem[1]}; --config none leaves heads unchecked")
     problems = [*_of_groups(world, numbers, tp), *_of_trainer(world, configs, numbers, sizes)]
     problems += _of_vocabulary(world, configs, shapes, tp, repads)
@@ -100,7 +100,7 @@ def require_possible(
 _Problem = tuple[bool, str, str]  # whether trainers refuse it, message, next step
 
 
-def _of_whole_heads(numbers: Mapping[str, ModelNumber], tp: int) -> tuple[str, str] | None:
+def _of_cut_heads(numbers: Mapping[str, ModelNumber], tp: int) -> tuple[str, str] | None:
     """Return the message and next step where a rank would have a part of a head; None where none has."""
     heads = numbers.get("heads")
     if heads is None or not heads.value % tp:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 from ckptcore.errors import UnsafeContent, UsageError
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
-from ckptcore.utils.near_names import near_names
 
 if TYPE_CHECKING:
     from ckptcore.store.file_status import FileStatus
@@ -328,6 +327,8 @@ def near_place(url: str) -> str:
         beside = os.listdir(parent or ".")
     except OSError:  # the folder does not exist, either
         return ""
+    from ckptcore.utils.near_names import near_names  # for an error alone
+
     near = near_names(name, sorted(other for other in beside if not other.startswith(".")))
     return f"did you mean {' or '.join(os.path.join(parent, other) for other in near)}?" if near else ""
 

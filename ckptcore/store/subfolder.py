@@ -128,7 +128,7 @@ def account_of(store: Readable, path: str) -> tuple[Account, str] | None:
 
 
 def unnoted(store: Readable) -> Readable:
-    """Return a store whose reads stand in no account: `SubStore.unnoted`, or the store itself."""
+    """Return a store whose reads are in no account: `SubStore.unnoted`, or the store itself."""
     return store.unnoted() if isinstance(store, SubStore) else store
 
 

@@ -26,7 +26,7 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     capsys.readouterr()
     code = run(list(argv))
     out, err = capsys.readouterr()
@@ -48,7 +48,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 def test_the_next_step(
     argv: list[str], code: int, message: str, step: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended, _, err = said(capsys, *argv)
+    ended, _, err = printed(capsys, *argv)
     assert message in err
     assert ended == code
 
@@ -64,31 +64,31 @@ def test_names_of_the_catalog(step: Path, capsys: pytest.CaptureFixture[str]) ->
         (row,) = catalog.list()
     assert run(["catalog", "alias", "set", "llama/prod", str(step)]) == 0
     for name in ("llama/prod", row.id[:6], row.id):
-        code, out, err = said(capsys, "inspect", name)
+        code, out, err = printed(capsys, "inspect", name)
         assert (code, out.startswith(f"{step}: dcp")) == (0, True)
         assert f"{name} is {step} in the catalog" in err
-        assert said(capsys, "catalog", "resolve", name)[:2] == (0, f"{step}\n")
-    assert said(capsys, "diff", "llama/prod", str(step))[0] == 0
-    assert said(capsys, "consolidate", "llama/prod", "out.safetensors")[0] == 0
+        assert printed(capsys, "catalog", "resolve", name)[:2] == (0, f"{step}\n")
+    assert printed(capsys, "diff", "llama/prod", str(step))[0] == 0
+    assert printed(capsys, "consolidate", "llama/prod", "out.safetensors")[0] == 0
     (step.parent / "llama").mkdir()
-    code, _, err = said(capsys, "inspect", "llama/other")  # the hub's form stays what it is
+    code, _, err = printed(capsys, "inspect", "llama/other")  # the hub's form stays what it is
     assert "hf download llama/other" in err
 
 
 def test_a_pipe_gets_every_row_in_full(
     step: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = said(capsys, "inspect", "runs/step-20")[1]
+    out = printed(capsys, "inspect", "runs/step-20")[1]
     rows = [line.split()[0] for line in out.splitlines() if "float32" in line]
     assert {LONG, *(f"w{n}" for n in range(60))} <= set(rows)
-    assert str(step) in said(capsys, "catalog", "list")[1]
+    assert str(step) in printed(capsys, "catalog", "list")[1]
     monkeypatch.setenv("COLUMNS", "80")
-    assert LONG not in said(capsys, "inspect", "runs/step-20")[1]
+    assert LONG not in printed(capsys, "inspect", "runs/step-20")[1]
 
 
 @pytest.mark.parametrize("argv", [["-h"], ["export", "-h"], ["catalog", "list", "-h"]])
 def test_short_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, *argv)
+    code, out, _ = printed(capsys, *argv)
     assert (code, out.lstrip().startswith("Usage: ckptcore")) == (0, True)
 
 
@@ -98,17 +98,17 @@ def test_what_exists_is_skipped_only_if_it_is_the_same(
     other = step.with_name("step-30")
     dcp.save({"w0": torch.zeros(2)}, checkpoint_id=other, no_dist=True)
     consolidate = ("consolidate", str(step), "out.safetensors")
-    assert said(capsys, *consolidate)[0] == 0
-    assert said(capsys, *consolidate)[0] == 7
-    code, out, _ = said(capsys, *consolidate, "--if-exists", "skip")
+    assert printed(capsys, *consolidate)[0] == 0
+    assert printed(capsys, *consolidate)[0] == 7
+    code, out, _ = printed(capsys, *consolidate, "--if-exists", "skip")
     assert (code, "already holds the result" in out) == (0, True)
     for differing in (
         (*consolidate, "--dtype", "bf16", "--if-exists", "skip"),
         ("consolidate", str(other), "out.safetensors", "--if-exists", "skip"),
         ("consolidate", str(other), "out.safetensors", "--if-exists", "skip", "--wait", "0s"),
     ):
-        assert said(capsys, *differing)[0] == 7, differing
-    assert said(capsys, "consolidate", str(other), "out.safetensors", "--if-exists", "replace")[0] == 0
-    assert said(capsys, *consolidate, "--if-exists", "skip")[0] == 7  # once made, and replaced since
-    assert said(capsys, *consolidate, "--if-exists", "skip", "--no-catalog")[0] == 2
-    assert said(capsys, *consolidate, "--if-exists", "skip", "--overwrite")[0] == 2
+        assert printed(capsys, *differing)[0] == 7, differing
+    assert printed(capsys, "consolidate", str(other), "out.safetensors", "--if-exists", "replace")[0] == 0
+    assert printed(capsys, *consolidate, "--if-exists", "skip")[0] == 7  # once made, and replaced since
+    assert printed(capsys, *consolidate, "--if-exists", "skip", "--no-catalog")[0] == 2
+    assert printed(capsys, *consolidate, "--if-exists", "skip", "--overwrite")[0] == 2

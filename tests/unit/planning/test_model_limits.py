@@ -116,7 +116,7 @@ def test_names_of_many_trainers_are_warned_about(monkeypatch: pytest.MonkeyPatch
     assert "2 query groups" in message
 
 
-def test_parts_of_heads_are_refused_for_all_names_and_unknown_heads_are_said(
+def test_parts_of_heads_are_refused_for_all_names_and_unknown_heads_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numbers = {"num_attention_heads": 4, "hidden_size": 8, "num_hidden_layers": 1}
