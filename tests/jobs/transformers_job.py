@@ -63,7 +63,7 @@ def version() -> str:
     """The version of transformers."""
     import transformers
 
-    return transformers.__version__
+    return str(transformers.__version__)
 
 
 def opens(folder: Path) -> str:
@@ -119,7 +119,8 @@ def main() -> None:
                 answer = opens(Path(asked["open"]))
             else:
                 base = asked.get("base")
-                answer = compare(*map(Path, asked["compare"]), Path(base) if base else None)
+                right, made = map(Path, asked["compare"])
+                answer = compare(right, made, Path(base) if base else None)
         except Exception as error:  # the test that asked shows it
             answer = f"{type(error).__name__}: {error}"
         print(json.dumps(answer), file=answers, flush=True)
