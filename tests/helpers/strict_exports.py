@@ -45,6 +45,8 @@ PYTHON = "converted by arbitrary Python, which is refused"  # of transformers' o
 DIFFERS = {
     "num_batches_tracked is torch.int64": "a count of batches stays an integer; transformers loads it as "
     "float32 where its module is kept in float32",
+    "bf16: config.json has the dtype bfloat16, not float32": "`save_pretrained` names the dtype of the first "
+    "tensor in `config.json`, which this class keeps in float32",
     "bf16: config.json differs in down_ops": "its config class adds to a list at every loading",
 }
 OTHER_KEYS = "other keys: its class has other names than those that transformers 5 saves"
@@ -180,7 +182,11 @@ def differences(model: Any, source: str, folder: Path) -> list[str]:
     ckptcore.convert(str(folder / "source"), str(folder / "out"), **options)
     ckptcore.convert(str(folder / "source"), str(folder / "bf16"), dtype="bf16", **options)
     type(model).from_pretrained(hub, dtype=torch.bfloat16).save_pretrained(wanted)
-    return [*folders_differ(folder / "out", hub), *folders_differ(folder / "bf16", wanted)]
+    found = [*folders_differ(folder / "out", hub), *folders_differ(folder / "bf16", wanted)]
+    for made in ("out", "bf16"):
+        proof = ckptcore.verify_export(str(folder / made), against=str(folder / "source"))
+        found += [f"{made}: verify-export says {proof.verdict}: {proof.failures}"] * (proof.verdict != "ok")
+    return found
 
 
 def folders_differ(made: Path, right: Path) -> list[str]:
