@@ -114,7 +114,7 @@ def _safetensors(model: Any, state: State, folder: Path) -> None:
 
 
 def _ranks(model: Any, state: State, folder: Path) -> None:
-    """One file a rank, of rows, as verl saves an FSDP2 module; what has no rows is whole in each."""
+    """One file a rank, of rows, as verl saves an FSDP2 module; what has no rows is in each."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh

@@ -89,8 +89,9 @@ class HubFields:
         any frozen class has, and fields that count only in some.
         """
         has = self.of_class
-        alone = has is not None and "auto_map" not in self.values and "." not in field
-        return not alone or field in has or field in _of_any_class()
+        if has is None or "auto_map" in self.values or "." in field:
+            return True
+        return field in has or field in _of_any_class()
 
     def may_count(self, field: str) -> bool:
         """Return whether a field changes what the model computes, with some values of other fields."""

@@ -367,7 +367,7 @@ def _step_rule(
 
 
 def _uneven_parts(joined: RuleForm, route: Route, shapes: Shapes) -> dict[str, str]:
-    """Return the sizes of joined parts that are not of one length: as files have them, or as saving cuts them.
+    """Return the sizes of joined parts of different lengths, as files have them, or as saving cuts them.
 
     `save_pretrained` cuts with `torch.chunk`, whose parts have a length that is rounded up, and the last what
     is left.
@@ -377,12 +377,11 @@ def _uneven_parts(joined: RuleForm, route: Route, shapes: Shapes) -> dict[str, s
         return {}
     names = found[1].split(" + ")
     dim = len(joined.source[0][: found.start()].partition(" : ")[2].split())
-    whole = shapes.get(route.live[0])
-    if whole is not None:
-        length = -(-whole[dim] // len(names))
-        sizes = [min(length, whole[dim] - n * length) for n in range(len(names))]
-    else:
-        sizes = [shapes[name][dim] for name in route.hub if name in shapes]
+    lengths = [shape[dim] for name in (route.live[0], *route.hub) if len(shape := shapes.get(name, ())) > dim]
+    sizes = lengths
+    if route.live[0] in shapes and lengths:
+        length = -(-lengths[0] // len(names))
+        sizes = [min(length, lengths[0] - n * length) for n in range(len(names))]
     if len(sizes) < len(names) or len({*sizes}) == 1 or min(sizes) < 1:
         return {}  # parts of one length, or none: shapes are compared with the rule
     return {name: str(size) for name, size in zip(names, sizes, strict=True)} | {found[2]: "1"}
