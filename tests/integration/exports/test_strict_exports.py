@@ -25,7 +25,7 @@ from strict_exports import SOURCES, differences, folders_differ, reopened  # noq
 
 pytestmark = pytest.mark.usefixtures("asked_here")
 # Experts in one tensor of the module; tables that are not saved; names of the hub like torchtitan's.
-SOME = {"phimoe": "wrapped-pt", "marian": "bare-dcp", "lfm3_vl_vision": "ranks"}
+SOME = {"qwen2_moe": "wrapped-pt", "marian": "bare-dcp", "lfm3_vl_vision": "ranks"}
 PARTS = 24  # of the types, each a test
 # Types that two ranks save: dense, experts, ties, buffers in float32, encoders, towers, renamed parts.
 SHARDED = (
