@@ -16,8 +16,6 @@ transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 
 import small_models  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("asked_here")
-
 
 @pytest.fixture(
     scope="module", params=["llama", *(pytest.param(f, marks=pytest.mark.soak) for f in ("gpt2", "mixtral"))]

@@ -23,7 +23,6 @@ from older_transformers import Older  # noqa: E402
 from paths import JOBS  # noqa: E402
 from strict_exports import SOURCES, differences, folders_differ, reopened  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("asked_here")
 # Experts in one tensor of the module; tables that are not saved; names of the hub like torchtitan's.
 SOME = {"qwen2_moe": "wrapped-pt", "marian": "bare-dcp", "lfm3_vl_vision": "ranks"}
 PARTS = 24  # of the types, each a test
