@@ -372,11 +372,11 @@ def _uneven_parts(joined: RuleForm, route: Route, shapes: Shapes) -> dict[str, s
     `save_pretrained` cuts with `torch.chunk`, whose parts have a length that is rounded up, and the last what
     is left.
     """
-    found = _EQUAL_PARTS.search(joined.source[0])
-    if found is None:
+    equal = _EQUAL_PARTS.search(joined.source[0])
+    if equal is None:
         return {}
-    names = found[1].split(" + ")
-    dim = len(joined.source[0][: found.start()].partition(" : ")[2].split())
+    names = equal[1].split(" + ")
+    dim = len(joined.source[0][: equal.start()].partition(" : ")[2].split())
     lengths = [shape[dim] for name in (route.live[0], *route.hub) if len(shape := shapes.get(name, ())) > dim]
     sizes = lengths
     if route.live[0] in shapes and lengths:
@@ -384,7 +384,7 @@ def _uneven_parts(joined: RuleForm, route: Route, shapes: Shapes) -> dict[str, s
         sizes = [min(length, lengths[0] - n * length) for n in range(len(names))]
     if len(sizes) < len(names) or len({*sizes}) == 1 or min(sizes) < 1:
         return {}  # parts of one length, or none: shapes are compared with the rule
-    return {name: str(size) for name, size in zip(names, sizes, strict=True)} | {found[2]: "1"}
+    return {name: str(size) for name, size in zip(names, sizes, strict=True)} | {equal[2]: "1"}
 
 
 Sides = tuple[tuple[str, ...], tuple[str, ...]]

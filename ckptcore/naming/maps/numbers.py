@@ -25,6 +25,7 @@ _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_t
 _WINDOW = "window"
 _LAYERS = "layer_types"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_MOST_LAYERS = 4096  # that are compared one by one
 _SKIPPED = "window_attn_skip_freq"  # Megatron's, of layers whose attention is full
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
 _TABLES = ("null", "terms", "flags", "untold")  # beside the numbers of a world
@@ -156,7 +157,7 @@ class Config:
         (core/transformer/utils.py, `is_layer_window_attention`).
         """
         layers, window = (self.numbers.get(name) for name in ("layer", _WINDOW))
-        if layers is None or window is None:
+        if layers is None or window is None or layers[0] > _MOST_LAYERS:
             return None
         count = int(layers[0])
         if self.fields is not None:
@@ -165,7 +166,8 @@ class Config:
                 every = window[0] and has is not None and _LAYERS not in has
                 return ((True,) * count, says(window[1], window[0])) if every else None
             sliding = tuple(kind == _SLIDING for kind in stated.value)
-            return (sliding, str(stated)) if {*stated.value} <= {_SLIDING, _FULL} and window[0] else None
+            compared = all(kind in (_SLIDING, _FULL) for kind in stated.value)
+            return (sliding, str(stated)) if compared and window[0] else None
         if self.world != "megatron" or _SKIPPED not in self.content or not window[0]:
             return None
         skipped = self.content[_SKIPPED]
@@ -175,7 +177,7 @@ class Config:
             sliding = tuple(not skipped or layer % skipped != 0 for layer in range(1, count + 1))
         else:
             return None
-        return (sliding, f"{_SKIPPED} = {skipped}") if len(sliding) == count else None
+        return (sliding, f"{_SKIPPED} = {short_repr(skipped)}") if len(sliding) == count else None
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -111,11 +111,11 @@ def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScal
     kind = next((kind for key, kind in _OLMO_KINDS.items() if key in stated), "")
     if not kind:
         return None
-    found = {k: _number(stated.get(_OLMO_PARAMETERS.get(k, k))) for k in _PARAMETERS}
+    parameters = {k: _number(stated.get(_OLMO_PARAMETERS.get(k, k))) for k in _PARAMETERS}
     low, high = (_number(stated.get(f"{end}_freq_proportion")) for end in ("low", "high"))
     if low is not None and high is not None and low < 1 and high > 0:
-        found |= {"low_freq_factor": 1.0 / (1 - low), "high_freq_factor": 1.0 / high}
-    return _scaling(name, "rope.scaling", dict(stated), kind, found)
+        parameters |= {"low_freq_factor": 1.0 / (1 - low), "high_freq_factor": 1.0 / high}
+    return _scaling(name, "rope.scaling", dict(stated), kind, parameters)
 
 
 def rope_scaling_of_olmo(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
@@ -143,8 +143,8 @@ def rope_scaling_of_torchtitan(name: str, content: Mapping[str, Any]) -> RopeSca
     length = "original_seq_len" if kind == "yarn" else "original_max_position_embeddings"
     own = {"factor": factor, "original_max_position_embeddings": length}
     used = ("beta_fast", "beta_slow") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
-    found = {k: _number(stated.get(own.get(k, k))) for k in (*own, *used)}
-    return _scaling(name, place, stated.get("scaling", dict(stated)), kind, found)
+    parameters = {k: _number(stated.get(own.get(k, k))) for k in (*own, *used)}
+    return _scaling(name, place, stated.get("scaling", dict(stated)), kind, parameters)
 
 
 def rope_scaling_of_hub(name: str, fields: HubFields) -> RopeScaling | None:

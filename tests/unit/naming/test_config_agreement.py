@@ -288,6 +288,10 @@ def test_which_layers_slide() -> None:
         every, Config("args", "megatron", args | {"window_attn_skip_freq": 2})
     )
     assert not texts(every, Config("args", "megatron", args | {"window_attn_skip_freq": None}))
+    of_odd_types = hub(**two, layer_types=[{}, ["sliding_attention"]])
+    of_many = hub(model_type="mistral", sliding_window=8, num_hidden_layers=2_000_000_000)
+    for odd in (of_odd_types, of_many):
+        assert odd.sliding_layers is None
     other = agreement(mixed, [Config("args", "megatron", args)])
     assert not other.contradictions
     assert "layer_types" in other.unconfirmed
