@@ -184,6 +184,11 @@ def strict() -> dict[str, str]:
         "strict_results": f"transformers {own}.\n\n" + by_reason("names, dtypes, shapes, bytes", "differs"),
         "strict_older": f"transformers {older}.\n\n" + by_reason("what it does with the export", "opened"),
         "strict_left_out": by_reason("why", "left_out"),
+        "strict_engine": f"vLLM {strict_exports.VLLM}, on a CPU.\n\n"
+        + table(
+            ("model type", "kind", "weights"),
+            [(f"`{of.model_type}`", of.kind, of.dtype) for of in strict_exports.ENGINE.values()],
+        ),
     }
 
 

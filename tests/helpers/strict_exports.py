@@ -155,6 +155,35 @@ SOURCES: Mapping[str, tuple[str, Callable[[Any, State, Path], None]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Engined:
+    """A model that vLLM runs. kind: of model, in words. dtype: of its weights."""
+
+    model_type: str
+    kind: str
+    fields: Mapping[str, Any]
+    dtype: str = "fp32"
+
+
+VLLM = "0.32.0"
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+ENGINE: Mapping[str, Engined] = {
+    "llama": Engined("llama", "dense, grouped queries", {}),
+    "llama-bf16": Engined("llama", "dense, in bfloat16", {}, "bf16"),
+    "qwen2": Engined("qwen2", "dense, biases, tied embeddings", {"tie_word_embeddings": True}),
+    "qwen3": Engined("qwen3", "dense, norms of queries and keys", {}),
+    "mistral": Engined("mistral", "a window in every layer", {"sliding_window": 8}),
+    "gemma2": Engined(
+        "gemma2", "a window in every second layer, caps of logits, tied", {"sliding_window": 8}
+    ),
+    "olmo2": Engined("olmo2", "dense, norms behind", {"num_key_value_heads": 2}),
+    "phi3": Engined("phi3", "fused projections", {}),
+    "mixtral": Engined("mixtral", "experts", _EXPERTS),
+    "qwen3_moe": Engined("qwen3_moe", "many experts", _EXPERTS_OF_QWEN),
+}
+
+
 def source_of(model_type: str, every: list[str]) -> str:
     """The source that a type is exported from."""
     return [*SOURCES][every.index(model_type) % len(SOURCES)]

@@ -113,7 +113,7 @@ def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScal
         return None
     parameters = {k: _number(stated.get(_OLMO_PARAMETERS.get(k, k))) for k in _PARAMETERS}
     low, high = (_number(stated.get(f"{end}_freq_proportion")) for end in ("low", "high"))
-    if low is not None and high is not None and low < 1 and high > 0:
+    if low is not None and high is not None and 0 <= low < 1 and 0 < high <= 1:
         parameters |= {"low_freq_factor": 1.0 / (1 - low), "high_freq_factor": 1.0 / high}
     return _scaling(name, "rope.scaling", dict(stated), kind, parameters)
 
@@ -137,7 +137,7 @@ def rope_scaling_of_torchtitan(name: str, content: Mapping[str, Any]) -> RopeSca
         named, place = stated.get("scaling"), "rope.scaling"
         if named == "none":
             return _scaling(name, place, named, PLAIN_ROPE, {})
-        if named not in _TITAN_KINDS:
+        if not isinstance(named, str) or named not in _TITAN_KINDS:
             return None
         kind, factor = _TITAN_KINDS[named]
     length = "original_seq_len" if kind == "yarn" else "original_max_position_embeddings"

@@ -355,6 +355,12 @@ def test_rotary_scaling_of_other_trainers(trainer: Config, changed: dict[str, An
 def test_rotary_scaling_that_layers_have_of_their_own_is_not_compared() -> None:
     of_layers = {"model": {"block": olmo_core(None).content["model"]["block"], "block_overrides": {"1": {}}}}
     assert Config("olmo", "olmo_core", of_layers).rope_scaling is None
+    odd = (titan(rope={"scaling": ["yarn"]}), titan(rope_scaling_args=3), olmo_core({"note": 1}))
+    assert [config.rope_scaling for config in odd] == [None, None, None]
+    wide = STEPWISE | {"low_freq_proportion": -(10**400), "high_freq_proportion": 10**400}
+    scaling = olmo_core(wide).rope_scaling
+    assert scaling is not None
+    assert "low_freq_factor" not in scaling.parameters
     assert "new_theta = 8000000" in texts(hub(), olmo_core({"new_theta": 8_000_000}))
 
 
