@@ -90,9 +90,11 @@ def filled(model_type: str, most: int = 20_000_000) -> Any:
                 except Exception as error:  # a narrow config need not be one that its class takes
                     reasons[f"{name}: {type(error).__name__}: {error}".splitlines()[0]] = None
                     continue
-                if count > most:  # those that follow are wider
+                if count > most:
                     reasons[f"{name}: {count} elements"] = None
-                    break
+                    if count > 8 * most:  # those that follow are wider; few are narrower
+                        break
+                    continue
                 model.config.architectures = [name]
                 refill(model)
                 return model.eval()
