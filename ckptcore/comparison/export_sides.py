@@ -14,8 +14,9 @@ from ckptcore.checking.examine import inspect
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.naming.rename import without_tensors
 from ckptcore.planning.compose import MappedExport, map_export
-from ckptcore.planning.config_folder import ConfigFolder, check_names
+from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_names
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG, NONE
 from ckptcore.planning.model_card import tied_by_card
@@ -107,7 +108,7 @@ def map_source(source: ExportSource, export: OpenExport) -> MappedSource | Unmap
             )
         return UnmappedSource(f"{source.by} names the export itself as its source")
     mapped = map_export(request, manifest, export.stored.index.keys())
-    return MappedSource(source, manifest, _with_recorded_ties(request, manifest, mapped, export))
+    return MappedSource(source, manifest, _as_saved(request, manifest, mapped, export))
 
 
 def _shares_files(one: Manifest, other: Manifest) -> bool:
@@ -131,10 +132,11 @@ def _files(manifest: Manifest) -> set[object]:
     return found
 
 
-def _with_recorded_ties(
-    request: Request, manifest: Manifest, mapped: MappedExport, export: OpenExport
-) -> MappedExport:
-    """Add the ties that the export records, for tensors that it lacks; their equality is checked."""
+def _as_saved(request: Request, manifest: Manifest, mapped: MappedExport, export: OpenExport) -> MappedExport:
+    """Add the ties that the export records, for tensors that it lacks; their equality is checked.
+
+    What its model computes itself, and is saved without, may be lacking, too.
+    """
     there, specs = export.stored.index, {t.fqn: t for t in mapped.mapped.manifest.tensors}
     lacking = {name for name in specs if name not in there}
     if not lacking:
@@ -151,13 +153,12 @@ def _with_recorded_ties(
             and (specs[a].shape, specs[a].dtype) == (specs[b].shape, specs[b].dtype)
         )
 
-    ties = useful(tied_by_card(export.card))
+    ties, unsaved = useful(tied_by_card(export.card)), set[str]()
     if {a for a, _ in ties} != lacking and export.config is not None:
-        try:
-            expected = check_names(export.config, {n: t.shape for n, t in specs.items()}).ties
-        except (NameMismatch, UsageError):  # the check of names reports it
-            expected = ()
-        ties = tuple(dict(useful(expected) + ties).items())
-    if not ties:
-        return mapped
-    return map_export(replace(request, tie=(*request.tie, *ties)), manifest, there.keys())
+        with suppress(NameMismatch, UsageError):  # the check of names reports it
+            expected = check_names(export.config, {n: t.shape for n, t in specs.items()})
+            ties = tuple(dict(useful(expected.ties) + ties).items())
+            unsaved = lacking.intersection(expected.unsaved)
+    if ties:
+        mapped = map_export(replace(request, tie=(*request.tie, *ties)), manifest, there.keys())
+    return replace(mapped, mapped=without_tensors(mapped.mapped, unsaved, UNSAVED))

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -161,6 +161,31 @@ def with_names(mapped: Mapped, names: Mapping[str, str]) -> Mapped:
         manifest=select(mapped.manifest, range(len(tensors)), new_names),
         renamed=tuple((old, new) for old, new in renamed if old != new),
         made=tuple(m._replace(name=names.get(m.name, m.name)) for m in mapped.made),
+    )
+
+
+def without_tensors(mapped: Mapped, names: Collection[str], rule: str) -> Mapped:
+    """Drop tensors by their new names.
+
+    Args:
+        mapped: Tensors of which some are dropped.
+        names: Their names.
+        rule: Why they are dropped.
+    """
+    tensors = mapped.manifest.tensors
+    kept = [row for row, spec in enumerate(tensors) if spec.fqn not in names]
+    if len(kept) == len(tensors):
+        return mapped
+    stored = {new: old for old, new in mapped.renamed}
+    return replace(
+        mapped,
+        manifest=select(mapped.manifest, kept, [tensors[row].fqn for row in kept]),
+        renamed=tuple((old, new) for old, new in mapped.renamed if new not in names),
+        dropped=(
+            *mapped.dropped,
+            *(Dropped(stored.get(t.fqn, t.fqn), rule) for t in tensors if t.fqn in names),
+        ),
+        made=tuple(m for m in mapped.made if m.name not in names),
     )
 
 

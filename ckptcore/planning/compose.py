@@ -47,11 +47,12 @@ from ckptcore.naming.rename import (
     remap,
     strip_wrappers,
     with_names,
+    without_tensors,
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
-from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names, exact_prefixes
+from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.left_out import left_out_findings, require_decided
@@ -539,6 +540,11 @@ def _fitting_names(
     exact_ties = [(exact.get(a, a), exact.get(b, b)) for a, b in ties]
     if exact or ties != list(request.tie) or len(names) - len(present) < len(ties):
         mapped = named.called(exact).tied(manifest, exact_ties)
+    if request.names == HUB and expected.unsaved:
+        unsaved = [exact.get(name, name) for name in expected.unsaved]
+        mapped = without_tensors(mapped, unsaved, UNSAVED)
+        message = f"{listed(unsaved)}: left out, as save_pretrained of {expected.model} does"
+        warnings.append(finding("exact-names", "coverage", message))
     if expected.float32 is None:
         float32 = frozen_float32(request, naming, config.form, mapped)
     else:
@@ -560,33 +566,29 @@ def _in_world(
         return None
     world = suspected(t.fqn for t in bare.manifest.tensors)
     content = None if config is None else config.form
-    if world is None and request.names in (HUB, LIVE):
-        asked = request.names == LIVE or request.arch != "auto" or config is not None
-        if not asked and not any(c.architectures for c in stored_configs(source, HUB)):
-            return None  # unknown model
-        from ckptcore.planning.live_maps import map_live_names  # imports pydantic
+    options: dict[str, Any] = {
+        "arch": request.arch,
+        "to": request.names,
+        "source": source,
+        "config": content,
+        "url": config.url if config is not None else "",
+        "part": bool(request.include or request.exclude),
+    }
+    if world is not None or request.names not in (HUB, LIVE):
+        from ckptcore.planning.name_maps import map_names
 
-        return map_live_names(
-            bare,
-            arch=request.arch,
-            to=request.names,
-            source=source,
-            config=content,
-            url=config.url if config is not None else "",
-            part=bool(request.include or request.exclude),
-        )
-    from ckptcore.planning.name_maps import map_names
+        try:
+            return map_names(bare, world or HUB, **options)
+        except NameMismatch:  # a model of the hub may have a trainer's names itself
+            shapes = {t.fqn: t.shape for t in bare.manifest.tensors}
+            if config is None or request.names not in (HUB, LIVE) or "" not in exact_prefixes(config, shapes):
+                raise
+    asked = request.names == LIVE or request.arch != "auto" or config is not None
+    if not asked and not any(c.architectures for c in stored_configs(source, HUB)):
+        return None  # unknown model
+    from ckptcore.planning.live_maps import map_live_names  # imports pydantic
 
-    return map_names(
-        bare,
-        world or HUB,
-        arch=request.arch,
-        to=request.names,
-        source=source,
-        config=content,
-        url=config.url if config is not None else "",
-        part=bool(request.include or request.exclude),
-    )
+    return map_live_names(bare, **options)
 
 
 def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:

@@ -24,6 +24,7 @@ from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed, short_repr
 
+UNSAVED = "computed by the model, and left out by save_pretrained"  # why it is dropped
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 # Fields that count modules: each module has a tensor of its own, or a row of one.
 _QUANTISATION = ("quantization_config", "compression_config")  # the second: older compressed-tensors
@@ -75,6 +76,7 @@ class Expected:
         model: Name of the class, or "".
         float32: bfloat16 and float16 -> names of tensors that stay in float32 in a model of that dtype; None
             where no model was asked.
+        unsaved: Names of what the model computes itself, and `save_pretrained` leaves out.
     """
 
     ties: tuple[tuple[str, str], ...]
@@ -83,6 +85,7 @@ class Expected:
     inexact: tuple[str, ...] = ()
     model: str = ""
     float32: Mapping[str, Sequence[str]] | None = None
+    unsaved: tuple[str, ...] = ()
 
     def require_exact(self, *, renaming: bool) -> None:
         """Require the names that `save_pretrained` writes.
@@ -177,7 +180,13 @@ def check_names(
         message = f"config.json names no class: the tensors are exactly those of {answer['class']}"
         assumed.append(finding("assumed-class", "coverage", message))
     return Expected(
-        ties, tuple(assumed), answer["names"], tuple(answer["inexact"]), answer["class"], answer["float32"]
+        ties,
+        tuple(assumed),
+        answer["names"],
+        tuple(answer["inexact"]),
+        answer["class"],
+        answer["float32"],
+        tuple(answer["unsaved"]),
     )
 
 

@@ -91,7 +91,8 @@ def map_live_names(
             f"cannot map to {to}: the names are neither a module's of {family.form.arch} nor its files'",
             hint="try another --arch, or --names stored to keep the names as they are",
         )
-    rules = (live_map if to == HUB else hub_map)(family, names, content)
+    shapes = {t.fqn: t.shape for t in tensors}
+    rules = (live_map if to == HUB else hub_map)(family, names, content, shapes)
     matched = match(rules, mapped.manifest.tensors, {})
     require_fit(matched, mapped.manifest.tensors, part=part)
     found = converted(mapped.manifest, matched)

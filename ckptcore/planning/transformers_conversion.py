@@ -49,6 +49,7 @@ class ModelMismatch:
         inexact: Names that `save_pretrained` does not write, of tensors that are none of those it writes.
         float32: bfloat16 and float16 -> names of tensors that stay in float32 in a model of that dtype.
         prefixes: Of names that are, without it, exactly those of the files or of the model.
+        unsaved: Names of what the model computes itself, and `save_pretrained` leaves out.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -60,6 +61,7 @@ class ModelMismatch:
     inexact: list[str] = field(default_factory=list)
     float32: dict[str, list[str]] = field(default_factory=dict)
     prefixes: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -171,6 +173,8 @@ class _Comparison:
             d: [n for n, r in self._routes.items() if r.group in kept] for d, kept in self._kept.items()
         }
         out.prefixes = self._prefixes
+        left_out = _left_out(self._model)
+        out.unsaved = [n for n, r in self._routes.items() if r.group in left_out]
         return out
 
     def _exact_names(self, ties: Sequence[tuple[str, str]]) -> tuple[dict[str, str], list[str]]:
@@ -353,13 +357,18 @@ def kept_in_float32(model: Any, dtype: str) -> set[str]:
 def _written(model: Any) -> dict[str, Any]:
     """Return the model's tensors that `save_pretrained` writes: of tied ones, one."""
     modeling: Any = importlib.import_module("transformers.modeling_utils")
-    ignored = {*(model._keys_to_ignore_on_save or ())}
-    state = {n: t for n, t in model.state_dict().items() if hasattr(t, "shape") and n not in ignored}
+    left_out = _left_out(model)
+    state = {n: t for n, t in model.state_dict().items() if hasattr(t, "shape") and n not in left_out}
     try:
         written: dict[str, Any] = modeling.remove_tied_weights_from_state_dict(dict(state), model)
     except Exception:  # tensors share values in a way that transformers does not save
         return state
     return written
+
+
+def _left_out(model: Any) -> set[str]:
+    """Return the names of what a class leaves out when it is saved: tables that it computes itself."""
+    return {*(model._keys_to_ignore_on_save or ())}
 
 
 def _prefixes(

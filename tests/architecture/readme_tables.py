@@ -22,6 +22,7 @@ import config_mutations
 import dcp_scenarios
 import export_results
 import resumed
+import strict_exports
 from families import FAMILIES
 
 import ckptcore
@@ -48,6 +49,7 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/reference/errors.md": {"errors": errors()},
         "docs/reference/findings.md": {"findings": findings()},
         "docs/reference/training-state.md": {"training_state": training_state()},
+        "docs/reference/strict-exports.md": strict(),
         "docs/reference/live-modules.md": {"transforms": transforms(), "live_models": live_models()},
     }
 
@@ -155,6 +157,39 @@ def families() -> str:
     """What comes of the export of every family from every source."""
     head = ("family", *(f"`{s}`" for s in export_results.SOURCES), "transformers 4.57")
     return table(head, map(export_results.row, FAMILIES))
+
+
+def strict() -> dict[str, str]:
+    """What was compared with what transformers saves, from which source, and what transformers 4.57 opens."""
+    own, older = strict_exports.versions()
+    declared = strict_exports.rows()
+    compared = {kind: row for kind, row in declared.items() if not row.left_out}
+    counts = Counter(row.source for row in compared.values())
+    made = [(f"`{n}`", what, str(counts[n])) for n, (what, _) in strict_exports.SOURCES.items()]
+    columns: dict[str, dict[str, list[str]]] = {"opened": {}, "differs": {}, "left_out": {}}
+    for kind, row in declared.items():
+        if row.left_out:
+            columns["left_out"].setdefault(row.left_out, []).append(kind)
+            continue
+        columns["differs"].setdefault(row.differs or strict_exports.EQUAL, []).append(kind)
+        keys = row.older[:1].isdigit()
+        columns["opened"].setdefault(strict_exports.OTHER_KEYS if keys else row.older, []).append(kind)
+
+    def by_reason(title: str, column: str) -> str:
+        rows = sorted(columns[column].items(), key=lambda of: -len(of[1]))
+        return table((title, "types", "which"), [(why, str(len(of)), _named(of)) for why, of in rows])
+
+    return {
+        "strict_sources": table(("source", "what it is", "types"), made),
+        "strict_results": f"transformers {own}.\n\n" + by_reason("names, dtypes, shapes, bytes", "differs"),
+        "strict_older": f"transformers {older}.\n\n" + by_reason("what it does with the export", "opened"),
+        "strict_left_out": by_reason("why", "left_out"),
+        "strict_engine": f"vLLM {strict_exports.VLLM}, on a CPU.\n\n"
+        + table(
+            ("model type", "kind", "weights"),
+            [(f"`{of.model_type}`", of.kind, of.dtype) for of in strict_exports.ENGINE.values()],
+        ),
+    }
 
 
 def transforms() -> str:

@@ -22,7 +22,8 @@ KINDS = {
         r"num_experts_per_tok|norm_topk_prob|routed_scaling_factor|n_group|topk_group"
     ),
     "caps of logits, scales": r".*softcapping|query_pre_attn_scalar|(?:attention|embedding)_multiplier",
-    "which layers slide, and any other field": r".*",
+    "which layers slide": r"layer_types|max_window_layers",
+    "any other field": r".*",
 }
 FOUND, NAMED = "found", "named as unconfirmed"
 # Way of verifying -> kinds that it does not find, but names. Every other kind is found.
@@ -32,7 +33,7 @@ BESIDE, ARGUMENTS, REFERENCE, TENSORS = (
     "`--reference`",
     "the source's tensors alone",
 )
-_LAST = "which layers slide, and any other field"
+_LAST = "any other field"
 MISSES: dict[str, frozenset[str]] = {
     BESIDE: frozenset(),
     ARGUMENTS: frozenset({_LAST}),
@@ -112,6 +113,11 @@ def _other_values(field: str, value: Any) -> list[Any]:
     return [2] if value is None and re.search("window|softcap", field) else []
 
 
+def _skipped(layer_types: list[str] | None) -> list[int] | None:
+    """Megatron's list of layers that slide; None where all do."""
+    return layer_types and [int(kind == "sliding_attention") for kind in layer_types]
+
+
 def megatron_args(config: dict[str, Any], args: argparse.Namespace) -> None:
     """Adds what Megatron's own arguments have for a model with this config, every option among them."""
     rope = config.get("rope_parameters") or {}
@@ -132,6 +138,7 @@ def megatron_args(config: dict[str, Any], args: argparse.Namespace) -> None:
         group_query_attention=True,
         kv_channels=config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
         window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=_skipped(config.get("layer_types")) if window is not None else None,
         attn_logit_softcapping=config.get("attn_logit_softcapping"),
         final_logit_softcapping=config.get("final_logit_softcapping"),
         num_experts=next((config[k] for k in ("num_local_experts", "num_experts") if k in config), None),

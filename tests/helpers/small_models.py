@@ -34,6 +34,7 @@ _WIDTH = re.compile(
     r"(hidden|intermediate|ffn|embed\w*|mlp|model|head)_(size|dim)$|^(d_model|d_ff|dim|n_embd)$|rank$|channels$"
 )
 _VOCAB = 320
+_ROUTER_BIAS = re.compile(r"(e_score_correction_bias|expert_bias|balancing_biases)$")
 _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -75,33 +76,39 @@ def filled(model_type: str, most: int = 20_000_000) -> Any:
 
     Raises LookupError with each class's reason when none can, or for one of more than ``most`` elements.
     """
-    reasons = []
+    reasons: dict[str, None] = {}
     for name in _classes(model_type):
-        for factor in (16, 8, 4, 1):
-            try:
-                model = _built_narrow(model_type, name, factor)
-                getattr(model.config, "validate", lambda: None)()
-                count = sum(t.numel() for t in model.state_dict().values() if hasattr(t, "numel"))
-                saved(model)  # which needs widths that its operations divide
-                if count <= most:
-                    model = model.to_empty(device="cpu")
-                    model.tie_weights()
-            except Exception as error:  # a narrow config need not be one that its class takes
-                reasons.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
-                continue
-            if count > most:
-                reasons.append(f"{name}: {count} elements")
-                continue
-            model.config.architectures = [name]
-            refill(model)
-            return model.eval()
+        for few in (2, 4, 0):
+            for factor in (16, 8, 4, 1):
+                try:
+                    model = _built_narrow(model_type, name, factor, few)
+                    count = sum(t.numel() for t in model.state_dict().values() if hasattr(t, "numel"))
+                    saved(model)  # which needs widths that its operations divide
+                    if count <= most:
+                        model = model.to_empty(device="cpu")
+                        model.tie_weights()
+                except Exception as error:  # a narrow config need not be one that its class takes
+                    reasons[f"{name}: {type(error).__name__}: {error}".splitlines()[0]] = None
+                    continue
+                if count > most:
+                    reasons[f"{name}: {count} elements"] = None
+                    if count > 8 * most:  # those that follow are wider; few are narrower
+                        break
+                    continue
+                model.config.architectures = [name]
+                refill(model)
+                return model.eval()
     raise LookupError("; ".join(reasons) or "no class")
 
 
-def _built_narrow(model_type: str, name: str, factor: int) -> Any:
+def _built_narrow(model_type: str, name: str, factor: int, few: int) -> Any:
+    """A model on the meta device, of a config that is the same after it was saved."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = _few(_narrow(transformers.CONFIG_MAPPING[model_type](), factor))
+        config = _narrow(transformers.CONFIG_MAPPING[model_type](), factor)
+        config = _few(config, few) if few else config
+        config = type(config).from_dict(config.to_dict())
+        getattr(config, "validate", lambda: None)()
         with torch.device("meta"):
             return getattr(transformers, name)._from_config(config)
 
@@ -110,10 +117,12 @@ def refill(model: Any) -> None:
     """Random elements everywhere, buffers of files included."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for name, tensor in model.state_dict().items():
             if not hasattr(tensor, "shape"):
                 continue
-            if tensor.is_floating_point():
+            if _ROUTER_BIAS.search(name):  # of a real size, close to each other: bfloat16 has 1 of 16 there
+                tensor.copy_(8 + (torch.rand(tensor.shape, generator=generator) - 0.5) * 0.04)
+            elif tensor.is_floating_point():
                 tensor.copy_(torch.rand(tensor.shape, generator=generator) * 0.1)
             elif not tensor.is_complex():
                 tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator))
@@ -153,14 +162,15 @@ def _narrow(config: Any, factor: int) -> Any:
     return config
 
 
-def _few(config: Any) -> Any:
+def _few(config: Any, layers: int = 2) -> Any:
     for name, few in _FEW.items():
+        fewest = max(few, layers)
         many = getattr(config, name, None) if name in vars(config) else None
-        if isinstance(many, int) and many > few:
-            setattr(config, name, few)
+        if isinstance(many, int) and many > fewest:
+            setattr(config, name, fewest if name != "num_experts_per_tok" else few)
     for value in vars(config).values():
         if isinstance(value, transformers.PreTrainedConfig):
-            _few(value)
+            _few(value, layers)
     for name in ("layer_types", "mlp_layer_types"):
         kinds = vars(config).get(name)
         if isinstance(kinds, list):

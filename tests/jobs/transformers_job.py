@@ -1,8 +1,8 @@
 """A job that makes and opens folders with the transformers that it runs under.
 
 Run as a program it takes one JSON command a line and answers with one: ``{"make": family, "hub": folder,
-"live": folder}`` or ``{"compare": [right, made], "base": folder or null}``. The same functions are called by
-tests in their own process, under the transformers that is pinned.
+"live": folder}``, ``{"compare": [right, made], "base": folder or null}`` or ``{"open": folder}``. The same
+functions are called by tests in their own process, under the transformers that is pinned.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 UNOPENED = "the right folder does not open"
+NO_CLASS = "has no such class"
+NOT_BUILT = "does not open it"
 
 
 def make(family: str, hub: Path, live: Path) -> str:
@@ -57,6 +59,32 @@ def compare(right: Path, made: Path, base: Path | None = None) -> str:
     return "" if torch.equal(one, two) else f"differ by up to {(one - two).abs().max()}"
 
 
+def version() -> str:
+    """The version of transformers."""
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def opens(folder: Path) -> str:
+    """How many keys the class of a folder lacks, has too many or in another shape, "" for none."""
+    import transformers
+
+    library: Any = transformers
+    library.logging.set_verbosity_error()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    if not hasattr(library, name):
+        return NO_CLASS
+    try:
+        _, report = getattr(library, name).from_pretrained(
+            folder, output_loading_info=True, local_files_only=True
+        )
+    except Exception as error:  # of a third party's loader
+        return f"{NOT_BUILT}: {type(error).__name__}"
+    counts = {kind: len(report.get(f"{kind}_keys", ())) for kind in ("missing", "unexpected", "mismatched")}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+
 def _opened(folder: Path, base: Path | None) -> Any:
     """The model, or what transformers would start at random or leave out."""
     import transformers
@@ -85,9 +113,14 @@ def main() -> None:
         try:
             if "make" in asked:
                 answer = make(asked["make"], Path(asked["hub"]), Path(asked["live"]))
+            elif "version" in asked:
+                answer = version()
+            elif "open" in asked:
+                answer = opens(Path(asked["open"]))
             else:
                 base = asked.get("base")
-                answer = compare(*map(Path, asked["compare"]), Path(base) if base else None)
+                right, made = map(Path, asked["compare"])
+                answer = compare(right, made, Path(base) if base else None)
         except Exception as error:  # the test that asked shows it
             answer = f"{type(error).__name__}: {error}"
         print(json.dumps(answer), file=answers, flush=True)

@@ -150,7 +150,7 @@ def _compare_fields(config: Config, other: Config, one: HubFields, two: HubField
             notes.one_sided.add(name)
         elif same_value(first.value, second.value):
             notes.confirmed.add(name)
-        elif not name.endswith("vocab_size"):
+        elif not name.endswith("vocab_size") and one.reads(name):
             notes.differs(first.place, f"{config.name} says {first}", f"{other.name} says {second}")
 
 
@@ -206,6 +206,20 @@ def _compare_routing(config: Config, other: Config, notes: _Notes) -> None:
         notes.differs(_ROUTING, f"{config.name} says {one[1]}", f"{other.name} says {two[1]}")
 
 
+def _compare_sliding(config: Config, other: Config, notes: _Notes) -> None:
+    """Compare which layers attend to a window of tokens."""
+    kind = config.fields.model_type if config.fields is not None else ""
+    if is_untold(other.world, "sliding_layers", kind):
+        return
+    one, two = config.sliding_layers, other.sliding_layers
+    if one is None or two is None:
+        return
+    if one[0] == two[0]:
+        notes.confirmed.update(("layer_types", "max_window_layers"))
+    else:
+        notes.differs("layer_types", f"{config.name} says {one[1]}", f"{other.name} says {two[1]}")
+
+
 def _compare_scaling(config: Config, other: Config, notes: _Notes) -> None:
     one, two = config.rope_scaling, other.rope_scaling
     if one is None or two is None:
@@ -235,6 +249,7 @@ _BY_MEANING = (
     _compare_numbers,
     _compare_terms,
     _compare_routing,
+    _compare_sliding,
     _compare_scaling,
     _compare_vocabulary,
 )

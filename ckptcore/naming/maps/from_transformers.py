@@ -478,8 +478,12 @@ def _defaults(library: Any, kind: str) -> dict[str, Any]:
     found = {f: s.value for f, s in fields.functional.items() if isinstance(s.value, (bool, int, float, str))}
     declared = {f: getattr(cls, f, None) for f in saved if "." not in f}
     derived = [f for f in found if f in declared and declared[f] is None]
-    has = [name for name in (*saved, *cls.attribute_map) if fields.counts(name) and name not in _ROPE]
-    return dict.fromkeys(has, NULL) | found | dict.fromkeys(derived, NULL)
+    has = [name for name in (*saved, *cls.attribute_map) if fields.may_count(name) and name not in _ROPE]
+    others = {
+        n: declared.get(n) for n in has if not fields.counts(n)
+    }  # with other values of a field, they do
+    unused = {n: v for n, v in others.items() if isinstance(v, (bool, int, float, str))}
+    return dict.fromkeys(has, NULL) | unused | found | dict.fromkeys(derived, NULL)
 
 
 def _toml_value(value: Any) -> str:

@@ -82,15 +82,28 @@ class HubFields:
         """The fields that the model's class has, with their defaults; None of a class that is not frozen."""
         return _frozen().get(self.model_type)
 
+    def reads(self, field: str) -> bool:
+        """Return whether the model's class may read a field: a trainer's own notes differ in nothing.
+
+        A class that is not frozen, or whose code is beside the config, may read any; other classes also what
+        any frozen class has, and fields that count only in some.
+        """
+        has = self.of_class
+        if has is None or "auto_map" in self.values or "." in field:
+            return True
+        return field in has or field in _of_any_class()
+
+    def may_count(self, field: str) -> bool:
+        """Return whether a field changes what the model computes, with some values of other fields."""
+        name = _split(field)[1]
+        return not _matches("neutral", name) and name not in _table()["unused"].get(self.model_type, ())
+
     def counts(self, field: str) -> bool:
         """Return whether a field changes what the model computes."""
-        start = field.find(f"{ROPE}.")
-        cut = start if start >= 0 else field.rfind(".") + 1
-        root, name = field[:cut], field[cut:]
-        table = _table()
-        if _matches("neutral", name) or name in table["unused"].get(self.model_type, ()):
+        if not self.may_count(field):
             return False
-        rule = table["only"].get(name)
+        root, name = _split(field)
+        rule = _table()["only"].get(name)
         if rule is None:
             return True
         if "field" in rule:
@@ -218,6 +231,13 @@ def field_of(place: str) -> str:
     return ".".join([*parts[:nested], path])
 
 
+def _split(field: str) -> tuple[str, str]:
+    """Return (path of nested configs, field of one config)."""
+    start = field.find(f"{ROPE}.")
+    cut = start if start >= 0 else field.rfind(".") + 1
+    return field[:cut], field[cut:]
+
+
 def _matches(group: str, name: str) -> bool:
     return _pattern(group).fullmatch(name) is not None
 
@@ -239,6 +259,11 @@ def _frozen() -> Mapping[str, Mapping[str, Any]]:
     file = resources.files(__package__) / "transformers" / FROZEN
     kinds = tomllib.loads(file.read_text("utf-8"))["class"]
     return {kind: {k: None if v == NULL else v for k, v in of.items()} for kind, of in kinds.items()}
+
+
+@cache
+def _of_any_class() -> frozenset[str]:
+    return frozenset(field for of in (*_frozen().values(), _table()["only"]) for field in of)
 
 
 @cache

@@ -73,6 +73,11 @@ class LiveFamilyForm(Form):
     float32_in_half: tuple[str, ...] = ()
 
 
+Shapes = Mapping[str, Sequence[int]]
+# In a layout: parts of one length that are one after the other.
+_EQUAL_PARTS = re.compile(r"\(\((p\d+(?: \+ p\d+)+)\) (\w+)\)")
+
+
 @dataclass(frozen=True)
 class LiveFamily:
     """A family with its steps.
@@ -158,13 +163,19 @@ def _if_alike(found: Sequence[LiveFamilyForm]) -> LiveFamilyForm | None:
     return found[0] if len(kinds) == 1 else None
 
 
-def live_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any] | None = None) -> ArchMap:
+def live_map(
+    family: LiveFamily,
+    names: Iterable[str],
+    config: Mapping[str, Any] | None = None,
+    shapes: Shapes | None = None,
+) -> ArchMap:
     """Return the map from a module's tensors to the hub's files, as `save_pretrained` writes them.
 
     Args:
         family: Of the model.
         names: Of every tensor of the module that there is.
         config: What config.json holds, for the numbers that rules need.
+        shapes: Of the tensors of either side, for rules whose parts are not of one length.
 
     Raises:
         UsageError: For tensors whose step is refused, and for numbers that are not in the config.
@@ -178,17 +189,22 @@ def live_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any]
                 hint="try --rename for that tensor, or --names stored",
             )
     numbers = numbers_of(family, config or {})
-    rules = tuple(r for form in _rules_of_routes(routes, numbers) for r in compiled(form))
+    rules = tuple(r for form in _rules_of_routes(routes, numbers, shapes or {}) for r in compiled(form))
     return _arch_map(family, rules)
 
 
-def hub_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any] | None = None) -> ArchMap:
+def hub_map(
+    family: LiveFamily,
+    names: Iterable[str],
+    config: Mapping[str, Any] | None = None,
+    shapes: Shapes | None = None,
+) -> ArchMap:
     """Return the map from the hub's files to a module's tensors; arguments and errors as of `live_map`.
 
     Raises:
         UsageError: Also for rules that have no way back.
     """
-    return live_map(family, _loaded(family, names), config).inverted()
+    return live_map(family, _loaded(family, names), config, shapes).inverted()
 
 
 def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
@@ -290,7 +306,7 @@ class _Alike:
     hub: tuple[str, ...]
 
 
-def _rules_of_routes(routes: Sequence[Route], numbers: Mapping[str, int]) -> list[RuleForm]:
+def _rules_of_routes(routes: Sequence[Route], numbers: Mapping[str, int], shapes: Shapes) -> list[RuleForm]:
     """Return the rules that take exactly the routes' tensors."""
     groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[Route]] = defaultdict(list)
     for route in routes:
@@ -305,12 +321,17 @@ def _rules_of_routes(routes: Sequence[Route], numbers: Mapping[str, int]) -> lis
     for each in alike:
         many = all(taken[t] == 1 for t in each.live)
         for live, hub in _indexed(each, len(out)) if many else [(r.live, r.hub) for r in each.routes]:
-            out.append(_step_rule(len(out), each, live, hub, numbers))
+            out.append(_step_rule(len(out), each, live, hub, numbers, shapes))
     return out
 
 
 def _step_rule(
-    number: int, alike: _Alike, live: Sequence[str], hub: Sequence[str], numbers: Mapping[str, int]
+    number: int,
+    alike: _Alike,
+    live: Sequence[str],
+    hub: Sequence[str],
+    numbers: Mapping[str, int],
+    shapes: Shapes,
 ) -> RuleForm:
     """Return the rule of a step, for full names. number: of the rule, for names of its axes."""
     step, name = alike.routes[0].step, f"{_slug(alike.live[0])}-{number}"
@@ -325,6 +346,7 @@ def _step_rule(
             hint="try --config FOLDER with the model's config.json",
         )
     axes = {**joined.axes, **{k: numbers[k] for k in step.numbers}}
+    axes |= _uneven_parts(joined, alike.routes[0], shapes)
     item = re.compile(rf"\b{ITEM[1:-1]}\b")
 
     def full_terms(names: Sequence[str], terms: Sequence[str]) -> tuple[str, ...]:
@@ -342,6 +364,27 @@ def _step_rule(
             "axes": {k: str(v) for k, v in axes.items()},
         }
     )
+
+
+def _uneven_parts(joined: RuleForm, route: Route, shapes: Shapes) -> dict[str, str]:
+    """Return the sizes of joined parts of different lengths, as files have them, or as saving cuts them.
+
+    `save_pretrained` cuts with `torch.chunk`, whose parts have a length that is rounded up, and the last what
+    is left.
+    """
+    equal = _EQUAL_PARTS.search(joined.source[0])
+    if equal is None:
+        return {}
+    names = equal[1].split(" + ")
+    dim = len(joined.source[0][: equal.start()].partition(" : ")[2].split())
+    lengths = [shape[dim] for name in (route.live[0], *route.hub) if len(shape := shapes.get(name, ())) > dim]
+    sizes = lengths
+    if route.live[0] in shapes and lengths:
+        length = -(-lengths[0] // len(names))
+        sizes = [min(length, lengths[0] - n * length) for n in range(len(names))]
+    if len(sizes) < len(names) or len({*sizes}) == 1 or min(sizes) < 1:
+        return {}  # parts of one length, or none: shapes are compared with the rule
+    return {name: str(size) for name, size in zip(names, sizes, strict=True)} | {equal[2]: "1"}
 
 
 Sides = tuple[tuple[str, ...], tuple[str, ...]]

@@ -22,6 +22,11 @@ Number = int | float
 _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab"})
 # Megatron stores these, with their defaults, for models without experts, too.
 _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
+_WINDOW = "window"
+_LAYERS = "layer_types"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_MOST_LAYERS = 4096  # that are compared one by one
+_SKIPPED = "window_attn_skip_freq"  # Megatron's, of layers whose attention is full
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
 _TABLES = ("null", "terms", "flags", "untold")  # beside the numbers of a world
 _MISSING = object()
@@ -137,11 +142,42 @@ class Config:
     @property
     def rope_scaling(self) -> RopeScaling | None:
         """How it scales rotary embeddings; None if it does not say."""
-        from ckptcore.naming.maps.rope_scaling import rope_scaling_of_hub, rope_scaling_of_megatron
+        from ckptcore.naming.maps.rope_scaling import BY_WORLD, rope_scaling_of_hub
 
         if self.fields is not None:
             return rope_scaling_of_hub(self.name, self.fields)
-        return rope_scaling_of_megatron(self.name, self.content) if self.world == "megatron" else None
+        read = BY_WORLD.get(self.world)
+        return None if read is None else read(self.name, self.content)
+
+    @property
+    def sliding_layers(self) -> tuple[tuple[bool, ...], str] | None:
+        """Which layers attend to a window of tokens, and the field that says so; None if none does.
+
+        In Megatron every layer does, but each of a number, or those that a list has 0 of
+        (core/transformer/utils.py, `is_layer_window_attention`).
+        """
+        layers, window = (self.numbers.get(name) for name in ("layer", _WINDOW))
+        if layers is None or window is None or layers[0] > _MOST_LAYERS:
+            return None
+        count = int(layers[0])
+        if self.fields is not None:
+            stated, has = self._stated(_LAYERS), self.fields.of_class
+            if stated is None or not isinstance(stated.value, (list, tuple)):
+                every = window[0] and has is not None and _LAYERS not in has
+                return ((True,) * count, says(window[1], window[0])) if every else None
+            sliding = tuple(kind == _SLIDING for kind in stated.value)
+            compared = all(kind in (_SLIDING, _FULL) for kind in stated.value)
+            return (sliding, str(stated)) if compared and window[0] else None
+        if self.world != "megatron" or _SKIPPED not in self.content or not window[0]:
+            return None
+        skipped = self.content[_SKIPPED]
+        if isinstance(skipped, (list, tuple)):
+            sliding = tuple(map(bool, skipped))
+        elif skipped is None or (type(skipped) is int and skipped > 0):
+            sliding = tuple(not skipped or layer % skipped != 0 for layer in range(1, count + 1))
+        else:
+            return None
+        return (sliding, f"{_SKIPPED} = {short_repr(skipped)}") if len(sliding) == count else None
 
     @property
     def architectures(self) -> tuple[str, ...]:

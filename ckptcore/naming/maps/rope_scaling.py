@@ -4,13 +4,14 @@ No tensor shows it: a model whose config lacks its scaling opens, and is wrong b
 
 Sources: Megatron-LM, ``core/models/common/embeddings/rotary_pos_embedding.py`` (``_apply_scaling`` has
 Llama 3's frequencies as constants), ``training/arguments.py``, ``core/transformer/transformer_config.py``
-(``MLATransformerConfig``); Megatron-Bridge, ``models/gpt_provider.py``; transformers,
-``modeling_rope_utils.py``.
+(``MLATransformerConfig``); Megatron-Bridge, ``models/gpt_provider.py``; OLMo-core 3.0.0, ``nn/rope.py``
+(``to_hf_config`` of each class); torchtitan 0.3.0, ``models/common/rope.py``, and earlier
+``models/llama3/model/args.py``; transformers, ``modeling_rope_utils.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,18 @@ _LLAMA3_FACTOR = 8.0  # without --rope-scaling-factor
 _SWITCHES = ("use_rope_scaling", "rope_scaling")
 _STRETCHED = ("rotary_seq_len_interpolation_factor", "seq_len_interpolation_factor")
 _YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+_OWN_ROPE = "rope"  # the place in the configs of OLMo and torchtitan
+# Field that only this scaling of OLMo-core has -> transformers' name for it; a new base is no scaling.
+_OLMO_KINDS = {
+    "beta_fast": "yarn",
+    "low_freq_proportion": "llama3",
+    "low_freq_factor": "llama3",
+    "new_theta": PLAIN_ROPE,
+    "factor": "linear",
+}
+_OLMO_PARAMETERS = {"original_max_position_embeddings": "old_context_len"}
+_TITAN_ARGUMENTS = "rope_scaling_args"
+_TITAN_KINDS = {"llama": ("llama3", "scaling_factor"), "yarn": ("yarn", "rope_factor")}
 # Parameters by transformers' names that say other frequencies. The rest is derived, or of attention's scale.
 _PARAMETERS = (
     "factor",
@@ -84,6 +97,56 @@ def rope_scaling_of_megatron(name: str, content: Mapping[str, Any]) -> RopeScali
     return _scaling(name, known, content[known], PLAIN_ROPE, {}) if known else None
 
 
+def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+    """Read OLMo-core's config; None where it does not say it, or says it for each layer."""
+    model = _mapping(content, "model")
+    block = _mapping(model, "block")
+    mixer = next((m for k in ("sequence_mixer", "attention") if (m := _mapping(block, k))), {})
+    rope = mixer.get(_OWN_ROPE)
+    if not isinstance(rope, Mapping) or model.get("block_overrides"):
+        return None
+    stated = rope.get("scaling")
+    if not isinstance(stated, Mapping):
+        return _scaling(name, "rope.scaling", None, PLAIN_ROPE, {}) if stated is None else None
+    kind = next((kind for key, kind in _OLMO_KINDS.items() if key in stated), "")
+    if not kind:
+        return None
+    parameters = {k: _number(stated.get(_OLMO_PARAMETERS.get(k, k))) for k in _PARAMETERS}
+    low, high = (_number(stated.get(f"{end}_freq_proportion")) for end in ("low", "high"))
+    if low is not None and high is not None and 0 <= low < 1 and 0 < high <= 1:
+        parameters |= {"low_freq_factor": 1.0 / (1 - low), "high_freq_factor": 1.0 / high}
+    return _scaling(name, "rope.scaling", dict(stated), kind, parameters)
+
+
+def rope_scaling_of_olmo(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+    """Read the config of allenai/OLMo, which scales nothing; None where it has no rotary embeddings."""
+    rotary = _mapping(content, "model").get(_OWN_ROPE)
+    return _scaling(name, "model.rope", rotary, PLAIN_ROPE, {}) if rotary is True else None
+
+
+def rope_scaling_of_torchtitan(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+    """Read torchtitan's config, or earlier its arguments of Llama; None where they do not say it."""
+    model = _mapping(content, "model") or content
+    if _TITAN_ARGUMENTS in model:
+        stated = model[_TITAN_ARGUMENTS]
+        if not isinstance(stated, Mapping):
+            return _scaling(name, _TITAN_ARGUMENTS, None, PLAIN_ROPE, {}) if stated is None else None
+        kind, factor, place = "llama3", "scaling_factor", _TITAN_ARGUMENTS
+    else:
+        stated = _mapping(model, _OWN_ROPE)
+        named, place = stated.get("scaling"), "rope.scaling"
+        if named == "none":
+            return _scaling(name, place, named, PLAIN_ROPE, {})
+        if not isinstance(named, str) or named not in _TITAN_KINDS:
+            return None
+        kind, factor = _TITAN_KINDS[named]
+    length = "original_seq_len" if kind == "yarn" else "original_max_position_embeddings"
+    own = {"factor": factor, "original_max_position_embeddings": length}
+    used = ("beta_fast", "beta_slow") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+    parameters = {k: _number(stated.get(own.get(k, k))) for k in (*own, *used)}
+    return _scaling(name, place, stated.get("scaling", dict(stated)), kind, parameters)
+
+
 def rope_scaling_of_hub(name: str, fields: HubFields) -> RopeScaling | None:
     """Read a config.json; None where it does not say it, or says it for each kind of layer."""
     if fields.rope_by_layer:
@@ -109,6 +172,21 @@ def _scaling(
     )
 
 
+def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a config inside another one, or an empty one."""
+    inside = content.get(key)
+    return inside if isinstance(inside, Mapping) else {}
+
+
 def _number(value: Any) -> float | None:
     """Return a number of a config; None for any other value."""
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+# World of a trainer -> what reads its config.
+BY_WORLD: Mapping[str, Callable[[str, Mapping[str, Any]], RopeScaling | None]] = {
+    "megatron": rope_scaling_of_megatron,
+    "olmo_core": rope_scaling_of_olmo_core,
+    "olmo": rope_scaling_of_olmo,
+    "torchtitan": rope_scaling_of_torchtitan,
+}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from older_transformers import VARIABLE, Older
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
@@ -39,12 +39,20 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask transformers in this process, which has imported it already, and not in one of its own."""
+    from strict_exports import ask_here
 
-    def ask(module: str, asked: object, *, seconds: float | None) -> Any:
-        answer = importlib.import_module(module).answer
-        return json.loads(json.dumps(answer(json.loads(json.dumps(asked)))))
+    monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask_here)
 
-    monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask)
+
+@pytest.fixture(scope="module")
+def older() -> Iterator[Older]:
+    """transformers 4.57, in a process of its own."""
+    python = os.environ.get(VARIABLE)
+    if not python:
+        pytest.skip(f"{VARIABLE} names no interpreter that has transformers 4.57")
+    one = Older(python)
+    yield one
+    one.process.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,7 @@ By default one export of every family, with every source in all its forms among 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from export_cells import differing, observe, require_declared  # noqa: E402
 from export_results import LACKING_4, LOGITS, SOURCES, TENSORS, Cell, Result, cells, declared, short  # noqa: E402
 from export_sources import Tiny, weights  # noqa: E402
 from families import FAMILIES, FORMS, forms  # noqa: E402
-from paths import HELPERS, JOBS  # noqa: E402
+from older_transformers import Older  # noqa: E402
 from trainer_names import WORLDS  # noqa: E402
 
 import ckptcore  # noqa: E402
@@ -47,41 +44,6 @@ def run(cell: Cell, tinies: Tinies, folder: Path) -> Result:
 @pytest.mark.parametrize("cell", short(), ids=str)
 def test_an_export_is_what_the_table_says(tinies: Tinies, tmp_path: Path, cell: Cell) -> None:
     require_declared(cell, run(cell, tinies, tmp_path))
-
-
-class Older:
-    """Another interpreter, with transformers 4.57, that makes and opens folders."""
-
-    def __init__(self, python: str) -> None:
-        paths = f"{HELPERS}{os.pathsep}{JOBS}"
-        self.process = subprocess.Popen(
-            [python, str(JOBS / "transformers_job.py")],
-            env=os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def ask(self, **asked: object) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        return str(json.loads(self.process.stdout.readline()))
-
-    def compare(self, right: Path, made: Path, base: Path | None) -> str:
-        return self.ask(compare=[str(right), str(made)], base=None if base is None else str(base))
-
-
-@pytest.fixture(scope="module")
-def older() -> Iterator[Older]:
-    python = os.environ.get("CKPTCORE_TRANSFORMERS4_PYTHON")
-    if not python:
-        pytest.skip("CKPTCORE_TRANSFORMERS4_PYTHON names no interpreter that has transformers 4.57")
-    one = Older(python)
-    yield one
-    one.process.communicate()
 
 
 @pytest.mark.soak

@@ -172,7 +172,7 @@ def prove(model: Any, folder: Path) -> None:
     state = {n: t.clone().contiguous() for n, t in model.state_dict().items() if hasattr(t, "shape")}
     save_file(state, folder / "live.safetensors")
     source = ckptcore.open(str(folder / "live.safetensors"))
-    rules = live_families.live_map(family, state, config)
+    rules = live_families.live_map(family, state, config, {n: t.shape for n, t in state.items()})
     made = convert(source, rules, {}).manifest
     saved = files(folder / "hub")
     got = {t.fqn: ckptcore.read(made, t.fqn) for t in made.tensors}
@@ -184,7 +184,7 @@ def prove(model: Any, folder: Path) -> None:
     if not rules.invertible:
         return
     save_file({n: t.contiguous() for n, t in got.items()}, folder / "all.safetensors")
-    back = live_families.hub_map(family, got, config)
+    back = live_families.hub_map(family, got, config, {n: t.shape for n, t in got.items()})
     if {n for r in back.rules for t in r.to for n in [str(t)]} != {
         str(t) for r in rules.rules for side in r.spellings for t in side
     }:
@@ -193,6 +193,30 @@ def prove(model: Any, folder: Path) -> None:
     assert {t.fqn for t in live.tensors} == state.keys()
     for name, tensor in state.items():
         assert same(ckptcore.read(live, name), tensor), name
+
+
+def test_parts_of_other_lengths_than_each_other(tmp_path: Path) -> None:
+    """`save_pretrained` cuts 28 channels of convolutions into 10, 10 and 8."""
+    config = transformers.OlmoHybridConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=4,
+        linear_num_value_heads=2,
+        linear_value_head_dim=6,
+        pad_token_id=0,
+    )
+    model = transformers.OlmoHybridForCausalLM(config)
+    small_models.refill(model)
+    prove(model, tmp_path)
+    saved = files(tmp_path / "hub")
+    lengths = [saved[f"model.layers.0.linear_attn.{p}_conv1d.weight"].shape[0] for p in "qkv"]
+    assert lengths == [10, 10, 8]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

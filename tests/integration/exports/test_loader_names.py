@@ -36,7 +36,6 @@ def test_megatron_does_not_load_names_of_the_hub(model: Any, tmp_path: Path) -> 
             assert not out.exists()
 
 
-@pytest.mark.usefixtures("asked_here")
 def test_modules_do_not_load_names_that_only_files_have(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "hub")
     options: dict[str, Any] = {"verb": "export", "to": "dcp", "catalog": False}

