@@ -63,6 +63,7 @@ from ckptcore.formats.megatron.dcp import FSDP_DTENSOR, TORCH_DCP
 from ckptcore.formats.megatron.legacy import FORMAT as MEGATRON_LEGACY
 from ckptcore.formats.megatron.torch_dist import FORMAT as MCORE_DIST
 from ckptcore.formats.megatron.zarr import FORMAT as MCORE_ZARR
+from ckptcore.formats.meta.format import FORMAT as META
 from ckptcore.formats.olmo.core import FORMAT as OLMO_CORE
 from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
 from ckptcore.formats.olmo.unsharded import FORMAT as OLMO_UNSHARDED
@@ -98,6 +99,7 @@ FORMATS: tuple[Format, ...] = (
     HF_QUANTIZED,
     SAFETENSORS,
     LIGHTNING,
+    META,
     ACCELERATE,
     TORCH_RANKS,
     TORCH_SAVE,

@@ -96,7 +96,6 @@ _RESHARDER = "metadata.pkl"
 _METASEQ = late_pattern(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
 _VLLM = late_pattern(r"^model-(?:rank-[1-9]\d*|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
 _XLA = late_pattern(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
-_META = late_pattern(r"^consolidated\.\d+\.pth$")
 _TENSORRT = late_pattern(r"^rank\d+\.safetensors$")
 
 
@@ -225,12 +224,6 @@ KNOWN: tuple[KnownFormat, ...] = (
         "the shards of torch_xla FSDP",
         lambda source: _files_like(source, "rank", _XLA),
         "join them with python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts",
-    ),
-    KnownFormat(
-        "meta-parallel",
-        "the model-parallel files of a Llama from Meta",
-        lambda source: _files_like(source, "consolidated.", _META, 2),
-        "join them with transformers' convert_llama_weights_to_hf.py",
     ),
     KnownFormat(
         "torch-checkpointing",

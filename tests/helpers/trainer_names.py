@@ -237,7 +237,7 @@ def _experts(left: State) -> dict[str, dict[str, torch.Tensor]]:
 def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
     """As torchtitan names it. form: old, linear (qkv_linear and new experts), or fused (wqkv)."""
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    rotated = config["model_type"] == "llama"
+    rotated = config["model_type"] in ("llama", "mistral", "mixtral")
     head = "output" if form == "old" else "lm_head"
     out = {
         "tok_embeddings.weight": hub["model.embed_tokens.weight"],
@@ -267,6 +267,12 @@ def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
         "mlp.router.weight": "moe.router.gate.weight",
         "mlp.router.bias": "moe.router.gate.bias",
         "mlp.gate.e_score_correction_bias": "moe.expert_bias" + ("" if form == "old" else "_E"),
+        "block_sparse_moe.gate.weight": "feed_forward.gate.weight",
+        **{
+            f"block_sparse_moe.experts.{e}.w{k}.weight": f"feed_forward.experts.{e}.w{k}.weight"
+            for e in range(4)
+            for k in (1, 2, 3)
+        },
         "mlp.shared_experts.gate_proj.weight": "moe.shared_experts.w1.weight",
         "mlp.shared_experts.up_proj.weight": "moe.shared_experts.w3.weight",
         "mlp.shared_experts.down_proj.weight": "moe.shared_experts.w2.weight",

@@ -15,9 +15,9 @@ from itertools import islice
 
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, finding
+from ckptcore.formats.common.equal_files import mixed
 from ckptcore.formats.common.optimizer_numbers import numbered
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
-from ckptcore.formats.deepspeed.misplaced_files import mixed
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates
 from ckptcore.utils.dataclass import dataclass

@@ -23,6 +23,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.shard_pieces import ShardPlacement, Unmerged, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import NAME, CheckpointFiles, files_of
@@ -52,7 +53,7 @@ from ckptcore.formats.deepspeed.pipeline_layers import (
     unlisted_layers,
 )
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, read_model_states
-from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, TensorParallel, Unmerged, same
+from ckptcore.formats.deepspeed.tensor_parallel import TensorParallel
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
 from ckptcore.utils.dataclass import dataclass

@@ -23,7 +23,7 @@ _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "voca
 # Megatron stores these, with their defaults, for models without experts, too.
 _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
-_TABLES = ("null", "terms", "flags", "untold")  # beside the numbers of a world
+_TABLES = ("null", "unset", "terms", "flags", "untold")  # beside the numbers of a world
 _MISSING = object()
 _NO = "no "
 
@@ -59,12 +59,15 @@ class Config:
         """
         table = _config_keys()[self.world]
         nulls: Mapping[str, Number] = table.get("null", {})
+        unset: Mapping[str, Number] = table.get("unset", {})
         found: dict[str, tuple[Number, str]] = {}
         for number, places in table.items():
             if number in _TABLES:
                 continue
             for place in [*places, ""]:
                 stated = self._stated(place) if place else self._of_class(places, number in nulls)
+                if stated is not None and number in unset and stated.value == unset[number]:
+                    continue
                 if place.startswith("|"):
                     found |= {number: found[place[1:]]} if place[1:] in found else {}
                 elif stated is not None and stated.value is None and number in nulls:

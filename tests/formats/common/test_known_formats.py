@@ -23,7 +23,6 @@ FOLDERS = {
     "torch-checkpointing": ("model_0.pt", "model_1.pt", "train_state_0.pt", "train_state_1.pt"),
     "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
     "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
-    "meta-parallel": ("consolidated.00.pth", "consolidated.01.pth", "params.json"),
 }
 
 
