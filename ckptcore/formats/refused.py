@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
-from ckptcore.formats.common.part_names import part_name
-from ckptcore.formats.common.trainer_files import is_state
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
+from ckptcore.formats.torch_checkpointing.format import ITEM, METADATA
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
@@ -74,8 +73,8 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
     name = source.name or next((p for p in source.listing if p in _MEGATRON), None)
     if name in _MEGATRON and _MP_RANK.match(folder):
         return (f"{folder}/{name} is one model-parallel rank's file",)
-    if source.name is not None and _ITEM.match(source.name) and source.store.size(_RESHARDER):
-        return (f"{source.name} is beside {_RESHARDER}, and is one rank's item",)
+    if source.name is not None and ITEM.match(source.name) and source.store.size(METADATA):
+        return (f"{source.name} is beside {METADATA}, and is one rank's item",)
     flat = source.name is not None and RANK_SAFETENSORS.match(source.name)
     if flat and source.store.size("metadata.json") is not None:
         return (f"{source.name} is beside metadata.json, and holds flattened shards",)
@@ -90,9 +89,6 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 # torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c, as pickle protocols from 2 and before write it.
 _MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 _MAGIC_TEXT = b"L119547037146038801333356L"
-# torch_checkpointing: `<item>_<rank>.pt`, or another suffix; metadata.pkl where an item can be resharded.
-_ITEM = late_pattern(r"^(?P<item>[A-Za-z][\w-]*)_(?P<rank>\d+)\.(?:pt|safetensors)$")
-_RESHARDER = "metadata.pkl"
 _METASEQ = late_pattern(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
 _VLLM = late_pattern(r"^model-(?:rank-[1-9]\d*|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
 _XLA = late_pattern(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
@@ -110,25 +106,6 @@ def _files_like(
         return None
     more = f" and {len(matching) - 1} more" if matching[1:] else ""
     return (f"found {matching[0]}{more}",)
-
-
-def _torch_checkpointing(source: Source) -> tuple[str, ...] | None:
-    """Recognise the items of each rank. A model alone, or beside a trainer's state, is any script's."""
-    if source.name is not None:
-        return None
-    tensors = [p for p in source.listing if "/" not in p and p.endswith((*_TORCH, ".safetensors"))]
-    tensors = [p for p in tensors if not is_state(p)]
-    items: dict[str, set[int]] = {}
-    for path in tensors:
-        found = _ITEM.match(path)
-        if found is None or part_name(path) is not None:
-            return None
-        items.setdefault(found["item"], set()).add(int(found["rank"]))
-    ranks = next(iter(items.values()), set())
-    if _RESHARDER in source.listing and ranks:
-        return (f"found {_RESHARDER} and {tensors[0]}",)
-    alike = all(own == ranks for own in items.values()) and ranks == set(range(len(ranks)))
-    return (f"each rank has {', '.join(sorted(items))}",) if alike and len(items) > 1 else None
 
 
 def _gguf(source: Source) -> tuple[str, ...] | None:
@@ -224,12 +201,6 @@ KNOWN: tuple[KnownFormat, ...] = (
         "the shards of torch_xla FSDP",
         lambda source: _files_like(source, "rank", _XLA),
         "join them with python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts",
-    ),
-    KnownFormat(
-        "torch-checkpointing",
-        "a checkpoint of torch_checkpointing",
-        _torch_checkpointing,
-        "load it with torch_checkpointing on one rank, and save the state dict with torch.save",
     ),
     KnownFormat(
         "metaseq",

@@ -1,4 +1,4 @@
-"""Make tiny checkpoints as Meta's ranks save them, of each generation, with the tensors of the whole model.
+"""Make tiny checkpoints as Meta's ranks save them, of each generation, with the tensors of the model.
 
 The cuts are those of Meta's public loaders, written here from torch's `chunk` alone: fairscale's parallel
 layers (Llama 1 and 2), llama-models' `reshard_mp` (Llama 3 and 4).
@@ -56,31 +56,31 @@ def llama4() -> Tensors:
 
 
 def params(**more: Any) -> dict[str, Any]:
-    """Return what params.json says of both."""
+    """Return the sizes in params.json, of both."""
     sizes = {"dim": WIDTH, "n_layers": 2, "n_heads": HEADS, "n_kv_heads": KEYS, "norm_eps": 1e-5}
     return {**sizes, "vocab_size": VOCABULARY, **more}
 
 
 def rank(tensors: Tensors, number: int, ranks: int, generation: int) -> Tensors:
     """Return one rank's part."""
-    return {name: _part(name, whole, number, ranks, generation).clone() for name, whole in tensors.items()}
+    return {name: _part(name, full, number, ranks, generation).clone() for name, full in tensors.items()}
 
 
-def _part(name: str, whole: torch.Tensor, number: int, ranks: int, generation: int) -> torch.Tensor:
+def _part(name: str, full: torch.Tensor, number: int, ranks: int, generation: int) -> torch.Tensor:
     if "norm" in name or "router" in name:
-        return whole
+        return full
     if "wqkv" in name:
-        parts = whole.split((WIDTH, KEYS * SIZE, KEYS * SIZE))
+        parts = full.split((WIDTH, KEYS * SIZE, KEYS * SIZE))
         return torch.cat([part.chunk(ranks)[number] for part in parts])
     if "fc1_weight" in name:
-        return torch.cat([half.chunk(ranks)[number] for half in whole.chunk(2)])
+        return torch.cat([half.chunk(ranks)[number] for half in full.chunk(2)])
     if "moe_w" in name:
         dim = -2 if "out" in name else -1
-        return whole.unflatten(0, (EXPERTS, -1)).chunk(ranks, dim)[number].flatten(0, 1)
+        return full.unflatten(0, (EXPERTS, -1)).chunk(ranks, dim)[number].flatten(0, 1)
     columns = any(k in name for k in (".wo.", ".w2.", "fc2", "w_out_shared"))
     if columns or (generation < 3 and name == "tok_embeddings.weight"):
-        return whole.chunk(ranks, 1)[number]
-    return whole.chunk(ranks)[number]
+        return full.chunk(ranks, 1)[number]
+    return full.chunk(ranks)[number]
 
 
 def save(folder: Path, tensors: Tensors, ranks: int = 2, generation: int = 3, **more: Any) -> list[Path]:

@@ -52,7 +52,7 @@ class Cuts:
         if _ROWS.search(name):
             if len(shape) < 2:
                 raise Unmerged(f"a tensor of shape {list(shape)} has no columns to cut")
-            return self._whole(shape, len(shape) - 1, rank)
+            return self._along(shape, len(shape) - 1, rank)
         if not _COLUMNS.search(name):
             return same(shape)
         if not shape:
@@ -67,9 +67,9 @@ class Cuts:
             return self._fused_attention(name, shape, rank)
         if _KEY_OR_VALUE.match(name):
             self._require_keys(shape[0])
-        return self._whole(shape, 0, rank)
+        return self._along(shape, 0, rank)
 
-    def _whole(self, shape: Shape, dim: int, rank: int) -> ShardPlacement:
+    def _along(self, shape: Shape, dim: int, rank: int) -> ShardPlacement:
         return cut_parts(shape, dim, [(shape[dim], shape[dim] * self._degree)], self._degree, rank)
 
     def _parts(self, shape: Shape, parts: list[int], rank: int) -> ShardPlacement:
@@ -107,9 +107,9 @@ class Cuts:
         if len(shape) != 2 or width is None:
             raise Unmerged("neither params.json nor the last norm says how wide embeddings are")
         if shape[1] == width:
-            placement = self._whole(shape, 0, rank)
+            placement = self._along(shape, 0, rank)
         elif shape[1] * self._degree == width:
-            placement = self._whole(shape, 1, rank)
+            placement = self._along(shape, 1, rank)
         else:
             raise Unmerged(f"{shape[1]} columns for {self._degree} ranks and a width of {width}")
         rows = placement.shape[0]
@@ -129,7 +129,7 @@ class Cuts:
         if type(count) is not int or count < 1 or len(shape) != 2 or shape[0] % count:
             raise Unmerged(f"moe_args.num_experts of params.json does not divide its rows {list(shape)}")
         if "_out_" not in name:
-            return self._whole(shape, 1, rank)
+            return self._along(shape, 1, rank)
         rows = shape[0] // count
         pieces = tuple(
             Piece(Box((e * rows, 0), (rows, shape[1])), ((e * self._degree + rank) * rows, 0))

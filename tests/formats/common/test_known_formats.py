@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.errors import UnsupportedFormat
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 
 # Format -> its files. Names alone: nothing of them is read.
 FOLDERS = {
@@ -20,7 +20,6 @@ FOLDERS = {
     "nanotron": ("checkpoint_metadata.json", "model_config.json", "model/a/model_weight.safetensors"),
     "tensorrt-llm": ("config.json", "rank0.safetensors", "rank1.safetensors"),
     "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
-    "torch-checkpointing": ("model_0.pt", "model_1.pt", "train_state_0.pt", "train_state_1.pt"),
     "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
     "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
 }
@@ -60,7 +59,8 @@ def test_an_item_of_one_rank(tmp_path: Path) -> None:
     assert ckptcore.open(str(tmp_path / "model_0.safetensors")).tensors
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"world_size": 2}))
     assert refused(tmp_path / "model_0.safetensors").values["format"] == "rank-alone"
-    assert refused(tmp_path).values["format"] == "torch-checkpointing"
+    with pytest.raises(MalformedCheckpoint):
+        ckptcore.open(str(tmp_path))
 
 
 def test_a_model_beside_its_optimizer_is_of_one_rank(tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ FORMATS_WITH: dict[str, Odd] = {
         "layers.0.feed_forward.w1.weight",
         ("layers.0.feed_forward.w1.weight",),
     ),
+    "torch_checkpointing": Odd("tc_safetensors_2r", "ckpt", header, "norm.weight", ("model.norm.weight",)),
     "torch_ranks": Odd(
         "verl_fsdp2_4r",
         "ckpt",
