@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "qwen3": ("qwen3", {"head_dim": 8}, ("megatron", "torchtitan", "olmo_core")),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}, ("megatron", "torchtitan")),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ("megatron", "torchtitan")),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}, ("gpt_neox",)),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, ("megatron", "olmo_core")),
     "olmo": ("olmo", {}, ("olmo",)),
     "olmo2": ("olmo2", {}, ("olmo_core", "olmo")),
@@ -131,6 +132,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "torchtitan": ("old", "linear", "fused"),
     "olmo_core": ("one", "dropless"),
     "olmo": ("one",),
+    "gpt_neox": ("pipeline", "sequential"),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

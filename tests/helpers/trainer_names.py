@@ -404,10 +404,26 @@ def olmo(config: Mapping[str, Any], hub: State, form: str) -> State:
     return out
 
 
+def gpt_neox(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As GPT-NeoX names it (convert_neox_to_hf.py). form: pipeline, or sequential for a job without one."""
+    prefix, last = "sequential." if form == "sequential" else "", config["num_hidden_layers"]
+    names = {
+        "gpt_neox.embed_in.weight": "0.word_embeddings.weight",
+        "embed_out.weight": f"{last + 4}.final_linear.weight",
+        **{f"gpt_neox.final_layer_norm.{k}": f"{last + 3}.norm.{k}" for k in ("weight", "bias")},
+    }
+    out: State = {}
+    for name, tensor in hub.items():
+        layer = re.match(r"gpt_neox\.layers\.(\d+)\.(.+)", name)
+        out[prefix + (f"{int(layer[1]) + 2}.{layer[2]}" if layer else names[name])] = tensor
+    return out
+
+
 # World -> (how it is made, its forms).
 WORLDS: dict[str, tuple[Callable[[Mapping[str, Any], State, str], State], tuple[str, ...]]] = {
     "megatron": (megatron, FORMS["megatron"]),
     "torchtitan": (torchtitan, FORMS["torchtitan"]),
     "olmo_core": (olmo_core, FORMS["olmo_core"]),
     "olmo": (olmo, FORMS["olmo"]),
+    "gpt_neox": (gpt_neox, FORMS["gpt_neox"]),
 }

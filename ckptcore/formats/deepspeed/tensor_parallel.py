@@ -27,7 +27,7 @@ _MAX_PIECES = 65_536
 _MAX_ALL_PIECES = 200_000
 _MAX_RANK = 64
 _LITERAL = re.compile(r"\^?((?:[\w]|\\[^\w])*)\$")
-_INFO = "universal_checkpoint_info"
+INFO = "universal_checkpoint_info"
 # Patterns -> how a parameter that one of them matches is joined, in the order in which DeepSpeed asks.
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 _HALVES = "parameter_with_2_sub_params_cat_dim_0"
@@ -51,7 +51,7 @@ class TensorParallel:
     """
 
     def __init__(self, tree: Mapping[str, Any], names: Sequence[str], degree: int) -> None:
-        info = tree.get(_INFO)
+        info = tree.get(INFO)
         self._info: Mapping[str, Any] = info if isinstance(info, dict) else {}
         self._degree = degree
         self._maps: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class TensorParallel:
             return self._by_parts(name, shapes)
         rule = self._rules.get(name)
         if rule is None and not self._info.keys() & {*_REPLICATED, _HALVES, _ROWS, _VOCABULARY, _SUB_PARAMS}:
-            raise Unmerged(f"the checkpoint has no {_INFO} that says how tensor-parallel ranks cut it")
+            raise Unmerged(f"the checkpoint has no {INFO} that says how tensor-parallel ranks cut it")
         distinct = set(shapes.values())
         if rule == "replicated":
             if len(distinct) != 1:
@@ -181,7 +181,7 @@ def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[st
     try:
         rows = full_matches([rf"(?:{p})[\s\S]*" for p in others], names)
     except UnusablePattern as error:
-        raise MalformedCheckpoint(f"a pattern of {_INFO} cannot be used: {error}") from error
+        raise MalformedCheckpoint(f"a pattern of {INFO} cannot be used: {error}") from error
     for pattern, row in zip(others, rows, strict=True):
         matched[pattern] = [name for name, hit in zip(names, row, strict=True) if hit]
     return {pattern: matched[pattern] for pattern in patterns}

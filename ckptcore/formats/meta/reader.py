@@ -22,6 +22,7 @@ from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.equal_files import equal_files
 from ckptcore.formats.common.part_proof import json_beside, part_findings, ranks_by_params
 from ckptcore.formats.common.shard_pieces import Shape, ShardPlacement, Unmerged, same
+from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.meta.cuts import Cuts
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
@@ -178,16 +179,10 @@ def lacking(names: Set[str], count: int, *, recover: bool) -> Iterator[Finding]:
     for name in names:
         if match := _LAYER.match(name):
             layers.setdefault(int(match[1]), set()).add(match[2])
-    kinds = {frozenset(own) for own in layers.values()}
-    fuller = {own: min((k for k in kinds if own < k), key=sorted, default=own) for own in kinds}
     missing = (n for n in range(min(count, 1 << 20)) if n not in layers)
-    torn = (
-        f"layers.{number}.{min(fuller[frozenset(own)] - own)}"
-        for number, own in sorted(layers.items())
-        if fuller[frozenset(own)] != own
-    )
     for number in islice(missing, _MAX_LISTED):
         message = f"layers.{number} is in no file, and {PARAMS} has {count} layers"
         yield finding("missing-part" if recover else "missing-file", "files", message)
-    for name in islice(torn, _MAX_LISTED):
+    for number, rest in islice(torn_layers(layers), _MAX_LISTED):
+        name = f"layers.{number}.{rest}"
         yield finding("hole", "coverage", f"{name} is in no file, and other layers have it", fqn=name)
