@@ -63,7 +63,6 @@ from ckptcore.formats.megatron.dcp import FSDP_DTENSOR, TORCH_DCP
 from ckptcore.formats.megatron.legacy import FORMAT as MEGATRON_LEGACY
 from ckptcore.formats.megatron.torch_dist import FORMAT as MCORE_DIST
 from ckptcore.formats.megatron.zarr import FORMAT as MCORE_ZARR
-from ckptcore.formats.meta.format import FORMAT as META
 from ckptcore.formats.olmo.core import FORMAT as OLMO_CORE
 from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
 from ckptcore.formats.olmo.unsharded import FORMAT as OLMO_UNSHARDED
@@ -71,8 +70,8 @@ from ckptcore.formats.olmo.v01 import FORMAT as OLMO_V01
 from ckptcore.formats.plugins import Registry, register
 from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
-from ckptcore.formats.torch_checkpointing.format import FORMAT as TORCH_CHECKPOINTING
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
+from ckptcore.formats.torch_ranks.format import META, TORCH_CHECKPOINTING
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.store import Store, hub_hint, join_url, near_place, open_source_store, split_url
 from ckptcore.store.file_status import FileStatus

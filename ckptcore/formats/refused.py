@@ -14,7 +14,7 @@ from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
-from ckptcore.formats.torch_checkpointing.format import ITEM, METADATA
+from ckptcore.formats.torch_ranks.format import ITEM, METADATA
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 

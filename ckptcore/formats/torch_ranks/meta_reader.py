@@ -24,7 +24,7 @@ from ckptcore.formats.common.part_proof import json_beside, part_findings, ranks
 from ckptcore.formats.common.shard_pieces import Shape, ShardPlacement, Unmerged, same
 from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.formats.common.trees import kind_of
-from ckptcore.formats.meta.cuts import Cuts
+from ckptcore.formats.torch_ranks.meta_cuts import Cuts
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
 from ckptcore.store.subfolder import FileRange
 
