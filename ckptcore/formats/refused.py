@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
+from ckptcore.formats.common.part_proof import json_beside
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
@@ -155,7 +156,11 @@ def _nemo_archive(source: Source) -> tuple[str, ...] | None:
 
 
 def _tensorrt(source: Source) -> tuple[str, ...] | None:
-    return _files_like(source, "rank", _TENSORRT, 2) if "config.json" in source.listing else None
+    """Recognise ranks beside TensorRT-LLM's own config, which has their mesh; one file of them, too."""
+    files = _files_like(source, "rank", _TENSORRT)
+    if source.name is not None and _TENSORRT.match(source.name):
+        files = (f"{source.name} is beside its config.json",)
+    return files if files and "mapping" in json_beside(source, "config.json") else None
 
 
 KNOWN: tuple[KnownFormat, ...] = (
@@ -190,12 +195,7 @@ KNOWN: tuple[KnownFormat, ...] = (
         _nemo_archive,
         "unpack it with tar -xf FILE -C DIR, and name the folder",
     ),
-    KnownFormat(
-        "tensorrt-llm",
-        "a TensorRT-LLM checkpoint of several ranks",
-        _tensorrt,
-        "convert what it was made from",
-    ),
+    KnownFormat("tensorrt-llm", "a TensorRT-LLM checkpoint", _tensorrt, "convert what it was made from"),
     KnownFormat(
         "torch-xla",
         "the shards of torch_xla FSDP",

@@ -18,7 +18,6 @@ FOLDERS = {
     "orbax": ("_CHECKPOINT_METADATA", "d/abc", "manifest.ocdbt"),
     "torchsnapshot": (".snapshot_metadata", "0/obj", "batched/5bdd"),
     "nanotron": ("checkpoint_metadata.json", "model_config.json", "model/a/model_weight.safetensors"),
-    "tensorrt-llm": ("config.json", "rank0.safetensors", "rank1.safetensors"),
     "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
     "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
     "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
@@ -38,6 +37,18 @@ def test_by_its_files(name: str, tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(b"{}")
     assert refused(tmp_path).values["format"] == name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensorrt_by_its_config(ranks: int, tmp_path: Path) -> None:
+    """Its config is none of the hub's, and its fused rows are those of a rank: also of one file."""
+    (tmp_path / "config.json").write_text('{"architecture": "LlamaForCausalLM", "mapping": {"tp_size": 1}}')
+    for rank in range(ranks):
+        save_file({"transformer.ln_f.weight": torch.ones(2)}, tmp_path / f"rank{rank}.safetensors")
+    assert refused(tmp_path).values["format"] == "tensorrt-llm"
+    assert refused(tmp_path / "rank0.safetensors").values["format"] == "tensorrt-llm"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert ckptcore.open(str(tmp_path / "rank0.safetensors")).format == "safetensors"
 
 
 def test_by_a_name(tmp_path: Path) -> None:
