@@ -12,10 +12,10 @@ from collections.abc import Callable
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.common.part_proof import json_beside
+from ckptcore.formats.common.rank_file_names import ITEM, METADATA
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
-from ckptcore.formats.torch_ranks.format import ITEM, METADATA
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 

@@ -15,7 +15,7 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
-from ckptcore.formats.torch_ranks.format import METADATA
+from ckptcore.formats.common.rank_file_names import METADATA
 from ckptcore.store import inner_path
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json

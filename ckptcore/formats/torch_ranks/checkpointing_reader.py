@@ -29,13 +29,12 @@ from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_names import PartName, PartNumber
 from ckptcore.formats.common.part_proof import unless_proven
-from ckptcore.formats.common.rank_file_names import RankFiles
+from ckptcore.formats.common.rank_file_names import ITEM, METADATA, RankFiles, item_files
 from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.torch_ranks.checkpointing_metadata import SavedMetadata, Sharding, read_metadata
 from ckptcore.formats.torch_ranks.dtensor_globals import DTENSOR
 from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
-from ckptcore.formats.torch_ranks.format import CHECKPOINTING, ITEM, METADATA, item_files
 from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_ranks.placement import Placed, Placer
 from ckptcore.formats.torch_ranks.reader import RankReader
@@ -46,8 +45,8 @@ _TEMPORARY = "tmp_"  # checkpoint_writer.py: renamed when all ranks have written
 _MAX_LISTED = 20
 
 
-def read_items(source: Source) -> Manifest:
-    """Read the manifest of all items and ranks.
+def read_items(source: Source, name: str) -> Manifest:
+    """Read the manifest of all items and ranks, of a format of this name.
 
     Raises:
         MalformedCheckpoint: A file cannot be parsed, or ranks contradict each other.
@@ -96,7 +95,7 @@ def read_items(source: Source) -> Manifest:
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths
-    return replace(builder.build(CHECKPOINTING, source.store.url, origin), order=reader.order())
+    return replace(builder.build(name, source.store.url, origin), order=reader.order())
 
 
 def _part(path: str) -> PartName:

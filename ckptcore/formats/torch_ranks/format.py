@@ -19,7 +19,14 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.part_names import part_name
-from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file, rank_files
+from ckptcore.formats.common.rank_file_names import (
+    ITEM,
+    METADATA,
+    RankFiles,
+    is_rank_file,
+    item_files,
+    rank_files,
+)
 from ckptcore.formats.common.trainer_files import is_state, without_links
 from ckptcore.utils.late_pattern import late_pattern
 
@@ -29,9 +36,7 @@ _BELOW = late_pattern(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d
 _VERL_MODEL = late_pattern(r"^model_world_size_\d+_rank_\d+\.pt$")
 _MODEL_FOLDER = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
 _META = late_pattern(r"^consolidated\.(?P<rank>\d{2,4})\.pth$")
-CHECKPOINTING, METADATA = "torch_checkpointing", "metadata.pkl"
-# torch_checkpointing/checkpoint_layout.py: `<item>_<rank>.pt` by default, other names by a user's layout.
-ITEM = late_pattern(r"^(?P<item>[A-Za-z][\w-]*?)_(?P<rank>\d{1,7})\.(?:pt|safetensors|json)$")
+CHECKPOINTING = "torch_checkpointing"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
@@ -147,16 +152,6 @@ def read_meta(source: Source) -> Manifest:
     return read_ranks(source, meta_paths(source), "meta")
 
 
-def item_files(source: Source) -> dict[str, dict[int, str]]:
-    """Return item -> rank -> file, by the default names, of files directly in a folder."""
-    items: dict[str, dict[int, str]] = {}
-    for path in source.listing:
-        found = ITEM.match(path)
-        if found is not None and not is_state(path):
-            items.setdefault(found["item"], {})[int(found["rank"])] = path
-    return {item: {rank: ranks[rank] for rank in sorted(ranks)} for item, ranks in sorted(items.items())}
-
-
 def detect_items(source: Source) -> Evidence | None:
     """Recognise items of ranks: beside metadata.pkl, several alike, or one of distributed tensors.
 
@@ -200,7 +195,7 @@ def read_checkpointing(source: Source) -> Manifest:
     """Read the manifest of all items and ranks; raise the errors of `checkpointing_reader.read_items`."""
     from ckptcore.formats.torch_ranks.checkpointing_reader import read_items
 
-    return read_items(source)
+    return read_items(source, CHECKPOINTING)
 
 
 _LAYOUT = Layout(arrange, nests=True, values="libraries", torch_load=True, model_folder=_MODEL_FOLDER)
