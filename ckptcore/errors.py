@@ -417,6 +417,11 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
         "neither format, store nor catalog can verify the bytes of a file",
         "compare it with a copy; a checkpoint recorded with digests can be verified from then on",
     ),
+    "averaged-copies": (
+        "warning",
+        "copies of tensors differ between ranks, and their mean is taken, as their trainer's converter does",
+        "read the ranks' files one by one if a single rank's values matter",
+    ),
     "not-registered": (
         "warning",
         "the catalog has another checkpoint at this place",

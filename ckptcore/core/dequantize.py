@@ -27,6 +27,8 @@ cut into boxes changes no bit.
   `dequant_with_qmap`; subclass_4bit.py and subclass_fp8.py, `dequantize`).
 - ``add_DTYPE``: one input of that dtype; params (c,). out = input + c, computed in float32 (float64 for
   float64) and rounded once to the dtype, like torch's ``weight + c``.
+- ``sum_DTYPE``, ``mean_DTYPE``: n inputs of that dtype and of one shape; params (n,). out = ((a + b) + c)
+  and so on, each sum rounded to the dtype, and divided by n for the mean (convert_neox_to_hf.py of GPT-NeoX).
 """
 
 from __future__ import annotations
@@ -307,6 +309,23 @@ def _fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
     out.copy_(inputs[0]).add_(params[0])
 
 
+def _parts_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    """Return the shape of tensors that are added; None where they differ, or there is one."""
+    alike = len({(t.dtype, t.shape) for t in inputs}) == 1
+    return inputs[0].shape if alike and params == (len(inputs),) and len(inputs) > 1 else None
+
+
+def _fill_parts(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    out.copy_(inputs[0])
+    for part in inputs[1:]:
+        out.add_(part)
+
+
+def _fill_mean(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    _fill_parts(torch, box, inputs, params, out)
+    out.div_(params[0])
+
+
 _RUN = 64  # fewest elements that share a scale in a flat state
 _LINE = 1 << 14  # elements of it decoded per step, which keeps temporaries within 1 MiB
 ADDED = ("float16", "bfloat16", "float32", "float64")  # dtypes with an add_DTYPE function
@@ -372,6 +391,21 @@ FUNCTIONS: dict[str, Function] = {
             lambda box, params: (box,),
             lambda dtypes: BY_NAME[dtypes[0]].itemsize,
             _fill_sum,
+        )
+        for dtype in ADDED
+    },
+    **{
+        f"{name}_{dtype}": Function(
+            title,
+            dtype,
+            _parts_shape,
+            lambda box, params: (box,) * params[0],
+            lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+            fill,
+        )
+        for name, title, fill in (
+            ("sum", "sums of the ranks' parts", _fill_parts),
+            ("mean", "means of the ranks' copies", _fill_mean),
         )
         for dtype in ADDED
     },

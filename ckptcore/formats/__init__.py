@@ -71,6 +71,7 @@ from ckptcore.formats.plugins import Registry, register
 from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
+from ckptcore.formats.torch_ranks.format import META, TORCH_CHECKPOINTING
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.store import Store, hub_hint, join_url, near_place, open_source_store, split_url
 from ckptcore.store.file_status import FileStatus
@@ -98,7 +99,9 @@ FORMATS: tuple[Format, ...] = (
     HF_QUANTIZED,
     SAFETENSORS,
     LIGHTNING,
+    META,
     ACCELERATE,
+    TORCH_CHECKPOINTING,
     TORCH_RANKS,
     TORCH_SAVE,
 )

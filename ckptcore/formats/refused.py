@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
-from ckptcore.formats.common.part_names import part_name
-from ckptcore.formats.common.trainer_files import is_state
+from ckptcore.formats.common.part_proof import json_beside
+from ckptcore.formats.common.rank_file_names import ITEM, METADATA
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
@@ -74,8 +74,8 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
     name = source.name or next((p for p in source.listing if p in _MEGATRON), None)
     if name in _MEGATRON and _MP_RANK.match(folder):
         return (f"{folder}/{name} is one model-parallel rank's file",)
-    if source.name is not None and _ITEM.match(source.name) and source.store.size(_RESHARDER):
-        return (f"{source.name} is beside {_RESHARDER}, and is one rank's item",)
+    if source.name is not None and ITEM.match(source.name) and source.store.size(METADATA):
+        return (f"{source.name} is beside {METADATA}, and is one rank's item",)
     flat = source.name is not None and RANK_SAFETENSORS.match(source.name)
     if flat and source.store.size("metadata.json") is not None:
         return (f"{source.name} is beside metadata.json, and holds flattened shards",)
@@ -90,13 +90,9 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 # torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c, as pickle protocols from 2 and before write it.
 _MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 _MAGIC_TEXT = b"L119547037146038801333356L"
-# torch_checkpointing: `<item>_<rank>.pt`, or another suffix; metadata.pkl where an item can be resharded.
-_ITEM = late_pattern(r"^(?P<item>[A-Za-z][\w-]*)_(?P<rank>\d+)\.(?:pt|safetensors)$")
-_RESHARDER = "metadata.pkl"
 _METASEQ = late_pattern(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
 _VLLM = late_pattern(r"^model-(?:rank-[1-9]\d*|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
 _XLA = late_pattern(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
-_META = late_pattern(r"^consolidated\.\d+\.pth$")
 _TENSORRT = late_pattern(r"^rank\d+\.safetensors$")
 
 
@@ -111,25 +107,6 @@ def _files_like(
         return None
     more = f" and {len(matching) - 1} more" if matching[1:] else ""
     return (f"found {matching[0]}{more}",)
-
-
-def _torch_checkpointing(source: Source) -> tuple[str, ...] | None:
-    """Recognise the items of each rank. A model alone, or beside a trainer's state, is any script's."""
-    if source.name is not None:
-        return None
-    tensors = [p for p in source.listing if "/" not in p and p.endswith((*_TORCH, ".safetensors"))]
-    tensors = [p for p in tensors if not is_state(p)]
-    items: dict[str, set[int]] = {}
-    for path in tensors:
-        found = _ITEM.match(path)
-        if found is None or part_name(path) is not None:
-            return None
-        items.setdefault(found["item"], set()).add(int(found["rank"]))
-    ranks = next(iter(items.values()), set())
-    if _RESHARDER in source.listing and ranks:
-        return (f"found {_RESHARDER} and {tensors[0]}",)
-    alike = all(own == ranks for own in items.values()) and ranks == set(range(len(ranks)))
-    return (f"each rank has {', '.join(sorted(items))}",) if alike and len(items) > 1 else None
 
 
 def _gguf(source: Source) -> tuple[str, ...] | None:
@@ -179,7 +156,11 @@ def _nemo_archive(source: Source) -> tuple[str, ...] | None:
 
 
 def _tensorrt(source: Source) -> tuple[str, ...] | None:
-    return _files_like(source, "rank", _TENSORRT, 2) if "config.json" in source.listing else None
+    """Recognise ranks beside TensorRT-LLM's own config, which has their mesh; one file of them, too."""
+    files = _files_like(source, "rank", _TENSORRT)
+    if source.name is not None and _TENSORRT.match(source.name):
+        files = (f"{source.name} is beside its config.json",)
+    return files if files and "mapping" in json_beside(source, "config.json") else None
 
 
 KNOWN: tuple[KnownFormat, ...] = (
@@ -214,29 +195,12 @@ KNOWN: tuple[KnownFormat, ...] = (
         _nemo_archive,
         "unpack it with tar -xf FILE -C DIR, and name the folder",
     ),
-    KnownFormat(
-        "tensorrt-llm",
-        "a TensorRT-LLM checkpoint of several ranks",
-        _tensorrt,
-        "convert what it was made from",
-    ),
+    KnownFormat("tensorrt-llm", "a TensorRT-LLM checkpoint", _tensorrt, "convert what it was made from"),
     KnownFormat(
         "torch-xla",
         "the shards of torch_xla FSDP",
         lambda source: _files_like(source, "rank", _XLA),
         "join them with python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts",
-    ),
-    KnownFormat(
-        "meta-parallel",
-        "the model-parallel files of a Llama from Meta",
-        lambda source: _files_like(source, "consolidated.", _META, 2),
-        "join them with transformers' convert_llama_weights_to_hf.py",
-    ),
-    KnownFormat(
-        "torch-checkpointing",
-        "a checkpoint of torch_checkpointing",
-        _torch_checkpointing,
-        "load it with torch_checkpointing on one rank, and save the state dict with torch.save",
     ),
     KnownFormat(
         "metaseq",

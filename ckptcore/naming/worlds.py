@@ -23,6 +23,11 @@ _MARKS: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("megatron", "linear_fc", r"(.*\.)?decoder\.layers\.(\d+\.)?mlp\.(.+\.)?linear_fc[12]\..+"),
         ("megatron", "mixer.", r"(.*\.)?decoder\.layers\.(\d+\.)?mixer\..+"),
         ("torchtitan", "_norm.", r"layers\.\d+\.(attention_norm|ffn_norm)\.weight"),
+        (
+            "gpt_neox",
+            ".attention.query_key_value.",
+            r"(sequential\.)?\d+\.attention\.query_key_value\.weight",
+        ),
         ("olmo_core", "blocks.", r"blocks\.\d+\.(attention\.w_(q|k|v|out)|feed_forward_norm)\.weight"),
         ("olmo", "blocks.", r"transformer\.blocks\.\d+\.(att_proj|attn_out|ff_proj|q_proj)\.weight"),
     )

@@ -1,8 +1,10 @@
 """Read the small files beside the weights of a Hugging Face folder, by their role.
 
-`FILES` lists the files of a model folder. Everything else in a folder (weights, logs, notes) is ignored. Only
-files at the top of a folder are read, and those that `FILES` names with a folder of their own. Custom code is
-carried as bytes, and never imported.
+`FILES` lists the files of a model folder by name. Other small text files at its top, such as vocabularies of
+other libraries, have the role `OTHER`, unless `_TRAINING` names them: weights, states and logs of a trainer.
+So do all files of the modules that sentence-transformers keeps in folders of their own, beside
+``modules.json``. What has neither role is named to the user. Custom code is carried as bytes, and never
+imported.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
 from ckptcore.store.listing import Folder, folder_at
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.plain_yaml import load_yaml
 from ckptcore.utils.units import show_size
 
 NONE = "none"  # as --config or --tokenizer: take none, not even one in the source
 CONFIG, ADAPTER, CARD = "config.json", "adapter_config.json", "README.md"
 INDEX = "model.safetensors.index.json"  # of a model in several files
-MODEL, TOKENIZER, LEGAL, PEFT = "model", "tokenizer", "legal", "peft"
+MODEL, TOKENIZER, LEGAL, PEFT, OTHER = "model", "tokenizer", "legal", "peft", "other"
 # Role -> names of files, as globs. A slash is a folder of its own; no other folder is searched.
 FILES: Mapping[str, tuple[str, ...]] = {
     MODEL: (CONFIG, "generation_config.json", "*.py"),
@@ -59,6 +62,22 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # of a tokenizer that has no file of its own
+# Small files of any library: vocabularies, merges, settings.
+_TEXTS = (".json", ".model", ".spm", ".codes", ".bpe", ".vocab", ".dict", ".jinja", ".tiktoken")
+# What a folder of a training run has beside the model: weights and their indexes, states, settings and logs.
+_TRAINING = late_pattern(
+    r"(?i)^(?:.*\.(?:safetensors|bin|pt|pth|ckpt|pkl|distcp|gguf|h5|msgpack|onnx|np[yz]|zip|tar|gz|log|lock|tmp)"
+    r"|.*\.index(?:\.[^.]+)?\.json|events\.out\..*|\..*|.*\.py|.*\.(?:sh|md|ipynb)"
+    r"|(?:trainer_state|training_args|scheduler|optimizer|optim|rng_state|random_states|latest|global_step"
+    r"|deepspeed|ds_config|accelerate_config|fsdp_config|metadata|wandb)\b.*"
+    r"|(?:all|train|eval|test)_results\.json|(?:.*[_.-])?(?:logs?|loss|metrics|history|nohup)(?:[_.-].*)?)$"
+)
+# Settings of other forms of the weights, which loaders would apply to those that are written.
+_OTHER_FORMS = late_pattern(r"(?i)^(?:params\.json|.*quant.*config.*\.json)$")
+_MODULES = "modules.json"  # of sentence-transformers (sentence_transformers/SentenceTransformer.py)
+_MODULE = late_pattern(r"^\d{1,3}_\w+$")
+_MAX_TEXT = 8 << 20  # bytes of a file of the role `OTHER`
+_MAX_LISTED = 8  # files that are left out by name
 MAX_FILE = 64 << 20  # bytes of a file that is carried
 _MAX_TOTAL = 128 << 20  # they are in memory until they are written
 _MAX_FILES = 500
@@ -73,11 +92,13 @@ class HubFolder:
         url: URL of the folder.
         names: Path in it -> (bytes, role).
         too_large: The same for files above the size limit.
+        left_out: Files of no role, that are neither weights nor a trainer's own.
     """
 
     url: str
     names: Mapping[str, tuple[int, str]]
     too_large: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     _content: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def has_config(self) -> bool:
@@ -133,7 +154,15 @@ class HubFolder:
         """Return the folder without Python files, unless one of its configs uses them."""
         asks = any("auto_map" in (self.json(n) or {}) for n in self.names if n.endswith("config.json"))
         names = self.names if asks else {n: v for n, v in self.names.items() if not n.endswith(".py")}
-        return HubFolder(self.url, names, self.too_large, self._content)
+        return HubFolder(self.url, names, self.too_large, self.left_out, self._content)
+
+    def without_others(self) -> HubFolder:
+        """Return the folder without files of the role `OTHER`, where all together are too large to carry."""
+        if sum(nbytes for nbytes, _ in self.names.values()) <= _MAX_TOTAL:
+            return self
+        names = {n: v for n, v in self.names.items() if v[1] != OTHER}
+        left_out = (*self.left_out, *(n for n in self.names if n not in names))
+        return HubFolder(self.url, names, self.too_large, left_out, self._content)
 
 
 def json_object(data: bytes) -> dict[str, Any] | None:
@@ -166,18 +195,34 @@ def look(url: str, *, inside: str | None = None, known: Folder | None = None) ->
         if name in here.folders:
             below = folder_at(join_url(url, name))
             found |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
+    modules = _module_files(url, here)
     names: dict[str, tuple[int, str]] = {}
     too_large: dict[str, tuple[int, str]] = {}
-    for name, nbytes in found.items():
-        role = _role(name)
-        if role is not None and (inside is None or _stays(join_url(url, name), inside)):
-            (names if nbytes <= MAX_FILE else too_large)[name] = nbytes, role
+    left_out: list[str] = []
+    for name, nbytes in {**found, **modules}.items():
+        role = _role(name) or (OTHER if name in modules or _is_other(name) else None)
+        if role is None:
+            left_out += [] if _TRAINING.match(name) or "/" in name else [name]
+        elif inside is None or _stays(join_url(url, name), inside):
+            most = _MAX_TEXT if role == OTHER and name not in modules else MAX_FILE
+            (names if nbytes <= most else too_large)[name] = nbytes, role
     if len(names) > _MAX_FILES:
         names = {n: v for n, v in names.items() if not n.endswith(".py")}
     # The card is read for its licence and base model alone, and never copied.
     if CARD in found and found[CARD] <= MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
         names[CARD] = found[CARD], ""
-    return HubFolder(url, names, too_large)
+    return HubFolder(url, names, too_large, tuple(left_out)).without_others()
+
+
+def _module_files(url: str, here: Folder) -> dict[str, int]:
+    """Return the files of the modules of sentence-transformers, weights among them; {} for another folder."""
+    if _MODULES not in here.files:
+        return {}
+    files: dict[str, int] = {}
+    for name in filter(_MODULE.match, here.folders):
+        below = folder_at(join_url(url, name))
+        files |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
+    return files
 
 
 def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
@@ -246,6 +291,27 @@ def _role(name: str) -> str | None:
             if name.count("/") == glob.count("/") and fnmatchcase(name, glob):
                 return role
     return None
+
+
+def _is_other(name: str) -> bool:
+    r"""Return whether a file at the top of a folder is a small text of the model's, by its name.
+
+    >>> [n for n in ("source.spm", "bpe.codes", "trainer_state.json", "loss.txt") if _is_other(n)]
+    ['source.spm', 'bpe.codes']
+    """
+    if "/" in name or _TRAINING.match(name) or _OTHER_FORMS.match(name):
+        return False
+    return name.endswith(_TEXTS)
+
+
+def left_out(folder: HubFolder) -> str:
+    """Return the names of files that are left out, for people; "" for none."""
+    names = [
+        *sorted(folder.left_out),
+        *sorted(n for n, (_, role) in folder.too_large.items() if role == OTHER),
+    ]
+    more = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def _file_size(url: str) -> int | None:

@@ -25,11 +25,13 @@ from ckptcore.planning.hub_files import (
     MAX_FILE,
     MODEL,
     NONE,
+    OTHER,
     PEFT,
     TOKENIZER,
     HubFolder,
     agree,
     front_matter,
+    left_out,
     look,
     read_named,
 )
@@ -184,7 +186,11 @@ def _collected(
     request: Request, config: HubFolder | None, tokenizer: HubFolder | None, findings: list[Finding]
 ) -> ModelFiles:
     other = tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
-    kept = [MODEL, LEGAL] if other is not None or request.tokenizer == NONE else [MODEL, TOKENIZER, LEGAL]
+    kept = [MODEL, LEGAL, OTHER]
+    kept += [] if other is not None or request.tokenizer == NONE else [TOKENIZER]
+    if config is not None and (names := left_out(config)):
+        message = f"files of {config.url} are left out: {names}"
+        findings = [*findings, finding("left-beside", "files", message)]
     findings = [
         *findings,
         *(_too_large(config, kept) if config is not None else ()),
@@ -245,7 +251,7 @@ def _found_finding(what: str, folder: HubFolder) -> Finding:
 def _too_large(folder: HubFolder, roles: Collection[str]) -> Iterator[Finding]:
     """Name the files that are left out because of their size; a tokenizer's own files are an error."""
     for name, (nbytes, role) in sorted(folder.too_large.items()):
-        if role in roles:
+        if role in roles and role != OTHER:
             size = f"{show_size(nbytes)} (limit {show_size(MAX_FILE)})"
             message = f"{name} of {folder.url} is left out: it has {size}"
             yield finding("left-beside", "files", message, hint="copy it beside the export if it matters")

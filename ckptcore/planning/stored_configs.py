@@ -26,8 +26,8 @@ class TrainerFolder:
     """A folder in which a trainer leaves small files, below a checkpoint's folder or beside it.
 
     path: of the folder, "" for the checkpoint's own. by: the trainer. configs: name of a config in it -> (the
-    world whose spelling it has, None where that follows from its content; the key below which a model's
-    fields are, or "").
+    world, or file, whose spelling it has, None where that follows from its content; the key below which a
+    model's fields are, or "").
     """
 
     path: str
@@ -39,6 +39,7 @@ class TrainerFolder:
 # their own. One trainer's folder is beside several formats, and folders above the tensors have no reader.
 TRAINER_FOLDERS = (
     TrainerFolder("", "transformers, OLMo", {"config.json": (None, ""), "config.yaml": (None, "")}),
+    TrainerFolder("", "Meta, Mistral", {"params.json": ("params", "")}),
     TrainerFolder("huggingface", "verl", {"config.json": (HUB, "")}),
     TrainerFolder("", "Megatron-Bridge", {"run_config.yaml": ("megatron", "model")}),
     TrainerFolder("tokenizer", "Megatron-Bridge"),

@@ -50,6 +50,8 @@ SHORT = frozenset(
         "moe_ep2_z2_ws2",
         "pipe2_z1_ws2",
         "z1_bf16_gadfp32_ws2_universal",
+        "meta_llama3_tp2",
+        "tc_safetensors_2r",
     }
 )
 SEEDS = 12  # of places, until one is found that stays silent

@@ -209,6 +209,30 @@ def _olmo(tiny: Tiny, form: str, folder: Path) -> Path:
     return folder
 
 
+def _gpt_neox(tiny: Tiny, form: str, folder: Path) -> Path:
+    """A step of GPT-NeoX on two tensor-parallel ranks, of which each has summands of the biases of rows."""
+    (folder / "configs").mkdir(parents=True)
+    (folder / "configs/run.yml").write_text("gpt-j-residual: true\n")
+    state = _named(tiny, "gpt_neox", form)
+    for rank in range(2):
+        part = {}
+        for name, tensor in state.items():
+            rows = name.rpartition(".")[0].endswith(("attention.dense", "dense_4h_to_h"))
+            if "norm" in name:
+                part[name] = tensor
+            elif rows and name.endswith("bias"):
+                part[name] = tensor if rank else torch.zeros_like(tensor)
+            else:
+                part[name] = tensor.chunk(2, int(rows))[rank].clone()
+        model = {"mp_world_size": 2, "dp_world_size": 1, "global_steps": 3}
+        module = part if form == "sequential" else None
+        torch.save({**model, "module": module}, folder / f"mp_rank_{rank:02d}_model_states.pt")
+        for layer in {n.partition(".")[0] for n in part} if module is None else ():
+            own = {n.partition(".")[2]: t for n, t in part.items() if n.startswith(f"{layer}.")}
+            torch.save(own, folder / f"layer_{int(layer):02d}-model_{rank:02d}-model_states.pt")
+    return folder
+
+
 def _named(tiny: Tiny, world: str, form: str) -> State:
     state = WORLDS[world][0](tiny.config, tiny.state, form)
     return {n: t.contiguous() for n, t in state.items()}
@@ -224,4 +248,5 @@ WRITERS: Mapping[str, Callable[[Tiny, str, Path], Path]] = {
     "torchtitan": _torchtitan,
     "olmo_core": _olmo_core,
     "olmo": _olmo,
+    "gpt_neox": _gpt_neox,
 }

@@ -44,11 +44,12 @@ _DELTA = {
 # Architecture -> (model type, config, trainers' worlds that have a map for it).
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("llama", {}, ("megatron", "torchtitan", "olmo_core")),
-    "mistral": ("mistral", {}, ("megatron",)),
+    "mistral": ("mistral", {}, ("megatron", "torchtitan")),
     "qwen2": ("qwen2", {}, ("megatron",)),
     "qwen3": ("qwen3", {"head_dim": 8}, ("megatron", "torchtitan", "olmo_core")),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}, ("megatron", "torchtitan")),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ("megatron",)),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ("megatron", "torchtitan")),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}, ("gpt_neox",)),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, ("megatron", "olmo_core")),
     "olmo": ("olmo", {}, ("olmo",)),
     "olmo2": ("olmo2", {}, ("olmo_core", "olmo")),
@@ -131,6 +132,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "torchtitan": ("old", "linear", "fused"),
     "olmo_core": ("one", "dropless"),
     "olmo": ("one",),
+    "gpt_neox": ("pipeline", "sequential"),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -138,6 +140,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def forms(family: str, world: str) -> tuple[str, ...]:
     """In which of a world's forms a family's models come."""
     _, config, _ = FAMILIES[family]
+    if world == "torchtitan" and family in ("mistral", "mixtral"):
+        return ("old",)  # of Mistral itself, which has the names of Meta's Llama
     if world == "torchtitan" and family == "deepseek_v3":
         return ("old", "linear")
     if world == "megatron" and not any(k in config for k in _EXPERTS):

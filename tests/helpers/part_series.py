@@ -107,17 +107,36 @@ def ranked(pattern: str, beside: Mapping[str, Any] | None = None) -> Callable[[P
     return make
 
 
+META_NAMES = {
+    "embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{k}_proj": f"attention.w{k}" for k in "qkvo"},
+    **{f"mlp.{k}_proj": f"feed_forward.w{n}" for k, n in (("gate", 1), ("down", 2), ("up", 3))},
+}
+
+
 def meta(folder: Path) -> list[str]:
-    """Meta's model-parallel files."""
-    names = {"self_attn.q_proj": "attention.wq", "self_attn.o_proj": "attention.wo", "model.norm": "norm"}
+    """Meta's model-parallel files, as Llama 3 has them."""
     tensors = {}
     for name, value in model().items():
-        for ours, theirs in names.items():
+        for ours, theirs in META_NAMES.items():
             name = name.replace(ours, theirs)
         tensors[name.removeprefix("model.")] = value
     params = {"dim": WIDTH, "n_layers": N, "n_heads": HEADS, "vocab_size": VOCABULARY}
     (folder / "params.json").write_text(json.dumps(params))
-    return [write(folder / f"consolidated.{r:02d}.pth", part) for r, part in enumerate(sliced(tensors, N))]
+    by_columns = [".wo.", ".w2."]
+    ranks = [
+        {
+            name: value.chunk(N, int(any(k in name for k in by_columns)))[r].clone()
+            if value.dim() > 1
+            else value
+            for name, value in tensors.items()
+        }
+        for r in range(N)
+    ]
+    return [write(folder / f"consolidated.{r:02d}.pth", part) for r, part in enumerate(ranks)]
 
 
 def deepspeed(folder: Path) -> list[str]:

@@ -237,7 +237,7 @@ def _experts(left: State) -> dict[str, dict[str, torch.Tensor]]:
 def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
     """As torchtitan names it. form: old, linear (qkv_linear and new experts), or fused (wqkv)."""
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    rotated = config["model_type"] == "llama"
+    rotated = config["model_type"] in ("llama", "mistral", "mixtral")
     head = "output" if form == "old" else "lm_head"
     out = {
         "tok_embeddings.weight": hub["model.embed_tokens.weight"],
@@ -267,6 +267,12 @@ def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
         "mlp.router.weight": "moe.router.gate.weight",
         "mlp.router.bias": "moe.router.gate.bias",
         "mlp.gate.e_score_correction_bias": "moe.expert_bias" + ("" if form == "old" else "_E"),
+        "block_sparse_moe.gate.weight": "feed_forward.gate.weight",
+        **{
+            f"block_sparse_moe.experts.{e}.w{k}.weight": f"feed_forward.experts.{e}.w{k}.weight"
+            for e in range(4)
+            for k in (1, 2, 3)
+        },
         "mlp.shared_experts.gate_proj.weight": "moe.shared_experts.w1.weight",
         "mlp.shared_experts.up_proj.weight": "moe.shared_experts.w3.weight",
         "mlp.shared_experts.down_proj.weight": "moe.shared_experts.w2.weight",
@@ -398,10 +404,26 @@ def olmo(config: Mapping[str, Any], hub: State, form: str) -> State:
     return out
 
 
+def gpt_neox(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As GPT-NeoX names it (convert_neox_to_hf.py). form: pipeline, or sequential for a job without one."""
+    prefix, last = "sequential." if form == "sequential" else "", config["num_hidden_layers"]
+    names = {
+        "gpt_neox.embed_in.weight": "0.word_embeddings.weight",
+        "embed_out.weight": f"{last + 4}.final_linear.weight",
+        **{f"gpt_neox.final_layer_norm.{k}": f"{last + 3}.norm.{k}" for k in ("weight", "bias")},
+    }
+    out: State = {}
+    for name, tensor in hub.items():
+        layer = re.match(r"gpt_neox\.layers\.(\d+)\.(.+)", name)
+        out[prefix + (f"{int(layer[1]) + 2}.{layer[2]}" if layer else names[name])] = tensor
+    return out
+
+
 # World -> (how it is made, its forms).
 WORLDS: dict[str, tuple[Callable[[Mapping[str, Any], State, str], State], tuple[str, ...]]] = {
     "megatron": (megatron, FORMS["megatron"]),
     "torchtitan": (torchtitan, FORMS["torchtitan"]),
     "olmo_core": (olmo_core, FORMS["olmo_core"]),
     "olmo": (olmo, FORMS["olmo"]),
+    "gpt_neox": (gpt_neox, FORMS["gpt_neox"]),
 }

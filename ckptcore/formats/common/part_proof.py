@@ -234,7 +234,7 @@ def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: 
     if count is not None:
         return count
     if part.path.startswith("consolidated."):
-        return _of_params(json_beside(source, "params.json"), shapes)
+        return ranks_by_params(json_beside(source, "params.json"), shapes)
     mapping = json_beside(source, "config.json").get("mapping")
     if isinstance(mapping, dict):  # TensorRT-LLM: cp ranks share a file
         sizes = [mapping.get(key, 1) for key in ("tp_size", "pp_size")]
@@ -243,10 +243,11 @@ def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: 
     return None
 
 
-def _of_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int | None:
-    """Return the ranks that Meta's model was cut for, by params.json and the rows of its queries.
+def ranks_by_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int | None:
+    """Return the ranks that Meta's model was cut for, by params.json and the columns of its output weights.
 
-    llama-models/models/checkpoint.py counts the files; the rows of ``wq`` are those of a rank's heads.
+    llama-models/models/checkpoint.py counts the files; the columns of ``wo``, and the rows of ``wq``, are
+    those of a rank's heads. None where a layer or the last norm is not there, or where they disagree.
     """
     width, heads, layers = (params.get(key) for key in ("dim", "n_heads", "n_layers"))
     head = params.get("head_dim", 0)
@@ -256,10 +257,17 @@ def _of_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int | 
     assert isinstance(heads, int)
     assert isinstance(layers, int)
     rows = heads * head if head > 0 else width
-    cuts = {shapes.get(f"layers.{n}.attention.wq.weight", (0,))[0] for n in range(min(layers, 1 << 16))}
+    cuts = {_rank_heads(shapes, f"layers.{n}.attention") for n in range(min(layers, 1 << 16))}
     if len(cuts) != 1 or not (cut := cuts.pop()) or rows % cut:
         return None
     return rows // cut if shapes.get("norm.weight") == (width,) else None
+
+
+def _rank_heads(shapes: Mapping[str, Shape], attention: str) -> int:
+    """Return the elements of a rank's heads in a layer; 0 where nothing says it, or two tensors disagree."""
+    out, queries = shapes.get(f"{attention}.wo.weight"), shapes.get(f"{attention}.wq.weight")
+    sizes = {shape[dim] for shape, dim in ((out, -1), (queries, 0)) if shape}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Every rank writes one file of each kind, and only the name identifies it: verl's
 ``model_world_size_8_rank_3.pt`` (verl/utils/checkpoint/fsdp_checkpoint_manager.py), Accelerate's
 ``pytorch_model_fsdp_0_rank3.bin`` (accelerate/utils/fsdp_utils.py), OLMo's ``rank3.pt``
-(olmo/checkpoint.py), and many scripts' ``model_rank_3.pt``.
+(olmo/checkpoint.py), and many scripts' ``model_rank_3.pt``. torch_checkpointing's ``model_3.pt`` are files of
+items, which their own reader sorts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import field
 from functools import lru_cache
 
 from ckptcore.errors import AmbiguousModel
+from ckptcore.formats.base import Source
+from ckptcore.formats.common.trainer_files import is_state
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 
@@ -21,6 +24,9 @@ _RANK = late_pattern(
     r"^(?P<stem>.*?)(?:[_.-]?world_size_(?P<world>\d{1,7}))?[_.-]?(?<![A-Za-z])rank[_.-]?(?P<rank>\d{1,7})"
     r"(?P<suffix>\.(?:pt|pth|bin|ckpt))$"
 )
+# torch_checkpointing/checkpoint_layout.py: `<item>_<rank>.pt` by default, other names by a user's layout.
+ITEM = late_pattern(r"^(?P<item>[A-Za-z][\w-]*?)_(?P<rank>\d{1,7})\.(?:pt|safetensors|json)$")
+METADATA = "metadata.pkl"  # of torch_checkpointing, where an item can be resharded
 _NEWEST = late_pattern(r"^(?:latest|last|best|final)[-_.]?$")
 _DIGITS = late_pattern(r"\d+")
 _NUMBER = late_pattern(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix
@@ -138,3 +144,13 @@ def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
     if len(made) > 1:
         made.sort(key=lambda kind: (not kind.role.startswith("model"), "optim" in kind.role, kind.stem))
     return tuple(made)
+
+
+def item_files(source: Source) -> dict[str, dict[int, str]]:
+    """Return item -> rank -> file, by the default names, of files directly in a folder."""
+    items: dict[str, dict[int, str]] = {}
+    for path in source.listing:
+        found = ITEM.match(path)
+        if found is not None and not is_state(path):
+            items.setdefault(found["item"], {})[int(found["rank"])] = path
+    return {item: {rank: ranks[rank] for rank in sorted(ranks)} for item, ranks in sorted(items.items())}

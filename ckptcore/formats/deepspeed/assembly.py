@@ -20,9 +20,9 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.formats.common.shard_pieces import ShardPlacement, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
-from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, same
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
 from ckptcore.utils.dataclass import dataclass
 

@@ -12,16 +12,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from ckptcore.core.object_tree import Named
 from ckptcore.encodings.pickle.torch_globals import storages_in
-from ckptcore.errors import Finding, finding
+from ckptcore.encodings.torchzip.reader import Storages
+from ckptcore.errors import Finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.equal_files import equal_files, mixed
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value
 from ckptcore.formats.megatron.seeds import WHAT, place_of, seed_reader
-from ckptcore.utils.distinct_values import distinct
 from ckptcore.utils.text import short_repr
 
 _EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts)\.(?P<expert>[0-9]{1,9})\..*$", re.DOTALL)
@@ -33,8 +32,6 @@ _OF_JOB = (
     ("bf16", "enabled"),
     ("fp16", "enabled"),
 )
-_SAMPLE = 1 << 16  # bytes of a tensor that are read to tell whether it is constant
-_DISTINCT = 16  # values of four bytes that a tensor has which is not
 
 
 def misplaced_experts(files: Mapping[tuple[int, int, int], tuple[str, Iterable[str]]]) -> Iterator[Finding]:
@@ -143,29 +140,19 @@ def copied_files(source: Source, files: Iterable[StatesFile], key: str | None = 
     """Yield findings for files of different ranks or layers that hold the same values.
 
     Args:
-        source: The folder. Where checksums are equal, a part of a tensor is read: a constant proves nothing.
+        source: The folder.
         files: Of which no two may be equal.
         key: The part of each file's dict that is compared, or None for all of it.
     """
-    seen: dict[tuple[tuple[int, int | None], ...], StatesFile] = {}
-    for file in files:
+
+    def compared(file: StatesFile) -> Storages:
         stored = file.objects.storages
-        if key is not None:
-            inside = storages_in(file.tree.get(key))
-            stored = {k: row for k, row in stored.items() if k in inside}
-        rows = tuple((length, crc) for _, length, crc in stored.values())
-        if not rows or any(crc is None for _, crc in rows):
-            continue
-        first = seen.setdefault(rows, file)
-        if first is not file and _varies(source, file, max(stored.values(), key=lambda row: row[1])):
-            text = f"{file.path} and {first.path} hold the same values: one is in the place of another file"
-            yield mixed(text, file.path)
+        if key is None:
+            return stored
+        inside = storages_in(file.tree.get(key))
+        return {k: row for k, row in stored.items() if k in inside}
 
-
-def mixed(message: str, path: str) -> Finding:
-    """Return the finding that a file is in the place of another."""
-    hint = "copy the file again from the rank that wrote it, and keep its name"
-    return finding("mixed-saves", "files", message, file=path, hint=hint)
+    return equal_files(source, ((file.path, compared(file)) for file in files))
 
 
 def _arguments(file: StatesFile) -> Mapping[str, Any]:
@@ -188,11 +175,3 @@ def _stage(file: StatesFile) -> Any:
 def _has_ties(file: StatesFile) -> bool:
     shared = file.tree.get("shared_params")
     return isinstance(shared, dict) and bool(shared)
-
-
-def _varies(source: Source, file: StatesFile, storage: tuple[int, int, int | None]) -> bool:
-    """Whether a storage of a file has several values."""
-    start, length, _ = storage
-    size = min(length, _SAMPLE) // 4 * 4
-    values = np.frombuffer(source.store.read(file.path, start, size), "<u4")
-    return len(distinct(values)) >= _DISTINCT

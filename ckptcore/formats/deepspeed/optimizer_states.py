@@ -13,6 +13,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.shard_pieces import ShardPlacement
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor, PlacedBuffer
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.flat_partitions import (
@@ -24,7 +25,6 @@ from ckptcore.formats.deepspeed.flat_partitions import (
 )
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import ModelStates, RankGrid, config_value
-from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 

@@ -15,9 +15,9 @@ from itertools import islice
 
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, finding
+from ckptcore.formats.common.equal_files import mixed
 from ckptcore.formats.common.optimizer_numbers import numbered
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
-from ckptcore.formats.deepspeed.misplaced_files import mixed
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates
 from ckptcore.utils.dataclass import dataclass
@@ -51,7 +51,7 @@ Layers = Mapping[tuple[int, int], LayerFile]  # (layer, tensor-parallel rank) ->
 def missing_layers(
     states: ModelStates, files: CheckpointFiles, trained: Mapping[int, Mapping[str, Shape]]
 ) -> Iterator[Finding]:
-    """Yield findings for layers whose parameters are listed, and whose file is missing.
+    """Yield findings for missing files of layers: parameters are listed, or other ranks have the layer.
 
     Args:
         states: The model-state files.
@@ -63,11 +63,12 @@ def missing_layers(
         return
     tp = states.world.tp
     found = {int(n.partition(".")[0]) for s in trained.values() for n in s if _LAYER.match(n)}
+    found |= {layer for layer, _ in files.layers}
     wanted = ((layer, rank) for layer in sorted(found) for rank in range(tp))
     for layer, rank in islice((w for w in wanted if w not in files.layers), _MAX_REPORTED):
         suffix = f"-model_{rank:02d}" if tp > 1 else ""
         path = f"layer_{layer:02d}{suffix}-model_states.pt"
-        message = f"{path} is missing: parameters of this layer are listed"
+        message = f"{path} is missing: its parameters are listed, or other ranks have the layer"
         yield finding("missing-rank", "files", message, file=path)
 
 

@@ -23,9 +23,11 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.shard_pieces import ShardPlacement, Unmerged, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import NAME, CheckpointFiles, files_of
+from ckptcore.formats.deepspeed.gpt_neox import NeoxRanks, lacking, neox_ranks, part_name, with_computed
 from ckptcore.formats.deepspeed.misplaced_files import (
     copied_files,
     misplaced_experts,
@@ -52,7 +54,7 @@ from ckptcore.formats.deepspeed.pipeline_layers import (
     unlisted_layers,
 )
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, read_model_states
-from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, TensorParallel, Unmerged, same
+from ckptcore.formats.deepspeed.tensor_parallel import INFO, TensorParallel
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
 from ckptcore.utils.dataclass import dataclass
@@ -121,6 +123,7 @@ class _Reader:
         self._layers: dict[tuple[int, int], LayerFile] = {}
         self._expert_keys: dict[tuple[int, int, int], tuple[str, list[str]]] = {}
         self._placeholders: dict[str, str] = {}
+        self._neox: NeoxRanks | None = None
         # A folder that was converted in place keeps the buffers, which are the save itself.
         self._universal = bool(files.universal) and not files.optim
         # Before 0.3.9 nothing named the parameters of the buffers.
@@ -132,6 +135,9 @@ class _Reader:
         builder, states = self._builder, self._states
         builder.findings += [*states.findings, *self._missing_experts()]
         parts = list(self._parts())
+        for name, message in lacking(n for part in parts for n in part.values):
+            code = "missing-part" if self._source.recover else "hole"
+            builder.findings.append(finding(code, "coverage", message, fqn=MODEL + name))
         builder.findings += misplaced_experts(self._expert_keys)
         if not self._files.universal or self._files.layers:
             builder.findings += missing_layers(states, self._files, self._trained)
@@ -144,7 +150,13 @@ class _Reader:
         masters = partitioned or any(map(has_masters, self._ranks.values()))
         zero3 = any(dp >= 0 for dp, _ in states.files)
         # Without ZeRO nothing records which parameter a master is of, and weights are the default.
-        preferred = "master" if partitioned else "module"
+        computed = self._neox.computed if self._neox is not None else {}
+        means = sorted(name for name, how in computed.items() if how == "mean")
+        if means:
+            more = f" and {len(means) - 1} more" if means[1:] else ""
+            message = f"the copies of {MODEL}{means[0]}{more} differ between ranks: their mean is taken"
+            builder.findings.append(finding("averaged-copies", "coverage", message, fqn=MODEL + means[0]))
+        preferred = "master" if partitioned and not computed else "module"
         chosen = preferred if self._source.weights == "auto" else self._source.weights
         if self._source.weights == "master" and not masters:
             raise UnsupportedFormat(
@@ -178,7 +190,8 @@ class _Reader:
         self._assembly.add_unused(self._opened)
         self._note_stray()
         self._require_names()
-        return builder.build(NAME, self._source.store.url, self._origin(own, masters))
+        manifest = builder.build(NAME, self._source.store.url, self._origin(own, masters))
+        return with_computed(manifest, computed, states.world.tp, MODEL)
 
     # --- which weights there are ---
 
@@ -265,7 +278,11 @@ class _Reader:
                     self._placeholders.setdefault(name, part.file.path)
                 elif isinstance(value, StoredView):
                     shapes.setdefault(name, {}).setdefault(part.tp, value.shape)
-        rules = TensorParallel(self._states.sample.tree, list(shapes), tp)
+        tree = self._states.sample.tree
+        if INFO not in tree:
+            first = {name: next(iter(each.values())) for name, each in shapes.items()}
+            self._neox = neox_ranks(self._source, tree, first, tp, _sums(parts))
+        rules = self._neox or TensorParallel(tree, list(shapes), tp)
         made: dict[str, dict[int, ShardPlacement]] = {}
         for name, each in shapes.items():
             try:
@@ -407,6 +424,8 @@ class _Reader:
             known = own and self._assembly.has(MODEL + name)
             low = known and not self._assembly.fits(MODEL + name, value.dtype, placement)
             target = f"{LOW_PRECISION if low else MODEL}{name}"
+            if self._neox is not None and name in self._neox.computed:
+                target = part_name(target, part.tp)
             self._assembly.tensor(target, FileTensor(part.file, value), placement)
 
     def _add_frozen(self, placements: Mapping[str, dict[int, ShardPlacement]]) -> None:
@@ -552,6 +571,16 @@ def _names(file: StatesFile, key: str) -> list[str]:
 
 def _number(value: Any) -> int | None:
     return value if type(value) is int else None
+
+
+def _sums(parts: Iterable[_Part]) -> dict[str, list[int | None]]:
+    """Return name -> CRC-32 of its storage in each file that has it."""
+    sums: dict[str, list[int | None]] = {}
+    for part in parts:
+        for name, value in _tensors(part):
+            stored = part.file.objects.storages.get(value.key)
+            sums.setdefault(name, []).append(None if stored is None else stored[2])
+    return sums
 
 
 def _tensors(part: _Part) -> Iterable[tuple[str, StoredView]]:

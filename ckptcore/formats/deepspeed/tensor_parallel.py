@@ -18,7 +18,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import row_major
 from ckptcore.core.object_tree import Named
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
-from ckptcore.utils.dataclass import dataclass
+from ckptcore.formats.common.shard_pieces import Piece, ShardPlacement, Unmerged, cut_parts, same
 from ckptcore.utils.patterns import UnusablePattern, full_matches
 from ckptcore.utils.text import short_repr
 
@@ -27,7 +27,7 @@ _MAX_PIECES = 65_536
 _MAX_ALL_PIECES = 200_000
 _MAX_RANK = 64
 _LITERAL = re.compile(r"\^?((?:[\w]|\\[^\w])*)\$")
-_INFO = "universal_checkpoint_info"
+INFO = "universal_checkpoint_info"
 # Patterns -> how a parameter that one of them matches is joined, in the order in which DeepSpeed asks.
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 _HALVES = "parameter_with_2_sub_params_cat_dim_0"
@@ -35,38 +35,6 @@ _ROWS = "parameter_with_row_parallelism_patterns"
 _VOCABULARY = "vocabulary_parameter_patterns"
 _SUB_PARAMS = "parameter_with_sub_params"
 _WIDTHS, _WIDTHS_SINCE = "sub_param_shard_widths", 0.4  # of universal_checkpoint_version
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a rank's shard, and where it begins in the logical parameter."""
-
-    local: Box
-    offset: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPlacement:
-    """Where one rank's shard is in a parameter.
-
-    Attributes:
-        shape: Of the logical parameter, elements.
-        pieces: Boxes of the shard that are part of it; what no piece covers is padding.
-        shard: Shape of the shard that was placed.
-    """
-
-    shape: Shape
-    pieces: tuple[Piece, ...]
-    shard: Shape
-
-
-class Unmerged(ValueError):
-    """A parameter that nothing says how to join."""
-
-
-def same(shape: Shape) -> ShardPlacement:
-    """The placement of a parameter that the rank has as it is."""
-    return ShardPlacement(shape, (Piece(Box.full(shape), (0,) * len(shape)),), shape)
 
 
 class TensorParallel:
@@ -83,7 +51,7 @@ class TensorParallel:
     """
 
     def __init__(self, tree: Mapping[str, Any], names: Sequence[str], degree: int) -> None:
-        info = tree.get(_INFO)
+        info = tree.get(INFO)
         self._info: Mapping[str, Any] = info if isinstance(info, dict) else {}
         self._degree = degree
         self._maps: dict[str, Any] = {}
@@ -121,7 +89,7 @@ class TensorParallel:
             return self._by_parts(name, shapes)
         rule = self._rules.get(name)
         if rule is None and not self._info.keys() & {*_REPLICATED, _HALVES, _ROWS, _VOCABULARY, _SUB_PARAMS}:
-            raise Unmerged(f"the checkpoint has no {_INFO} that says how tensor-parallel ranks cut it")
+            raise Unmerged(f"the checkpoint has no {INFO} that says how tensor-parallel ranks cut it")
         distinct = set(shapes.values())
         if rule == "replicated":
             if len(distinct) != 1:
@@ -150,13 +118,13 @@ class TensorParallel:
             if shape[0] % 2:
                 raise Unmerged(f"half of {shape[0]} rows is no number of rows")
             half = shape[0] // 2
-            return _pieces(shape, 0, [(half, half * self._degree)] * 2, self._degree, rank)
+            return cut_parts(shape, 0, [(half, half * self._degree)] * 2, self._degree, rank)
         full = shape[dim] * self._degree
         if rule == "vocabulary":
             kept = self._info.get("original_vocab_size")
             if type(kept) is int and 0 < kept < full:
                 return _stripped(shape, rank, kept)
-        return _pieces(shape, dim, [(shape[dim], full)], self._degree, rank)
+        return cut_parts(shape, dim, [(shape[dim], full)], self._degree, rank)
 
     def _match(self, names: Sequence[str]) -> None:
         found = self._info.get("affine_map")
@@ -213,28 +181,10 @@ def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[st
     try:
         rows = full_matches([rf"(?:{p})[\s\S]*" for p in others], names)
     except UnusablePattern as error:
-        raise MalformedCheckpoint(f"a pattern of {_INFO} cannot be used: {error}") from error
+        raise MalformedCheckpoint(f"a pattern of {INFO} cannot be used: {error}") from error
     for pattern, row in zip(others, rows, strict=True):
         matched[pattern] = [name for name, hit in zip(names, row, strict=True) if hit]
     return {pattern: matched[pattern] for pattern in patterns}
-
-
-def _pieces(
-    shape: Shape, dim: int, parts: Sequence[tuple[int, int]], degree: int, rank: int
-) -> ShardPlacement:
-    """Place parts that are each cut over the ranks along ``dim``: (rows here, rows in all) of each."""
-    made, local, full_at = [], 0, 0
-    for here, full in parts:
-        if here * degree != full:
-            raise Unmerged(f"{full} elements along dim {dim} for {degree} ranks of {here}")
-        at = tuple(local if d == dim else 0 for d in range(len(shape)))
-        size = tuple(here if d == dim else n for d, n in enumerate(shape))
-        offset = tuple(full_at + rank * here if d == dim else 0 for d in range(len(shape)))
-        made.append(Piece(Box(at, size), offset))
-        local, full_at = local + here, full_at + full
-    if local != shape[dim]:
-        raise Unmerged(f"its parts have {local} elements along dim {dim}, the shard has {shape[dim]}")
-    return ShardPlacement(tuple(full_at if d == dim else n for d, n in enumerate(shape)), tuple(made), shape)
 
 
 def _stripped(shape: Shape, rank: int, kept: int) -> ShardPlacement:

@@ -19,12 +19,12 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.shard_pieces import same
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
 from ckptcore.formats.deepspeed.pickle_globals import TABLE, StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import config_value
-from ckptcore.formats.deepspeed.tensor_parallel import same
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import short_repr
 

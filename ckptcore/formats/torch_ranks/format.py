@@ -1,21 +1,33 @@
-"""Read and write one torch file per rank: state dicts of DTensor, ShardedTensor, or full tensors.
+"""Recognise checkpoints of one file per rank, and declare their formats.
 
-FSDP jobs write such files when they save without torch.distributed.checkpoint: verl, Accelerate with
-``use_dcp=False``, OLMo's torch_legacy, and scripts that call torch.save on every rank. Each pickle records
-the boxes of its rank; together the files are one checkpoint.
+- `FORMAT`: state dicts of DTensor, ShardedTensor, or full tensors. FSDP jobs write such files when they save
+  without torch.distributed.checkpoint: verl, Accelerate with ``use_dcp=False``, OLMo's torch_legacy, and
+  scripts that call torch.save on every rank. Each pickle records the boxes of its rank.
+- `TORCH_CHECKPOINTING`: items of torch_checkpointing, torchtitan's new backend, and metadata.pkl.
+- `META`: the model-parallel files of Meta's Llama, whose names say how ranks cut them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.encodings.torchzip.archive import is_zip
+from ckptcore.encodings.torchzip.reader import head_holds
 from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file, rank_files
-from ckptcore.formats.common.trainer_files import without_links
+from ckptcore.formats.common.part_names import part_name
+from ckptcore.formats.common.rank_file_names import (
+    ITEM,
+    METADATA,
+    RankFiles,
+    is_rank_file,
+    item_files,
+    rank_files,
+)
+from ckptcore.formats.common.trainer_files import is_state, without_links
 from ckptcore.utils.late_pattern import late_pattern
 
 _NAME = "torch_ranks"
@@ -23,6 +35,9 @@ _NAME = "torch_ranks"
 _BELOW = late_pattern(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
 _VERL_MODEL = late_pattern(r"^model_world_size_\d+_rank_\d+\.pt$")
 _MODEL_FOLDER = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
+_META = late_pattern(r"^consolidated\.(?P<rank>\d{2,4})\.pth$")
+CHECKPOINTING = "torch_checkpointing"
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
 
@@ -113,6 +128,76 @@ def arrange(request: Arrangement) -> Iterable[FileLayout]:
     return arrange_files(request)
 
 
+def meta_paths(source: Source) -> dict[int, str]:
+    """Return rank -> file, of files that are no links to each other."""
+    paths = [p for p in source.listing if p.startswith("consolidated.") and _META.match(p)]
+    ranks = {int(p.split(".")[1]): p for p in without_links(source, paths)}
+    return {rank: ranks[rank] for rank in sorted(ranks)}
+
+
+def detect_meta(source: Source) -> Evidence | None:
+    """Recognise several ``consolidated.NN.pth`` of a folder, at least one of them a torch zip."""
+    if source.name is not None:
+        return None
+    paths = [p for p in source.listing if p.startswith("consolidated.") and _META.match(p)]
+    if len(paths) < 2 or not any(_is_zip(source, path) for path in paths[:8]):
+        return None
+    return Evidence("meta", (f"{len(paths)} files like {min(paths)}",), ("torch_save",))
+
+
+def read_meta(source: Source) -> Manifest:
+    """Read the manifest of all ranks' files; raise the errors of `meta_reader.read_ranks`."""
+    from ckptcore.formats.torch_ranks.meta_reader import read_ranks
+
+    return read_ranks(source, meta_paths(source), "meta")
+
+
+def detect_items(source: Source) -> Evidence | None:
+    """Recognise items of ranks: beside metadata.pkl, several alike, or one of distributed tensors.
+
+    A model alone, or beside a trainer's state, is any script's.
+    """
+    if source.name is not None:
+        return None
+    tensors = [p for p in source.listing if "/" not in p and p.endswith(_SUFFIXES) and not is_state(p)]
+    strange = any(ITEM.match(path) is None or part_name(path) is not None for path in tensors)
+    if METADATA in source.listing and not strange:
+        named = tensors or [p for p in source.listing if p.endswith(_SUFFIXES)]
+        return _evidence((f"found {METADATA} and {named[0]}",)) if named else None
+    items = {} if strange or not tensors else item_files(source)
+    items = {item: ranks for item, ranks in items.items() if any(p in tensors for p in ranks.values())}
+    ranks = next(iter(items.values()), {}).keys()
+    if len(items) > 1 and all(own.keys() == ranks for own in items.values()) and _is_run(ranks):
+        return _evidence((f"each rank has {', '.join(items)}",))
+    return _by_content(source, items)
+
+
+def _by_content(source: Source, items: Mapping[str, Mapping[int, str]]) -> Evidence | None:
+    """Recognise an item by distributed tensors in its first file."""
+    for ranks in items.values():
+        path = next(iter(ranks.values()))
+        size = source.listing[path]
+        read = partial(source.store.read, path)
+        if path.endswith(".pt") and head_holds(read, size, "DTensorSpec", path):
+            return _evidence((f"{path} holds distributed tensors",))
+    return None
+
+
+def _is_run(ranks: object) -> bool:
+    return isinstance(ranks, type({}.keys())) and set(ranks) == set(range(len(ranks)))
+
+
+def _evidence(because: tuple[str, ...]) -> Evidence:
+    return Evidence(CHECKPOINTING, because, ("torch_save", "safetensors", "hf_quantized", "torch_ranks"))
+
+
+def read_checkpointing(source: Source) -> Manifest:
+    """Read the manifest of all items and ranks; raise the errors of `checkpointing_reader.read_items`."""
+    from ckptcore.formats.torch_ranks.checkpointing_reader import read_items
+
+    return read_items(source, CHECKPOINTING)
+
+
 _LAYOUT = Layout(arrange, nests=True, values="libraries", torch_load=True, model_folder=_MODEL_FOLDER)
 FORMAT = Format(
     name=_NAME,
@@ -121,4 +206,18 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
+)
+META = Format(
+    name="meta",
+    title="model-parallel files of Meta's Llama (generations 1 to 4)",
+    recognised_by="two or more `consolidated.NN.pth`",
+    detect=detect_meta,
+    reader=Reader(read_meta, checksums="CRC-32 per record", objects=True),
+)
+TORCH_CHECKPOINTING = Format(
+    name=CHECKPOINTING,
+    title="torch_checkpointing checkpoint (0.1.1, torchtitan's new backend)",
+    recognised_by="`ITEM_RANK.pt` of several items and all ranks, or beside `metadata.pkl`",
+    detect=detect_items,
+    reader=Reader(read_checkpointing, checksums="CRC-32 per record (`.pt`)", objects=True),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden
 from ckptcore.utils.foreign_text import InvalidText, load_json
 
+# Reads one rank's file as `read_rank` does: source, path, prefix, builder, parameters of the model.
+ReadFile = Callable[[Source, str, str, Builder, Params], Content]
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
 _MAX_LISTED = 100  # missing ranks that are named
 # Names of values that belong to one rank.
@@ -88,8 +90,8 @@ class RankReader:
         files: Tensor -> the only file that has it, in full.
     """
 
-    def __init__(self, source: Source, builder: Builder) -> None:
-        self._source, self._builder = source, builder
+    def __init__(self, source: Source, builder: Builder, read: ReadFile = read_rank) -> None:
+        self._source, self._builder, self._read = source, builder, read
         self.paths = Paths()
         self.unproven: list[RankFiles] = []
         self.files: dict[str, str] = {}
@@ -119,7 +121,7 @@ class RankReader:
         for rank, path in files.paths.items():
             self._seen.clear()
             with passing():
-                content = read_rank(self._source, path, prefix, self._builder, self._model(rank))
+                content = self._read(self._source, path, prefix, self._builder, self._model(rank))
             if model and content.params and rank not in self._params:
                 self._params[rank] = self._known.setdefault(content.params, content.params)
             for shards in content.shards:

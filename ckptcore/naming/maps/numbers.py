@@ -28,7 +28,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 4096  # that are compared one by one
 _SKIPPED = "window_attn_skip_freq"  # Megatron's, of layers whose attention is full
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
-_TABLES = ("null", "terms", "flags", "untold")  # beside the numbers of a world
+_TABLES = ("null", "unset", "terms", "flags", "untold")  # beside the numbers of a world
 _MISSING = object()
 _NO = "no "
 
@@ -64,12 +64,15 @@ class Config:
         """
         table = _config_keys()[self.world]
         nulls: Mapping[str, Number] = table.get("null", {})
+        unset: Mapping[str, Number] = table.get("unset", {})
         found: dict[str, tuple[Number, str]] = {}
         for number, places in table.items():
             if number in _TABLES:
                 continue
             for place in [*places, ""]:
                 stated = self._stated(place) if place else self._of_class(places, number in nulls)
+                if stated is not None and number in unset and stated.value == unset[number]:
+                    continue
                 if place.startswith("|"):
                     found |= {number: found[place[1:]]} if place[1:] in found else {}
                 elif stated is not None and stated.value is None and number in nulls:

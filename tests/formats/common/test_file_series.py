@@ -182,10 +182,7 @@ def test_one_file_that_is_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
     """A config, params.json or the content states that there was one rank only."""
-    for name, beside in (
-        ("model-rank-0-part-0.safetensors", {"config.json": CONFIG}),
-        ("rank0.safetensors", {"config.json": {"mapping": {"tp_size": 1, "pp_size": 1}}}),
-    ):
+    for name, beside in (("model-rank-0-part-0.safetensors", {"config.json": CONFIG}),):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         for path, form in beside.items():

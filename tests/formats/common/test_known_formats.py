@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.errors import UnsupportedFormat
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 
 # Format -> its files. Names alone: nothing of them is read.
 FOLDERS = {
@@ -18,12 +18,9 @@ FOLDERS = {
     "orbax": ("_CHECKPOINT_METADATA", "d/abc", "manifest.ocdbt"),
     "torchsnapshot": (".snapshot_metadata", "0/obj", "batched/5bdd"),
     "nanotron": ("checkpoint_metadata.json", "model_config.json", "model/a/model_weight.safetensors"),
-    "tensorrt-llm": ("config.json", "rank0.safetensors", "rank1.safetensors"),
     "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
-    "torch-checkpointing": ("model_0.pt", "model_1.pt", "train_state_0.pt", "train_state_1.pt"),
     "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
     "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
-    "meta-parallel": ("consolidated.00.pth", "consolidated.01.pth", "params.json"),
 }
 
 
@@ -40,6 +37,18 @@ def test_by_its_files(name: str, tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(b"{}")
     assert refused(tmp_path).values["format"] == name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensorrt_by_its_config(ranks: int, tmp_path: Path) -> None:
+    """Its config is none of the hub's, and its fused rows are those of a rank: also of one file."""
+    (tmp_path / "config.json").write_text('{"architecture": "LlamaForCausalLM", "mapping": {"tp_size": 1}}')
+    for rank in range(ranks):
+        save_file({"transformer.ln_f.weight": torch.ones(2)}, tmp_path / f"rank{rank}.safetensors")
+    assert refused(tmp_path).values["format"] == "tensorrt-llm"
+    assert refused(tmp_path / "rank0.safetensors").values["format"] == "tensorrt-llm"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert ckptcore.open(str(tmp_path / "rank0.safetensors")).format == "safetensors"
 
 
 def test_by_a_name(tmp_path: Path) -> None:
@@ -61,7 +70,8 @@ def test_an_item_of_one_rank(tmp_path: Path) -> None:
     assert ckptcore.open(str(tmp_path / "model_0.safetensors")).tensors
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"world_size": 2}))
     assert refused(tmp_path / "model_0.safetensors").values["format"] == "rank-alone"
-    assert refused(tmp_path).values["format"] == "torch-checkpointing"
+    with pytest.raises(MalformedCheckpoint):
+        ckptcore.open(str(tmp_path))
 
 
 def test_a_model_beside_its_optimizer_is_of_one_rank(tmp_path: Path) -> None:

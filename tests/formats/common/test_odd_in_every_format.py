@@ -97,7 +97,7 @@ def listed_header(folder: Path, name: str) -> None:
 
 
 def rank_files(folder: Path, name: str) -> None:
-    for path in sorted(folder.glob("model_*.pt")):
+    for path in sorted({*folder.glob("model_*.pt"), *folder.glob("consolidated.*.pth")}):
         tree = torch.load(path, weights_only=False)
         tree[name] = quantized()
         torch.save(tree, path)
@@ -205,6 +205,14 @@ FORMATS_WITH: dict[str, Odd] = {
     ),
     "deepspeed": Odd("z2_bf16_ws4", "ckpt", rank_module, "pos_scale", ("module.pos_scale",)),
     "olmo_local": Odd("olmo1_local_ws2", "step2", flat_module, "", ("model.transformer.blocks.0.*",)),
+    "meta": Odd(
+        "meta_llama3_tp2",
+        "ckpt",
+        rank_files,
+        "layers.0.feed_forward.w1.weight",
+        ("layers.0.feed_forward.w1.weight",),
+    ),
+    "torch_checkpointing": Odd("tc_safetensors_2r", "ckpt", header, "norm.weight", ("model.norm.weight",)),
     "torch_ranks": Odd(
         "verl_fsdp2_4r",
         "ckpt",

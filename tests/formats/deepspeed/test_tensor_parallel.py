@@ -7,7 +7,8 @@ import pytest
 
 from ckptcore.core.object_tree import Named
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
-from ckptcore.formats.deepspeed.tensor_parallel import TensorParallel, Unmerged
+from ckptcore.formats.common.shard_pieces import Unmerged
+from ckptcore.formats.deepspeed.tensor_parallel import TensorParallel
 
 
 def joined(info: dict, name: str, shards: list[np.ndarray]) -> np.ndarray:

@@ -551,3 +551,32 @@ def test_a_real_save_of_verl_opens_without_an_option(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         if name in {t.fqn for t in manifest.tensors}:
             assert torch.equal(tensor, ckptcore.read(manifest, name)), name
+
+
+OTHERS = {
+    "source.spm": "v",
+    "vocab-src.json": "{}",
+    "bpe.codes": "a b",
+    "modules.json": "[]",
+    "config_sentence_transformers.json": "{}",
+    "1_Pooling/config.json": "{}",
+    "2_Dense/model.safetensors": "weights of a module",
+}
+LEFT = {"params.json": "{}", "hf_quant_config.json": "{}", "notes.odt": "x", "trainer_state.json": "{}"}
+
+
+def test_small_files_of_other_libraries_are_carried(source: Path, tmp_path: Path) -> None:
+    """Settings of other forms of the weights are left out by name, and a trainer's state without a word."""
+    hub = put(tmp_path / "hub", MODEL | OTHERS | LEFT, UNKNOWN)
+    result = export(source, tmp_path / "out", config=str(hub))
+    assert beside(tmp_path / "out") == {*MODEL, *OTHERS, "config.json"}
+    (warning,) = [w for w in result.warnings if w.code == "left-beside"]
+    assert all((name in warning.message) == (name != "trainer_state.json") for name in LEFT)
+
+
+def test_a_large_file_of_another_library_is_left_out_by_name(source: Path, tmp_path: Path) -> None:
+    hub = put(tmp_path / "hub", MODEL | OTHERS, UNKNOWN)
+    _grow(hub / "source.spm")
+    result = export(source, tmp_path / "out", config=str(hub))
+    assert beside(tmp_path / "out") == {*MODEL, *OTHERS, "config.json"} - {"source.spm"}
+    assert ["source.spm" in w.message for w in result.warnings if w.code == "left-beside"] == [True]

@@ -91,7 +91,7 @@ def test_the_short_form_has_every_family_source_and_form() -> None:
 
 @pytest.mark.parametrize(
     ("family", "source", "claimed"),
-    [("mistral", "torchtitan", LOGITS), ("llama", "hf-hub", TENSORS), ("llama", "hf-hub", "refused")],
+    [("qwen2", "torchtitan", LOGITS), ("llama", "hf-hub", TENSORS), ("llama", "hf-hub", "refused")],
 )
 def test_a_table_that_says_something_else_fails(
     monkeypatch: pytest.MonkeyPatch, tinies: Tinies, tmp_path: Path, family: str, source: str, claimed: str

@@ -154,3 +154,13 @@ def test_another_scaling_of_rotary_embeddings_is_refused_with_both_values(
     first, _, second = error.value.message.partition(", args says ")
     assert theirs in first
     assert mine in second
+
+
+def test_what_params_of_meta_and_mistral_say() -> None:
+    """Llama 2 leaves the size of the vocabulary to its tokenizer, and says -1."""
+    form = {"dim": 32, "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5, "vocab_size": -1}
+    numbers = {name: value for name, (value, _) in Config("params.json", "params", form).numbers.items()}
+    assert numbers == {"hidden": 32, "layer": 2, "heads": 4}
+    form = {"vocab_size": 40, "moe": {"num_experts": 8, "num_experts_per_tok": 2}}
+    numbers = {name: value for name, (value, _) in Config("params.json", "params", form).numbers.items()}
+    assert numbers == {"vocab": 40, "experts": 8, "experts_of_token": 2}

@@ -1,0 +1,302 @@
+"""Read the items of all ranks: each file by its suffix, its shards by the file itself or by metadata.pkl.
+
+A ``.pt`` file has DTensors, which record their boxes. A ``.safetensors`` file has the local tensors alone,
+and metadata.pkl has the mesh and the placements, or the boxes of a tensor of another kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Item, Manifest, Unread, View, is_row_major, row_major
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.metadata_budget import meter
+from ckptcore.core.object_tree import Named, encode
+from ckptcore.core.tree_paths import Path
+from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.pickle.unpickler import Record
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.common.part_names import PartName, PartNumber
+from ckptcore.formats.common.part_proof import unless_proven
+from ckptcore.formats.common.rank_file_names import ITEM, METADATA, RankFiles, item_files
+from ckptcore.formats.common.shape_matching import Shape
+from ckptcore.formats.common.trees import kind_of
+from ckptcore.formats.torch_ranks.checkpointing_metadata import SavedMetadata, Sharding, read_metadata
+from ckptcore.formats.torch_ranks.dtensor_globals import DTENSOR
+from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
+from ckptcore.formats.torch_ranks.optimizer import Params
+from ckptcore.formats.torch_ranks.placement import Placed, Placer
+from ckptcore.formats.torch_ranks.reader import RankReader
+from ckptcore.utils.foreign_text import InvalidText
+from ckptcore.utils.text import short_repr
+
+_TEMPORARY = "tmp_"  # checkpoint_writer.py: renamed when all ranks have written
+_MAX_LISTED = 20
+
+
+def read_items(source: Source, name: str) -> Manifest:
+    """Read the manifest of all items and ranks, of a format of this name.
+
+    Raises:
+        MalformedCheckpoint: A file cannot be parsed, or ranks contradict each other.
+        CkptError: What `read_metadata` and `read_rank` raise.
+    """
+    saved, builder = read_metadata(source), Builder()
+    listed = saved.items if saved is not None else {}
+    found = item_files(source)
+    builder.findings += [
+        finding("stray-file", "files", f"{path} is of no rank in {METADATA}, and is not read", file=path)
+        for item in found.keys() & listed.keys()
+        for path in found[item].values()
+        if path not in listed[item].paths.values()
+    ]
+    found = {item: ranks for item, ranks in found.items() if item not in listed}
+    kinds = [RankFiles(item, saved.world if saved else None, ranks) for item, ranks in found.items()]
+    for item, one in listed.items():
+        here = {rank: path for rank, path in one.paths.items() if path in source.listing}
+        lost = [path for rank, path in one.paths.items() if rank not in here]
+        for path in lost[:_MAX_LISTED]:
+            message = f"{path} is missing: {METADATA} lists it"
+            builder.findings.append(finding("missing-rank", "files", message, file=path))
+        if here:
+            kinds.append(RankFiles(item, None, here))
+    kinds.sort(key=lambda kind: (kind.stem != "model", kind.stem))
+    files = _Files(source, builder, saved, {path: (k.stem, r) for k in kinds for r, path in k.paths.items()})
+    reader = RankReader(source, builder, files.read)
+    for kind in kinds:
+        reader.add(kind, kind.stem)
+    world = saved.world if saved is not None else reader.world
+    for kind in kinds:
+        if kind.stem not in listed:
+            builder.findings += reader.missing(kind)
+    for kind in reader.unproven if world is None else ():
+        shapes = {t.fqn: t.shape for t in builder.tensors}
+        parts = tuple(_part(path) for path in kind.paths.values())
+        builder.findings += unless_proven(source, parts, shapes, builder.blobs)
+    folder = source.store.url.rstrip("/").rsplit("/", 1)[-1]
+    if folder.startswith(_TEMPORARY):
+        message = f"{folder} is the folder of a save that did not finish: it is renamed at the end"
+        code = "missing-part" if source.recover else "not-complete"
+        builder.findings.append(finding(code, "files", message))
+    origin: dict[str, Any] = {"parts": [kind.stem for kind in kinds]}
+    if world is not None:
+        origin["world_size"] = world
+    paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
+    if paths:
+        origin["paths"] = paths
+    return replace(builder.build(name, source.store.url, origin), order=reader.order())
+
+
+def _part(path: str) -> PartName:
+    """Return a file of a rank as a part that nothing counts."""
+    found = ITEM.match(path)
+    assert found is not None  # of the default names: others are listed in metadata.pkl
+    return PartName(path, (PartNumber(int(found["rank"]), None, 0, found.span("rank")),))
+
+
+class _Files:
+    """Read one file at a time, as `read_rank` does, and place its tensors by metadata.pkl."""
+
+    def __init__(
+        self,
+        source: Source,
+        builder: Builder,
+        saved: SavedMetadata | None,
+        owners: Mapping[str, tuple[str, int]],
+    ) -> None:
+        self._source, self._builder, self._saved, self._owners = source, builder, saved, owners
+        self._kinds: dict[str, str] = {}  # item in JSON -> kind of its value on the first rank
+
+    def read(self, source: Source, path: str, prefix: str, builder: Builder, params: Params) -> Content:
+        """Read one rank's file of an item; see `read_rank`."""
+        if path.endswith(".safetensors"):
+            content = _tensors_of(source, path, prefix, builder)
+        elif path.endswith(".json"):
+            content = self._values(source, path, prefix)
+        else:
+            content = read_rank(source, path, prefix, builder, params)
+        item, rank = self._owners[path]
+        listed = self._saved.items.get(item) if self._saved is not None else None
+        if listed is not None:
+            self._place(content, item, rank, path, listed.of_rank(rank))
+        return content
+
+    def _values(self, source: Source, path: str, item: str) -> Content:
+        size, content = source.listing[path], Content()
+        meter().require(size, path)
+        try:
+            tree = parse(source.store.read(path, 0, size), path)
+        except InvalidText as error:
+            raise MalformedCheckpoint(f"{path} is not JSON: {error}", file=path) from error
+        source.explain(path)
+        kind = kind_of(tree)
+        if self._kinds.setdefault(item, kind) != kind:
+            message = f"{path} holds a {kind}, and other ranks have a {self._kinds[item]} of {item}"
+            self._builder.findings.append(finding("item-mismatch", "files", message, file=path))
+        rows: list[tuple[str, Path, Any]] = [(item, (item,), tree)]
+        if isinstance(tree, dict) and tree:
+            rows = [(f"{item}.{key}", (item, key), value) for key, value in tree.items()]
+        for name, where, value in rows:
+            form = encode(value)
+            content.objects[name] = blake3(json.dumps(form).encode()).hexdigest(), form, where
+            content.names.append(name)
+        return content
+
+    def _place(
+        self, content: Content, item: str, rank: int, path: str, shardings: Mapping[str, Sharding]
+    ) -> None:
+        """Make shards of the tensors that metadata.pkl places, and report those that it does not fit."""
+        shardings = {f"{item}.{name}" if name else item: one for name, one in shardings.items()}
+        placer = Placer(_no_integers, path, self._source.listing[path])
+        shapes: dict[str, tuple[str, Shape]] = {}
+        plain: list[Plain] = []
+        for one in content.plain:
+            sharding = shardings.get(one.name)
+            if sharding is None:
+                plain.append(one)
+                continue
+            shapes[one.name] = one.dtype, _sizes(sharding.data.get("global_shape"), path)
+            if one.dtype in BY_NAME:
+                content.shards.append(_shards(one, sharding, rank, placer, path))
+            else:
+                reason = f"dtype {one.dtype} is not supported"
+                self._builder.withdraw(one.name, Unread(reason, one.dtype, shapes[one.name][1], path))
+        content.plain[:] = plain
+        shapes |= {s.name: (s.placed.dtype, s.placed.shape) for s in content.shards}
+        for name, sharding in shardings.items():
+            dtype, shape = sharding.data.get("dtype"), _sizes(sharding.data.get("global_shape"), path)
+            known = shapes.get(name)
+            if name in content.unread or name in content.refused:
+                continue
+            if known is None:
+                message = f"{path} lacks {name}, which {METADATA} lists"
+                self._builder.findings.append(finding("hole", "coverage", message, fqn=name, file=path))
+            elif known[0] in BY_NAME and known != (str(dtype).removeprefix("torch."), shape):
+                here, there = f"{known[0]} {list(known[1])}", f"{dtype} {list(shape)}"
+                message = f"{name} is {here} in {path}, and {METADATA} has {there}"
+                self._builder.findings.append(finding("item-mismatch", "files", message, fqn=name, file=path))
+
+
+def _tensors_of(source: Source, path: str, item: str, builder: Builder) -> Content:
+    tensors, _, begin = read_header(source.store, path, source.listing[path])
+    file, content = builder.file(path, source.listing[path]), Content()
+    for name, (dtype, shape, start, end) in tensors.items():
+        number = builder.item(Item(file, begin + start, end - start))
+        piece = LocalShard(Box.full(shape), number, None)
+        fqn = f"{item}.{name}" if name else item
+        mark = None if end > start else "empty"
+        content.plain.append(Plain(fqn, (item, name), dtype, shape, piece, mark))
+        content.names.append(fqn)
+    return content
+
+
+def _shards(one: Plain, sharding: Sharding, rank: int, placer: Placer, path: str) -> LocalShards:
+    """Return a local tensor as the shards of the tensor that metadata.pkl describes."""
+    view = one.piece.view or View()
+    strides = view.strides or row_major(one.shape)
+    local = StoredView(one.name, 0, one.dtype, one.shape, 0, strides)
+    if sharding.kind == "default_tensor_v1":
+        placed = _boxes(local, sharding.data, rank, path)
+    elif sharding.kind == "DTensorShardingMetadata":
+        made = placer.place(_dtensor(local, sharding.data, rank, path), one.name)
+        assert isinstance(made, Placed)  # the local tensor is no refused one
+        placed = made
+    else:
+        raise MalformedCheckpoint(
+            f"{METADATA} places {one.name} by {short_repr(sharding.kind, 60)}, which is not known",
+            file=METADATA,
+        )
+    width = BY_NAME[one.dtype].itemsize
+    pieces = []
+    for inside, box in placed.pieces:
+        at = View(view.start + inside.offset * width, inside.strides, view.flags)
+        plain = is_row_major(inside.shape, inside.strides)
+        at = View(at.start, None, view.flags) if plain else at
+        pieces.append(LocalShard(box, one.piece.item, None if at == View() else at))
+    return LocalShards(one.name, one.path, placed, tuple(pieces))
+
+
+def _dtensor(local: StoredView, data: Mapping[str, Any], rank: int, path: str) -> Record:
+    """Return the record that a pickle of this DTensor would have."""
+    mesh = data.get("mesh_spec")
+    mesh = mesh if isinstance(mesh, dict) else {}
+    shape, ranks = _sizes(mesh.get("mesh_shape"), path), _sizes(mesh.get("mesh_data"), path)
+    if rank not in ranks or len(ranks) != int(np.prod(shape, dtype=np.int64)):
+        raise MalformedCheckpoint(f"{METADATA} has no mesh for {local.key} of rank {rank}", file=METADATA)
+    device = Record("DeviceMesh", ())
+    device.state = {
+        "_layout": _record("_MeshLayout", {"shape": shape}),
+        "_coordinate_on_dim": tuple(int(n) for n in np.unravel_index(ranks.index(rank), shape)),
+        "_flatten_rank_map": list(ranks),
+        "_rank": rank,
+    }
+    stored = data.get("placements")
+    placements = tuple(_placement(one) for one in stored) if isinstance(stored, (list, tuple)) else None
+    spec = _record("DTensorSpec", {"mesh": device, "placements": placements})
+    dtype = Named("dtype", str(data.get("dtype")).removeprefix("torch."))
+    tensor = Record(DTENSOR, (None, dtype, _sizes(data.get("global_shape"), path)))
+    tensor.state = {"_local_tensor": local, "_spec": spec}
+    return tensor
+
+
+def _placement(stored: Any) -> Record:
+    fields = stored if isinstance(stored, dict) else {}
+    kind = {"StridedShard": "_StridedShard"}.get(str(fields.get("type")), str(fields.get("type")))
+    return _record(kind, {key: value for key, value in fields.items() if key != "type"})
+
+
+def _record(kind: str, state: dict[str, Any]) -> Record:
+    made = Record(kind, ())
+    made.state = state
+    return made
+
+
+def _boxes(local: StoredView, data: Mapping[str, Any], rank: int, path: str) -> Placed:
+    """Return the boxes of a tensor that lists them (torch_checkpointing/default_metadata.py)."""
+    shape = _sizes(data.get("global_shape"), path)
+    columns = [data.get(key) for key in ("global_offsets", "local_offsets", "local_sizes")]
+    if any(not isinstance(column, (list, tuple)) for column in columns):
+        raise MalformedCheckpoint(f"{METADATA} has no boxes of {local.key}", file=METADATA)
+    rows = [[_sizes(one, path) for one in column or ()] for column in columns]
+    if len({len(row) for row in rows}) != 1 or any(len(one) != len(shape) for row in rows for one in row):
+        raise MalformedCheckpoint(f"the boxes of {local.key} do not fit each other", file=METADATA)
+    pieces = []
+    for offset, at, extent in zip(*rows, strict=True):
+        if len(local.shape) != len(shape) or any(
+            a + n > here for a, n, here in zip(at, extent, local.shape, strict=True)
+        ):
+            raise MalformedCheckpoint(
+                f"{METADATA} has {list(extent)} at {list(at)} of {local.key}, which is {list(local.shape)}",
+                file=METADATA,
+            )
+        first = sum(a * s for a, s in zip(at, local.strides, strict=True))
+        if 0 not in extent:
+            pieces.append((replace(local, shape=extent, offset=first), Box(offset, extent)))
+    return Placed(local.dtype, shape, tuple(pieces), rank, (rank,))
+
+
+def _sizes(value: Any, path: str) -> Shape:
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) > 1 << 20
+        or any(type(n) is not int or not 0 <= n < 1 << 50 for n in value)
+    ):
+        raise MalformedCheckpoint(
+            f"{METADATA} must have sizes for {path} (got {short_repr(value, 60)})", file=METADATA
+        )
+    return tuple(value)
+
+
+def _no_integers(value: StoredView) -> tuple[int, ...]:
+    raise ValueError(f"ranks in a tensor {value.key}")
