@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
+from ckptcore.conversion.file_process import elsewhere, processes_for
 from ckptcore.conversion.open_staging import open_staging, staging_of_plan
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, packed_replaced
 from ckptcore.conversion.publish import Result, finish_staged
@@ -578,14 +579,16 @@ def _require_means(settings: Settings, request: Request) -> None:
 
 
 def peak_memory(plan: Plan, settings: Settings) -> int:
-    """Return the most that a run should take, in bytes: the process and all buffers that the budget allows.
+    """Return the most that a run should take, in bytes: its processes and all buffers that the budget allows.
 
     Most runs stay far below: they need neither torch nor large tiles.
     """
     largest = max((f.nbytes for f in plan.files), default=0)
     tile = Budget.of(settings).tile
     buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
-    return _BASE_MEMORY["cpu" if settings.device == "cpu" else "device"] + buffers
+    count = processes_for(plan, settings, [file.nbytes for file in plan.files])
+    processes = 1 if count == 1 else count + 1  # the one that hands out files, too
+    return processes * _BASE_MEMORY["cpu" if settings.device == "cpu" else "device"] + buffers
 
 
 def _require_unchanged(request: Request, manifest: Manifest) -> None:
@@ -621,6 +624,8 @@ def _execute(
         (require_planned if just_planned else require_same)(stamps, source)
         run = plan_run(staging, plan, source, stamps, settings)
         beside = staging.beside_uploads(plan, settings)
+        if part is None:
+            run = replace(run, elsewhere=elsewhere(staging, plan, wanted, settings, sums))
         try:
             return execute_files(run, wanted, beside, part=part, progress=progress)
         except DamagedCheckpoint as error:

@@ -25,9 +25,11 @@ from ckptcore.reading.gather import StoredOrder, stored_order
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import products
 
-# Bytes of the usual tiles of all workers together: large enough to hide per-call costs, small enough to
-# stay in cache, and the same memory for any number of workers.
+# Bytes of the usual tiles of a few workers together: large enough to hide per-call costs, small enough to
+# stay in cache, and the same memory for 1 to 4 workers.
 TILES = 4 << 20
+# More workers wait for each other's turns with Python's lock, so each call moves as much as theirs together.
+_FEW = 4
 _READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, if the budget allows it
 _RUN = 4 << 10  # bytes that a read should have where dims are stored in another order: a page
 _MIN_TILE = 64 << 10
@@ -67,7 +69,7 @@ class Budget:
     @property
     def usual(self) -> int:
         """Return the bytes of a step without special needs."""
-        return min(self.tile, max(TILES // self.threads, 1 << 20))
+        return min(self.tile, TILES // self.threads if self.threads <= _FEW else TILES)
 
     @property
     def decoded(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -13,6 +12,7 @@ from ckptcore.formats import FORMATS, registry
 from ckptcore.naming.worlds import is_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
+from ckptcore.utils.cores import usable_cores
 from ckptcore.utils.dataclass import dataclass
 
 VERBS = ("consolidate", "export", "reshard")
@@ -43,6 +43,8 @@ _LATER: dict[str, Any] = {
     "overwrite_in_place": False,
 }
 WEIGHTS = ("auto", "master", "module")
+# Bytes of the budget for each worker where nobody says how many: four buffers of large steps (`Budget`).
+_PER_WORKER = 64 << 20
 STORED = "stored"  # a world of names: those of the checkpoint
 
 
@@ -204,7 +206,8 @@ class Settings:
 
     Attributes:
         memory: Budget for tensor buffers, bytes.
-        workers: Threads; None chooses by the machine.
+        workers: Threads; None takes the cores that this process may use, and one for each 64 MiB of memory at
+            most.
         device: torch device for casts.
         verify: Whether stored CRC-32 and copies are checked while bytes move.
         digest: Whether every output file gets a BLAKE3.
@@ -231,7 +234,7 @@ class Settings:
         """Number of threads to run."""
         if self.workers is not None:
             return self.workers
-        return min(4, max(2, len(os.sched_getaffinity(0))))
+        return max(2, min(usable_cores(), self.memory // _PER_WORKER))
 
     def of(self, mesh: str) -> Settings:
         """Return the settings with ``fingerprint`` decided: files of a mesh look least like their source."""
