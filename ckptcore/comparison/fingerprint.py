@@ -15,7 +15,8 @@ from typing import Any
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.tensor_compare import Opened, labelled
+from ckptcore.comparison.opened import Opened, labelled
+from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
@@ -25,6 +26,7 @@ from ckptcore.execution.tiles import Budget
 from ckptcore.fingerprints.sums import (
     ZERO,
     Fingerprinted,
+    Sum,
     add,
     checkpoint_fingerprint,
     map_digest,
@@ -185,8 +187,31 @@ class _Summed(OpenTensor):
 
 def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> tuple[Fingerprinted, ...]:
     """Return the fingerprint of every tensor. Raise the first error of any worker."""
-    budget, specs = Budget.of(settings), opened.manifest.tensors
-    sums, lock = [ZERO] * len(specs), threading.Lock()
+    specs = opened.manifest.tensors
+    rows, sizes = range(len(specs)), [spec.nbytes for spec in specs]
+    meter = ProgressMeter(progress, "read", opened.manifest.nbytes)
+    sums = in_processes(sum_tensors, [opened], rows, sizes, settings, meter)
+    if sums is None:
+        sums = sum_tensors([opened], rows, settings, meter)
+    return tuple(
+        (s.fqn, s.dtype, s.shape, tensor_fingerprint(s.dtype, s.shape, total))
+        for s, total in zip(specs, sums, strict=True)
+    )
+
+
+def sum_tensors(
+    sides: Sequence[Opened], rows: Sequence[int], settings: Settings, meter: ProgressMeter
+) -> list[Sum]:
+    """Return the sum of each of some tensors, read in the threads of this process.
+
+    Args:
+        sides: The checkpoint alone.
+        rows: Of the tensors in its manifest.
+        settings: Memory, threads and device.
+        meter: Counts the bytes that are read.
+    """
+    (opened,), budget, lock = sides, Budget.of(settings), threading.Lock()
+    sums = dict.fromkeys(rows, ZERO)
     opened.limit_decoded(settings)
 
     def worker() -> Callable[[_Summed, Box], None]:
@@ -204,9 +229,5 @@ def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> t
 
         return read
 
-    tensors = (_Summed(opened, row) for row in range(len(specs)))
-    walk_boxes(tensors, worker, budget, ProgressMeter(progress, "read", opened.manifest.nbytes))
-    return tuple(
-        (s.fqn, s.dtype, s.shape, tensor_fingerprint(s.dtype, s.shape, total))
-        for s, total in zip(specs, sums, strict=True)
-    )
+    walk_boxes((_Summed(opened, row) for row in rows), worker, budget, meter)
+    return list(sums.values())

@@ -7,8 +7,7 @@ no other run begins while one of them may still write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from ckptcore.conversion.open_staging import staging_of_plan
 from ckptcore.conversion.staged_plan import plan_run
@@ -23,10 +22,8 @@ from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import RecordProgress, Records
 from ckptcore.store import local_path, open_source_store
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.process_pool import Begun, ProcessPool, process_count
-from ckptcore.utils.workers import ProgressMeter
-
-_TURNS = 8  # jobs for each process: the last ones end at about the same time
+from ckptcore.utils.process_pool import Begun, ProcessPool, batches, process_count
+from ckptcore.utils.workers import CountedMeter, ProgressMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,8 @@ def elsewhere(
 
     def write(indices: Sequence[int], records: Records, meter: ProgressMeter) -> dict[int, Receipt]:
         some = min(count, len(indices))
-        setup = _Setup(staging.plan_uri, _share(settings, some), sums is not None)
-        jobs = _jobs(indices, [sizes[index] for index in indices], some)
+        setup = _Setup(staging.plan_uri, settings.share(some), sums is not None)
+        jobs = batches(indices, [sizes[index] for index in indices], some)
         assert staging.lock_fd is not None  # it was there
         with ProcessPool(__name__, [setup] * some, fds=[staging.lock_fd]) as pool:
             written = [receipt for answer in pool.run(jobs, meter.add) for receipt in answer]
@@ -93,36 +90,6 @@ def processes_for(plan: Plan, settings: Settings, sizes: Sequence[int]) -> int:
     return process_count(settings.threads, settings.memory, sum(sizes), len(sizes))
 
 
-class _Finished(ProgressMeter):
-    """Reports bytes one by one: the parent adds up those of all workers."""
-
-    def __init__(self, finished: Callable[[int], None]) -> None:
-        super().__init__(None, "write", 0)
-        self._finished = finished
-
-    def add(self, nbytes: int) -> None:
-        """Report finished bytes."""
-        self._finished(nbytes)
-
-
-def _share(settings: Settings, count: int) -> Settings:
-    """Return the settings of each of some processes."""
-    return replace(settings, memory=settings.memory // count, workers=max(1, settings.threads // count))
-
-
-def _jobs(indices: Sequence[int], sizes: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield files that one worker writes together: a large one, or several small ones."""
-    goal, batch, nbytes = sum(sizes) // (_TURNS * count), list[int](), 0
-    for index, size in zip(indices, sizes, strict=True):
-        if batch and nbytes + size > goal:
-            yield tuple(batch)
-            batch, nbytes = [], 0
-        batch.append(index)
-        nbytes += size
-    if batch:
-        yield tuple(batch)
-
-
 def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
     """Open the plan and its source in a worker."""
     staging = staging_of_plan(setup.plan_uri)
@@ -132,7 +99,7 @@ def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
     source.observer = sums
     run = plan_run(staging, plan, source, stamps, setup.settings)
     records = Records(source, run.items, setup.settings.verify, run.scratch)
-    meter = _Finished(finished)
+    meter = CountedMeter(finished)
 
     def write(indices: tuple[int, ...]) -> tuple[Receipt, ...]:
         return write_files(run, indices, setup.settings, records, meter)

@@ -236,6 +236,10 @@ class Settings:
             return self.workers
         return max(2, min(usable_cores(), self.memory // _PER_WORKER))
 
+    def share(self, count: int) -> Settings:
+        """Return the settings of each of some processes that share these."""
+        return replace(self, memory=self.memory // count, workers=max(1, self.threads // count))
+
     def of(self, mesh: str) -> Settings:
         """Return the settings with ``fingerprint`` decided: files of a mesh look least like their source."""
         return self if self.fingerprint is not None else replace(self, fingerprint=bool(mesh))

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ckptcore.errors import CkptError, Interrupted, UsageError, WorkerLost
 from ckptcore.utils.command_process import is_command
@@ -45,6 +45,7 @@ _LEAST_MEMORY = 1 << 20  # bytes of the budget for each process
 _ROOM_EACH = 512 << 20  # free bytes of the machine for each process beside the budget: torch takes 190 MiB
 
 _SETUP, _JOB, _END, _PROGRESS, _LOG, _ANSWER, _ERROR = range(7)  # kinds of messages
+_TURNS = 8  # jobs for each process: the last ones end at about the same time
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG, prctl(2)
 _ENDS_WITHIN = 5.0  # seconds for a worker to discard what it has begun
 _POLL_S, _REPORT_S = 0.2, 0.05
@@ -52,6 +53,7 @@ _LOST = os.EX_SOFTWARE
 _READY, _MOST_FDS = b"+", 16
 _WORKER = "from ckptcore.utils.process_pool import serve; serve()"
 
+_Item = TypeVar("_Item")
 Begun = tuple[Callable[[Any], Any], Callable[[], Any]]
 """What a worker does with a job, and what it reports at its end."""
 
@@ -81,6 +83,23 @@ def process_count(threads: int, memory: int, nbytes: int, most: int) -> int:
     free = available_memory()
     room = most if free is None else max(0, free - memory) // _ROOM_EACH
     return max(1, min(threads // THREADS_EACH, nbytes // _BYTES_EACH, room, most))
+
+
+def batches(items: Sequence[_Item], sizes: Sequence[int], count: int) -> Iterator[tuple[_Item, ...]]:
+    """Yield jobs for some processes: a large item, or several small ones, that follow each other.
+
+    >>> list(batches("abcdef", [9, 1, 1, 1, 1, 9], 1))
+    [('a',), ('b', 'c'), ('d', 'e'), ('f',)]
+    """
+    goal, batch, nbytes = sum(sizes) // (_TURNS * count), list[_Item](), 0
+    for item, size in zip(items, sizes, strict=True):
+        if batch and nbytes + size > goal:
+            yield tuple(batch)
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += size
+    if batch:
+        yield tuple(batch)
 
 
 class _Worker:

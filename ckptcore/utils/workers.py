@@ -111,6 +111,18 @@ class ProgressMeter:
         self._progress(self._stage, min(done, self._total), self._total)
 
 
+class CountedMeter(ProgressMeter):
+    """Passes finished bytes on as they are: another process adds up those of several."""
+
+    def __init__(self, finished: Callable[[int], None]) -> None:
+        super().__init__(None, "", 0)
+        self._finished = finished
+
+    def add(self, nbytes: int) -> None:
+        """Pass finished bytes on."""
+        self._finished(nbytes)
+
+
 class _Pool(Generic[Job]):
     """The threads of one `run_jobs`, and their shared state."""
 

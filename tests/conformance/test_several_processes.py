@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,55 @@ def test_same_bytes_and_digests(
     assert sum(line.startswith("write") for line in done.stderr.splitlines()) == 1  # one progress for all
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_reading_verbs_answer_as_one_process_does(
+    damaged: bool, cli: Cli, source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(source, copy)
+    data = next(copy.glob("*.distcp"))
+    raw = bytearray(data.read_bytes())
+    if damaged:
+        raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    assert cli("consolidate", source, other, "--max-file-size", "300KB").code == 0
+    for argv in (
+        ("fingerprint", copy),
+        ("fingerprint", other),
+        ("diff", other, copy),
+        ("validate", copy, "--level", "bytes"),
+        ("validate", copy, "--level", "values"),
+        ("validate", other, "--level", "bytes"),
+    ):
+        one, several = (
+            cli(*argv, "--output", "json", env={VARIABLE: count}) for count in ("1", str(PROCESSES))
+        )
+        assert (several.code, several.stdout) == (one.code, one.stdout), argv
+        assert one.code == int(damaged and copy in argv), one
+
+
+def test_replicas_and_unused_bytes_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings of several processes are those of one, in their order."""
+    from pieces import numbered, write_dcp
+
+    from ckptcore import Box
+    from ckptcore.checking.examine import examine
+
+    tensors = {f"w.{n}": (numbered((64, 64), start=n), [Box.full((64, 64))] * 2) for n in range(6)}
+    write_dcp(tmp_path / "ckpt", tensors, files=3)
+    bits = numbered((64, 64), start=1).numpy().tobytes()
+    data = next(path for path in sorted((tmp_path / "ckpt").glob("*.distcp")) if bits in path.read_bytes())
+    raw = bytearray(data.read_bytes())
+    raw[raw.index(bits) + 5] ^= 1
+    data.write_bytes(raw + b"more")
+    found = []
+    for count in ("1", "3"):
+        monkeypatch.setenv(VARIABLE, count)
+        found.append(examine(str(tmp_path / "ckpt"), "bytes")[1])
+    assert found[0] == found[1]
+    assert {f.code for f in found[0].findings} >= {"crc-mismatch", "replica-mismatch"}
+
+
 def test_files_of_a_source_are_digested_as_by_one_process(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +203,6 @@ def test_files_of_a_source_are_digested_as_by_one_process(
 def test_a_damaged_record_that_files_share_is_found(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     data = next(copy.glob("*.distcp"))
@@ -254,12 +302,10 @@ def resumed(cli: Cli, source: Path, folder: Path, alone: dict[str, dict[str, Any
     assert [path.name for path in folder.iterdir()] == ["out"]
 
 
-def test_memory_is_shared(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptcore.conversion.file_process import _share
-
-    share = _share(Settings(memory=1 << 30, workers=16), 8)
+def test_memory_is_shared() -> None:
+    share = Settings(memory=1 << 30, workers=16).share(8)
     assert (share.memory, share.threads) == (1 << 27, 2)
-    assert _share(Settings(memory=1 << 30, workers=2), 3).threads == 1
+    assert Settings(workers=2).share(3).threads == 1
 
 
 @pytest.mark.soak
