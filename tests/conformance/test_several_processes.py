@@ -164,28 +164,6 @@ def test_reading_verbs_answer_as_one_process_does(
         assert one.code == int(damaged and copy in argv), one
 
 
-def test_replicas_and_unused_bytes_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Findings of several processes are those of one, in their order."""
-    from pieces import numbered, write_dcp
-
-    from ckptcore import Box
-    from ckptcore.checking.examine import examine
-
-    tensors = {f"w.{n}": (numbered((64, 64), start=n), [Box.full((64, 64))] * 2) for n in range(6)}
-    write_dcp(tmp_path / "ckpt", tensors, files=3)
-    bits = numbered((64, 64), start=1).numpy().tobytes()
-    data = next(path for path in sorted((tmp_path / "ckpt").glob("*.distcp")) if bits in path.read_bytes())
-    raw = bytearray(data.read_bytes())
-    raw[raw.index(bits) + 5] ^= 1
-    data.write_bytes(raw + b"more")
-    found = []
-    for count in ("1", "3"):
-        monkeypatch.setenv(VARIABLE, count)
-        found.append(examine(str(tmp_path / "ckpt"), "bytes")[1])
-    assert found[0] == found[1]
-    assert {f.code for f in found[0].findings} >= {"crc-mismatch", "replica-mismatch"}
-
-
 def test_files_of_a_source_are_digested_as_by_one_process(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
