@@ -21,7 +21,8 @@ from ckptcore.errors import BudgetTooSmall
 from ckptcore.execution.tiles import TILES
 from ckptcore.fingerprints.device_sums import DeviceSums
 from ckptcore.fingerprints.sums import Sum, box_sum
-from ckptcore.reading.casting import torch_on
+from ckptcore.reading.casting import cast_into, has_nan, torch_on
+from ckptcore.reading.gather import tile_view
 from ckptcore.utils.memory import untouched
 
 Bytes = npt.NDArray[np.uint8]
@@ -99,14 +100,26 @@ class Lane:
         """Copy a tile's bits to the host."""
         self._home(tile.bits.reshape(-1).view(self._torch.uint8), into)
 
-    def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str) -> None:
-        """Cast a tile of ``dtype`` on the device, and copy the result to the host."""
-        torch = self._torch
+    def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str, spare: Bytes) -> None:
+        """Cast a tile of ``dtype`` on the device, and copy the result to the host.
+
+        A tile with a NaN comes to ``spare``, memory of a tile on the host, and is cast there: see
+        `ckptcore.reading.casting.has_nan`.
+        """
+        cast = self._back[: len(into)]
         with self._on():
-            values = tile.bits.reshape(-1).view(torch.uint8).view(getattr(torch, dtype))
-            cast = self._back[: len(into)]
-            cast.view(getattr(torch, target_dtype)).copy_(values)
-        self._home(cast, into)
+            values = self.values(tile, dtype)
+            self._cast(values, cast.view(getattr(self._torch, target_dtype)))
+            odd = has_nan(values)
+        if not odd:
+            self._home(cast, into)
+            return
+        here = tile_view(spare, tuple(tile.bits.shape), dtype)
+        self.fetch(tile, here.reshape(-1).view(np.uint8))
+        cast_into(here, dtype, into, target_dtype, "cpu")
+
+    def _cast(self, values: Any, into: Any) -> None:
+        into.copy_(values)
 
     def sum(self, tile: DeviceTile, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
         """Return what a tile adds to the sum of a tensor.

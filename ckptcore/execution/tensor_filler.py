@@ -197,7 +197,7 @@ class TensorFiller:
         if tensor.dtype == stored.dtype:
             lane.fetch(tile, target)
         else:
-            lane.fetch_cast(tile, stored.dtype, target, tensor.dtype)
+            lane.fetch_cast(tile, stored.dtype, target, tensor.dtype, own.cast)
 
     def _sum(self, part: TensorPart, source: Bytes, own: Workspace) -> None:
         """Sum a part on the host, as it is before any cast."""

@@ -58,8 +58,31 @@ def test_cast_as_torch(device: str, source: str, target: str) -> None:
     raw = values.view(torch.uint8).numpy().copy()
     _assign(tile, raw, (999,), (1,), source, 0)
     found = host_buffer(999 * BY_NAME[target].itemsize, device)
-    here.fetch_cast(tile, source, found, target)
+    here.fetch_cast(tile, source, found, target, host_buffer(1 << 16, device))
     assert found.tobytes() == values.to(getattr(torch, target)).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("source", ["float8_e4m3fn", "float8_e5m2", "float16", "float32", "float64"])
+def test_a_nan_has_the_bits_that_the_host_gives_it(
+    source: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another device writes other NaNs; here one that writes all ones."""
+
+    def cast(self: Lane, values: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(values)
+        into.view(torch.uint8).view(-1, into.element_size())[values.double().isnan()] = 0xFF
+
+    monkeypatch.setattr(Lane, "_cast", cast)
+    here, kind = lane("cpu"), getattr(torch, source)
+    values = torch.tensor([1.0, torch.nan, -torch.nan, -2.0] * 9).to(kind)
+    found, spare = (host_buffer(1 << 10, "cpu") for _ in range(2))
+    for part in (values, values[:1]):
+        tile = here.tile((len(part),), source)
+        _assign(tile, part.view(torch.uint8).numpy().copy(), (len(part),), (1,), source, 0)
+        into = found[: len(part) * BY_NAME[target].itemsize]
+        here.fetch_cast(tile, source, into, target, spare)
+        assert into.tobytes() == part.to(getattr(torch, target)).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("device", DEVICES)
