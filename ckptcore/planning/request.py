@@ -45,6 +45,7 @@ _LATER: dict[str, Any] = {
 WEIGHTS = ("auto", "master", "module")
 # Bytes of the budget for each worker where nobody says how many: four buffers of large steps (`Budget`).
 _PER_WORKER = 64 << 20
+_ON_DEVICE = 4  # workers: with fewer of them each can move more of what a device has room for
 STORED = "stored"  # a world of names: those of the checkpoint
 
 
@@ -234,7 +235,8 @@ class Settings:
         """Number of threads to run."""
         if self.workers is not None:
             return self.workers
-        return max(2, min(usable_cores(), self.memory // _PER_WORKER))
+        most = self.memory // _PER_WORKER if self.device == "cpu" else _ON_DEVICE
+        return max(2, min(usable_cores(), most))
 
     def share(self, count: int) -> Settings:
         """Return the settings of each of some processes that share these."""

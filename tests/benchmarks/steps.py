@@ -65,8 +65,9 @@ class _Clock:
 @contextmanager
 def _given_up(clock: _Clock) -> Iterator[None]:
     """Time the calls that move, check and digest bytes, and the threads that make them."""
+    from ckptcore.comparison import fingerprint
     from ckptcore.core import file_sums
-    from ckptcore.execution import device, file_writer, tensor_filler
+    from ckptcore.execution import file_writer, tensor_filler
     from ckptcore.reading import gather, payload
     from ckptcore.utils import workers
 
@@ -85,7 +86,7 @@ def _given_up(clock: _Clock) -> Iterator[None]:
         (file_sums, "crc64"),
         (gather, "_assign_blocks"),
         (tensor_filler, "cast_into"),
-        (device, "box_sum"),
+        (fingerprint, "box_sum"),
     ]
     places: list[tuple[Any, str, Any]] = [
         (place, name, clock.timed(vars(place)[name])) for place, name in calls
