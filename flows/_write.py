@@ -74,7 +74,7 @@ def write_all(
     if engine.here:
         many = len(batches([file.nbytes for file in prepared.files], batch_bytes))
         width = max(min(settings.threads, MAX_WRITERS, many, settings.memory // LEAST_SHARE), 1)
-        share = replace(settings, memory=settings.memory // width, workers=max(1, settings.threads // width))
+        share = settings.share(width)
     else:
         # The same on all workers, see `ckptcore.execution.parts`.
         share = replace(settings, workers=settings.workers or min(settings.threads, ELSEWHERE))

@@ -12,8 +12,8 @@ from ckptcore.formats import FORMATS, registry
 from ckptcore.naming.worlds import is_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.utils.cores import usable_cores
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.workers import usable_cores
 
 VERBS = ("consolidate", "export", "reshard")
 SERIALIZATIONS = ("torch_save", "safetensors")
@@ -237,6 +237,10 @@ class Settings:
             return self.workers
         most = self.memory // _PER_WORKER if self.device == "cpu" else _ON_DEVICE
         return max(2, min(usable_cores(), most))
+
+    def within(self, memory: int) -> Settings:
+        """Return the settings with another budget, and as many threads as these have."""
+        return replace(self, memory=memory, workers=self.threads)
 
     def share(self, count: int) -> Settings:
         """Return the settings of each of some processes that share these."""

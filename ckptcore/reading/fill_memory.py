@@ -24,8 +24,7 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes, index_of, stored_order, tile_view
 from ckptcore.reading.rereading import rereading
 from ckptcore.store import Store
-from ckptcore.utils.cores import usable_cores
-from ckptcore.utils.workers import run_jobs
+from ckptcore.utils.workers import run_jobs, usable_cores
 
 PIECE = 16 << 20  # bytes of a read, and of a buffer
 _MOST_THREADS = 16

@@ -30,7 +30,7 @@ def start_command() -> None:
 
 
 def is_command() -> bool:
-    """Report whether this process is that of one command, and not somebody's program or service."""
+    """Report whether this process is that of one command, and not of another program or service."""
     return os.getpid() in _commands
 
 

@@ -62,7 +62,7 @@ def process_count(threads: int, memory: int, nbytes: int, most: int) -> int:
     """Return how many processes should share some work; 1 for threads of this one.
 
     Several are used where ``CKPTCORE_PROCESSES`` says so. Without it, a command on 8 and more cores uses
-    them for 2 GiB and more, and somebody else's process never does.
+    them for 2 GiB and more, and another program never does.
 
     Args:
         threads: Of all processes together.
@@ -108,7 +108,7 @@ class _Worker:
     def __init__(self, module: str) -> None:
         self.connection: Connection[Any, Any] | None = None  # once it has said that it ends with this process
         self.socket, theirs = socket.socketpair()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
         with theirs:
             # -P: nothing is imported from the current folder. A process group of its own: Ctrl-C is for the
             # parent. Numpy starts a thread for each core otherwise.
@@ -116,7 +116,7 @@ class _Worker:
                 [sys.executable, "-P", "-c", _WORKER, module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
@@ -169,8 +169,8 @@ class _Worker:
         except subprocess.TimeoutExpired:
             status = None
         how = "ended" if status is None or status >= 0 else f"was ended by signal {-status}"
-        self._said.seek(0)
-        last = self._said.read().decode(errors="replace").strip().splitlines()[-1:]
+        self._stderr.seek(0)
+        last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         return WorkerLost(
             f"process {self.process.pid} of this command {how}{f': {last[0][:500]}' if last else ''}",
             hint="check the memory of this machine, then run the command again: finished files are kept",
@@ -190,7 +190,7 @@ class _Worker:
             self.process.kill()
             self.process.wait()
         (self.connection or self.socket).close()
-        self._said.close()
+        self._stderr.close()
 
 
 class ProcessPool:
@@ -282,9 +282,9 @@ def _ready(workers: Sequence[_Worker]) -> list[_Worker]:
     """Return the workers that have something to say, after a moment of waiting."""
     from multiprocessing.connection import wait
 
-    said = {worker.waits_on: worker for worker in workers}
+    waiting = {worker.waits_on: worker for worker in workers}
     # With a time-out, so that Ctrl-C is seen.
-    return [said[each] for each in wait(list(said), _POLL_S)]
+    return [waiting[each] for each in wait(list(waiting), _POLL_S)]
 
 
 def _answer(worker: _Worker, progress: Callable[[int], None]) -> _Answer | None:
@@ -397,7 +397,7 @@ def _end_with(parent: int) -> None:
 
 
 def _described(error: Exception) -> Exception:
-    """Return an unforeseen error as one that crosses processes, with what a traceback says of its place."""
+    """Return an unforeseen error as one that crosses processes, with its place in the code."""
     import traceback
 
     place = traceback.extract_tb(error.__traceback__)[-1:]

@@ -193,9 +193,7 @@ def test_a_damaged_record_that_files_share_is_found(
     assert not (tmp_path / "out").exists()
 
 
-def test_shared_records_are_not_read_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_records_are_read_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What two workers have read of a record adds up; the parent reads nothing."""
     from ckptcore.reading import checksums
 

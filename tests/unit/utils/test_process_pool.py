@@ -68,7 +68,7 @@ def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
     within(20, (tmp_path / "cleaned").exists)  # it was asked to end, and discarded what it had begun
 
 
-def test_a_defect_is_said_with_its_place(tmp_path: Path) -> None:
+def test_a_defect_has_its_place(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"KeyError: 'a defect' .*pool_job.py:"),
         pool(tmp_path, job1="defect") as w,
@@ -98,9 +98,9 @@ def test_a_worker_ends_with_its_killed_parent(tmp_path: Path, stopped: bool) -> 
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as parent:
         try:
-            said = tmp_path / "waits"
-            within(60, lambda: said.exists() and said.read_text() != "")
-            worker = int(said.read_text())
+            written = tmp_path / "waits"
+            within(60, lambda: written.exists() and written.read_text() != "")
+            worker = int(written.read_text())
             if stopped:
                 os.kill(worker, signal.SIGSTOP)
         finally:
@@ -112,9 +112,9 @@ def test_a_stopped_worker_ends_when_others_fail(tmp_path: Path) -> None:
     with pool(tmp_path, job1="waits") as workers:
         running = workers.run([1, 2], lambda nbytes: None)
         next(running)
-        said = tmp_path / "waits"
-        within(60, lambda: said.exists() and said.read_text() != "")
-        worker = int(said.read_text())
+        written = tmp_path / "waits"
+        within(60, lambda: written.exists() and written.read_text() != "")
+        worker = int(written.read_text())
         os.kill(worker, signal.SIGSTOP)
     assert has_ended(worker)
     assert (tmp_path / "cleaned").exists()
@@ -122,7 +122,7 @@ def test_a_stopped_worker_ends_when_others_fail(tmp_path: Path) -> None:
 
 def test_when_processes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert process_count(16, GIB, 100 * GIB, 100) == 1  # somebody's process
+    assert process_count(16, GIB, 100 * GIB, 100) == 1  # another program
     monkeypatch.setattr(process_pool, "is_command", lambda: True)
     monkeypatch.setattr(process_pool, "available_memory", lambda: 100 * GIB)
     assert process_count(16, GIB, 100 * GIB, 100) == 8
