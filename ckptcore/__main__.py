@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from ckptcore.utils import standard_streams, terminal
-from ckptcore.utils.command_process import leave, start_quickly
+from ckptcore.utils.command_process import leave, start_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """Run one command as a process of its own."""
-    start_quickly()
+    start_command()
     standard_streams.secure()
     terminal.guard()
     leave(main())

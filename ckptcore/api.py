@@ -376,8 +376,9 @@ def load_into(
     collective call. Plain values are replaced in the dict or list that holds them. Objects with
     ``state_dict`` and ``load_state_dict`` (modules, optimizers, torch's `Stateful`) provide the first, and
     receive the second when everything is filled. A meta tensor is replaced by one in memory, where its
-    container allows it. Memory use is 16 MiB, and one local shard where it is not contiguous CPU memory of
-    the stored dtype.
+    container allows it. As many threads as this process has cores (with torchrun, this rank's share of them)
+    read into memory directly. Each has buffers of 16 MiB: one, up to four where memory is not contiguous CPU
+    memory of the stored dtype. A tensor that is stored with its dims in another order is read at once.
 
     Args:
         manifest: The checkpoint, as `open` returns it.

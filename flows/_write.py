@@ -34,6 +34,7 @@ from tasks.write_part import write_part
 
 MAX_WRITERS = 8  # tasks at a time in this process
 LEAST_SHARE = 64 << 20  # bytes of the budget for each task; with less it would write tiny pieces
+ELSEWHERE = 4  # threads of a task on another worker, at most: how many cores that has is not known here
 TRIES = 2  # for a task whose worker is lost
 LARGE = 2  # batches: a larger file is written in parts
 
@@ -73,10 +74,10 @@ def write_all(
     if engine.here:
         many = len(batches([file.nbytes for file in prepared.files], batch_bytes))
         width = max(min(settings.threads, MAX_WRITERS, many, settings.memory // LEAST_SHARE), 1)
-        share = replace(settings, memory=settings.memory // width, workers=max(1, settings.threads // width))
+        share = settings.share(width)
     else:
         # The same on all workers, see `ckptcore.execution.parts`.
-        share = replace(settings, workers=settings.threads)
+        share = replace(settings, workers=settings.workers or min(settings.threads, ELSEWHERE))
         width = MAX_WRITERS
     work = _work(prepared, share, batch_bytes, large=not engine.here, observe=observe)
     total, done = prepared.bytes_out, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from ckptcore.core.box import Box, flat_start
 from ckptcore.core.byte_ledger import UnusedBytes
 from ckptcore.core.coverage import replicas
 from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest, is_row_major, view_of
 from ckptcore.core.unused_bytes import unread_padding
 from ckptcore.errors import (
@@ -38,14 +39,16 @@ from ckptcore.reading.payload import Payload, StoredChunk, resolve
 from ckptcore.reading.rereading import rereading
 from ckptcore.reading.unused_in_items import unused_in_blobs
 from ckptcore.reading.zero_ranges import without_padding
-from ckptcore.store import Store
+from ckptcore.store import Store, open_source_store
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.workers import Progress, ProgressMeter
+from ckptcore.utils.process_pool import Begun, ProcessPool, batches, process_count
+from ckptcore.utils.workers import CountedMeter, Progress, ProgressMeter
 
 SHA256 = "sha256"  # the key in `Manifest.origin`: file -> hex
 _BLOCK = 4 << 20
+_PER_WORKER = 3 * _BLOCK
 _AHEAD = 256 << 20  # bytes of blocks of a remote store
 
 
@@ -84,10 +87,12 @@ def scan(
         state = _Scan(each, store, skip_files, values, meter)
         rows = each.chunks.item[each.chunks.item >= 0]
         expect_items(store, item_reads(each.items, each.files, rows), _AHEAD)
-        with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-            for found in pool.map(state.chunk, range(len(each.chunks)), chunksize=1):
-                findings += found
-            findings += _merged(each, [d for found in pool.map(state.pair, replicas(each)) for d in found])
+        pairs = list(replicas(each))
+        by_chunk, by_pair = _in_processes(state, pairs, workers) or state.read(
+            range(len(each.chunks)), pairs, workers
+        )
+        findings += [one for found in by_chunk for one in found]
+        findings += _merged(each, [one for found in by_pair for one in found])
         left = [*state.unused, *unused_in_blobs(each, store, skip_files)]
         left += unread_padding(manifest) if each is manifest else ()
         readable = [one for one in left if one.file not in skip_files]
@@ -162,6 +167,88 @@ def _merged(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
     return findings
 
 
+_Rows = tuple[list[int], list[tuple[int, int]]]  # chunks, and pairs of replicas
+_Found = tuple[list[list[Finding]], list[list[Differing]]]
+"""Findings by chunk, and differences by pair of replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one process has counted; see `_Scan`."""
+
+    bare: Counter[str]
+    unused: dict[UnusedBytes, None]
+    bad_values: dict[str, list[int]]
+    sums: FileSums | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What a process begins with.
+
+    Attributes:
+        manifest: The checkpoint.
+        observe: Whether the reads of its files are observed.
+        skip: Files that are not read.
+        values: Count NaN and Inf, too.
+        workers: Its threads.
+    """
+
+    manifest: Manifest
+    observe: bool
+    skip: set[str | None]
+    values: bool
+    workers: int
+
+
+def _in_processes(state: _Scan, pairs: Sequence[tuple[int, int]], workers: int) -> _Found | None:
+    """Read the chunks in several processes, if that is faster; each reads all chunks of a file.
+
+    Chunks of a file may share a record, which is read once.
+    """
+    manifest = state.manifest
+    if manifest.root != state.store.url or state.store.local is None:
+        return None
+    items, chunks = manifest.items, manifest.chunks
+    files = np.where(chunks.item >= 0, items.file[chunks.item], -1) if len(items) else chunks.item
+    sizes = np.bincount(items.file, items.length, len(manifest.files)).astype(int)
+    count = process_count(workers, workers * _PER_WORKER, int(sizes.sum()), len(np.unique(files)))
+    if count == 1:
+        return None
+    order = np.argsort(files, kind="stable")
+    cuts = np.flatnonzero(np.diff(files[order])) + 1
+    groups = [rows.tolist() for rows in np.split(order, cuts)]
+    weights = [int(sizes[files[rows[0]]]) if files[rows[0]] >= 0 else 0 for rows in groups]
+    jobs: list[_Rows] = [
+        ([row for rows in batch for row in rows], []) for batch in batches(groups, weights, count)
+    ]
+    step = max(1, len(pairs) // (8 * count))
+    jobs += [([], list(pairs[at : at + step])) for at in range(0, len(pairs), step)]
+    about = replace(manifest, sums=None), manifest.sums is not None
+    setup = _Setup(*about, state.skip, state.values, max(1, workers // count))
+    by_chunk: dict[int, list[Finding]] = {}
+    by_pair: dict[tuple[int, int], list[Differing]] = {}
+    with ProcessPool(__name__, [setup] * count) as pool:
+        for job, found in pool.run(jobs, state.meter.add):
+            by_chunk.update(zip(job[0], found[0], strict=True))
+            by_pair.update(zip(job[1], found[1], strict=True))
+        state.join(pool.finish())
+    return [by_chunk[row] for row in range(len(chunks))], [by_pair[pair] for pair in pairs]
+
+
+def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
+    """Open the checkpoint in a process."""
+    manifest = replace(setup.manifest, sums=FileSums() if setup.observe else None)
+    store = open_source_store(manifest.root, manifest.versions)
+    store.observer = manifest.sums
+    state = _Scan(manifest, store, setup.skip, setup.values, CountedMeter(finished))
+
+    def read(job: _Rows) -> tuple[_Rows, _Found]:
+        return job, state.read(*job, setup.workers)
+
+    return read, state.report
+
+
 class _Scan:
     """The state that the workers of one scan share."""
 
@@ -175,7 +262,28 @@ class _Scan:
         self._bad_values: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._meter = meter
+        self.meter = meter
+
+    def read(self, rows: Sequence[int], pairs: Sequence[tuple[int, int]], workers: int) -> _Found:
+        """Return what is found in chunks, and in pairs of replicas, read in some threads."""
+        with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+            return list(pool.map(self.chunk, rows)), list(pool.map(self.pair, pairs))
+
+    def report(self) -> _Report:
+        """Return what this process has counted, for `join` in another one."""
+        return _Report(self.bare, self.unused, self._bad_values, self.manifest.sums)
+
+    def join(self, reports: Sequence[_Report]) -> None:
+        """Add what other processes have counted, each in files of its own."""
+        for each in reports:
+            self.bare += each.bare
+            self.unused |= each.unused
+            for name, (nan, inf, numel) in each.bad_values.items():
+                seen = self._bad_values.setdefault(name, [0, 0, numel])
+                seen[0], seen[1] = seen[0] + nan, seen[1] + inf
+            if each.sums is not None and self.manifest.sums is not None:
+                self.manifest.sums.add(each.sums)
+        self.unused = dict.fromkeys(sorted(self.unused, key=lambda one: (one.file, one.start)))
 
     def chunk(self, row: int) -> list[Finding]:
         """Return the findings on one chunk's item."""
@@ -274,7 +382,7 @@ class _Scan:
             # Bits may flip on the way from a store: it is asked once more before anything is called damaged.
             payload.forget(path, payload.record_start, payload.record_length)
             crc = self._crc(payload)
-        self._meter.add(payload.record_length)
+        self.meter.add(payload.record_length)
         if payload.crc32 is not None and crc != payload.crc32:
             return [
                 finding(

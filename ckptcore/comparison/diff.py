@@ -16,6 +16,7 @@ from dataclasses import field, replace
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.dropped_names import OneSided, dropped_names
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
+from ckptcore.comparison.opened import Opened, labelled
 from ckptcore.comparison.result import (
     DTYPE,
     ONLY_A,
@@ -27,7 +28,7 @@ from ckptcore.comparison.result import (
     Side,
     TensorDifference,
 )
-from ckptcore.comparison.tensor_compare import Opened, Pair, labelled, walk
+from ckptcore.comparison.tensor_compare import Pair, walk
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select

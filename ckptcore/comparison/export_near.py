@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.tensor_compare import Opened, labelled
+from ckptcore.comparison.opened import Opened, labelled
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec

@@ -12,7 +12,7 @@ from contextlib import closing
 from ckptcore.checking.export_proof import REFERENCE, Check, Problem, failed, named, not_done, passed
 from ckptcore.comparison.export_sides import OpenExport
 from ckptcore.comparison.export_values import SOURCE, Beside, finish, read_beside
-from ckptcore.comparison.tensor_compare import Opened
+from ckptcore.comparison.opened import Opened
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import NameMismatch, UsageError

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
 from ckptcore.comparison.not_finite import Counts, is_nan, not_finite
-from ckptcore.comparison.tensor_compare import Opened
+from ckptcore.comparison.opened import Opened
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec

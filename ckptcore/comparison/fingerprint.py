@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.tensor_compare import Opened, labelled
+from ckptcore.comparison.opened import Opened, labelled
+from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, UsageError, finding
-from ckptcore.execution.device import host_buffer, host_sum, lane_on
+from ckptcore.execution.device import host_buffer
 from ckptcore.execution.tiles import Budget
 from ckptcore.fingerprints.sums import (
     ZERO,
     Fingerprinted,
+    Sum,
     add,
+    box_sum,
     checkpoint_fingerprint,
     map_digest,
     tensor_fingerprint,
@@ -119,6 +123,10 @@ def fingerprint(
         DamagedCheckpoint: A selected tensor is incomplete or does not match its checksum.
     """
     include, exclude, warnings = _with_effect(manifest, rules)
+    if settings.device != "cpu":  # the bytes are on the host, where their sums take less than a transfer
+        message = f"--device {settings.device} is not used: fingerprints are summed where files are read"
+        warnings = (*warnings, finding("unused-option", "files", message))
+        settings = replace(settings, device="cpu")
     inside = in_model(manifest, rules.model_prefix) if rules.model else str
     require_complete(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rules.rename}
@@ -185,28 +193,46 @@ class _Summed(OpenTensor):
 
 def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> tuple[Fingerprinted, ...]:
     """Return the fingerprint of every tensor. Raise the first error of any worker."""
-    budget, specs = Budget.of(settings), opened.manifest.tensors
-    sums, lock = [ZERO] * len(specs), threading.Lock()
+    specs = opened.manifest.tensors
+    rows, sizes = range(len(specs)), [spec.nbytes for spec in specs]
+    meter = ProgressMeter(progress, "read", opened.manifest.nbytes)
+    sums = in_processes(sum_tensors, [opened], rows, sizes, settings, meter)
+    if sums is None:
+        sums = sum_tensors([opened], rows, settings, meter)
+    return tuple(
+        (s.fqn, s.dtype, s.shape, tensor_fingerprint(s.dtype, s.shape, total))
+        for s, total in zip(specs, sums, strict=True)
+    )
+
+
+def sum_tensors(
+    sides: Sequence[Opened], rows: Sequence[int], settings: Settings, meter: ProgressMeter
+) -> list[Sum]:
+    """Return the sum of each of some tensors, read in the threads of this process.
+
+    Args:
+        sides: The checkpoint alone.
+        rows: Of the tensors in its manifest.
+        settings: Memory and threads.
+        meter: Counts the bytes that are read.
+    """
+    (opened,), budget, lock = sides, Budget.of(settings), threading.Lock()
+    sums = dict.fromkeys(rows, ZERO)
     opened.limit_decoded(settings)
 
     def worker() -> Callable[[_Summed, Box], None]:
-        tile, scratch = (host_buffer(budget.tile, settings.device) for _ in range(2))
-        lane = lane_on(settings.device, budget.tile)
+        tile, scratch = (host_buffer(budget.tile, "cpu") for _ in range(2))
 
         def read(each: _Summed, box: Box) -> None:
             spec = each.spec
             with labelled(opened.label):
                 each.readers[0].read(box, tile_view(tile, box.shape, spec.dtype), scratch)
             elements = tile[: box.numel * BY_NAME[spec.dtype].itemsize]
-            found = host_sum(lane, spec.dtype, spec.shape, box, elements, scratch)
+            found = box_sum(spec.dtype, spec.shape, box, elements, scratch)
             with lock:
                 sums[each.row] = add(sums[each.row], found)
 
         return read
 
-    tensors = (_Summed(opened, row) for row in range(len(specs)))
-    walk_boxes(tensors, worker, budget, ProgressMeter(progress, "read", opened.manifest.nbytes))
-    return tuple(
-        (s.fqn, s.dtype, s.shape, tensor_fingerprint(s.dtype, s.shape, total))
-        for s, total in zip(specs, sums, strict=True)
-    )
+    walk_boxes((_Summed(opened, row) for row in rows), worker, budget, meter)
+    return list(sums.values())

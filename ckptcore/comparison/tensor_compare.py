@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
 from ckptcore.comparison.measures import Sums, is_measured, sums_of
+from ckptcore.comparison.opened import Opened, labelled
 from ckptcore.comparison.result import DTYPE, VALUES, Element, TensorDifference
+from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.errors import CkptError
-from ckptcore.execution.source_stamps import require_same, take
+from ckptcore.core.manifest import TensorSpec
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Settings
-from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.casting import cast_into
-from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
-from ckptcore.reading.gather import Bytes, StoredOrder, stored_order, tile_view
-from ckptcore.store import open_source_store
+from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
@@ -50,52 +46,6 @@ class Pair:
     a: TensorSpec
     b: TensorSpec
     rows: tuple[int, int]
-
-
-class Opened:
-    """One checkpoint that is read. label: its name in errors."""
-
-    def __init__(self, label: str, manifest: Manifest) -> None:
-        self.label, self.manifest = label, manifest
-        self.store = open_source_store(manifest.root, manifest.versions)
-        self.store.observer = manifest.sums
-        self.records = Records(self.store, len(manifest.items))
-        self._noted = take(manifest, self.store)
-
-    def limit_decoded(self, settings: Settings) -> None:
-        """Set the memory for decoded items: an eighth, as two may be open, and tiles have three quarters."""
-        self.records.limit_decoded(settings.memory // 8)
-
-    @property
-    def unverified(self) -> int:
-        """Number of stored items that were read and have no checksum."""
-        return self.records.unverified
-
-    def reader(self, row: int) -> BoxReader:
-        """Return a reader of a tensor's boxes."""
-        return BoxReader(self.manifest, row, self.records)
-
-    def read(self, row: int) -> bytes:
-        """Read the bytes of a small tensor."""
-        spec = self.manifest.tensors[row]
-        data, box = np.empty(spec.nbytes, np.uint8), Box.full(spec.shape)
-        with labelled(self.label):
-            reader = self.reader(row)
-            try:
-                reader.read(box, tile_view(data, spec.shape, spec.dtype), np.empty(_SMALL, np.uint8))
-            finally:
-                reader.close()
-        return data.tobytes()
-
-    def finish(self) -> None:
-        """Verify partly read records, and the files' stamps; raise `DamagedCheckpoint` or `SourceChanged`."""
-        with labelled(self.label):
-            self.records.finish()
-            require_same(self._noted, self.store)
-
-    def stored_order(self, row: int, reader: BoxReader) -> StoredOrder:
-        """Return how a tensor is stored."""
-        return stored_order(self.manifest.chunks, row, len(self.manifest.tensors[row].shape), reader.strides)
 
 
 def walk(
@@ -116,8 +66,33 @@ def walk(
     Raises:
         CkptError: The first error of any worker.
     """
+    sizes = [max(pair.a.nbytes, pair.b.nbytes) for pair in pairs]
+    meter = ProgressMeter(progress, "compare", sum(sizes))
+    compared = in_processes(compare_pairs, (a, b), pairs, sizes, settings, meter)
+    if compared is None:
+        compared = compare_pairs((a, b), pairs, settings, meter)
+    a.finish()
+    b.finish()
+    return [each for each in compared if each is not None]
+
+
+def compare_pairs(
+    sides: Sequence[Opened], pairs: Sequence[Pair], settings: Settings, meter: ProgressMeter
+) -> list[TensorDifference | None]:
+    """Compare pairs in the threads of this process.
+
+    Args:
+        sides: Both checkpoints.
+        pairs: Tensors to compare.
+        settings: Memory and threads.
+        meter: Counts the bytes that are read.
+
+    Returns:
+        The difference of each pair, None where there is none.
+    """
     budget, lock, found = Budget.of(settings), threading.Lock(), list[_Pair]()
-    for side in (a, b):
+    a, b = sides
+    for side in sides:
         side.limit_decoded(settings)
 
     def opened() -> Iterator[_Pair]:
@@ -125,24 +100,10 @@ def walk(
             found.append(_Pair(pair, (a, b)))
             yield found[-1]
 
-    meter = ProgressMeter(progress, "compare", sum(max(p.a.nbytes, p.b.nbytes) for p in pairs))
     walk_boxes(opened(), lambda: _compares_box((a, b), budget, lock), budget, meter)
     for pair in found:
         pair.sum_rest(a, budget)
-    a.finish()
-    b.finish()
-    return [each.result() for each in found if each.differing or each.cast]
-
-
-@contextmanager
-def labelled(label: str) -> Iterator[None]:
-    """Prefix the messages of errors inside with the label of a checkpoint."""
-    try:
-        yield
-    except CkptError as error:
-        error.message = f"{label}: {error.message}"
-        error.args = (error.message,)
-        raise
+    return [each.result() if each.differing or each.cast else None for each in found]
 
 
 class _Pair(OpenTensor):

@@ -48,7 +48,7 @@ from ckptcore.comparison.export_record import against_record
 from ckptcore.comparison.export_reference import check_reference
 from ckptcore.comparison.export_sides import MappedSource, OpenExport, UnmappedSource, map_source
 from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
-from ckptcore.comparison.tensor_compare import Opened
+from ckptcore.comparison.opened import Opened
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete, UsageError

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import field, replace
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.pipeline import publishing, stopped
@@ -100,7 +100,7 @@ def _shares(settings: Settings, count: int) -> tuple[int, Settings]:
     """Return how many conversions run side by side, and the settings of each of them."""
     width = settings.workers or WIDTH
     width = max(1, min(width, count, settings.memory // _SHARE))
-    share = replace(settings, memory=settings.memory // width, workers=max(1, settings.threads // width))
+    share = settings.share(width)
     Budget.of(share)
     return width, share
 

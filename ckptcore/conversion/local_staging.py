@@ -61,6 +61,7 @@ class LocalStaging(Staging):
     plan: SealedStore
     receipts: SealedStore
     files: SealedStore
+    _lock_fd: int | None = None
 
     @cached_property
     def _home(self) -> SealedFolder:
@@ -68,6 +69,11 @@ class LocalStaging(Staging):
 
     def _store(self, *inside: str) -> SealedStore:
         return SealedStore(self._home, *inside)
+
+    @property
+    def lock_fd(self) -> int | None:
+        """The descriptor of the lock that this object has; None without one."""
+        return self._lock_fd
 
     @property
     def scratch(self) -> str:
@@ -86,8 +92,10 @@ class LocalStaging(Staging):
         try:
             if fd is not None and self._home.strangers_may_write():
                 self._shut_out(begin=make)
+            self._lock_fd = fd
             yield
         finally:
+            self._lock_fd = None
             if fd is not None:
                 os.close(fd)
 

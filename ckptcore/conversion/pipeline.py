@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
+from ckptcore.conversion.file_process import elsewhere, processes_for
 from ckptcore.conversion.open_staging import open_staging, staging_of_plan
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, packed_replaced
 from ckptcore.conversion.publish import Result, finish_staged
@@ -40,6 +41,7 @@ from ckptcore.errors import (
     NameMismatch,
     SourceChanged,
     StagingForeign,
+    finding,
 )
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.parts import FilePart
@@ -48,7 +50,7 @@ from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.execution.source_stamps import require_planned, require_same, take_listed
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.compose import Composed, Layouts, compose
-from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
+from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head, settings_for
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.file_digests import file_digests
@@ -206,7 +208,7 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[F
     is_published = staging.published_plan(noted(staging)) == plan.digest
     if is_published or read_receipt(staging.receipts, plan.digest, index):
         return ()
-    return staging.cut(plan, load_file_plan(staging.plan, index), nbytes, settings.of(plan.target.mesh))
+    return staging.cut(plan, load_file_plan(staging.plan, index), nbytes, settings_for(plan, settings))
 
 
 def execute_part(
@@ -494,12 +496,12 @@ def _prepare(
         plan.files,
         plan.bytes_in,
         plan.bytes_out,
-        peak_memory(plan, settings),
+        peak_memory(plan, settings_for(plan, settings)),
         plan.renamed,
         plan.cast,
         plan.dropped,
         plan.ties,
-        composed.warnings,
+        (*composed.warnings, *_unused_device(plan, settings)),
         composed.model.because if composed.model else "",
         plan.manifest_digest,
         plan.digest,
@@ -577,15 +579,24 @@ def _require_means(settings: Settings, request: Request) -> None:
         torch_on(settings.device)
 
 
+def _unused_device(plan: Plan, settings: Settings) -> Iterator[Finding]:
+    """Yield a finding if the plan has no use for the device."""
+    if settings_for(plan, settings).device != settings.device:
+        message = f"--device {settings.device} is not used: no tensor is cast or computed, and the CPU copies"
+        yield finding("unused-option", "files", message)
+
+
 def peak_memory(plan: Plan, settings: Settings) -> int:
-    """Return the most that a run should take, in bytes: the process and all buffers that the budget allows.
+    """Return the most that a run should take, in bytes: its processes and all buffers that the budget allows.
 
     Most runs stay far below: they need neither torch nor large tiles.
     """
     largest = max((f.nbytes for f in plan.files), default=0)
     tile = Budget.of(settings).tile
     buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
-    return _BASE_MEMORY["cpu" if settings.device == "cpu" else "device"] + buffers
+    count = processes_for(plan, settings, [file.nbytes for file in plan.files])
+    processes = 1 if count == 1 else count + 1  # the one that hands out files, too
+    return processes * _BASE_MEMORY["cpu" if settings.device == "cpu" else "device"] + buffers
 
 
 def _require_unchanged(request: Request, manifest: Manifest) -> None:
@@ -615,12 +626,14 @@ def _execute(
     if staging.published_plan(noted(staging)) == plan.digest:
         return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in wanted))
     stamps = load_stamps(staging.plan) or {}
-    settings = settings.of(plan.target.mesh)
+    settings = settings_for(plan, settings)
     with closing(open_source_store(plan.source, stamps)) as source, closing(staging.files):
         source.observer = sums
         (require_planned if just_planned else require_same)(stamps, source)
         run = plan_run(staging, plan, source, stamps, settings)
         beside = staging.beside_uploads(plan, settings)
+        if part is None:
+            run = replace(run, elsewhere=elsewhere(staging, plan, wanted, settings, sums))
         try:
             return execute_files(run, wanted, beside, part=part, progress=progress)
         except DamagedCheckpoint as error:

@@ -7,7 +7,6 @@ the receipts, the small files, the journal of the uploads (``uploads/``), and th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ckptcore.conversion.staging import LEASE, UPLOADS
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable
@@ -104,7 +103,7 @@ def upload_budget(files: tuple[PlannedFile, ...], settings: Settings) -> UploadB
 
 def beside_uploads(files: tuple[PlannedFile, ...], settings: Settings) -> Settings:
     """Return the settings with the memory that uploads leave."""
-    return replace(settings, memory=max(settings.memory - upload_budget(files, settings).nbytes, 1 << 20))
+    return settings.within(max(settings.memory - upload_budget(files, settings).nbytes, 1 << 20))
 
 
 def cut_file(

@@ -87,6 +87,11 @@ class Staging(ABC):
         return self.plan.url
 
     @property
+    def lock_fd(self) -> int | None:
+        """The descriptor of this object's lock, for processes that help its owner; None without one."""
+        return None
+
+    @property
     def scratch(self) -> str | None:
         """A folder on this machine for decoded items; None for the system's."""
         return None

@@ -9,7 +9,7 @@ nothing was read for it but the small holes that no reader needs: padding, and s
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import Any
@@ -52,13 +52,22 @@ class FileSums:
                     _insert(runs, (c, d, crc if (c, d) == (a, b) else crc64(view[c - start : d - start])))
 
     def add(self, other: FileSums) -> None:
-        """Add what another process has read; a range that overlaps with a known one stays a hole."""
+        """Add what another process has read.
+
+        A range replaces the known ones that it contains. What overlaps with a known one at one end stays a
+        hole: the checksum of its other part is not known.
+        """
         with self._lock:
             self._altered.update(other._altered)
             for path, theirs in other._runs.items():
                 runs = self._runs.setdefault(path, [])
                 for run in theirs:
-                    if list(_gaps(runs, *run[:2])) == [run[:2]]:
+                    start, end, _ = run
+                    first = max(bisect_right(runs, start, key=_START) - 1, 0)
+                    first += first < len(runs) and runs[first][1] <= start
+                    behind = bisect_left(runs, end, key=_START)
+                    if all(start <= a and b <= end for a, b, _ in runs[first:behind]):
+                        del runs[first:behind]
                         _insert(runs, run)
 
     def __getstate__(self) -> dict[str, Any]:

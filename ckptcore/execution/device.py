@@ -20,12 +20,12 @@ from ckptcore.core.manifest import CONJ, NEG
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.execution.tiles import TILES
 from ckptcore.fingerprints.device_sums import DeviceSums
-from ckptcore.fingerprints.sums import Sum, box_sum
-from ckptcore.reading.casting import torch_on
+from ckptcore.fingerprints.sums import Sum
+from ckptcore.reading.casting import cast_into, has_nan, torch_on
+from ckptcore.reading.gather import tile_view
 from ckptcore.utils.memory import untouched
 
 Bytes = npt.NDArray[np.uint8]
-_WORTH = 512 << 10  # bytes: for fewer, the host has the sum before a device has begun
 # Bits move as integers of their width, whatever they mean; 16 bytes are one complex number.
 _UNITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
@@ -99,14 +99,26 @@ class Lane:
         """Copy a tile's bits to the host."""
         self._home(tile.bits.reshape(-1).view(self._torch.uint8), into)
 
-    def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str) -> None:
-        """Cast a tile of ``dtype`` on the device, and copy the result to the host."""
-        torch = self._torch
+    def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str, spare: Bytes) -> None:
+        """Cast a tile of ``dtype`` on the device, and copy the result to the host.
+
+        A tile with a NaN comes to ``spare``, memory of a tile on the host, and is cast there: see
+        `ckptcore.reading.casting.has_nan`.
+        """
+        cast = self._back[: len(into)]
         with self._on():
-            values = tile.bits.reshape(-1).view(torch.uint8).view(getattr(torch, dtype))
-            cast = self._back[: len(into)]
-            cast.view(getattr(torch, target_dtype)).copy_(values)
-        self._home(cast, into)
+            values = self.values(tile, dtype)
+            self._cast(values, cast.view(getattr(self._torch, target_dtype)))
+            odd = has_nan(values)
+        if not odd:
+            self._home(cast, into)
+            return
+        here = tile_view(spare, tuple(tile.bits.shape), dtype)
+        self.fetch(tile, here.reshape(-1).view(np.uint8))
+        cast_into(here, dtype, into, target_dtype, "cpu")
+
+    def _cast(self, values: Any, into: Any) -> None:
+        into.copy_(values)
 
     def sum(self, tile: DeviceTile, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
         """Return what a tile adds to the sum of a tensor.
@@ -120,16 +132,7 @@ class Lane:
         Raises:
             BudgetTooSmall: The device has no room for sums.
         """
-        return self._sum(tile.bits.reshape(-1).view(self._torch.uint8), dtype, shape, box)
-
-    def host_sum(self, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes) -> Sum:
-        """Return the same for elements on the host: they are copied over the current tile."""
-        with self._on():
-            here = self._front[: len(elements)]
-            here.copy_(self._torch.from_numpy(elements), non_blocking=True)
-        return self._sum(here, dtype, shape, box)
-
-    def _sum(self, elements: Any, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
+        elements = tile.bits.reshape(-1).view(self._torch.uint8)
         try:
             with self._on():
                 if self._sums is None:
@@ -188,15 +191,6 @@ class Lane:
 def lane_on(device: str, nbytes: int) -> Lane | None:
     """Return a worker's lane, or None where tiles stay on the host."""
     return None if device == "cpu" else Lane(device, nbytes)
-
-
-def host_sum(
-    lane: Lane | None, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes, room: Bytes
-) -> Sum:
-    """Return `ckptcore.fingerprints.sums.box_sum` of elements on the host, through a lane where faster."""
-    if lane is not None and len(elements) >= _WORTH:
-        return lane.host_sum(dtype, shape, box, elements)
-    return box_sum(dtype, shape, box, elements, room)
 
 
 class DeviceTile:

@@ -89,7 +89,9 @@ def execute_files(
             done[index] = confirmed(old.doubted[index], receipt)
             write_receipt(run.receipts, run.digest, done[index])
     todo = [i for i in indices if i not in done]
-    if todo:
+    if todo and run.elsewhere is not None:
+        done |= run.elsewhere(todo, records, meter)
+    elif todo:
         budget, order = expect_files(run, todo, settings, records, part)
         done |= _Run(run, settings, records, meter, budget=budget, part=part, order=order).finish(todo)[0]
     records.finish(settings.threads)
@@ -107,6 +109,17 @@ def execute_files(
             )
             write_receipt(run.receipts, run.digest, done[index])
     return tuple(done[i] for i in indices)
+
+
+def write_files(
+    run: PlanRun, indices: Sequence[int], settings: Settings, records: Records, meter: ProgressMeter
+) -> tuple[Receipt, ...]:
+    """Write output files as one of several processes: see `PlanRun.elsewhere`.
+
+    What others read the rest of stays open in ``records``. Raises the first error of any worker.
+    """
+    written, _ = _Run(run, settings, records, meter, budget=Budget.of(settings)).finish(indices)
+    return tuple(written[index] for index in indices)
 
 
 @rereading

@@ -74,7 +74,7 @@ def schedule_reads(
     window = settings.memory // 2
     try:  # parts are cut for all of the memory
         rest = settings.memory - (window if part is None else 0)
-        budget = Budget.of(replace(settings, memory=rest))
+        budget = Budget.of(settings.within(rest))
     except (BudgetTooSmall, UsageError):
         return ReadSchedule(Budget.of(settings), None, 0)
     parts, pieces, others, rows = list[ExpectedReads](), list[FilePieces](), list[ExpectedReads](), 0
@@ -144,7 +144,7 @@ def _following(
     """Return the schedule in which outputs follow their source, and its requests; None if none fits."""
     tiles = min(max(settings.memory // 8, _LEAST_TILES), _MOST_TILES)
     try:
-        budget = Budget.of(replace(settings, memory=tiles))
+        budget = Budget.of(settings.within(tiles))
     except (BudgetTooSmall, UsageError):
         return None
     band = BLOCK

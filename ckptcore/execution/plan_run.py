@@ -13,7 +13,14 @@ from ckptcore.store import Store
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
+    from ckptcore.execution.receipts import Receipt
+    from ckptcore.reading.checksums import Records
     from ckptcore.store.objects.uploads import Uploads
+    from ckptcore.utils.workers import ProgressMeter
+
+
+Elsewhere = Callable[[Sequence[int], "Records", "ProgressMeter"], "dict[int, Receipt]"]
+"""Called with the indices of files, the source's records, and a meter; returns the receipts of the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +38,8 @@ class PlanRun:
         receipts: Where finished files are recorded.
         scratch: Folder for decoded items, None for the default.
         uploads: Where files with tensors are uploaded by handles instead; None on other stores.
+        elsewhere: Writes some of the files in other processes, if that is faster; None where it is not. What
+            those have read of the source's records is joined with this process's.
     """
 
     digest: str
@@ -43,6 +52,7 @@ class PlanRun:
     receipts: Store
     scratch: str | None = None
     uploads: Uploads | None = None
+    elsewhere: Elsewhere | None = None
 
     def require_unchanged(self, plan: FilePlan) -> None:
         """Raise `SourceChanged` unless the source files of an output file are unchanged since the plan."""

@@ -1,7 +1,7 @@
 """Make the bytes of a tensor part of an output file: read, computed, cast, and summed on the way.
 
-Any worker makes parts in any order, with a `Workspace` of its own. Parts that are scattered or cast are
-assembled on the accelerator, if there is one, and copied back once.
+Any worker makes parts in any order, with a `Workspace` of its own. Parts that are cast are assembled on the
+accelerator, if there is one, and copied back once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ckptcore.core.box import Box, is_run
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
-from ckptcore.execution.device import Lane, host_sum
+from ckptcore.execution.device import Lane
 from ckptcore.execution.small_tensors import SmallTensors
 from ckptcore.execution.tiles import LiteralPart, TensorPart
-from ckptcore.fingerprints.sums import ZERO, Sum, add, pack
+from ckptcore.fingerprints.sums import ZERO, Sum, add, box_sum, pack
 from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.planning.request import Settings
 from ckptcore.reading.casting import cast_into, derive_into
@@ -84,7 +84,7 @@ class TensorFiller:
         changes = tensor.dtype != tensor.source_dtype
         if part.tensor in self._plan.derived:
             self._derive(part, target, own)
-        elif own.lane is not None and (changes or self._scatters(part)):
+        elif own.lane is not None and changes:
             self._on_device(part, target, own, own.lane, counts=counts)
             return
         else:
@@ -159,13 +159,6 @@ class TensorFiller:
         tensor = self._plan.inputs[number - len(own)]
         return ChunkedTensor(number, tensor.name, tensor.source_dtype)
 
-    def _scatters(self, part: TensorPart) -> bool:
-        """Report whether a part is more than runs of what is stored."""
-        return any(
-            not is_run(part.box.shape, each.common.shape) or not is_run(each.chunk.shape, each.common.shape)
-            for each in self._chunks.overlaps(self._stored(part.tensor), part.box)
-        )
-
     def _derive(self, part: TensorPart, target: Bytes, own: Workspace) -> None:
         """Compute a part: its inputs are gathered into the cast buffer, behind room for the result."""
         tensor, node = self._plan.tensors[part.tensor], self._plan.derived[part.tensor]
@@ -194,16 +187,13 @@ class TensorFiller:
             here = tile_view(own.cast, part.box.shape, stored.dtype)
             lane.fetch(tile, here.reshape(-1).view(np.uint8))
             self._chunks.compare(stored, part.box, copies, here, own.scratch)
-        if tensor.dtype == stored.dtype:
-            lane.fetch(tile, target)
-        else:
-            lane.fetch_cast(tile, stored.dtype, target, tensor.dtype)
+        lane.fetch_cast(tile, stored.dtype, target, tensor.dtype, own.cast)
 
     def _sum(self, part: TensorPart, source: Bytes, own: Workspace) -> None:
         """Sum a part on the host, as it is before any cast."""
         tensor = self._plan.tensors[part.tensor]
         elements = source[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
-        self._add(part, host_sum(own.lane, tensor.source_dtype, tensor.full, part.box, elements, own.scratch))
+        self._add(part, box_sum(tensor.source_dtype, tensor.full, part.box, elements, own.scratch))
 
     def _add(self, part: TensorPart, found: Sum) -> None:
         """Add a part's sum to that of a tensor's box in this file."""

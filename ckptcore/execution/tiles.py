@@ -9,6 +9,7 @@ rows. Jobs come in file order and tile the file exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,19 +20,26 @@ from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import BudgetTooSmall
+from ckptcore.fingerprints.device_sums import ROOM
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import StoredOrder, stored_order
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import products
 
-# Bytes of the usual tiles of all workers together: large enough to hide per-call costs, small enough to
-# stay in cache, and the same memory for any number of workers.
+# Bytes of the usual tiles of a few workers together: large enough to hide per-call costs, small enough to
+# stay in cache, and the same memory for 1 to 4 workers.
 TILES = 4 << 20
+# More workers wait for each other's turns with Python's lock, so each call moves as much as theirs together.
+_FEW = 4
 _READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, if the budget allows it
 _RUN = 4 << 10  # bytes that a read should have where dims are stored in another order: a page
 _MIN_TILE = 64 << 10
 _MAX_TILE = 256 << 20
+# Bytes of a device's memory that all workers take together, where each has more than its sums need. A worker
+# has three tiles there, and up to two more while it casts.
+DEVICE_BYTES = 256 << 20
+_DEVICE_TILES = 5
 
 Strides = Callable[[int, int], "tuple[int, ...] | None"]
 
@@ -43,10 +51,12 @@ class Budget:
     Attributes:
         tile: Bytes of one tile buffer, the most that one step may take.
         threads: Number of workers with such buffers.
+        on_device: Tiles pass through a device: every step waits for it, so steps are as large as tiles.
     """
 
     tile: int
     threads: int = 1
+    on_device: bool = False
 
     @classmethod
     def of(cls, settings: Settings) -> Budget:
@@ -62,12 +72,17 @@ class Budget:
                 f"memory must be at least {4 * _MIN_TILE * settings.threads} bytes for {settings.threads} "
                 f"workers: each needs 4 tiles of {_MIN_TILE} bytes (got {settings.memory})"
             )
-        return cls(size, settings.threads)
+        if settings.device == "cpu":
+            return cls(size, settings.threads)
+        most = (DEVICE_BYTES // settings.threads - ROOM) // _DEVICE_TILES // 4096 * 4096
+        return cls(min(size, max(most, _MIN_TILE)), settings.threads, on_device=True)
 
     @property
     def usual(self) -> int:
         """Return the bytes of a step without special needs."""
-        return min(self.tile, max(TILES // self.threads, 1 << 20))
+        if self.on_device:
+            return self.tile
+        return min(self.tile, TILES // self.threads if self.threads <= _FEW else TILES)
 
     @property
     def decoded(self) -> int:
@@ -78,7 +93,7 @@ class Budget:
     def beside_decoded(self) -> Budget:
         """Return the tiles of a file of compressed items: a quarter is for these, if tiles allow it."""
         least = min(self.tile, _MIN_TILE)
-        return Budget(max(self.tile * 3 // 4 // 4096 * 4096, least), self.threads)
+        return replace(self, tile=max(self.tile * 3 // 4 // 4096 * 4096, least))
 
     def step(self, order: StoredOrder, shape: tuple[int, ...], width: int) -> int:
         """Return the bytes of a step of a tensor: enough for a large read of each chunk that it crosses.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import field
 from functools import partial
 from typing import Any
@@ -20,8 +21,9 @@ from ckptcore.loading.live_state import LiveLeaf, LiveState, live_state
 from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_cast
 from ckptcore.loading.plain_values import NotBuilt, built, find
 from ckptcore.naming.quantized_names import bound, is_code
-from ckptcore.reading.state_dict import Filler, require_cover, require_readable
-from ckptcore.store import open_source_store
+from ckptcore.reading.fill_memory import Fill, fill_memory
+from ckptcore.reading.state_dict import require_cover, require_readable
+from ckptcore.store import Store, open_source_store
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.near_names import did_you_mean, near_names
 from ckptcore.utils.text import some
@@ -55,17 +57,12 @@ def load_into(manifest: Manifest, state_dict: Any, *, prefix: str, strict: bool,
     _require_fit(manifest, plan)
     fresh = {id(leaf): on_memory(leaf.value) for leaf, _ in plan.tensors if on_meta(leaf.value)}
     parts = [(row, pieces(leaf.fqn, fresh.get(id(leaf), leaf.value))) for leaf, row in plan.tensors]
-    store = open_source_store(manifest.root, manifest.versions)
-    filler = Filler(manifest, store, verify)
-    try:
+    with closing(open_source_store(manifest.root, manifest.versions)) as store:
         # New values come first: until then, a wrong checksum has changed nothing.
-        values = [(leaf, built(form, partial(_full_tensor, manifest, filler))) for leaf, form in plan.values]
-        for row, filled in parts:
-            for local, want in filled:
-                if want.numel:
-                    filler.fill(row, want, local)
-    finally:
-        store.close()
+        full = partial(_full_tensor, manifest, store, verify)
+        values = [(leaf, built(form, full)) for leaf, form in plan.values]
+        fills = [Fill(row, want, local) for row, filled in parts for local, want in filled]
+        fill_memory(manifest, store, fills, verify=verify)
     for leaf, value in [*values, *((x, fresh[id(x)]) for x, _ in plan.tensors if id(x) in fresh)]:
         assert leaf.put is not None  # `_require_fit`
         leaf.put(value)
@@ -215,14 +212,12 @@ def _referenced_names(plan: _Plan) -> set[str]:
     return {name for _, form in plan.values for name in references(form)}
 
 
-def _full_tensor(manifest: Manifest, filler: Filler, name: str) -> Any:
+def _full_tensor(manifest: Manifest, store: Store, verify: bool, name: str) -> Any:
     """Build a tensor that is inside a plain value."""
     import torch
 
     row = manifest.index[name]
     spec = manifest.tensors[row]
     out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    want = Box.full(spec.shape)
-    if want.numel:
-        filler.fill(row, want, out)
+    fill_memory(manifest, store, [Fill(row, Box.full(spec.shape), out)], verify=verify)
     return out

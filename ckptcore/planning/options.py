@@ -190,7 +190,12 @@ class Options:
     ] = "torch_save"
     memory: Annotated[str, Option("Memory budget for tensor buffers.", "SIZE")] = "1GiB"
     workers: Annotated[
-        int | None, Option("Number of threads. Default: 2 to 4, by the number of CPU cores.", "N", least=1)
+        int | None,
+        Option(
+            "Number of threads. Default: the usable CPU cores, at most one for each 64 MiB of --memory.",
+            "N",
+            least=1,
+        ),
     ] = None
     device: Annotated[
         str,

@@ -12,7 +12,7 @@ overlapping boxes, never byte runs, so its size is that of the manifest, not of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,7 @@ from ckptcore.naming.rename import MadeTensor, Mapped
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.planning.reads import followers_of
+from ckptcore.planning.request import Settings
 from ckptcore.store import Store, fetch, put_each
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.dataclass import dataclass
@@ -155,6 +156,15 @@ class Plan:
     def requests(self) -> int:
         """Ranges of source files that are read, over all files."""
         return sum(f.requests for f in self.files)
+
+
+def settings_for(plan: Plan, settings: Settings) -> Settings:
+    """Return the settings that carry out a plan: a device is not used for what moves and is not computed.
+
+    Bytes that only move would pass PCIe twice; a CPU copies them as fast as files are read.
+    """
+    used = settings.device if plan.cast or plan.derived else "cpu"
+    return replace(settings.of(plan.target.mesh), device=used)
 
 
 def make_plan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -14,6 +13,7 @@ from ckptcore.naming.worlds import is_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.workers import usable_cores
 
 VERBS = ("consolidate", "export", "reshard")
 SERIALIZATIONS = ("torch_save", "safetensors")
@@ -43,6 +43,9 @@ _LATER: dict[str, Any] = {
     "overwrite_in_place": False,
 }
 WEIGHTS = ("auto", "master", "module")
+# Bytes of the budget for each worker where nobody says how many: four buffers of large steps (`Budget`).
+_PER_WORKER = 64 << 20
+_ON_DEVICE = 4  # workers: with fewer of them each can move more of what a device has room for
 STORED = "stored"  # a world of names: those of the checkpoint
 
 
@@ -204,7 +207,8 @@ class Settings:
 
     Attributes:
         memory: Budget for tensor buffers, bytes.
-        workers: Threads; None chooses by the machine.
+        workers: Threads; None takes the cores that this process may use, and one for each 64 MiB of memory at
+            most.
         device: torch device for casts.
         verify: Whether stored CRC-32 and copies are checked while bytes move.
         digest: Whether every output file gets a BLAKE3.
@@ -231,7 +235,16 @@ class Settings:
         """Number of threads to run."""
         if self.workers is not None:
             return self.workers
-        return min(4, max(2, len(os.sched_getaffinity(0))))
+        most = self.memory // _PER_WORKER if self.device == "cpu" else _ON_DEVICE
+        return max(2, min(usable_cores(), most))
+
+    def within(self, memory: int) -> Settings:
+        """Return the settings with another budget, and as many threads as these have."""
+        return replace(self, memory=memory, workers=self.threads)
+
+    def share(self, count: int) -> Settings:
+        """Return the settings of each of some processes that share these."""
+        return replace(self, memory=self.memory // count, workers=max(1, self.threads // count))
 
     def of(self, mesh: str) -> Settings:
         """Return the settings with ``fingerprint`` decided: files of a mesh look least like their source."""

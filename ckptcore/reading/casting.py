@@ -42,10 +42,22 @@ def cast_into(
     torch = torch_on(device)
     source = torch.from_numpy(tile.reshape(-1).view(np.uint8)).view(getattr(torch, dtype))
     into = torch.from_numpy(target).view(getattr(torch, target_dtype))
-    if device == "cpu":
+    there = source.to(device)
+    if device == "cpu" or has_nan(there):
         into.copy_(source)
     else:
-        into.copy_(source.to(device).to(into.dtype))
+        into.copy_(there.to(into.dtype))
+
+
+def has_nan(values: Any) -> bool:
+    """Report whether a tensor of floating-point numbers has a NaN.
+
+    Devices write other bits for one than the CPU does (CUDA: 0x7FFF for float16), and an output's bytes must
+    not depend on the device: what has one is cast and computed on the CPU.
+    """
+    # Of 8-bit floats torch has no comparison; float16 has all their values.
+    wide = values.half() if values.element_size() == 1 else values
+    return bool(wide.isnan().any())
 
 
 def derive_into(
@@ -88,6 +100,9 @@ def derive_into(
     else:
         out = torch.from_numpy(spare).view(kind).reshape(box.shape)
     function.fill(torch, box, sources, node.params, out)
+    if device != "cpu" and has_nan(out):
+        derive_into(node, box, inputs, target, target_dtype, "cpu", spare)
+        return
     if device != "cpu" and target_dtype != function.dtype:
         torch.from_numpy(spare).view(kind).reshape(box.shape).copy_(out)
     if out is not into:

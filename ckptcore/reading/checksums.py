@@ -8,17 +8,34 @@ damage is detected must not depend on how the record was read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 
 from ckptcore.errors import AlteredInTransit, DamagedCheckpoint, finding
 from ckptcore.reading.decoded_items import DecodedItems
 from ckptcore.reading.payload import Payload, Seen, StoredChunk, resolve
 from ckptcore.store import Readable
 from ckptcore.utils.crc32 import CrcPieces, crc32
+from ckptcore.utils.dataclass import dataclass
 
 _BLOCK = 1 << 20
+_Open = tuple[CrcPieces | None, StoredChunk]  # what was read of a record; None if it never adds up
 _UNTOUCHED, _UNPROVEN, _VERIFIED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class RecordProgress:
+    """What one process has read of a checkpoint's records.
+
+    Attributes:
+        state: A byte for each item.
+        partly: The records that are read in part, by number.
+    """
+
+    state: bytes
+    partly: dict[int, _Open]
 
 
 class Records:
@@ -36,7 +53,7 @@ class Records:
     def __init__(self, store: Readable, items: int, verify: bool = True, scratch: str | None = None) -> None:
         self._store, self._verify, self._scratch = store, verify, scratch
         self._state = bytearray(items)
-        self._partly: dict[int, tuple[CrcPieces | None, StoredChunk]] = {}
+        self._partly: dict[int, _Open] = {}
         self._lock = threading.Lock()
         self._decoded = DecodedItems(scratch)
         self._awaiting: set[int] = set()
@@ -119,12 +136,33 @@ class Records:
                 self._state[index] = _VERIFIED
                 self._partly.pop(index, None)
 
+    def progress(self) -> RecordProgress:
+        """Return what this process has read and verified, for `join` in another one."""
+        with self._lock:
+            return RecordProgress(bytes(self._state), dict(self._partly))
+
+    def join(self, others: Sequence[RecordProgress]) -> None:
+        """Add what other processes have read: what is verified in one needs no other, and pieces add up."""
+        with self._lock:
+            for other in others:
+                states = np.frombuffer(other.state, np.uint8)
+                own = np.frombuffer(self._state, np.uint8)
+                np.maximum(own, states, out=own)
+                for index, (pieces, chunk) in other.partly.items():
+                    mine, _ = self._partly.setdefault(index, (pieces, chunk))
+                    if mine is None or pieces is None:
+                        self._partly[index] = (mine or pieces, chunk)
+                    elif mine is not pieces:
+                        mine.join(pieces)
+            for index in [index for index in self._partly if self._state[index] == _VERIFIED]:
+                del self._partly[index]
+
     def finish(self, threads: int = 1) -> None:
         """Read the partly read records; raises `DamagedCheckpoint` like the reads before."""
-        left = [chunk for _, chunk in self._partly.values()]
+        left = [*self._partly.values()]
         if len(left) < 2 or threads < 2:
-            for chunk in left:
-                self._read_record(chunk)
+            for each in left:
+                self._read_record(each)
             return
         with ThreadPoolExecutor(threads) as pool:
             try:
@@ -133,14 +171,17 @@ class Records:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _read_record(self, chunk: StoredChunk) -> None:
+    def _read_record(self, each: _Open) -> None:
+        pieces, chunk = each
         payload = self.resolve(chunk)
         try:
             if payload.crc32 is None:
                 with self._lock:
                     self._partly.pop(chunk.index, None)
                 return
-            crc = _crc_of(payload)
+            # Pieces of several processes may add up only here.
+            known = None if pieces is None else pieces.total()
+            crc = _crc_of(payload) if known is None else known
             if crc != payload.crc32 and payload.forget is not None:
                 self._retry_record(payload, chunk, crc)
             else:

@@ -20,6 +20,20 @@ from ckptcore.utils import standard_streams, terminal
 _GARBAGE = 1_000_000
 
 
+_commands: list[int] = []  # the processes that `start_command` was called in
+
+
+def start_command() -> None:
+    """Start the process of one command: see `start_quickly`."""
+    _commands.append(os.getpid())
+    start_quickly()
+
+
+def is_command() -> bool:
+    """Report whether this process is that of one command, and not of another program or service."""
+    return os.getpid() in _commands
+
+
 def start_quickly() -> None:
     """Collect garbage rarely, and let numpy start no threads. Numpy must not be imported yet."""
     gc.set_threshold(_GARBAGE, 10, 10)

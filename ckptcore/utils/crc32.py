@@ -40,6 +40,15 @@ class CrcPieces:
             return None
         self._parts[start] = (length, crc)
         self._seen += length
+        return self.total()
+
+    def join(self, other: CrcPieces) -> None:
+        """Add the pieces that another process has."""
+        for start, (length, crc) in other._parts.items():
+            self.add(start, length, crc)
+
+    def total(self) -> int | None:
+        """Return the record's CRC-32, or None while pieces are missing."""
         if self._seen < self._length:
             return None
         total = at = 0

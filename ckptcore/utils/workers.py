@@ -5,16 +5,19 @@
 - A thread runs in a copy of the caller's context, so its log records belong to the caller's run.
 - Work that waits asks `failed`: it ends soon after an error of another thread.
 
+`usable_cores` counts the cores for them: by the affinity of this process, and by its container's quota.
 `Buffers` bounds the memory of jobs that outlive their turn; `ProgressMeter` counts finished bytes.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from pathlib import Path
 from typing import Generic, TypeVar
 
 Progress = Callable[[str, int, int], None]
@@ -23,6 +26,19 @@ Progress = Callable[[str, int, int], None]
 Job = TypeVar("Job")
 Buffer = TypeVar("Buffer")
 _failed: ContextVar[Callable[[], bool] | None] = ContextVar("ckptcore_failed", default=None)
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may keep busy, at least one.
+
+    A container with a quota of half the time of a machine of 64 cores sees all of them, and has 32.
+    """
+    cores = len(os.sched_getaffinity(0))
+    quota = _quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def failed() -> bool:
@@ -111,6 +127,18 @@ class ProgressMeter:
         self._progress(self._stage, min(done, self._total), self._total)
 
 
+class CountedMeter(ProgressMeter):
+    """Passes finished bytes on as they are: another process adds up those of several."""
+
+    def __init__(self, finished: Callable[[int], None]) -> None:
+        super().__init__(None, "", 0)
+        self._finished = finished
+
+    def add(self, nbytes: int) -> None:
+        """Pass finished bytes on."""
+        self._finished(nbytes)
+
+
 class _Pool(Generic[Job]):
     """The threads of one `run_jobs`, and their shared state."""
 
@@ -167,3 +195,41 @@ class _Pool(Generic[Job]):
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _quota() -> float | None:
+    """Return the cores' worth of time that the control groups of this process leave it; None for all."""
+    quotas = [quota for group in _groups() if (quota := _of(group)) is not None]
+    return min(quotas, default=None)
+
+
+def _groups() -> list[Path]:
+    """Return the folders of this process's control groups for processor time, and of those around them."""
+    found = [_GROUPS, _GROUPS / "cpu"]
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)  # cgroups(7)
+        if not controllers:
+            root = _GROUPS
+        elif "cpu" in controllers.split(","):
+            root = _GROUPS / controllers
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        found += [group for group in (inner, *inner.parents) if root in (group, *group.parents)]
+    return found
+
+
+def _of(group: Path) -> float | None:
+    """Return the quota of one group, in cores: ``cpu.max`` of version 2, two files of version 1."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()[:2]
+        except (OSError, ValueError):  # no such group, or one of the other version
+            continue
+        if quota.isdigit() and period.isdigit() and int(period):  # else "max", or -1
+            return int(quota) / int(period)
+    return None

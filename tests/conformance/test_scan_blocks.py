@@ -15,6 +15,7 @@ from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import Finding
 from ckptcore.store import open_store
+from ckptcore.utils.process_pool import VARIABLE
 
 REAL = module._BLOCK
 # Block in bytes, shape of a tensor of float32 with several of them; the last one is small.
@@ -106,3 +107,21 @@ def test_a_flip_in_any_block_of_a_file(tmp_path: Path, shape: tuple[int, ...], a
     raw[at] ^= 1
     (tmp_path / "data").write_bytes(raw)
     assert [(f.code, f.file) for f in module.mismatches(manifest, store)] == [("digest-mismatch", "data")]
+
+
+def test_several_processes_find_the_same_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = tensor((40, 30))
+    manifest = stored(
+        tmp_path, value, changed(value, [7], torch.nan), value, changed(value, [3, 9], -7.0), value
+    )
+    raw = bytearray((tmp_path / "2.pt").read_bytes())
+    raw[raw.index(value.numpy().tobytes())] ^= 1
+    (tmp_path / "2.pt").write_bytes(raw)
+    found = []
+    for count in ("1", "2"):
+        monkeypatch.setenv(VARIABLE, count)
+        found.append(scanned(manifest))
+    assert found[0] == found[1]
+    assert {f.code for f in found[0]} == {"crc-mismatch", "replica-mismatch", "not-finite"}

@@ -71,6 +71,17 @@ def test_tasks_that_share_a_file_by_ranges() -> None:
     assert sums.digest("a", SIZE) is None
 
 
+def test_a_range_replaces_those_that_it_contains() -> None:
+    """Head and tail of a file are read for its metadata; another process reads all of it once more."""
+    for known in ([(0, 40), (SIZE - 30, SIZE)], [(10, 20)], [(0, SIZE)], []):
+        sums, own = FileSums(), FileSums()
+        for start, end in known:
+            sums.observe("a", start, DATA[start:end])
+        own.observe("a", 0, DATA)
+        sums.add(own)
+        assert sums.digest("a", SIZE) == crc_digest(crc64(DATA))
+
+
 def test_threads_that_read_the_same_bytes() -> None:
     data = bytes(range(256)) * 4096
     sums = FileSums("below/")

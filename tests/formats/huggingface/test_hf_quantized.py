@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from driver import run_process
 from hf_folders import folder
 from samples import FIXTURES, differences, expected_tensors, read_safetensors, read_torch, tensors_of, value
 
@@ -16,7 +17,9 @@ from ckptcore.core.box import Box
 from ckptcore.core.dequantize import FP4
 
 if TYPE_CHECKING:
-    from driver import Cli
+    from collections.abc import Callable
+
+    from driver import Cli, Outcome
 
 SAMPLE = FIXTURES / "torch" / "hf_fp8_block"
 
@@ -66,7 +69,7 @@ def values_of_mxfp4(tensors: dict[str, Any]) -> Any:
     return torch.ldexp(values, exponent).reshape(*scales.shape[:-1], -1)
 
 
-def consolidated(cli: Cli, source: Path, dst: Path, *flags: str) -> Any:
+def consolidated(cli: Callable[..., Outcome], source: Path, dst: Path, *flags: str) -> Any:
     done = cli("consolidate", source, dst, "--output", "json", *flags)
     assert done.code == 0, done
     return tensors_of(read_torch(dst)) if dst.suffix == ".pt" else read_safetensors(dst)
@@ -200,7 +203,8 @@ def test_casts_follow_dequantization(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(cli: Cli, tmp_path: Path) -> None:
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """As a user starts it: a fork of a process that has used CUDA cannot use it."""
     import torch
 
     if not torch.cuda.is_available():
@@ -210,9 +214,9 @@ def test_on_a_gpu(cli: Cli, tmp_path: Path) -> None:
     scaled |= {"t.weight": fp8(300, 200)["l.weight"], "t.weight_scale": torch.rand(())}
     source = folder(tmp_path / "s", made | four | scaled)
     for dtype in ("fp32", "bf16"):
-        here = consolidated(cli, source, tmp_path / dtype, "--dtype", dtype)
+        here = consolidated(run_process, source, tmp_path / dtype, "--dtype", dtype)
         done = ["--dtype", dtype, "--device", "cuda"]
-        assert consolidated(cli, source, tmp_path / f"{dtype}-cuda", *done) == here
+        assert consolidated(run_process, source, tmp_path / f"{dtype}-cuda", *done) == here
 
 
 # --- as they are stored ----------------------------------------------------------------------

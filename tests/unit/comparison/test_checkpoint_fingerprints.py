@@ -352,8 +352,8 @@ def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) -> None:
-    """Scattered, cast, plain and computed tensors: a lane sums all of them, on "cpu" with torch as on a
-    device, and the host sums nothing."""
+    """A lane sums what is scattered and cast in it, on "cpu" with torch as on a device; the host sums the
+    rest, and all of it where no tensor is cast or computed."""
     import torch
 
     from ckptcore.execution.device import Lane
@@ -363,14 +363,18 @@ def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) 
     ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
     means = replace(ON, memory=1 << 22, workers=2, device=device)
     wanted = taken(source), taken(ckpt)
-    never = mock.Mock(side_effect=AssertionError("summed on the host"))
+    sums, lane_sum = list[str](), Lane.sum
+
+    def counted(lane: Lane, tile: Any, dtype: str, *of: Any) -> Any:
+        sums.append(dtype)
+        return lane_sum(lane, tile, dtype, *of)
+
     with (
-        mock.patch("ckptcore.execution.device._WORTH", 0),
-        mock.patch("ckptcore.execution.device.box_sum", never),
+        mock.patch.object(Lane, "sum", counted),
         mock.patch("ckptcore.execution.execute.lane_on", lambda _, nbytes: Lane(device, nbytes)),
-        mock.patch("ckptcore.comparison.fingerprint.lane_on", lambda _, nbytes: Lane(device, nbytes)),
     ):
         cast = convert(str(source), str(tmp_path / "cast"), dtype="fp16", settings=means)
+        assert set(sums) == {"float32", "bfloat16"}
         cut = convert(str(source), str(tmp_path / "cut"), verb="reshard", mesh="fsdp=3", settings=means)
         repeated = convert(str(tmp_path / "cut"), str(tmp_path / "whole"), settings=means)
         computed = convert(str(ckpt), str(tmp_path / "fp8"), dtype="bf16", settings=means)

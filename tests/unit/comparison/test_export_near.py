@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.comparison import export_near
 from ckptcore.comparison.export_near import near
-from ckptcore.comparison.tensor_compare import Opened
+from ckptcore.comparison.opened import Opened
 from ckptcore.planning.request import Settings
 
 REAL = export_near._BLOCK

@@ -17,6 +17,8 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.execution.device import Lane, host_buffer
+from ckptcore.execution.tiles import DEVICE_BYTES, Budget
+from ckptcore.fingerprints.device_sums import ROOM
 from ckptcore.reading.gather import _assign, tile_view
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -58,8 +60,31 @@ def test_cast_as_torch(device: str, source: str, target: str) -> None:
     raw = values.view(torch.uint8).numpy().copy()
     _assign(tile, raw, (999,), (1,), source, 0)
     found = host_buffer(999 * BY_NAME[target].itemsize, device)
-    here.fetch_cast(tile, source, found, target)
+    here.fetch_cast(tile, source, found, target, host_buffer(1 << 16, device))
     assert found.tobytes() == values.to(getattr(torch, target)).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("source", ["float8_e4m3fn", "float8_e5m2", "float16", "float32", "float64"])
+def test_a_nan_has_the_bits_that_the_host_gives_it(
+    source: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another device writes other NaNs; here one that writes all ones."""
+
+    def cast(self: Lane, values: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(values)
+        into.view(torch.uint8).view(-1, into.element_size())[values.double().isnan()] = 0xFF
+
+    monkeypatch.setattr(Lane, "_cast", cast)
+    here, kind = lane("cpu"), getattr(torch, source)
+    values = torch.tensor([1.0, torch.nan, -torch.nan, -2.0] * 9).to(kind)
+    found, spare = (host_buffer(1 << 10, "cpu") for _ in range(2))
+    for part in (values, values[:1]):
+        tile = here.tile((len(part),), source)
+        _assign(tile, part.view(torch.uint8).numpy().copy(), (len(part),), (1,), source, 0)
+        into = found[: len(part) * BY_NAME[target].itemsize]
+        here.fetch_cast(tile, source, into, target, spare)
+        assert into.tobytes() == part.to(getattr(torch, target)).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,3 +111,24 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
 def test_a_buffer_that_cannot_be_had_is_a_matter_of_the_budget() -> None:
     with pytest.raises(BudgetTooSmall, match="cannot allocate a buffer of 140737488355328 bytes"):
         host_buffer(1 << 47, "cpu")  # more than a process can address
+
+
+def test_a_device_is_used_for_what_is_cast_or_computed(tmp_path: Path) -> None:
+    """What only moves stays on the host, and the plan says so; nothing asks for the device."""
+    write_dcp(tmp_path / "ckpt", {"a": (numbered((8, 8)), [Box.full((8, 8))])})
+    there = Settings(device="cuda:7")
+    ready = ckptcore.prepare(str(tmp_path / "ckpt"), str(tmp_path / "out"), settings=there)
+    assert [(f.code, f.message) for f in ready.warnings] == [
+        ("unused-option", "--device cuda:7 is not used: no tensor is cast or computed, and the CPU copies")
+    ]
+    ckptcore.execute(ready, settings=there)
+    found = ckptcore.fingerprint(str(tmp_path / "ckpt"), settings=there)
+    assert [f.code for f in found.warnings] == ["unused-option"]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_a_device_has_a_bound_for_all_workers(workers: int) -> None:
+    budget = Budget.of(Settings(memory=1 << 30, workers=workers, device="cuda"))
+    assert workers * (5 * budget.tile + ROOM) <= DEVICE_BYTES
+    assert budget.usual == budget.tile >= 3 << 20
+    assert Settings(device="cuda").threads <= 4

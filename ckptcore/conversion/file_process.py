@@ -1,0 +1,107 @@
+"""Write the files of a staged plan in several processes, each one file after the other.
+
+Threads of one process wait for each other between short calls; processes do not. The process that has the
+staging folder's lock hands out files, and gets receipts; its workers keep the lock's descriptor open, so that
+no other run begins while one of them may still write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ckptcore.conversion.open_staging import staging_of_plan
+from ckptcore.conversion.staged_plan import plan_run
+from ckptcore.conversion.staging import Staging
+from ckptcore.core.file_sums import FileSums
+from ckptcore.execution.execute import write_files
+from ckptcore.execution.plan_run import Elsewhere
+from ckptcore.execution.receipts import Receipt
+from ckptcore.execution.source_stamps import load as load_stamps
+from ckptcore.planning.plan import Plan, load_head
+from ckptcore.planning.request import Settings
+from ckptcore.reading.checksums import RecordProgress, Records
+from ckptcore.store import local_path, open_source_store
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.process_pool import Begun, ProcessPool, batches, process_count
+from ckptcore.utils.workers import CountedMeter, ProgressMeter
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What a worker begins with.
+
+    Attributes:
+        plan_uri: Where the plan is stored.
+        settings: The worker's share of memory and threads.
+        observe: Whether it returns what it has read of the source's files.
+    """
+
+    plan_uri: str
+    settings: Settings
+    observe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a worker has read, at its end."""
+
+    records: RecordProgress
+    sums: FileSums | None
+
+
+def elsewhere(
+    staging: Staging, plan: Plan, indices: Sequence[int], settings: Settings, sums: FileSums | None
+) -> Elsewhere | None:
+    """Return what writes files of a staged plan in other processes; None where threads of this one do.
+
+    Args:
+        staging: The staging folder; the caller has its lock.
+        plan: The plan.
+        indices: Of the files to write.
+        settings: Memory, threads and device of all processes together.
+        sums: Gets what was read of the source's files.
+    """
+    sizes = {index: plan.files[index].nbytes for index in indices}
+    count = processes_for(plan, settings, list(sizes.values()))
+    if count == 1 or staging.lock_fd is None:
+        return None
+
+    def write(indices: Sequence[int], records: Records, meter: ProgressMeter) -> dict[int, Receipt]:
+        some = min(count, len(indices))
+        setup = _Setup(staging.plan_uri, settings.share(some), sums is not None)
+        jobs = batches(indices, [sizes[index] for index in indices], some)
+        assert staging.lock_fd is not None  # it was there
+        with ProcessPool(__name__, [setup] * some, fds=[staging.lock_fd]) as pool:
+            written = [receipt for answer in pool.run(jobs, meter.add) for receipt in answer]
+            reports: list[_Report] = pool.finish()
+        records.join([report.records for report in reports])
+        for report in reports:
+            if sums is not None and report.sums is not None:
+                sums.add(report.sums)
+        return {receipt.index: receipt for receipt in written}
+
+    return write
+
+
+def processes_for(plan: Plan, settings: Settings, sizes: Sequence[int]) -> int:
+    """Return how many processes write files of these sizes on a file system of this machine."""
+    if settings.device != "cpu" or local_path(plan.source) is None:
+        return 1
+    return process_count(settings.threads, settings.memory, sum(sizes), len(sizes))
+
+
+def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
+    """Open the plan and its source in a worker."""
+    staging = staging_of_plan(setup.plan_uri)
+    plan, stamps = load_head(staging.plan), load_stamps(staging.plan) or {}
+    source = open_source_store(plan.source, stamps)
+    sums = FileSums() if setup.observe else None
+    source.observer = sums
+    run = plan_run(staging, plan, source, stamps, setup.settings)
+    records = Records(source, run.items, setup.settings.verify, run.scratch)
+    meter = CountedMeter(finished)
+
+    def write(indices: tuple[int, ...]) -> tuple[Receipt, ...]:
+        return write_files(run, indices, setup.settings, records, meter)
+
+    return write, lambda: _Report(records.progress(), sums)

@@ -1,0 +1,265 @@
+"""Fill the memory of live tensors from a checkpoint, with a thread for each core of this process.
+
+Memory of the stored dtype on the CPU is read into directly, in large reads. Anything else goes through reused
+buffers: each thread casts into one of them, and hands it over. For a device, buffers are pinned, and each
+thread has two: one is transferred while the other is filled.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Manifest
+from ckptcore.reading.box_reader import BoxReader
+from ckptcore.reading.checksums import Records
+from ckptcore.reading.gather import Bytes, index_of, stored_order, tile_view
+from ckptcore.reading.rereading import rereading
+from ckptcore.store import Store
+from ckptcore.utils.workers import run_jobs, usable_cores
+
+PIECE = 16 << 20  # bytes of a read, and of a buffer
+_MOST_THREADS = 16
+
+
+class Fill(NamedTuple):
+    """Box ``want`` of tensor ``row``, and the memory ``out``, a torch tensor of its shape, that gets it."""
+
+    row: int
+    want: Box
+    out: Any
+
+
+def fill_memory(manifest: Manifest, store: Store, fills: Sequence[Fill], *, verify: bool) -> None:
+    """Fill memory, casting and moving as needed; several threads share large tensors.
+
+    Args:
+        manifest: The checkpoint.
+        store: Where its files are.
+        fills: What to fill. Where memory overlaps, the last one wins, as if they were filled in order.
+        verify: Whether stored checksums are verified.
+
+    Raises:
+        DamagedCheckpoint: A checksum fails; memory is partly filled.
+    """
+    fills = [fill for fill in fills if fill.want.numel]
+    records = Records(store, len(manifest.items), verify)
+    apart, shared = _apart(fills)
+    for some, threads in ((apart, _threads(apart)), (shared, 1)):
+        if some:
+            _run(manifest, store, records, some, threads)
+
+
+def _threads(fills: Sequence[Fill]) -> int:
+    """Return the number of threads: the cores, shared by the processes of a job on this machine."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun has it
+    cores = usable_cores() // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
+    nbytes: int = sum(fill.out.numel() * fill.out.element_size() for fill in fills)
+    return max(1, min(cores, _MOST_THREADS, nbytes // PIECE))
+
+
+def _apart(fills: Sequence[Fill]) -> tuple[list[Fill], list[Fill]]:
+    """Return the fills whose memory is their own, and the others, each in order."""
+    spans = []
+    for number, fill in enumerate(fills):
+        out = fill.out
+        reach = sum((n - 1) * abs(s) for n, s in zip(out.shape, out.stride(), strict=True))
+        begin = out.data_ptr()
+        spans.append((str(out.device), begin, begin + (reach + 1) * out.element_size(), number))
+    spans.sort()
+    shared, end, last = set[int](), 0, -1
+    device = ""
+    for where, begin, stop, number in spans:
+        if where == device and begin < end:
+            shared |= {last, number}
+        if where != device or stop > end:
+            device, end, last = where, stop, number
+    numbered = list(enumerate(fills))
+    return [f for n, f in numbered if n not in shared], [f for n, f in numbered if n in shared]
+
+
+class _Open:
+    """One fill while threads read its boxes; its reader is there from the first to the last box."""
+
+    def __init__(self, manifest: Manifest, records: Records, fill: Fill) -> None:
+        self.fill, self.dtype = fill, manifest.tensors[fill.row].dtype
+        # Copies are not compared here: `validate` does that.
+        self.reader = BoxReader(manifest, fill.row, records, once=False, copies=False)
+        self.under_way = 1  # the walk itself, and every box
+
+
+def _run(manifest: Manifest, store: Store, records: Records, fills: Sequence[Fill], threads: int) -> None:
+    import torch
+
+    lock, under_way = threading.Lock(), set[_Open]()
+    # What came altered over a network is read again with its whole tensor.
+    cuts = store.local is not None
+
+    def release(each: _Open) -> None:
+        with lock:
+            each.under_way -= 1
+            if each.under_way:
+                return
+            under_way.discard(each)
+        each.reader.close()
+
+    def boxes() -> Iterator[tuple[_Open, Box]]:
+        for fill in fills:
+            each = _Open(manifest, records, fill)
+            with lock:
+                under_way.add(each)
+            for box in _boxes(manifest, each) if cuts else (fill.want,):
+                with lock:
+                    each.under_way += 1
+                yield each, box
+            release(each)
+
+    inference = torch.is_inference_mode_enabled()  # of this thread alone
+    devices = {fill.out.device for fill in fills if fill.out.device.type == "cuda"}
+    for device in devices:
+        torch.cuda.synchronize(device)  # what the caller has begun with this memory
+    lanes: list[_Lane] = []
+
+    def prepare() -> Callable[[tuple[_Open, Box]], None]:
+        lanes.append(lane := _Lane())
+
+        def do(job: tuple[_Open, Box]) -> None:
+            each, box = job
+            with torch.inference_mode() if inference else torch.no_grad():
+                lane.fill(each, box)
+            release(each)
+
+        return do
+
+    try:
+        run_jobs(boxes(), prepare, threads=threads)
+    finally:
+        for lane in lanes:
+            lane.settle()
+        for each in under_way:
+            each.reader.close()
+
+
+def _boxes(manifest: Manifest, each: _Open) -> Iterator[Box]:
+    """Yield the boxes that a fill is cut into: large reads, and one where rows do not follow in storage."""
+    row, want, _ = each.fill
+    order = stored_order(manifest.chunks, row, len(want.shape), each.reader.strides)
+    return want.tiles(PIECE // BY_NAME[each.dtype].itemsize) if order.strides is None else iter((want,))
+
+
+class _Lane:
+    """The buffers of one thread."""
+
+    def __init__(self) -> None:
+        self._scratch, self._plain = _untouched(PIECE), _untouched(PIECE)
+        self._rings: dict[Any, _Ring] = {}
+
+    @rereading
+    def fill(self, each: _Open, box: Box) -> None:
+        """Read a box into its part of the memory."""
+        import torch
+
+        _, want, memory = each.fill
+        out, kind = memory[index_of(box, want)], getattr(torch, each.dtype)
+        if out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _holds_its_values(out):
+            each.reader.read(box, _integers(out, each.dtype), self._scratch)
+            return
+        ring = self._rings.get(out.device)
+        if ring is None:
+            ring = self._rings[out.device] = _Ring(out.device)
+        staged = ring.next(box.shape, out.dtype)
+        # Values of another dtype are cast here, as `Tensor.copy_` does it for memory of a device.
+        values = staged if out.dtype == kind else _tensor(self._plain, box.shape, kind)
+        each.reader.read(box, _integers(values, each.dtype), self._scratch)
+        if values is not staged:
+            staged.copy_(values)
+        ring.send(staged, out)
+
+    def settle(self) -> None:
+        """Wait until everything has arrived."""
+        for ring in self._rings.values():
+            ring.settle()
+
+
+class _Ring:
+    """Two buffers for memory of one device, each handed over while the other is filled.
+
+    On the CPU, and on devices without streams of torch.cuda, a copy has ended when it returns.
+
+    Args:
+        device: A `torch.device`.
+    """
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: list[Any] = [None, None]
+        self._handed: list[Any] = [None, None]  # events behind the last copy from each
+        self._turn = 0
+
+    def next(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return a tensor over the next buffer, once its last copy has ended."""
+        import torch
+
+        self._turn = turn = 1 - self._turn
+        if self._handed[turn] is not None:
+            self._handed[turn].synchronize()
+        if self._buffers[turn] is None:
+            pinned = self._stream is not None
+            self._buffers[turn] = torch.empty(
+                PIECE, dtype=torch.uint8, device="cpu", pin_memory=pinned
+            ).numpy()
+        return _tensor(self._buffers[turn], shape, dtype)
+
+    def send(self, staged: Any, out: Any) -> None:
+        """Copy a tensor of `next` to its memory."""
+        import torch
+
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            out.copy_(staged, non_blocking=self._stream is not None)
+            if self._stream is not None:
+                self._handed[self._turn] = self._stream.record_event()
+
+    def settle(self) -> None:
+        """Wait for every copy."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _untouched(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
+def _tensor(buffer: Bytes, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a tensor over the first bytes of a buffer, or over new memory where that is too small."""
+    import torch
+
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    flat = torch.from_numpy(buffer if nbytes <= len(buffer) else _untouched(nbytes))
+    return flat[:nbytes].view(dtype).reshape(shape)
+
+
+def _holds_its_values(tensor: Any) -> bool:
+    """Report whether the bytes are the values: torch may keep a conjugation or a sign as a flag."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _integers(tensor: Any, dtype: str) -> npt.NDArray[Any]:
+    """Return a numpy view of a contiguous CPU tensor's memory, as integers of the element's width."""
+    import torch
+
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), np.uint8)
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    assert BY_NAME[dtype].itemsize * tensor.numel() == flat.nbytes
+    return tile_view(flat, tuple(tensor.shape), dtype)

@@ -1,0 +1,42 @@
+"""The work of a `ProcessPool` in the tests of pools; it imports no more than a pool does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckptcore.errors import DiskFull
+
+
+def begin(
+    setup: dict[str, Any], finished: Callable[[int], None]
+) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+    """``setup`` has the folder where workers say what they do, and what comes of a job by its name."""
+    folder, done = Path(setup["folder"]), list[int]()
+
+    def do(job: int) -> tuple[int, int]:
+        act = setup.get(str(job))
+        if act == "full":
+            raise DiskFull("no room", path="there", free=7)
+        if act == "defect":
+            raise KeyError("a defect")
+        if act == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if act == "waits":
+            (folder / "waits").write_text(str(os.getpid()))
+            try:
+                time.sleep(60)
+            except KeyboardInterrupt:
+                (folder / "cleaned").touch()
+                raise
+        logging.getLogger("ckptcore").info("job %s", job)
+        finished(job)
+        done.append(job)
+        return job, os.getpid()
+
+    return do, lambda: done

@@ -1,0 +1,141 @@
+"""Workers in processes of their own: answers, errors, ends, and no worker without its parent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from ckptcore.errors import DiskFull, UsageError, WorkerLost
+from ckptcore.utils import process_pool
+from ckptcore.utils.process_pool import VARIABLE, ProcessPool, process_count
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests/jobs'}")
+
+
+def pool(folder: Path, count: int = 2, **acts: str) -> ProcessPool:
+    setup = {"folder": str(folder)} | {name.removeprefix("job"): act for name, act in acts.items()}
+    return ProcessPool("pool_job", [setup] * count)
+
+
+def within(seconds: float, check: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def test_answers_reports_progress_and_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    done, caplog.handler.level = list[int](), logging.INFO
+    logging.getLogger("ckptcore").setLevel(logging.INFO)
+    with caplog.at_level(logging.INFO, "ckptcore"), pool(tmp_path) as workers:
+        answers = dict(workers.run(range(1, 8), done.append))
+        reports = workers.finish()
+    assert sorted(answers) == [*range(1, 8)]
+    assert len(set(answers.values()) | {os.getpid()}) == 3  # two workers, and this process did nothing
+    assert sum(done) == sum(range(1, 8))
+    assert sorted(job for jobs in reports for job in jobs) == [*range(1, 8)]
+    assert sorted(r.getMessage() for r in caplog.records) == [f"job {n}" for n in range(1, 8)]
+
+
+def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFull, match="no room") as raised,
+        pool(tmp_path, job1="waits", job2="full") as workers,
+    ):
+        list(workers.run([1, 2, 3], lambda nbytes: None))
+    assert raised.value.values["free"] == 7
+    within(20, (tmp_path / "cleaned").exists)  # it was asked to end, and discarded what it had begun
+
+
+def test_a_defect_has_its_place(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"KeyError: 'a defect' .*pool_job.py:"),
+        pool(tmp_path, job1="defect") as w,
+    ):
+        list(w.run([1], lambda nbytes: None))
+
+
+def test_a_killed_worker_is_lost(tmp_path: Path) -> None:
+    with pytest.raises(WorkerLost, match="ended by signal 9"), pool(tmp_path, job2="killed") as workers:
+        list(workers.run([1, 2, 3], lambda nbytes: None))
+
+
+def test_a_module_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="ModuleNotFoundError"),
+        ProcessPool("no_such_job", [{}]) as workers,
+    ):
+        list(workers.run([1], lambda nbytes: None))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_worker_ends_with_its_killed_parent(tmp_path: Path, stopped: bool) -> None:
+    program = (
+        "import sys; from ckptcore.utils.process_pool import ProcessPool\n"
+        "with ProcessPool('pool_job', [{'folder': sys.argv[1], '1': 'waits'}]) as workers:\n"
+        "    list(workers.run([1], print))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as parent:
+        try:
+            written = tmp_path / "waits"
+            within(60, lambda: written.exists() and written.read_text() != "")
+            worker = int(written.read_text())
+            if stopped:
+                os.kill(worker, signal.SIGSTOP)
+        finally:
+            parent.kill()
+    within(20, lambda: has_ended(worker))
+
+
+def test_a_stopped_worker_ends_when_others_fail(tmp_path: Path) -> None:
+    with pool(tmp_path, job1="waits") as workers:
+        running = workers.run([1, 2], lambda nbytes: None)
+        next(running)
+        written = tmp_path / "waits"
+        within(60, lambda: written.exists() and written.read_text() != "")
+        worker = int(written.read_text())
+        os.kill(worker, signal.SIGSTOP)
+    assert has_ended(worker)
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_when_processes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert process_count(16, GIB, 100 * GIB, 100) == 1  # another program
+    monkeypatch.setattr(process_pool, "is_command", lambda: True)
+    monkeypatch.setattr(process_pool, "available_memory", lambda: 100 * GIB)
+    assert process_count(16, GIB, 100 * GIB, 100) == 8
+    assert process_count(16, GIB, 100 * GIB, 3) == 3
+    assert process_count(16, GIB, 5 * GIB, 100) == 5
+    assert process_count(16, GIB, GIB, 100) == 1
+    assert process_count(7, GIB, 100 * GIB, 100) == 1
+    monkeypatch.setattr(process_pool, "available_memory", lambda: 3 * GIB)
+    assert process_count(16, GIB, 100 * GIB, 100) == 4
+    monkeypatch.setenv(VARIABLE, "3")
+    assert process_count(2, GIB, 10, 100) == 3
+    assert process_count(2, 2 << 20, 10, 100) == 2
+    assert process_count(2, GIB, 10, 1) == 1
+    monkeypatch.setenv(VARIABLE, "many")
+    with pytest.raises(UsageError, match=r"CKPTCORE_PROCESSES must be at least 1 .*'many'"):
+        process_count(2, GIB, 10, 1)
