@@ -41,9 +41,10 @@ from ckptcore.reading.unused_in_items import unused_in_blobs
 from ckptcore.reading.zero_ranges import without_padding
 from ckptcore.store import Store, open_source_store
 from ckptcore.store.ahead import ReadsAhead
+from ckptcore.utils.command_process import process_count
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.process_pool import Begun, ProcessPool, batches, process_count
+from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, Progress, ProgressMeter
 
 SHA256 = "sha256"  # the key in `Manifest.origin`: file -> hex

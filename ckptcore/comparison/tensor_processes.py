@@ -15,8 +15,9 @@ from ckptcore.comparison.opened import Opened, SideProgress
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Settings
+from ckptcore.utils.command_process import process_count
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.process_pool import Begun, ProcessPool, batches, process_count
+from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, ProgressMeter
 
 Share = Callable[[Sequence[Opened], Sequence[Any], Settings, ProgressMeter], list[Any]]

@@ -20,9 +20,9 @@ from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.planning.plan import Plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import RecordProgress, Records
-from ckptcore.store import local_path, open_source_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.process_pool import Begun, ProcessPool, batches, process_count
+from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, ProgressMeter
 
 
@@ -50,7 +50,12 @@ class _Report:
 
 
 def elsewhere(
-    staging: Staging, plan: Plan, indices: Sequence[int], settings: Settings, sums: FileSums | None
+    staging: Staging,
+    plan: Plan,
+    indices: Sequence[int],
+    settings: Settings,
+    sums: FileSums | None,
+    count: int,
 ) -> Elsewhere | None:
     """Return what writes files of a staged plan in other processes; None where threads of this one do.
 
@@ -60,10 +65,10 @@ def elsewhere(
         indices: Of the files to write.
         settings: Memory, threads and device of all processes together.
         sums: Gets what was read of the source's files.
+        count: Number of processes.
     """
     sizes = {index: plan.files[index].nbytes for index in indices}
-    count = processes_for(plan, settings, list(sizes.values()))
-    if count == 1 or staging.lock_fd is None:
+    if staging.lock_fd is None:
         return None
 
     def write(indices: Sequence[int], records: Records, meter: ProgressMeter) -> dict[int, Receipt]:
@@ -81,13 +86,6 @@ def elsewhere(
         return {receipt.index: receipt for receipt in written}
 
     return write
-
-
-def processes_for(plan: Plan, settings: Settings, sizes: Sequence[int]) -> int:
-    """Return how many processes write files of these sizes on a file system of this machine."""
-    if settings.device != "cpu" or local_path(plan.source) is None:
-        return 1
-    return process_count(settings.threads, settings.memory, sum(sizes), len(sizes))
 
 
 def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:

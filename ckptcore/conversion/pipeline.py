@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
-from ckptcore.conversion.file_process import elsewhere, processes_for
 from ckptcore.conversion.open_staging import open_staging, staging_of_plan
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, packed_replaced
 from ckptcore.conversion.publish import Result, finish_staged
@@ -54,7 +53,8 @@ from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head,
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.file_digests import file_digests
-from ckptcore.store import open_source_store, put_each
+from ckptcore.store import local_path, open_source_store, put_each
+from ckptcore.utils.command_process import process_count
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.memory import reusing_memory
@@ -586,6 +586,13 @@ def _unused_device(plan: Plan, settings: Settings) -> Iterator[Finding]:
         yield finding("unused-option", "files", message)
 
 
+def _processes_for(plan: Plan, settings: Settings, sizes: Sequence[int]) -> int:
+    """Return how many processes write files of these sizes on a file system of this machine."""
+    if settings.device != "cpu" or local_path(plan.source) is None:
+        return 1
+    return process_count(settings.threads, settings.memory, sum(sizes), len(sizes))
+
+
 def peak_memory(plan: Plan, settings: Settings) -> int:
     """Return the most that a run should take, in bytes: its processes and all buffers that the budget allows.
 
@@ -594,7 +601,7 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
     largest = max((f.nbytes for f in plan.files), default=0)
     tile = Budget.of(settings).tile
     buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
-    count = processes_for(plan, settings, [file.nbytes for file in plan.files])
+    count = _processes_for(plan, settings, [file.nbytes for file in plan.files])
     processes = 1 if count == 1 else count + 1  # the one that hands out files, too
     return processes * _BASE_MEMORY["cpu" if settings.device == "cpu" else "device"] + buffers
 
@@ -633,7 +640,11 @@ def _execute(
         run = plan_run(staging, plan, source, stamps, settings)
         beside = staging.beside_uploads(plan, settings)
         if part is None:
-            run = replace(run, elsewhere=elsewhere(staging, plan, wanted, settings, sums))
+            count = _processes_for(plan, settings, [plan.files[index].nbytes for index in wanted])
+            if count > 1:
+                from ckptcore.conversion.file_process import elsewhere
+
+                run = replace(run, elsewhere=elsewhere(staging, plan, wanted, settings, sums, count))
         try:
             return execute_files(run, wanted, beside, part=part, progress=progress)
         except DamagedCheckpoint as error:

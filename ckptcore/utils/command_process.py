@@ -2,7 +2,8 @@
 
 A short conversion should cost what it does. Imports make hardly any garbage, so collecting it during them is
 useless, and so is taking the modules apart at the end: that is a sixth of the CPU time of `inspect` and of a
-small `consolidate` (decision 56 in DESIGN.md).
+small `consolidate` (decision 56 in DESIGN.md). Whether a command shares its work among several processes is
+decided here, too, without importing what would start them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,20 @@ import os
 import sys
 from typing import NoReturn
 
+from ckptcore.errors import UsageError
 from ckptcore.utils import standard_streams, terminal
 
 # New objects before garbage is collected. What imports make (looking at it once takes 0.07 s) and what
 # describes a checkpoint is none.
 _GARBAGE = 1_000_000
+
+VARIABLE = "CKPTCORE_PROCESSES"
+LEAST_THREADS = 8  # of one process, from which several are faster
+LEAST_BYTES = 2 << 30  # for less, the start of processes takes as long as the work
+_BYTES_EACH = 1 << 30  # a process takes 0.2 s of processor time to start, a gigabyte about 1 s
+THREADS_EACH = 2
+_LEAST_MEMORY = 1 << 20  # bytes of the budget for each process
+_ROOM_EACH = 512 << 20  # free bytes of the machine for each process beside the budget: torch takes 190 MiB
 
 
 _commands: list[int] = []  # the processes that `start_command` was called in
@@ -32,6 +42,35 @@ def start_command() -> None:
 def is_command() -> bool:
     """Report whether this process is that of one command, and not of another program or service."""
     return os.getpid() in _commands
+
+
+def process_count(threads: int, memory: int, nbytes: int, most: int) -> int:
+    """Return how many processes should share some work; 1 for threads of this one.
+
+    Several are used where ``CKPTCORE_PROCESSES`` says so. Without it, a command on 8 and more cores uses
+    them for 2 GiB and more, and another program never does.
+
+    Args:
+        threads: Of all processes together.
+        memory: Budget of all processes together.
+        nbytes: That are moved or read.
+        most: In how many pieces the work can be cut.
+
+    Raises:
+        UsageError: The variable is no number.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked:
+        if not asked.isdecimal() or not int(asked):
+            raise UsageError(f"{VARIABLE} must be at least 1 (got {asked!r})")
+        return max(1, min(int(asked), most, memory // _LEAST_MEMORY))
+    if not is_command() or threads < LEAST_THREADS or nbytes < LEAST_BYTES:
+        return 1
+    from ckptcore.utils.memory import available_memory  # imports numpy
+
+    free = available_memory()
+    room = most if free is None else max(0, free - memory) // _ROOM_EACH
+    return max(1, min(threads // THREADS_EACH, nbytes // _BYTES_EACH, room, most))
 
 
 def start_quickly() -> None:

@@ -28,21 +28,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ckptcore.errors import CkptError, Interrupted, UsageError, WorkerLost
-from ckptcore.utils.command_process import is_command
+from ckptcore.errors import CkptError, Interrupted, WorkerLost
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.memory import available_memory
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-VARIABLE = "CKPTCORE_PROCESSES"
-LEAST_THREADS = 8  # of one process, from which several are faster
-LEAST_BYTES = 2 << 30  # for less, the start of processes takes as long as the work
-_BYTES_EACH = 1 << 30  # a process takes 0.2 s of processor time to start, a gigabyte about 1 s
-THREADS_EACH = 2
-_LEAST_MEMORY = 1 << 20  # bytes of the budget for each process
-_ROOM_EACH = 512 << 20  # free bytes of the machine for each process beside the budget: torch takes 190 MiB
 
 _SETUP, _JOB, _END, _PROGRESS, _LOG, _ANSWER, _ERROR = range(7)  # kinds of messages
 _TURNS = 8  # jobs for each process: the last ones end at about the same time
@@ -56,33 +47,6 @@ _WORKER = "from ckptcore.utils.process_pool import serve; serve()"
 _Item = TypeVar("_Item")
 Begun = tuple[Callable[[Any], Any], Callable[[], Any]]
 """What a worker does with a job, and what it reports at its end."""
-
-
-def process_count(threads: int, memory: int, nbytes: int, most: int) -> int:
-    """Return how many processes should share some work; 1 for threads of this one.
-
-    Several are used where ``CKPTCORE_PROCESSES`` says so. Without it, a command on 8 and more cores uses
-    them for 2 GiB and more, and another program never does.
-
-    Args:
-        threads: Of all processes together.
-        memory: Budget of all processes together.
-        nbytes: That are moved or read.
-        most: In how many pieces the work can be cut.
-
-    Raises:
-        UsageError: The variable is no number.
-    """
-    asked = os.environ.get(VARIABLE, "")
-    if asked:
-        if not asked.isdecimal() or not int(asked):
-            raise UsageError(f"{VARIABLE} must be at least 1 (got {asked!r})")
-        return max(1, min(int(asked), most, memory // _LEAST_MEMORY))
-    if not is_command() or threads < LEAST_THREADS or nbytes < LEAST_BYTES:
-        return 1
-    free = available_memory()
-    room = most if free is None else max(0, free - memory) // _ROOM_EACH
-    return max(1, min(threads // THREADS_EACH, nbytes // _BYTES_EACH, room, most))
 
 
 def batches(items: Sequence[_Item], sizes: Sequence[int], count: int) -> Iterator[tuple[_Item, ...]]:

@@ -60,6 +60,9 @@ FILES = (
     ("hf_fp8_block", "model.safetensors.index.json"),
     ("lightning_fabric_mp_nested_2r", "meta.pt"),
     ("accelerate_fsdp2_2r", "scheduler.bin"),
+    ("meta_llama3_tp2", "consolidated.01.pth"),
+    ("tc_default_2r", "model_1.pt"),
+    ("tc_safetensors_2r", "model_0.safetensors"),
 )
 
 

@@ -15,7 +15,7 @@ from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import Finding
 from ckptcore.store import open_store
-from ckptcore.utils.process_pool import VARIABLE
+from ckptcore.utils.command_process import VARIABLE
 
 REAL = module._BLOCK
 # Block in bytes, shape of a tensor of float32 with several of them; the last one is small.

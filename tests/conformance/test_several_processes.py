@@ -23,7 +23,7 @@ from samples import contents, seed_of
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint
 from ckptcore.planning.request import Request, Settings
-from ckptcore.utils.process_pool import VARIABLE
+from ckptcore.utils.command_process import VARIABLE
 
 if TYPE_CHECKING:
     from driver import Cli

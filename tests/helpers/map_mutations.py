@@ -47,6 +47,8 @@ NAMES: Mapping[str, Change] = {
     "experts shifted by one": lambda text: text.replace("{experts}", "{experts + 1}"),
     "norms of q and k swapped": _swapped("q_norm", "k_norm"),
 }
+# Maps that change names alone: no layout can be wrong, and a rule that is dropped is refused.
+RENAMES = frozenset({("gpt_neox", "gpt_neox")})
 FUSED = "gate and up swapped, of a module"
 DROPPED = "a rule dropped"
 

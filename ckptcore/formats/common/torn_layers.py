@@ -1,4 +1,7 @@
-"""Find layers that lack a tensor which others of their kind have."""
+"""Find layers that lack a tensor which others of their kind have.
+
+This is of its own: formats of two rooms use it.
+"""
 
 from __future__ import annotations
 

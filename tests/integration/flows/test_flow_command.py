@@ -221,10 +221,14 @@ def test_the_signature_is_the_command_line(name: str) -> None:
     }
 
 
+# What a flow has in other forms: its own parameters, retries, claims.
+OF_COMMANDS = ("places", "src", "dst", "wait", "if_exists", "output")
+
+
 @pytest.mark.parametrize("verb", ["consolidate", "export", "reshard"])
 def test_a_flow_has_the_options_of_its_command(verb: str) -> None:
     command = typer.main.get_command(program()).commands[verb]  # type: ignore[attr-defined]
-    known = {p.name: p for p in command.params if p.name not in ("places", "src", "dst", "wait", "output")}
+    known = {p.name: p for p in command.params if p.name not in OF_COMMANDS}
     flow = inspect.signature(flow_of(verb).fn).parameters
     alone = {"batch", "engine", *(("verify_export",) if verb == "export" else ())}
     assert set(known) | alone == set(flow) - {"source", "destination", "also"}

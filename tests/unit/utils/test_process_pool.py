@@ -15,8 +15,9 @@ import pytest
 from paths import ROOT
 
 from ckptcore.errors import DiskFull, UsageError, WorkerLost
-from ckptcore.utils import process_pool
-from ckptcore.utils.process_pool import VARIABLE, ProcessPool, process_count
+from ckptcore.utils import command_process, memory
+from ckptcore.utils.command_process import VARIABLE, process_count
+from ckptcore.utils.process_pool import ProcessPool
 
 GIB = 1 << 30
 
@@ -123,14 +124,14 @@ def test_a_stopped_worker_ends_when_others_fail(tmp_path: Path) -> None:
 def test_when_processes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert process_count(16, GIB, 100 * GIB, 100) == 1  # another program
-    monkeypatch.setattr(process_pool, "is_command", lambda: True)
-    monkeypatch.setattr(process_pool, "available_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(command_process, "is_command", lambda: True)
+    monkeypatch.setattr(memory, "available_memory", lambda: 100 * GIB)
     assert process_count(16, GIB, 100 * GIB, 100) == 8
     assert process_count(16, GIB, 100 * GIB, 3) == 3
     assert process_count(16, GIB, 5 * GIB, 100) == 5
     assert process_count(16, GIB, GIB, 100) == 1
     assert process_count(7, GIB, 100 * GIB, 100) == 1
-    monkeypatch.setattr(process_pool, "available_memory", lambda: 3 * GIB)
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 * GIB)
     assert process_count(16, GIB, 100 * GIB, 100) == 4
     monkeypatch.setenv(VARIABLE, "3")
     assert process_count(2, GIB, 10, 100) == 3
