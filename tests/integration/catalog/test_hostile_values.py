@@ -15,7 +15,8 @@ NOW = datetime(2026, 3, 1, tzinfo=UTC)
 SHORT = ("a\0b", "k=\udc80")
 LONG = ("\0", "a\udc80", "\ud800", "k\0=v", "s3://b/\0", "s3://b/\udc80", str(2**63), str(2**64), *SHORT)
 VERBS = [verb for verb in commandline.verbs() if verb.path[0] == "catalog"]
-# Refused as usage, as a dtype or as a source, or stored with an escape; never an error of the database or of ckptcore.
+# Refused as usage, as a dtype or as a source, or stored with an escape; never an error of the database or of
+# ckptcore.
 CODES = {0, 2, 8, 13, 14, 23}
 
 
