@@ -120,6 +120,14 @@ def _no_renewals_after_a_test() -> Iterator[None]:
     RUNNING.drop(RUNNING._renewed.keys() - before)
 
 
+@pytest.fixture
+def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks transformers in this process, which has imported it already, and not in one of its own."""
+    from strict_exports import ask_here
+
+    monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask_here)
+
+
 @pytest.fixture(scope="session")
 def cli() -> Iterator[driver.Cli]:
     """The command line, each call in a fresh forked process with limits of its own."""

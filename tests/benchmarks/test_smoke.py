@@ -191,6 +191,7 @@ def quick_run(folder: Path, only: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.soak
 def test_a_line_is_measured_and_verified_and_leaves_nothing(tmp_path: Path) -> None:
     row, same = quick_run(tmp_path, "^memory/row-2gb/safetensors/workers-1")
     assert row["line"] == "memory/row-2gb/safetensors/workers-1"

@@ -21,7 +21,7 @@ from samples import SAMPLES, Sample, seed_of, tree_digest
 import ckptcore
 from ckptcore.errors import CkptError, UnsupportedDtype, UnsupportedFormat, UsageError
 
-HANDFUL = 40
+HANDFUL = 24
 # What was wrong once: (sample, writer, mesh, mesh).
 KNOWN = (
     # A stage without parameters has an optimizer of groups alone.

@@ -225,6 +225,7 @@ def test_rank_0_of_composer(
         assert (run(["validate", str(source)]) == 0) is (code != "missing-file")
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_nothing_states_the_number(tmp_path: Path) -> None:
     """A missing last part could not be seen: the error says so, and `export` with a config decides."""
     folder = tmp_path / "ranks"

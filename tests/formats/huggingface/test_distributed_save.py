@@ -45,6 +45,7 @@ def findings(source: Path, severity: str = "error", **options: Any) -> set[str]:
     return {f.code for f in report.findings if f.severity == severity}
 
 
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("optimizer", ["optimizer", "adamw_state"])
 def test_model_and_optimizer_are_one_checkpoint(optimizer: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "ckpt", optimizer)

@@ -27,21 +27,10 @@ def process_of_its_own() -> None:
 
 @pytest.fixture(autouse=True)
 def _asked_here_by_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "process_of_its_own" not in request.fixturenames:
-        _ask_here(monkeypatch)
-
-
-@pytest.fixture
-def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks transformers in this process also where the tests of a file answer in its place."""
-    _ask_here(monkeypatch)
-
-
-def _ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask transformers in this process, which has imported it already, and not in one of its own."""
     from strict_exports import ask_here
 
-    monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask_here)
+    if "process_of_its_own" not in request.fixturenames:
+        monkeypatch.setattr("ckptcore.planning.transformers_process.ask", ask_here)
 
 
 @pytest.fixture(scope="module")

@@ -46,17 +46,29 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_answers_reports_progress_and_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    done, caplog.handler.level = list[int](), logging.INFO
-    logging.getLogger("ckptcore").setLevel(logging.INFO)
-    with caplog.at_level(logging.INFO, "ckptcore"), pool(tmp_path) as workers:
+class Lines(logging.Handler):
+    """Collects messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_answers_reports_progress_and_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, logged, logger = list[int](), Lines(), logging.getLogger("ckptcore")
+    monkeypatch.setattr(logger, "handlers", [logged])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    with pool(tmp_path, job1="meets", job2="meets") as workers:
         answers = dict(workers.run(range(1, 8), done.append))
         reports = workers.finish()
     assert sorted(answers) == [*range(1, 8)]
     assert len(set(answers.values()) | {os.getpid()}) == 3  # two workers, and this process did nothing
     assert sum(done) == sum(range(1, 8))
     assert sorted(job for jobs in reports for job in jobs) == [*range(1, 8)]
-    assert sorted(r.getMessage() for r in caplog.records) == [f"job {n}" for n in range(1, 8)]
+    assert sorted(logged.lines) == [f"job {n}" for n in range(1, 8)]
 
 
 def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
