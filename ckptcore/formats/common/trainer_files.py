@@ -37,10 +37,26 @@ def numbered_model(path: str) -> bool:
     return path == "pytorch_model.bin" or _NUMBERED.match(path) is not None
 
 
-def require_one_model(source: Source, read: str) -> None:
-    """Raise `AmbiguousModel` where Accelerate saved several models: the second is no stray of the first."""
-    others = sorted((p for p in source.listing if _NUMBERED.match(p)), key=natural)
-    if others and not _NUMBERED.match(read):
+def require_one_model(source: Source, read: str, files: Iterable[str] = ()) -> None:
+    """Raise `AmbiguousModel` where Accelerate saved several models: the second is no stray of the first.
+
+    Args:
+        source: The folder.
+        read: The file or index that is read.
+        files: Its files, where it is an index.
+    """
+    model, own = _NUMBERED.match(read), {read, *files}
+    others = sorted(
+        (
+            path
+            for path in source.listing
+            if path not in own
+            and (other := _NUMBERED.match(path))
+            and (model is None or other["number"] != model["number"])
+        ),
+        key=natural,
+    )
+    if others:
         raise AmbiguousModel(
             f"{source.store.url} has several models: {read} and {', '.join(others[:6])}",
             hint=f"name the file of one of them, such as {read}",

@@ -115,8 +115,8 @@ def read_folder(source: Source, format: str) -> Manifest:
     if source.name is not None:
         files = {source.name: None}
     elif listed is not None:
-        require_one_model(source, listed)
         index = read_index(source, listed)
+        require_one_model(source, listed, files_of(index))
         files = _indexed(source, builder, index, listed)
     else:
         files = dict.fromkeys(unindexed(source))

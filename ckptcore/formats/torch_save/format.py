@@ -138,7 +138,7 @@ def read(source: Source) -> Manifest:
     origin: dict[str, str] = {}  # name -> file
     paths = Paths()
     if source.name is None:
-        require_one_model(source, path or names[0])
+        require_one_model(source, path or names[0], listed)
     for name in names:
         if name not in source.listing:
             builder.file(name, None)

@@ -180,6 +180,24 @@ def test_one_file_that_is_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert set(swept(tmp_path / "runs", capsys).values()) == {"made"}
 
 
+PARTS_ALONE = (
+    "model-00001.of.00003.safetensors",
+    "consolidated.00.safetensors",
+    "chunk0.pt",
+    "chunk_00.safetensors",
+    "slice-0.safetensors",
+    "node0.pt",
+    "worker_0.bin",
+)
+
+
+@pytest.mark.parametrize("name", PARTS_ALONE)
+def test_a_part_is_known_by_its_name(name: str, tmp_path: Path) -> None:
+    write(tmp_path / name, model())
+    for source in (tmp_path, tmp_path / name):
+        assert [f.code for f in findings(source) if f.severity == "error"], source
+
+
 def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
     """A config, params.json or the content states that there was one rank only."""
     for name, beside in (("model-rank-0-part-0.safetensors", {"config.json": CONFIG}),):

@@ -93,6 +93,8 @@ def test_a_state_alone_is_read(tmp_path: Path) -> None:
         ("model.safetensors", "model_1.safetensors"),
         ("model.safetensors", "model_1-00001-of-00002.safetensors"),
         (INDEX, "pytorch_model_1.bin"),
+        ("model_0.bin", "model_1.bin"),
+        ("pytorch_model_1.bin", "pytorch_model_2.bin"),
     ],
 )
 def test_a_second_model_is_a_question(first: str, second: str, tmp_path: Path) -> None:
