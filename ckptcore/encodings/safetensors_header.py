@@ -52,12 +52,8 @@ def read_header(
     Raises:
         MalformedCheckpoint: The file is not a complete safetensors file.
     """
-    if size < 8:
-        raise MalformedCheckpoint(f"{path}: a safetensors file must have 8 bytes (got {size})", file=path)
-    length = int.from_bytes(store.read(path, 0, 8), "little")
-    if length > min(MAX_HEADER, size - 8):
-        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes (got {size})", file=path)
-    header = store.read(path, 8, length)
+    header = header_text(store, path, size)
+    length = len(header)
     reading = meter()
     last = _last_header.get(reading)
     if last is None or last.raw != header or last.path != path or last.size != size:
@@ -72,6 +68,25 @@ def read_header(
         content.carry(METADATA, others)
         content.carry(FIELDS, last.more)
     return last.tensors, last.metadata, 8 + length
+
+
+def header_text(store: Readable, path: str, size: int) -> bytes:
+    """Return a file's header as it is stored, not parsed.
+
+    Args:
+        store: The folder.
+        path: The file.
+        size: Its bytes.
+
+    Raises:
+        MalformedCheckpoint: The file has no header of the length that it states.
+    """
+    if size < 8:
+        raise MalformedCheckpoint(f"{path}: a safetensors file must have 8 bytes (got {size})", file=path)
+    length = int.from_bytes(store.read(path, 0, 8), "little")
+    if length > min(MAX_HEADER, size - 8):
+        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes (got {size})", file=path)
+    return store.read(path, 8, length)
 
 
 def read_blob_header(

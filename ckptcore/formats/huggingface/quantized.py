@@ -27,7 +27,7 @@ from typing import Any
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import derive
-from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.encodings.safetensors_header import header_text, read_header
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.weight_index import read_index
@@ -170,7 +170,12 @@ def _file_of_tensor(source: Source, headers: _Headers) -> dict[str, str]:
     index = index_of(source)
     if index is not None:
         return dict(read_index(source, index).files)
-    for path in unindexed(source):
+    paths = unindexed(source)
+    # Most models have no scale: their headers need not be parsed to know it. JSON can spell a letter by number.
+    texts = (header_text(source.store, path, source.listing[path]) for path in paths)
+    if not any(b"scale" in text or b"\\u" in text for text in texts):
+        return {}
+    for path in paths:
         headers[path] = read_header(source.store, path, source.listing[path], None)[0]
     return {name: path for path, names in headers.items() for name in names}
 
