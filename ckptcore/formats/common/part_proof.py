@@ -36,6 +36,7 @@ _UNPROVEN = (
 )
 _NUMBERED = re.compile(r"^(.*?(?:^|\.)(?:layers?|blocks|h)\.)(\d{1,6})\.(.+)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+_LORA = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.|$)")
 # Composer's state (composer/core/state.py, `State.state_dict`): of the job, and of the models that it wraps.
 _METADATA = re.compile(r"(?:^|\.)state\.metadata$")
 _INTEGRATIONS = re.compile(r"(?:^|\.)state\.integrations$")
@@ -67,9 +68,35 @@ def part_findings(
         else:
             for part in parts:
                 findings += _of_one(source, part, shapes, count, blobs)
+    if not findings:
+        findings += _half_pairs(source, shapes)
     if len(paths) > 1 and not findings:
         findings += unless_torn(source, files or {}, shapes)
     return findings
+
+
+def _half_pairs(source: Source, shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the findings about halves of LoRA pairs that are alone, or whose ranks differ.
+
+    peft (tuners/lora/layer.py): ``lora_A`` is (rank, inputs), and ``lora_B`` (outputs, rank). That of an
+    embedding has its dims the same way.
+    """
+    findings = []
+    for name, shape in shapes.items():
+        half = _LORA.search(name)
+        if half is None or name.endswith(".bias"):  # `lora_bias` is of the second alone
+            continue
+        pair = f"{name[: half.start(1)]}{'B' if half[1] == 'A' else 'A'}{name[half.end(1) :]}"
+        other = shapes.get(pair)
+        if other is None:
+            message = f"{pair} is in no file, and {name} is there"
+        elif half[1] == "A" and len(shape) == len(other) == 2 and shape[0] != other[1]:
+            message = f"{name} {list(shape)} and {pair} {list(other)} have no rank in common"
+        else:
+            continue
+        code = "missing-part" if source.recover else "unproven-parts"
+        findings.append(finding(code, "coverage", message, fqn=name, hint=_FIND))
+    return findings[:_MAX_LISTED]
 
 
 def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:

@@ -1,19 +1,21 @@
 """Read the index of weights in several files: which tensor is in which file.
 
 transformers, huggingface_hub, diffusers and torchtune write ``model.safetensors.index.json`` and
-``pytorch_model.bin.index.json``, with other stems, and with a variant before ``.json``.
+``pytorch_model.bin.index.json``, with other stems, and with a variant before ``.json``. An index whose name
+does not say what it lists, such as ``model.index.json``, is one of the files that it lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import parse
-from ckptcore.errors import Finding, MalformedCheckpoint, finding
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsafeContent, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.store import inner_path
 from ckptcore.utils.dataclass import dataclass
@@ -22,7 +24,7 @@ from ckptcore.utils.late_pattern import late_pattern
 
 INDEX = "model.safetensors.index.json"
 _FILES, _ABOUT, _TOTAL, _PARAMETERS = "weight_map", "metadata", "total_size", "total_parameters"
-_NAME = late_pattern(r"^[^/]+\.(?P<kind>safetensors|bin)\.index(?:\.[^./]+)?\.json$")
+_NAME = late_pattern(r"^[^/]+?(?:\.(?P<kind>safetensors|bin|h5|msgpack))?\.index(?:\.[^./]+)?\.json$")
 
 
 def indexes_of(source: Source, kind: str) -> list[str]:
@@ -30,7 +32,15 @@ def indexes_of(source: Source, kind: str) -> list[str]:
     if source.name is not None:
         return []
     named = ((p, _NAME.match(p)) for p in source.listing if ".index." in p)
-    return sorted((p for p, m in named if m and m["kind"] == kind), key=natural)
+    return sorted((p for p, m in named if m and kind == (m["kind"] or _kind_listed(source, p))), key=natural)
+
+
+def _kind_listed(source: Source, path: str) -> str | None:
+    """Return the suffix of the files that an index lists, None where it is no index."""
+    with suppress(MalformedCheckpoint, UnsafeContent):
+        files = read_index(source, path).files
+        return next((file.rpartition(".")[2] for file in files.values()), None)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

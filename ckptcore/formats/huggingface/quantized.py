@@ -171,7 +171,7 @@ def _file_of_tensor(source: Source, headers: _Headers) -> dict[str, str]:
     if index is not None:
         return dict(read_index(source, index).files)
     paths = unindexed(source)
-    # Most models have no scale: their headers need not be parsed to know it. JSON can spell a letter by number.
+    # Most models have no scale, which their headers show unparsed. JSON can spell a letter by number.
     texts = (header_text(source.store, path, source.listing[path]) for path in paths)
     if not any(b"scale" in text or b"\\u" in text for text in texts):
         return {}

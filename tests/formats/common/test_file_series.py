@@ -198,6 +198,17 @@ def test_a_part_is_known_by_its_name(name: str, tmp_path: Path) -> None:
         assert [f.code for f in findings(source) if f.severity == "error"], source
 
 
+@pytest.mark.parametrize("cut", ["half", "rank"])
+def test_half_of_an_adapter_is_a_part(cut: str, tmp_path: Path) -> None:
+    first, second = "base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"
+    pair = {first: torch.ones(4, 8), second: torch.ones(8, 4)}
+    write(tmp_path / "adapter_model.safetensors", pair)
+    assert not [f for f in findings(tmp_path) if f.severity == "error"]
+    pair[second] = torch.ones(8, 2)
+    write(tmp_path / "adapter_model.safetensors", {first: pair[first]} if cut == "half" else pair)
+    assert [f.code for f in findings(tmp_path) if f.severity == "error"] == ["unproven-parts"]
+
+
 def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
     """A config, params.json or the content states that there was one rank only."""
     for name, beside in (("model-rank-0-part-0.safetensors", {"config.json": CONFIG}),):

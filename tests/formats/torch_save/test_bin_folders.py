@@ -111,6 +111,16 @@ def test_a_second_model_is_a_question(first: str, second: str, tmp_path: Path) -
         assert [t.fqn for t in ckptcore.open(str(tmp_path / second)).tensors] == ["w"]
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_index_of_any_name_lists_its_files(kind: str, tmp_path: Path) -> None:
+    first, second = f"part-a.{kind}", f"part-b.{kind}"
+    (save_file if kind == "safetensors" else torch.save)({"a": torch.ones(2)}, tmp_path / first)
+    (tmp_path / "model.index.json").write_text(json.dumps({"weight_map": {"a": first, "b": second}}))
+    (tmp_path / "other.index.json").write_text('{"weight_map": 3}')
+    codes = [f.code for f in ckptcore.open(str(tmp_path)).findings if f.severity == "error"]
+    assert codes == ["missing-file"]
+
+
 def test_no_finding_advises_to_delete(tmp_path: Path) -> None:
     """Nothing proves that what is beside a model is anywhere else."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
