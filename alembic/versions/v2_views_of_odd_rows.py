@@ -1,4 +1,4 @@
-"""Let an infinite time or unreadable stages leave the other rows of the views; no table changes."""
+"""Let odd rows leave the other rows of the views, and show exports that open only; no table changes."""
 
 revision = "v2"
 down_revision = "v1"

@@ -28,9 +28,9 @@ from ckptcore.catalog.query import (
     checkpoint_rows,
     conversion_row,
     file_row,
+    loadable,
     resolve_checkpoint,
     tensor_row,
-    unloadable,
 )
 from ckptcore.catalog.row_values import as_integer, checked, is_integer
 from ckptcore.catalog.training import Measured
@@ -85,7 +85,7 @@ class Listed:
         warnings: its open warnings.
         metrics: its metrics by name.
         aliases: its names.
-        unloadable: whether it is an export that no engine can open.
+        loadable: ``yes``, ``no`` or ``unproven`` for an export, otherwise None.
     """
 
     checkpoint: CheckpointRow
@@ -93,7 +93,7 @@ class Listed:
     warnings: int = 0
     metrics: dict[str, Measured] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
-    unloadable: bool = False
+    loadable: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
     ):
         names.setdefault(alias.checkpoint_id, []).append(alias.name)
     metrics = metrics_of(conn, ids)
-    lost = unloadable(conn, [row.id for row in rows if row.kind == Kind.DERIVED.value])
+    opens = loadable(conn, [row.id for row in rows if row.kind == Kind.DERIVED.value])
     return tuple(
         Listed(
             checkpoint := checkpoint_row(row),
@@ -359,7 +359,7 @@ def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
             open_findings.get((row.id, "warning"), 0),
             metrics.get(row.id, {}),
             tuple(names.get(row.id, ())),
-            row.id in lost,
+            opens.get(row.id),
         )
         for row in rows
     )

@@ -377,7 +377,7 @@ VIEW_COLUMNS: dict[str, str] = {
     "fingerprint": "Digest of all tensor values.",
     "verified_level": "Check level of the last proof.",
     "verified_at": "Time of the last proof.",
-    "loadable": "no for an export without the file by which an engine opens a model, otherwise NULL.",
+    "loadable": "yes for an export that verify-export proved, else unproven; NULL for other outputs.",
     "verdict": "ok, failed or unproven.",
     "conversion": "Public id of the conversion.",
     "source_uri": "URI of what was read.",

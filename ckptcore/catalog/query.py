@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -324,32 +324,37 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
         tags={r.key: r.value for r in conn.execute(tags)},
         written_by=written_by,
         used_by=conversions_of(conn, row_id, Direction.IN),
-        loadable=_loadable(written_by, {f.path for f in files}),
+        loadable=loadable(conn, (row_id,)).get(row_id),
     )
 
 
-def _loadable(written_by: Sequence[ConversionRow], names: Set[str]) -> str | None:
-    """See `CheckpointDetail`. Exported folders have a card; without one, the files are not recorded."""
-    exported = any(c.verb == "export" and c.state == Outcome.SUCCEEDED for c in written_by)
-    return "no" if exported and "README.md" in names and not names & OPENED_BY else None
+def loadable(conn: Connection, ids: Sequence[int]) -> dict[int, str]:
+    """Return checkpoint -> ``yes``, ``no`` or ``unproven``, of the exports among checkpoints.
 
-
-def unloadable(conn: Connection, ids: Sequence[int]) -> set[int]:
-    """Return the exports without the file by which an engine opens a model; see `CheckpointDetail`."""
+    ``no``: it lacks the file by which an engine opens a model, or `verify-export` failed. ``yes``:
+    `verify-export` proved it. Exported folders have a card; without one, the files are not recorded.
+    """
     if not ids:
-        return set()
-    exported = set(
-        conn.execute(
-            select(ConversionIO.checkpoint_id)
-            .join(Conversion, Conversion.id == ConversionIO.conversion_id)
-            .where(
-                ConversionIO.checkpoint_id.in_(ids),
-                ConversionIO.direction == Direction.OUT.value,
-                Conversion.verb == "export",
-                Conversion.state == Outcome.SUCCEEDED.value,
-            )
-        ).scalars()
+        return {}
+    written = (
+        select(ConversionIO.checkpoint_id, Conversion.export_verdict)
+        .join(Conversion, Conversion.id == ConversionIO.conversion_id)
+        .where(
+            ConversionIO.checkpoint_id.in_(ids),
+            ConversionIO.direction == Direction.OUT.value,
+            Conversion.verb == "export",
+            Conversion.state == Outcome.SUCCEEDED.value,
+        )
+        .order_by(Conversion.id)
     )
+    verdicts = {row.checkpoint_id: row.export_verdict for row in conn.execute(written)}
+    lacking = _without_config(conn, verdicts)
+    known = {"ok": "yes", "failed": "no"}
+    return {id: "no" if id in lacking else known.get(verdict, "unproven") for id, verdict in verdicts.items()}
+
+
+def _without_config(conn: Connection, exported: Collection[int]) -> set[int]:
+    """Return the exported folders without the file by which an engine opens a model."""
     if not exported:
         return set()
     there: dict[int, set[str]] = {}

@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
 from ckptcore.catalog.normalize import same_places
-from ckptcore.catalog.query import conversion_row, conversions_of, current_first, unloadable
+from ckptcore.catalog.query import conversion_row, conversions_of, current_first, loadable
 from ckptcore.catalog.types import ConversionRow, Direction, Outcome
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ def output_at(conn: Connection, destination: str, source: str) -> list[dict[str,
 def export_of(conn: Connection, checkpoint: int) -> dict[str, Any]:
     """Return the verdict and the checks of the last verified export to a checkpoint (its row id).
 
-    ``loadable`` is ``no`` for an export that no engine opens, otherwise None.
+    ``loadable`` is ``yes``, ``no`` or ``unproven`` for an export, otherwise None.
     """
     made = next((m for m in conversions_of(conn, checkpoint, Direction.OUT) if m.export_verdict), None)
-    return {**_verdicts(made), "loadable": "no" if unloadable(conn, [checkpoint]) else None}
+    return {**_verdicts(made), "loadable": loadable(conn, [checkpoint]).get(checkpoint)}
 
 
 def _output(conn: Connection, made: ConversionRow) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _output(conn: Connection, made: ConversionRow) -> dict[str, Any]:
         "fingerprint": written.fingerprint if written else None,
         "verified_level": written.verified_level if written else None,
         "error_code": made.error_code,
-        "loadable": "no" if written and unloadable(conn, [written.id]) else None,
+        "loadable": loadable(conn, [written.id]).get(written.id) if written else None,
         **_verdicts(made),
     }
 

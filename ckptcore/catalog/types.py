@@ -270,8 +270,9 @@ class ConversionRow:
 class CheckpointDetail:
     """Everything about one checkpoint: contents, conversions that wrote or read it, open findings.
 
-    loadable: ``no`` for an exported folder without the file by which transformers or PEFT opens a model; else
-    None. training: what is known about the training that wrote it, or None.
+    loadable: of an export ``no`` without the file by which transformers or PEFT opens a model, or where
+    verify-export failed, ``yes`` where it proved the export, else ``unproven``; otherwise None.
+    training: what is known about the training that wrote it, or None.
     """
 
     checkpoint: CheckpointRow

@@ -42,23 +42,25 @@ VIEWS = {
     "latest_outputs": """
 SELECT k.run, c.step, c.format, c.dtypes, k.verb, c.uuid AS checkpoint, c.uri, c.total_bytes AS bytes,
        c.fingerprint, c.verified_level, c.verified_at,
-       CASE WHEN k.verb = 'export'
-                 AND EXISTS (SELECT 1 FROM checkpoint_file f
-                             WHERE f.checkpoint_id = c.id AND f.path = 'README.md')
-                 AND NOT EXISTS (SELECT 1 FROM checkpoint_file f
-                                 WHERE f.checkpoint_id = c.id
-                                       AND f.path IN ('config.json', 'adapter_config.json'))
-            THEN 'no' END AS loadable
+       CASE WHEN k.verb = 'export' AND k.proven = 1 THEN 'yes'
+            WHEN k.verb = 'export' THEN 'unproven' END AS loadable
 FROM (
-  SELECT r.name AS run, d.id, m.verb,
+  SELECT r.name AS run, d.id, m.verb, m.proven,
          row_number() OVER (PARTITION BY r.name, m.verb, d.format, d.dtypes
                             ORDER BY coalesce(d.step, -1) DESC, d.id DESC) AS place
   FROM checkpoint d
   JOIN training_run r ON r.id = d.run_id
-  JOIN (SELECT DISTINCT o.checkpoint_id, v.verb
+  JOIN (SELECT o.checkpoint_id, v.verb, max(CASE WHEN v.export_verdict = 'ok' THEN 1 ELSE 0 END) AS proven
         FROM conversion_io o JOIN conversion v ON v.id = o.conversion_id
         WHERE o.direction = 'out' AND v.state = 'succeeded'
-              AND coalesce(v.export_verdict, '') <> 'failed') m ON m.checkpoint_id = d.id
+              AND coalesce(v.export_verdict, '') <> 'failed'
+              AND NOT (v.verb = 'export'
+                       AND EXISTS (SELECT 1 FROM checkpoint_file f
+                                   WHERE f.checkpoint_id = o.checkpoint_id AND f.path = 'README.md')
+                       AND NOT EXISTS (SELECT 1 FROM checkpoint_file f
+                                       WHERE f.checkpoint_id = o.checkpoint_id
+                                             AND f.path IN ('config.json', 'adapter_config.json')))
+        GROUP BY o.checkpoint_id, v.verb) m ON m.checkpoint_id = d.id
   WHERE d.kind = 'derived' AND d.state = 'present' AND d.verified_at IS NOT NULL
 ) k
 JOIN checkpoint c ON c.id = k.id

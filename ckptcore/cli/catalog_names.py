@@ -19,7 +19,11 @@ hold_app = group("Manage holds, which keep checkpoints from being deleted.")
 obligation_app = group("Manage contents that must not go with their last copy.")
 root_app = group("Manage watched roots: folders that are swept.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias or root.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias.")]
+RootName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the root.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Also what is damaged, a trainer's own save, or not proven to open.")
+]
 
 _RETENTION = '{"keep_last": 3, "rest": "weights"}'
 _JSON_EXAMPLES = {
@@ -42,17 +46,41 @@ def set_alias(
             help="Change it only if it refers to this checkpoint now; '' for a new name.",
         ),
     ] = None,
+    force: Force = False,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Set the checkpoint that a name refers to."""
-    from ckptcore.catalog import aliases, audit
+    """Set the checkpoint that a name refers to.
+
+    What is damaged, a trainer's own save, or not proven to open is refused.
+    """
+    from ckptcore.catalog import aliases
 
     with opened(catalog) as found, found.writing() as conn:
-        now = clock(conn)
-        before = next((a.checkpoint for a in aliases.every(conn) if a.name == name), None)
-        row = aliases.set_alias(conn, now, name, ref, expect)
-        audit.note(conn, now, "alias.set", row.checkpoint, {"alias": name, "before": before})
+        row = aliases.promote(conn, clock(conn), name, ref, expect, force=force)
+    answer((row,), output)
+
+
+@alias_app.command("history")
+def alias_history(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """List the changes of a name, newest first."""
+    from ckptcore.catalog import aliases
+
+    with opened(catalog) as found, found.reading() as conn:
+        rows = aliases.history(conn, name)
+    answer(rows, output)
+
+
+@alias_app.command("rollback")
+def roll_back_alias(
+    name: Name, force: Force = False, catalog: Where = None, output: As = Output.TEXT
+) -> None:
+    """Let a name refer to the checkpoint that it referred to before."""
+    from ckptcore.catalog import aliases
+
+    with opened(catalog) as found, found.writing() as conn:
+        current = aliases.get(conn, name).checkpoint
+        row = aliases.promote(conn, clock(conn), name, aliases.previous(conn, name), current, force=force)
     answer((row,), output)
 
 
@@ -175,7 +203,7 @@ def release_hold(
 @root_app.command("add")
 @takes(declared("to", "mesh", "dtype", "config", to=None, mesh=None))
 def add_root(
-    name: Name,
+    name: RootName,
     uri: Annotated[str, typer.Argument(metavar="URI", help="Path or URL of the folder.")],
     include: Annotated[
         list[str] | None,
@@ -255,7 +283,7 @@ def add_root(
 
 @root_app.command("retain")
 def retain_root(
-    name: Name,
+    name: RootName,
     retention: Annotated[
         str,
         typer.Argument(
@@ -287,19 +315,19 @@ def list_roots(catalog: Where = None, output: As = Output.TEXT) -> None:
 
 
 @root_app.command("pause")
-def pause_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+def pause_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -> None:
     """Pause sweeping a folder until `resume`."""
     _enable(name, False, catalog, output)
 
 
 @root_app.command("resume")
-def resume_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+def resume_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -> None:
     """Resume sweeping a folder."""
     _enable(name, True, catalog, output)
 
 
 @root_app.command("remove")
-def remove_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
+def remove_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -> None:
     """Stop watching a folder."""
     from ckptcore.catalog import watched_roots as roots
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptcore.catalog.aliases import AliasRow
+from ckptcore.catalog.audit import AuditRow
 from ckptcore.catalog.holds import HoldRow
 from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.queues import InboxEvent, Message
@@ -115,6 +116,14 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("version", lambda r: str(r.version)),
         ("set", lambda r: _when(r.updated_at)),
         ("uri", lambda r: _cell(r.uri, 30)),
+    ),
+    AuditRow: (
+        ("at", lambda r: _when(r.at)),
+        ("who", lambda r: _cell(r.actor, 20)),
+        ("change", lambda r: r.action),
+        ("checkpoint", lambda r: r.subject[:_ID]),
+        ("before", lambda r: str(r.detail.get("before") or "-")[:_ID]),
+        ("forced although", lambda r: _cell(str(r.detail.get("forced") or "-"), 40)),
     ),
     ListedObligation: (
         ("obligation", lambda r: r.id[:_ID]),

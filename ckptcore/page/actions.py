@@ -34,7 +34,8 @@ def actions(site: Site) -> APIRouter:
         """Set an alias, if it still refers to the checkpoint that the user saw."""
         user, fields = await require_writer(request, site.access)
         name, expect = fields.get("name", ""), fields.get("expect")
-        row = await asyncio.to_thread(changes.set_alias, site.catalog, user, ref, name, expect)
+        force = fields.get("force") == "yes"
+        row = await asyncio.to_thread(changes.set_alias, site.catalog, user, ref, name, expect, force)
         return back("checkpoints", row.checkpoint, done="alias")
 
     @router.post("/checkpoints/{ref}/hold")

@@ -26,12 +26,14 @@ class AliasChange(BaseModel):
     Attributes:
         name: the alias.
         expect: the checkpoint that it must refer to now; "" for a new name; absent for any.
+        force: set it though the checkpoint is damaged, a source, or unproven.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     name: Annotated[str, Field(max_length=200)]
     expect: Annotated[str, Field(max_length=1000)] | None = None
+    force: bool = False
 
 
 class NewHold(BaseModel):
@@ -64,7 +66,9 @@ def api_actions(site: Site) -> APIRouter:
         """Set an alias to a checkpoint; it is recorded with the token's user."""
         user = require_token(request, site.access)
         given = await _read(request, AliasChange)
-        row = await asyncio.to_thread(changes.set_alias, site.catalog, user, ref, given.name, given.expect)
+        row = await asyncio.to_thread(
+            changes.set_alias, site.catalog, user, ref, given.name, given.expect, given.force
+        )
         return as_dict(row)
 
     @router.post("/checkpoints/{ref}/holds", response_model=dict[str, Any], openapi_extra=_described(NewHold))

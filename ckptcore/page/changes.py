@@ -13,15 +13,12 @@ from ckptcore.errors import UsageError
 from ckptcore.utils.foreign_text import InvalidText, parse_date
 
 
-def set_alias(catalog: Catalog, user: str, ref: str, name: str, expect: str | None) -> AliasRow:
+def set_alias(
+    catalog: Catalog, user: str, ref: str, name: str, expect: str | None, force: bool = False
+) -> AliasRow:
     """Set an alias, if it still refers to the checkpoint that the user expects; None expects nothing."""
     with catalog.writing() as conn:
-        now = clock(conn)
-        before = next((a.checkpoint for a in aliases.every(conn) if a.name == name), None)
-        row = aliases.set_alias(conn, now, name, ref, expect)
-        detail = {"alias": name, "before": before}
-        audit.note(conn, now, "alias.set", row.checkpoint, detail, actor=user, via=audit.PAGE)
-    return row
+        return aliases.promote(conn, clock(conn), name, ref, expect, force=force, actor=user, via=audit.PAGE)
 
 
 def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: datetime | None) -> HoldRow:

@@ -3,6 +3,7 @@
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy import text
 
 from ckptcore.catalog import aliases, holds
 from ckptcore.catalog import watched_roots as roots
@@ -137,3 +138,54 @@ def test_watched_roots(write):
             write(function, "again")
     with pytest.raises(UsageError, match="needs a name"):
         write(roots.add, NOW, " ", "/runs")
+
+
+CONFIG = [("README.md", 3, None), ("config.json", 3, None)]
+
+
+@pytest.fixture
+def export(catalog, facts, convert):
+    """Return a function that records an export, and its verdict; it returns the public id."""
+
+    def make(step, verdict=None, extra=CONFIG):
+        derived = facts(f"/out/{step}", content=f"c{step}", verified="bytes", extra=extra)
+        conversion, public = convert(facts(f"/runs/step-{step}", manifest=f"m{step}"), derived)
+        if verdict is not None:
+            catalog.record_verdict(conversion, [("names", verdict, "compared")])
+        return public
+
+    return make
+
+
+def test_what_nobody_should_serve_is_no_alias(write, two, export, catalog):
+    refused = {
+        two[0]: "is a source",
+        export(5): "nothing has proved the export",
+        export(6, "failed"): "no engine opens",
+        export(7, "ok", extra=[("README.md", 3, None)]): "no engine opens",
+    }
+    damaged = export(8, "ok")
+    with catalog.writing() as conn:
+        conn.execute(text("UPDATE checkpoint SET state = 'damaged' WHERE uuid = :id"), {"id": damaged})
+    refused[damaged] = "is damaged"
+    for ref, reason in refused.items():
+        with pytest.raises(Conflict, match=reason) as caught:
+            write(aliases.promote, NOW, "prod", ref)
+        assert "--force" in str(caught.value.hint)
+        assert write(aliases.every) == ()
+    for version, (ref, reason) in enumerate(refused.items(), 1):
+        assert write(aliases.promote, NOW, "prod", ref, force=True).version == version
+        assert reason in write(aliases.history, "prod")[0].detail["forced"]
+
+
+def test_an_alias_goes_back_to_what_it_was(write, export):
+    first, second = export(1, "ok"), export(2, "ok")
+    write(aliases.promote, NOW, "prod", first)
+    with pytest.raises(UsageError, match="no other checkpoint"):
+        write(aliases.previous, "prod")
+    write(aliases.promote, NOW, "prod", second, first)
+    assert write(aliases.previous, "prod") == first
+    assert write(aliases.promote, NOW, "prod", first).version == 3
+    assert [row.subject for row in write(aliases.history, "prod")] == [first, second, first]
+    assert [row.detail["before"] for row in write(aliases.history, "prod")] == [second, first, None]
+    assert write(aliases.history, "other") == ()

@@ -200,12 +200,12 @@ def test_a_catalog_named_on_the_command_line(ask, tmp_path):
 
 
 def test_alias(ask, filled):
-    text = ask("alias", "set", "best", filled[1], "--expect", "")
+    text = ask("alias", "set", "best", filled[1], "--expect", "", "--force")
     assert text.splitlines()[1].split()[:3] == ["best", filled[1][:8], "1"]
-    [row] = json.loads(ask("alias", "set", "best", "best", "--expect", filled[1], "--output", "json"))
+    [row] = json.loads(ask("alias", "set", "best", "best", "--expect", filled[1], "--force", "--output", "json"))
     assert (row["name"], row["checkpoint"], row["version"]) == ("best", filled[1], 2)
     with pytest.raises(Conflict, match=r"\(expected no checkpoint\)"):
-        ask("alias", "set", "best", filled[1], "--expect", "")
+        ask("alias", "set", "best", filled[1], "--expect", "", "--force")
     assert filled[1] in ask("show", "best")
     ask("alias", "remove", "best")
     assert ask("alias", "list") == "nothing found\n"
@@ -311,7 +311,7 @@ def test_facts_and_rankings(ask, filled):
 
 
 def test_changes_of_names_and_holds_are_recorded(ask, filled, path):
-    ask("alias", "set", "best", filled[1])
+    ask("alias", "set", "best", filled[1], "--force")
     ask("hold", "place", filled[1], "--reason", "paper")
     [hold] = json.loads(ask("hold", "list", "--output", "json"))
     ask("hold", "release", hold["id"])
@@ -326,7 +326,7 @@ def test_changes_of_names_and_holds_are_recorded(ask, filled, path):
 
 def test_what_was_removed_is_the_answer_as_json(ask, filled):
     _, derived, _ = filled
-    ask("alias", "set", "prod", derived)
+    ask("alias", "set", "prod", derived, "--force")
     absent = "note: there is no folder /data/llama on this machine yet; a sweep finds nothing there\n"
     ask("root", "add", "llama", "/data/llama", stderr=absent)
     (hold,) = json.loads(ask("hold", "place", derived, "--reason", "evaluation", "--output", "json"))

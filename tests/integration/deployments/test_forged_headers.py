@@ -57,7 +57,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with open_catalog(str(catalog)) as opened:
         for step in (1, 2):
             opened.record_validation(CheckpointFacts(f"/r/{step}", "dcp", f"{step}" * 64, 8, [], []))
-        changes.set_alias(opened, "ada", "/r/1", "best", None)
+        changes.set_alias(opened, "ada", "/r/1", "best", None, True)
     if request.param == "the page alone":
         with live.page(catalog, TOKEN) as (_, address):
             yield address

@@ -134,7 +134,7 @@ def test_an_announcement_of_an_alias(box: Mailbox, url: str) -> None:
         for name in NAMES:
             facts = CheckpointFacts(f"/out/{name}", "dcp", name.encode().hex().zfill(64), 8, [], [])
             catalog.record_validation(facts)
-            set_alias(catalog, "ada", f"/out/{name}", f"best-{name}", None)
+            set_alias(catalog, "ada", f"/out/{name}", f"best-{name}", None, True)
     runs, now = Runs("tell"), datetime.now(UTC)
     announce_aliases(box, runs, {}, now)
     assert runs.sent == ["/out/a", "/out/z"]
@@ -214,7 +214,7 @@ def test_a_change_of_an_alias_that_cannot_be_announced(
         for name in NAMES:
             facts = CheckpointFacts(f"/out/{name}", "dcp", name.encode().hex().zfill(64), 8, [], [])
             catalog.record_validation(facts)
-            set_alias(catalog, "ada", f"/out/{name}", f"best-{name}", None)
+            set_alias(catalog, "ada", f"/out/{name}", f"best-{name}", None, True)
     inner = promotions._data
 
     def data(conn: Any, change: Any) -> dict[str, Any]:

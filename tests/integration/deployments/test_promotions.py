@@ -73,13 +73,13 @@ def test_changes_by_command_and_page_are_announced_once(
         assert CliRunner().invoke(cli, [*arguments, "--catalog", url]).exit_code == 0
 
     first, second = checkpoints
-    run("alias", "set", "best", first)
+    run("alias", "set", "best", first, "--force")
     access = PageAccess(frozenset({"testserver"}), {TOKEN: "ada"})
     with open_catalog(url) as catalog:
         page = TestClient(make_page(catalog, access), follow_redirects=False)
         headers = {"authorization": f"Bearer {TOKEN}"}
         assert (
-            page.post(f"/checkpoints/{second}/alias", data={"name": "best"}, headers=headers).status_code
+            page.post(f"/checkpoints/{second}/alias", data={"name": "best", "force": "yes"}, headers=headers).status_code
             == 303
         )
     run("alias", "remove", "best")
@@ -120,7 +120,7 @@ def test_changes_by_command_and_page_are_announced_once(
 
 def test_prefect_gets_a_change_once_it_answers(box: Mailbox, url: str, checkpoints: list[str]) -> None:
     with open_catalog(url) as catalog:
-        CliRunner().invoke(cli, ["alias", "set", "best", checkpoints[0], "--catalog", url])
+        CliRunner().invoke(cli, ["alias", "set", "best", checkpoints[0], "--force", "--catalog", url])
         catalog.close()
     events, now = Events(), datetime.now(UTC)
     events.error = Away("no answer")
@@ -135,7 +135,7 @@ def test_prefect_gets_a_change_once_it_answers(box: Mailbox, url: str, checkpoin
 def test_a_change_of_the_day_before_yesterday_is_not_announced(
     box: Mailbox, url: str, checkpoints: list[str]
 ) -> None:
-    CliRunner().invoke(cli, ["alias", "set", "best", checkpoints[0], "--catalog", url])
+    CliRunner().invoke(cli, ["alias", "set", "best", checkpoints[0], "--force", "--catalog", url])
     events = Events()
     assert announce_aliases(box, events, TARGETS, datetime.now(UTC) + timedelta(days=2)) == 0  # type: ignore[arg-type]
     assert messages(url) == []

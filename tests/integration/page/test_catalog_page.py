@@ -198,7 +198,10 @@ def test_changes_need_a_login_and_are_recorded(
     assert client.post(f"/checkpoints/{ref}/alias", data={"name": "best"}).status_code == 401
     assert client.post("/login", data={"token": "wrong-token-of-24-characters"}).status_code == 401
     csrf = log_in(client)
-    assert client.post(f"/checkpoints/{ref}/alias", data={"name": "best", "csrf": csrf}).status_code == 303
+    named = {"name": "best", "csrf": csrf}
+    refused = client.post(f"/checkpoints/{filled['export 10']}/alias", data=named)
+    assert (refused.status_code, "--force" in refused.text) == (409, True)
+    assert client.post(f"/checkpoints/{ref}/alias", data=named).status_code == 303
     hold = {"reason": "paper", "until": "2999-01-31", "csrf": csrf}
     assert client.post(f"/checkpoints/{ref}/hold", data=hold).status_code == 303
     page = client.get(f"/checkpoints/{ref}?done=hold").text
@@ -475,7 +478,7 @@ def test_programs_change_by_json_with_a_token(
     )
     assert client.post(aliases, content=b'{"name": "best"}', headers=token).status_code == 415
     assert client.post(aliases, json={"name": "x" * (64 << 10)}, headers=token).status_code == 413
-    for wrong in ({}, {"name": "best", "force": True}, {"name": 7}, [], "best"):
+    for wrong in ({}, {"name": "best", "forced": True}, {"name": 7}, [], "best"):
         assert client.post(aliases, json=wrong, headers=token).status_code == 400
     made = client.post(aliases, json={"name": "best", "expect": ""}, headers=token)
     assert made.status_code == 200

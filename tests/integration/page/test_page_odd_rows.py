@@ -91,7 +91,7 @@ def fill(catalog: Catalog, facts: Facts) -> str:
         catalog.succeed(
             conversion, ConversionFacts("p" * 64, 1, 2, 3, {"write": 0.5}), source=source, derived=derived
         )
-        changes.set_alias(catalog, "ada", source.uri, f"name-{n}", None)
+        changes.set_alias(catalog, "ada", source.uri, f"name-{n}", None, True)
         with catalog.queueing() as conn:
             inbox.accept(conn, NOW, NewEvent("s", f"e{n}", uri=f"/announced/{n}", body="{}"))
     return catalog.show("/r/llama/step-0").checkpoint.id

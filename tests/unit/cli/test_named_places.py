@@ -62,7 +62,7 @@ def test_a_mistyped_option_is_no_conversion(step: Path) -> None:
 def test_names_of_the_catalog(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_catalog(None) as catalog:
         (row,) = catalog.list()
-    assert run(["catalog", "alias", "set", "llama/prod", str(step)]) == 0
+    assert run(["catalog", "alias", "set", "llama/prod", str(step), "--force"]) == 0
     for name in ("llama/prod", row.id[:6], row.id):
         code, out, err = printed(capsys, "inspect", name)
         assert (code, out.startswith(f"{step}: dcp")) == (0, True)
