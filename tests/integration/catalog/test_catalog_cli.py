@@ -202,7 +202,9 @@ def test_a_catalog_named_on_the_command_line(ask, tmp_path):
 def test_alias(ask, filled):
     text = ask("alias", "set", "best", filled[1], "--expect", "", "--force")
     assert text.splitlines()[1].split()[:3] == ["best", filled[1][:8], "1"]
-    [row] = json.loads(ask("alias", "set", "best", "best", "--expect", filled[1], "--force", "--output", "json"))
+    [row] = json.loads(
+        ask("alias", "set", "best", "best", "--expect", filled[1], "--force", "--output", "json")
+    )
     assert (row["name"], row["checkpoint"], row["version"]) == ("best", filled[1], 2)
     with pytest.raises(Conflict, match=r"\(expected no checkpoint\)"):
         ask("alias", "set", "best", filled[1], "--expect", "", "--force")

@@ -79,7 +79,9 @@ def test_changes_by_command_and_page_are_announced_once(
         page = TestClient(make_page(catalog, access), follow_redirects=False)
         headers = {"authorization": f"Bearer {TOKEN}"}
         assert (
-            page.post(f"/checkpoints/{second}/alias", data={"name": "best", "force": "yes"}, headers=headers).status_code
+            page.post(
+                f"/checkpoints/{second}/alias", data={"name": "best", "force": "yes"}, headers=headers
+            ).status_code
             == 303
         )
     run("alias", "remove", "best")
