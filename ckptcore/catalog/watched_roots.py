@@ -85,11 +85,27 @@ def add(
     return get(conn, storable(name))
 
 
-def retain(conn: Connection, name: str, retention: Mapping[str, Any]) -> RootRow:
-    """Replace a root's retention. Raises `UsageError` if the root does not exist."""
+def change(
+    conn: Connection,
+    name: str,
+    *,
+    include: Sequence[str] | None = None,
+    target: Mapping[str, Any] | None = None,
+    also: Sequence[Mapping[str, Any]] | None = None,
+    retention: Mapping[str, Any] | None = None,
+) -> RootRow:
+    """Replace settings of a root; None leaves one as it is. Raises `UsageError` if there is no such root."""
     row = get(conn, name)
-    stored = clean_json(_stored(row.target, row.also, retention))
-    conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(target=stored))
+    stored = _stored(
+        row.target if target is None else target,
+        row.also if also is None else also,
+        row.retention if retention is None else retention,
+    )
+    values = {
+        "target": clean_json(stored),
+        "include": clean_json(list(row.include if include is None else include)),
+    }
+    conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(values))
     return get(conn, name)
 
 

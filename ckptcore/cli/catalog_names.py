@@ -200,48 +200,54 @@ def release_hold(
     _answer_for_programs(rows, output)
 
 
+Include = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="GLOB", help="Only checkpoints whose paths match (repeatable)."),
+]
+Destination = Annotated[
+    str | None,
+    typer.Option(
+        "--destination",
+        metavar="TEMPLATE",
+        help="Where outputs go, made of {root}, {run}, {step}, {name} and {path}. "
+        "Default: {root}/../exports/{run}/{name}.",
+    ),
+]
+Verb = Annotated[str | None, typer.Option("--verb", metavar="VERB", help="consolidate, export or reshard.")]
+Target = Annotated[
+    str, typer.Option("--target", metavar="JSON", help="Further options of the conversion, as a JSON object.")
+]
+Also = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--also",
+        metavar="JSON",
+        help="A further output of every checkpoint: options of its conversion, with a destination of "
+        "its own, as a JSON object (repeatable).",
+    ),
+]
+Retention = Annotated[
+    str | None,
+    typer.Option(
+        "--retention",
+        metavar="JSON",
+        help="What retire keeps here: keep_last, keep_every, rest, accept_loss, as a JSON object.",
+    ),
+]
+_of_target = takes(declared("to", "mesh", "dtype", "config", to=None, mesh=None))
+
+
 @root_app.command("add")
-@takes(declared("to", "mesh", "dtype", "config", to=None, mesh=None))
+@_of_target
 def add_root(
     name: RootName,
     uri: Annotated[str, typer.Argument(metavar="URI", help="Path or URL of the folder.")],
-    include: Annotated[
-        list[str] | None,
-        typer.Option("--include", metavar="GLOB", help="Only checkpoints whose paths match (repeatable)."),
-    ] = None,
-    destination: Annotated[
-        str | None,
-        typer.Option(
-            "--destination",
-            metavar="TEMPLATE",
-            help="Where outputs go, made of {root}, {run}, {step}, {name} and {path}. "
-            "Default: {root}/../exports/{run}/{name}.",
-        ),
-    ] = None,
-    verb: Annotated[
-        str | None, typer.Option("--verb", metavar="VERB", help="consolidate, export or reshard.")
-    ] = None,
-    target: Annotated[
-        str,
-        typer.Option("--target", metavar="JSON", help="Further options of the conversion, as a JSON object."),
-    ] = "{}",
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--also",
-            metavar="JSON",
-            help="A further output of every checkpoint: options of its conversion, with a destination of "
-            "its own, as a JSON object (repeatable).",
-        ),
-    ] = None,
-    retention: Annotated[
-        str,
-        typer.Option(
-            "--retention",
-            metavar="JSON",
-            help="What retire keeps here: keep_last, keep_every, rest, accept_loss, as a JSON object.",
-        ),
-    ] = "{}",
+    include: Include = None,
+    destination: Destination = None,
+    verb: Verb = None,
+    target: Target = "{}",
+    also: Also = None,
+    retention: Retention = None,
     catalog: Where = None,
     output: As = Output.TEXT,
     **given: Any,
@@ -252,21 +258,20 @@ def add_root(
     """
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog import watched_roots as roots
-    from ckptcore.operations.export_target import require_apart_targets, target_of
-    from ckptcore.operations.root_retention import checked as checked_retention
+    from ckptcore.operations.root_retention import checked
+    from ckptcore.operations.root_targets import settled_all
 
-    if verb is None and given["mesh"] is not None:
-        verb = "reshard"
-    path = local_path(uri)
-    if path is not None and not path.is_dir():
+    is_here = _is_here(uri)
+    if not is_here:
         terminal.line(
             f"note: there is no folder {uri} on this machine yet; a sweep finds nothing there", err=True
         )
-    wanted = {"destination": destination, "verb": verb, **given}
-    checked = target_of(_object(target, "--target") | {k: v for k, v in wanted.items() if v is not None})
-    further = [target_of(_object(each, "--also")) for each in also or ()]
-    require_apart_targets([checked, *further])
-    kept = checked_retention(_object(retention, "--retention"))
+    forms = [
+        _target_form(target, destination, verb, given),
+        *(_object(each, "--also") for each in also or ()),
+    ]
+    first, *further = settled_all(forms, reads=is_here)
+    retained = checked(_object(retention or "{}", "--retention"))
     with open_catalog(catalog) as found, found.writing() as conn:
         row = roots.add(
             conn,
@@ -274,11 +279,73 @@ def add_root(
             name,
             uri,
             include=include or (),
-            target=checked.as_dict(),
+            target=first.as_dict(),
             also=[each.as_dict() for each in further],
-            retention=kept,
+            retention=retained,
         )
     answer((row,), output)
+
+
+@root_app.command("set")
+@_of_target
+def set_root(
+    name: RootName,
+    include: Include = None,
+    destination: Destination = None,
+    verb: Verb = None,
+    target: Target = "{}",
+    also: Also = None,
+    retention: Retention = None,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+    **given: Any,
+) -> None:
+    """Change settings of a watched folder; those that are not named stay.
+
+    Outputs that are there stay, too: a sweep makes what the new settings ask for.
+    """
+    from ckptcore.catalog import watched_roots as roots
+    from ckptcore.operations.root_retention import checked
+    from ckptcore.operations.root_targets import settled_all
+
+    changes = _target_form(target, destination, verb, given)
+    with opened(catalog) as found, found.writing() as conn:
+        row = roots.get(conn, name)
+        further = row.also if also is None else [_object(each, "--also") for each in also]
+        first, *others = settled_all([{**row.target, **changes}, *further], reads=_is_here(row.uri))
+        row = roots.change(
+            conn,
+            name,
+            include=include,
+            target=first.as_dict(),
+            also=[each.as_dict() for each in others],
+            retention=None if retention is None else checked(_object(retention, "--retention")),
+        )
+    answer((row,), output)
+
+
+@root_app.command("show")
+def show_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """Show all settings of a watched folder, and its last sweep."""
+    from ckptcore.catalog import watched_roots as roots
+
+    with opened(catalog) as found, found.reading() as conn:
+        row = roots.get(conn, name)
+    answer(row, output)
+
+
+@root_app.command("check")
+def check_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -> None:
+    """Check that a watched folder can be swept as it is set: the folder, the options, the files they name."""
+    from ckptcore.catalog import watched_roots as roots
+    from ckptcore.operations.root_targets import check
+    from ckptcore.store import open_source_store
+
+    with opened(catalog) as found, found.reading() as conn:
+        row = roots.get(conn, name)
+    check(row)
+    open_source_store(row.uri)
+    answer(row, output)
 
 
 @root_app.command("retain")
@@ -300,7 +367,7 @@ def retain_root(
 
     kept = checked(_object(retention, "JSON"))
     with opened(catalog) as found, found.writing() as conn:
-        row = roots.retain(conn, name, kept)
+        row = roots.change(conn, name, retention=kept)
     answer((row,), output)
 
 
@@ -335,6 +402,22 @@ def remove_root(name: RootName, catalog: Where = None, output: As = Output.TEXT)
         row = roots.get(conn, name)
         roots.remove(conn, name)
     _answer_for_programs((row,), output)
+
+
+def _is_here(uri: str) -> bool:
+    """Return whether a folder is on this machine, or is no folder of any machine."""
+    path = local_path(uri)
+    return path is None or path.is_dir()
+
+
+def _target_form(
+    target: str, destination: str | None, verb: str | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the JSON form of a target, of the options that are named."""
+    if verb is None and given["mesh"] is not None:
+        verb = "reshard"
+    named = {"destination": destination, "verb": verb, **given}
+    return _object(target, "--target") | {k: v for k, v in named.items() if v is not None}
 
 
 def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> None:

@@ -98,6 +98,8 @@ def _blocks(value: Any) -> Iterable[RenderableType]:
         return _lineage(value)
     if isinstance(value, Answer):
         return _answer(value)
+    if isinstance(value, RootRow):
+        return _root(value)
     if not value:
         return ["nothing found"]
     if isinstance(value[0], Origin):
@@ -202,6 +204,23 @@ def _checkpoints(rows: Iterable[CheckpointRow]) -> Table:
         ),
         right=("step", "tensors", "size"),
     )
+
+
+def _root(row: RootRow) -> Iterable[RenderableType]:
+    targets = [", ".join(f"{k}={v}" for k, v in target.items()) for target in (row.target, *row.also)]
+    yield _facts(
+        {
+            "root": row.name,
+            "uri": row.uri,
+            "active": "yes" if row.enabled else "no",
+            "include": " ".join(row.include) or "*",
+            **{f"output {n}" if n else "output": text for n, text in enumerate(targets)},
+            "retention": ", ".join(f"{k}={v}" for k, v in row.retention.items()) or "as retire asks",
+            "added": _when(row.created_at),
+            "last sweep": f"{_when(row.swept_at)} {row.swept_note or ''}" if row.swept_at else "never",
+        }
+    )
+    yield from _findings_table(tuple(row_findings(row)))
 
 
 def _conversions(rows: Iterable[ConversionRow]) -> Table:

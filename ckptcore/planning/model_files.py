@@ -106,14 +106,9 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
     """
     single = request.single is not None
     config = _option_folder(request.config, "--config")
-    tokenizer = _option_folder(request.tokenizer, "--tokenizer")
     if config is not None:
         _require_object(config, str(request.config))
-    if tokenizer is not None and not tokenizer.has_tokenizer():
-        raise UsageError(
-            f"cannot take a tokenizer from --tokenizer {request.tokenizer}: it has none",
-            hint="try a folder with tokenizer.json, tokenizer.model, tekken.json or *.tiktoken",
-        )
+    tokenizer = _named_tokenizer(request.tokenizer)
     findings = []
     places = _Places(request, manifest)
     if config is None and request.config != NONE and not single:
@@ -126,6 +121,25 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
         if tokenizer is not None:
             findings.append(_found_finding("the tokenizer", tokenizer))
     return _collected(request, config, tokenizer, findings)
+
+
+def require_named_files(config: str | None, tokenizer: str | None) -> None:
+    """Raise `UsageError` if what ``--config`` or ``--tokenizer`` names cannot be read."""
+    folder = _option_folder(config, "--config")
+    if folder is not None and not folder.has_adapter():
+        _require_object(folder, str(config))
+    _named_tokenizer(tokenizer)
+
+
+def _named_tokenizer(url: str | None) -> HubFolder | None:
+    """Return the folder of ``--tokenizer``, if it is named; raise `UsageError` if it has none."""
+    folder = _option_folder(url, "--tokenizer")
+    if folder is not None and not folder.has_tokenizer():
+        raise UsageError(
+            f"cannot take a tokenizer from --tokenizer {url}: it has none",
+            hint="try a folder with tokenizer.json, tokenizer.model, tekken.json or *.tiktoken",
+        )
+    return folder
 
 
 def has_lora_of_its_own(request: Request) -> bool:

@@ -293,6 +293,30 @@ def test_failed_rows_are_listed_and_retried(ask, path):
     assert ask("outbox", "retry", "--failed") == "1 row due again\n"
 
 
+def test_what_a_root_names_is_read_when_it_is_set(ask, filled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    sized = ["--target", '{"max_file_size": "16KiB"}', "--destination", "out/{name}"]
+    ask("root", "add", "a", "runs", "--verb", "export", "--config", "model", *sized)
+    row = json.loads(ask("root", "show", "a", "--output", "json"))
+    settings = {"config": f"{tmp_path}/model", "max_file_size": 16 << 10}
+    assert row["target"] == {"destination": f"{tmp_path}/out/{{name}}", "verb": "export", **settings}
+    with pytest.raises(UsageError, match="nosuch"):
+        ask("root", "add", "b", "runs", "--verb", "export", "--config", "nosuch")
+    with pytest.raises(UsageError, match="it has none"):
+        ask("root", "set", "a", "--target", '{"tokenizer": "model"}')
+    ask("root", "set", "a", "--dtype", "bf16", "--include", "step-*", "--retention", '{"keep_last": 2}')
+    row = json.loads(ask("root", "check", "a", "--output", "json"))
+    assert (row["target"]["dtype"], row["target"]["config"]) == ("bf16", settings["config"])
+    assert (row["include"], row["retention"]) == (["step-*"], {"keep_last": 2})
+    assert "dtype=bf16" in "".join(ask("root", "show", "a").split())
+    (tmp_path / "model/config.json").unlink()
+    with pytest.raises(UsageError, match=r"cannot read --config"):
+        ask("root", "check", "a")
+
+
 def test_a_root_without_a_folder_is_noted(path, tmp_path):
     for folder, noted in ((tmp_path / "none", True), (tmp_path, False)):
         command = ["root", "add", f"r{noted}", str(folder), "--verb", "consolidate"]
