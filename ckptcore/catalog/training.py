@@ -239,7 +239,7 @@ def facts_of_every(texts: Iterable[str], option: str = "--meta") -> TrainingFact
     facts = facts_of_pairs(texts, option)
     of_a_step = [f"metrics.{name}" for name in facts.metrics]
     of_a_step += [name for name in OF_A_STEP if getattr(facts, name) is not None]
-    bare = [name for name, value in facts.extra.items() if _is_measured(name, value)]
+    bare = unnamed_metrics(facts)
     if bare and not of_a_step:
         raise UsageError(
             f"cannot use {option} for {', '.join(bare)}: a sweep records one value for every checkpoint, and "
@@ -255,6 +255,11 @@ def facts_of_every(texts: Iterable[str], option: str = "--meta") -> TrainingFact
             f"checkpoint, run: ckptcore catalog meta ID {of_a_step[0]}=VALUE",
         )
     return facts
+
+
+def unnamed_metrics(facts: TrainingFacts) -> list[str]:
+    """Return the facts without a group that look like metrics: ``loss=2.3`` is ranked by nothing."""
+    return [name for name, value in facts.extra.items() if _is_measured(name, value)]
 
 
 def _is_measured(name: str, value: Any) -> bool:
@@ -339,19 +344,20 @@ def _metrics(form: Any, left_out: list[str]) -> dict[str, Measured]:
         left_out.append(f"metrics must be an object of numbers by name (got {type(form).__name__})")
         return {}
     found: dict[str, Measured] = {}
-    no_number, too_many = 0, 0
+    no_number, too_many = list[str](), 0
     for key, value in form.items():
         if isinstance(value, str) and _PLACEHOLDER.search(value):
             continue
         one = measured(value)
         if one is None:
-            no_number += 1
+            no_number.append(f"metrics.{_name(str(key))}")
         elif len(found) >= MAX_METRICS:
             too_many += 1
         else:
             found[_name(str(key))] = one
     if no_number:
-        left_out.append(f"metrics: {no_number} without a number as value")
+        more = f", and {len(no_number) - 3} more" if no_number[3:] else ""
+        left_out.append(f"{', '.join(no_number[:3])}{more} must be a number")
     if too_many:
         left_out.append(f"metrics: {too_many} beyond the first {MAX_METRICS}")
     return found

@@ -7,7 +7,7 @@ the source of a conversion. Outputs inherit the facts of their source, also thos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -153,7 +153,8 @@ def best(
 ) -> tuple[Ranked, ...]:
     """Return the present checkpoints with the best finite values of a metric, the best first.
 
-    Those whose value is odd come last: they may be the best.
+    What is made from a checkpoint inherits its metrics: of a step of a run there is one row, unless a kind is
+    asked for. Those whose value is odd come last: they may be the best.
 
     Args:
         conn: a transaction.
@@ -168,15 +169,47 @@ def best(
     """
     if goal not in GOALS:
         raise UsageError(f"the goal must be min or max (got {goal!r})")
-    order = Metric.value if goal == "min" else Metric.value.desc()
     of_these: list[ColumnElement[bool]] = [Metric.name == metric, Checkpoint.state == State.PRESENT.value]
     if run is not None:
         of_run = select(TrainingRun.id).where(TrainingRun.name == run).scalar_subquery()
         of_these.append(Checkpoint.run_id == of_run)
     if kind is not None:
         of_these.append(Checkpoint.kind == kind)
+    number = limit
+    while True:
+        rows = _best_rows(conn, metric, goal, of_these, number, of_run=run is not None)
+        ranked = rows if kind is not None else _one_of_each_step(rows)
+        if len(ranked) >= limit or len(rows) < number:
+            break
+        number *= 4
+    if not ranked and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None:
+        known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
+        raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
+    return ranked[:limit] if kind is None else ranked
+
+
+def _one_of_each_step(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
+    """Return the first row of each step of a run; a checkpoint without run or step is one by itself."""
+    first: dict[Any, Ranked] = {}
+    for row in rows:
+        run, step = row.checkpoint.run, row.step
+        first.setdefault(row.checkpoint.id if run is None or step is None else (run, step), row)
+    return tuple(first.values())
+
+
+def _best_rows(
+    conn: Connection,
+    metric: str,
+    goal: str,
+    of_these: Sequence[ColumnElement[bool]],
+    limit: int,
+    *,
+    of_run: bool,
+) -> tuple[Ranked, ...]:
+    """Return the best rows of checkpoints, then those with an odd value, at most ``limit`` of each."""
+    order = Metric.value if goal == "min" else Metric.value.desc()
     among = [*of_these, Metric.value >= -_LARGEST, Metric.value <= _LARGEST]
-    if run is None:
+    if not of_run:
         # First the last value of the list, along the index of values; then only the rows up to it are sorted.
         # The rows of one run are few, and found by their run.
         values = select(Metric.value).join(Checkpoint, Checkpoint.id == Metric.checkpoint_id)
@@ -184,14 +217,10 @@ def best(
         if last is not None:
             among.append(Metric.value <= last if goal == "min" else Metric.value >= last)
     odd = or_(Metric.value > _LARGEST, Metric.value < -_LARGEST)
-    ranked = (
+    return (
         *_ranked(conn, metric, among, order, limit),
         *_ranked(conn, metric, [*of_these, odd], order, limit),
     )
-    if not ranked and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None:
-        known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
-        raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
-    return ranked
 
 
 def _ranked(

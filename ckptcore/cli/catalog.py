@@ -200,13 +200,18 @@ def meta(
 
     What was made from it inherits them.
     """
-    from ckptcore.catalog.training import facts_of_pairs
+    from ckptcore.catalog.training import facts_of_pairs, unnamed_metrics
 
     facts = facts_of_pairs(pairs, "KEY=VALUE")
+    for name in unnamed_metrics(facts):
+        terminal.line(f"note: {name} is recorded as a fact; a metric is metrics.{name}=VALUE", err=True)
     with opened(catalog) as found:
         found.describe(ref, facts)
         detail = found.show(ref, tensors=False)
-    answer(detail, output)
+    if output is Output.JSON:
+        answer(detail, output)
+    else:
+        terminal.line(f"{ref}: {count(len(pairs), 'fact')} recorded")
 
 
 @app.command()

@@ -19,9 +19,14 @@ _MOST = 50  # unproven names that are printed for one source
 
 def item_line(as_json: bool) -> Callable[[SweepItem], None]:
     """Return a callback that prints each item of a sweep; to standard error where the answer is JSON."""
+    last = ""
 
     def line(item: SweepItem) -> None:
-        terminal.line(_item(item), err=as_json)
+        nonlocal last
+        text = _item(item)
+        if text != last:  # a checkpoint that cannot be read is so for each of its outputs
+            terminal.line(text, err=as_json)
+        last = text
 
     return line
 
@@ -31,7 +36,8 @@ def swept(value: Swept, *, as_json: bool) -> None:
     if as_json:
         terminal.write_json(value.as_dict(), indent=2)
         return
-    terminal.line(("nothing was converted: " if value.dry_run else "") + _counts(value.counts))
+    none = "no checkpoint was found; `ckptcore catalog root add NAME URI` watches a folder"
+    terminal.line(("nothing was converted: " if value.dry_run else "") + _counts(value.counts, none))
 
 
 def waits(seconds: float, error: CkptError) -> None:
@@ -116,5 +122,5 @@ def _item(item: SweepItem) -> str:
     return f"{item.standing:<9} {item.source}{to}{why}"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "no checkpoint was found"
+def _counts(counts: Mapping[str, int], none: str = "no checkpoint was found") -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or none

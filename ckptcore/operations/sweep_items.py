@@ -27,6 +27,7 @@ class Standing(StrEnum):
     REFUSED = "refused"  # the target cannot be used for it
 
 
+_OF_SOURCE = {Standing.WRITING, Standing.BROKEN, Standing.UNREAD}
 _WRONG = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
 
 
@@ -78,8 +79,10 @@ class Swept:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Standing -> number of checkpoints."""
-        return dict(Counter(i.standing.value for i in self.items))
+        """Standing -> number of outputs; of checkpoints, where it is that of the checkpoint itself."""
+        of_sources = {(i.standing, i.root, i.source) for i in self.items if i.standing in _OF_SOURCE}
+        of_outputs = [i.standing for i in self.items if i.standing not in _OF_SOURCE]
+        return dict(Counter(each.value for each in (*(s for s, _, _ in of_sources), *of_outputs)))
 
     @property
     def exit_code(self) -> int:

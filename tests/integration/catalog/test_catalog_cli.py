@@ -336,6 +336,13 @@ def test_facts_and_rankings(ask, filled):
     assert (best["value"], best["checkpoint"]["id"]) == (2.5, filled[1])
 
 
+def test_a_fact_that_looks_like_a_metric_is_noted(ask, filled):
+    note = "note: loss is recorded as a fact; a metric is metrics.loss=VALUE\n"
+    assert ask("meta", filled[1], "loss=2.3", "user=ada", stderr=note) == f"{filled[1]}: 2 facts recorded\n"
+    with pytest.raises(UsageError, match=r"metrics\.loss must be a number"):
+        ask("meta", filled[1], "metrics.loss=abc")
+
+
 def test_changes_of_names_and_holds_are_recorded(ask, filled, path):
     ask("alias", "set", "best", filled[1], "--force")
     ask("hold", "place", filled[1], "--reason", "paper")
