@@ -11,6 +11,7 @@ from typing import Any
 
 import driver
 import gaps
+import grids
 import postgres as postgresql
 import pytest
 import samples
@@ -62,7 +63,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What repeats for long may take long, also on a machine that does other work; and what a fixture makes
-    once for a module is made by one worker."""
+    once for a module is made by one worker. Of a grid, what a slice does not need is a soak."""
+    for item in grids.beyond(items):
+        item.add_marker(pytest.mark.soak)
     for item in items:
         if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))

@@ -138,6 +138,7 @@ class PeakMemory(TorchDispatchMode):
         return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "int64"])
 @pytest.mark.parametrize("column", [0, 3])
 def test_memory_does_not_grow_with_the_elements(dtype: str, column: int) -> None:

@@ -282,6 +282,7 @@ def test_an_odd_tensor(
         assert torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8)), spec.fqn
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("where", ["weight", "all ranks", "no rule", "buffer"])
 @pytest.mark.parametrize("kind", ["bits8", "jagged", "subclass", "module"])
 def test_odd_tensors_of_megatron_ranks(kind: str, where: str, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def places(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("source", [NESTED, DIMS, ODD], ids=lambda p: p.parent.name)
 @pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=3"])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

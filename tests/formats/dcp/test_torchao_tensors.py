@@ -137,6 +137,7 @@ def codes(source: Path | str) -> set[str]:
     return {f.code for f in validate(ckptcore.open(str(source)), "bytes").findings}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("saver", ["dcp", "torch"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_values_and_inner_tensors(name: str, saver: str, made: Make, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ EXPERTS: dict[str, tuple[str, tuple[int, ...], tuple[int, int] | None, Any]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", EXPERTS)
 @pytest.mark.parametrize("dtype", [E4M3, "float8_e5m2", "int8"])
 @pytest.mark.parametrize("scale", ["float32", "bfloat16"])

@@ -80,6 +80,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, int] | None, Any]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 @pytest.mark.parametrize("scale", ["float32", "bfloat16"])

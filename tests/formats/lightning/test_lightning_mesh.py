@@ -19,6 +19,7 @@ def folder(kind: str, to: Path) -> Path:
     return fabric(to) if kind == "fabric" else trainer(to, kind)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=3", "dp_replicate=2,fsdp=2"])
 @pytest.mark.parametrize("kind", ["model", "state_dict", "fabric"])
 def test_it_is_the_same_checkpoint(kind: str, mesh: str, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ CASES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("cut", [None, 1500], ids=["one bucket", "buckets"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_has_its_state(name: str, cut: int | None, tmp_path: Path) -> None:

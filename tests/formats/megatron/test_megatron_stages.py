@@ -100,6 +100,7 @@ def require_same_without(case: Case, base: Path, stage: int) -> None:
     assert {"hole", "missing-rank"} <= {f.code for f in ckptcore.check(left, "coverage").findings}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage", [0, 1, -1])
 @pytest.mark.parametrize("name", CASES)
 def test_layers_of_the_remaining_ranks(name: str, stage: int, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor] | None]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("writer", ["torch", "dcp"])
 def test_one_rule(form: str, writer: str, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def csrf_in(page: str) -> str:
     return found[1] if found else ""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_header_makes_nobody_a_user(name: str, served: str) -> None:
     with httpx.Client(base_url=served, headers=FORGED[name]) as client:

@@ -103,6 +103,7 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).tolist()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_moe"])
 def test_a_folder_with_its_own_config_keeps_every_bit(tmp_path: Path, family: str, kind: str) -> None:

@@ -199,6 +199,7 @@ def judged(
 
 
 # A checksum of the store matters to what nothing else can tell.
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("fault", "keeps"), [*((f, None) for f in FAULTS if f not in SOAKED), ("flip", "crc64nvme")]
 )

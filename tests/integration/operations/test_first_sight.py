@@ -240,6 +240,7 @@ def test_the_first_digest_stays(copied: Copied, tmp_path: Path, url: str, catalo
     assert known(url, source).checkpoint.state == State.PRESENT
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", ["dcp", "safetensors"])
 @pytest.mark.parametrize("way", ["scrub", "convert", "validate"])
 def test_a_step_that_was_resaved_is_another_checkpoint(

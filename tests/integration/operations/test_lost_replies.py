@@ -204,15 +204,17 @@ def test_a_commit_whose_reply_is_lost_was_done(world, monkeypatch, kind, name):
     assert state(w) == state(expected)
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("kind", "name"), on_both(ACTS, {"converts"}))
-def test_a_commit_that_failed_is_made_good_by_one_more_run(world, monkeypatch, kind, name):
+def test_a_commit_that_failed_is_made_good_by_one_more_run(world, monkeypatch, kind, name, every):
     expected = world(kind, name)
     with monkeypatch.context() as patch:
         counting = Broken(patch, kind)
         counting.at = -1
         ACTS[name](expected)
     wanted = state(expected)
-    for number in range(counting.commits):
+    last = counting.commits - 1
+    for number in {*range(0, last, every), last} if counting.commits else ():
         w = world(kind, name, number + 1)
         with monkeypatch.context() as patch:
             broken = Broken(patch, kind)

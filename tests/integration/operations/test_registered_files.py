@@ -141,6 +141,7 @@ PUBLISHED = (
 )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("damage", [flip, garble, Path.unlink])
 def test_damage_to_any_file_is_seen(

@@ -191,6 +191,7 @@ def one_file_more(source):
     (source / "late.pt").write_bytes(b"optimizer")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", [{}, {"take": MEANS}], ids=["known", "fingerprint"])
 @pytest.mark.parametrize("happens", [resaved, touched_scale, one_file_more])
 @pytest.mark.parametrize("when", ["_require_same", "_mark_retired"])

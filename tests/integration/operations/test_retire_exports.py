@@ -73,6 +73,7 @@ def steps(catalog, url, runs, watch, tmp_path):
     return lambda lora=False: Steps(catalog, url, runs, tmp_path, lora=lora)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("part", [{"include": ("model.layers.*",)}, {"exclude": ("*norm*",)}])
 def test_a_part_replaces_no_source(steps, part, dtype):

@@ -12,6 +12,7 @@ IEEE = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "complex64",
 WITHOUT_INF = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("count", [1, 65_535, 65_536, 65_537, 131_073])
 @pytest.mark.parametrize("dtype", [*IEEE, *WITHOUT_INF, "int32", "bool"])
 def test_any_bits(dtype: str, count: int) -> None:

@@ -71,6 +71,7 @@ def require_right(server: fault_s3.FaultyS3, tensors: bytes) -> None:
     assert server.uploads == {}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_step_that_cannot_be_recorded_does_not_lose_the_one_before(
     server: fault_s3.FaultyS3, source: str, tensors: bytes, replaced: bool

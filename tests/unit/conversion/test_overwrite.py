@@ -128,6 +128,7 @@ STRANGERS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", STRANGERS)
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
 def test_strangers_are_listed_and_kept(name: str, to: str, tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ OUTPUTS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("second", ["same", "export", "dcp"])
 @pytest.mark.parametrize("first", list(OUTPUTS))
 def test_what_was_written_here_is_replaced(first: str, second: str, tmp_path: Path) -> None:
@@ -345,6 +347,7 @@ def _swap(dst: Path) -> None:
     (dst / "precious").write_text("precious")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("when", ["before", "in the moment"])
 @pytest.mark.parametrize("how", [_appear, _change, _swap])
@@ -390,6 +393,7 @@ class Killed(BaseException):
     """A simulated kill: nothing may handle it."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("single", [True, False])
 def test_killed_at_every_step_of_replacing(

@@ -130,6 +130,9 @@ def test_a_plan_is_saved_apart(tmp_path: Path) -> None:
 # Many runs: against a server in the long tier.
 many = pytest.mark.parametrize("root", ["memory", pytest.param("s3", marks=pytest.mark.soak)], indirect=True)
 
+# At every third change in the short tier; three is odd, so that every other one is killed twice.
+changes = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+
 STRANGERS = ["precious", "x/precious", "/precious", "model.safetensors.bak", ".cache/x", "README.md"]
 
 
@@ -206,9 +209,10 @@ def _names(store: FsspecStore) -> list[str]:
 
 
 @many
+@changes
 @pytest.mark.parametrize("first", ["nothing", "shards", "dcp"])
 def test_a_rerun_after_a_kill_at_every_change(
-    first: str, root: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: str, every: int, root: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rerun ends as an undisturbed run; siblings and new objects beside them are unchanged."""
     save_file({"weight": torch.arange(600.0), "bias": torch.ones(500)}, tmp_path / "new.safetensors")
@@ -237,7 +241,7 @@ def test_a_rerun_after_a_kill_at_every_change(
     fresh = content(f"{root}/fresh")
     assert "out/config.json" in fresh
     place, total = f"{root}/try", 0
-    for stop in range(200):
+    for stop in range(0, 200, every):
         begin(place)
         if killed_at(stop, monkeypatch, lambda: work(place)):
             total = stop
@@ -250,8 +254,9 @@ def test_a_rerun_after_a_kill_at_every_change(
 
 
 @many
+@changes
 def test_another_run_finishes_a_killed_replacement(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while it removed the old files; then other options, killed at every change, and run again: what
     the first run recorded needs no further option, and nothing of it is left."""
@@ -293,7 +298,7 @@ def test_another_run_finishes_a_killed_replacement(
     fresh = content(place)
     assert sorted(n.partition("/")[0] for n in fresh).count("out-2") == 1
     assert not any("distcp" in name or "ckptcore" in name for name in fresh)
-    for stop in range(200):
+    for stop in range(0, 200, every):
         begin(place)
         if killed_at(stop, monkeypatch, lambda: work(place, 9_000)):
             break
@@ -362,6 +367,7 @@ def _killed(*_: object) -> None:
     raise Killed
 
 
+@pytest.mark.grid
 @many
 @pytest.mark.parametrize("when", ["prepared", "removing", "putting"])
 @pytest.mark.parametrize("name", ["precious", "model.safetensors", "old.safetensors"])

@@ -132,6 +132,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("file", ["config.yaml", "run_config.yaml"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_line_of_yaml_costs_no_conversion_its_row(

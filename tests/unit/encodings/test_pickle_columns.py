@@ -87,6 +87,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 70, 300])
 @pytest.mark.parametrize("protocol", [2, 4, 5])

@@ -58,6 +58,7 @@ def prepared(source: Path, destination: Path, settings: Settings = SETTINGS, **m
     return prepare(Request(str(source), str(destination), **more), settings).plan_uri
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", FORMS.values())
 @pytest.mark.parametrize("nbytes", [1, 300_000, 1 << 40])
 def test_parts_in_any_order_are_the_file(source: Path, tmp_path: Path, name: str, nbytes: int) -> None:

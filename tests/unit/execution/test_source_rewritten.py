@@ -114,6 +114,7 @@ def disturbed(moment: str, act: Callable[[], None]) -> Any:
     return mock.patch.object(where, name, then)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("suffix", "write"), [("safetensors", raw), ("pt", zipped)])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

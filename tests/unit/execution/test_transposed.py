@@ -33,6 +33,7 @@ def saved(values: torch.Tensor, kind: str, folder: Path) -> str:
     return str(folder / "model.pt")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["torch_save", "dcp"])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("workers", [1, 3])

@@ -244,6 +244,7 @@ def test_stored_frequencies_are_left_out_with_a_reason(tmp_path: Path, arch: str
     assert gone.rule == "computed from the config"
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("arguments", [argparse.Namespace(lr=0.1), {"lr": 0.1}, {"x": torch.ones(2)}])
 @pytest.mark.parametrize("key", ["model", "net"])

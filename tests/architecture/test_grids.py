@@ -1,0 +1,46 @@
+"""The slice of a grid has every value of every parameter; all other rows, and no more, are a soak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from grids import beyond, slice_of
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (3, 2), (4, 4), (2, 3, 8), (3, 3, 2, 2)])
+def test_every_value_is_in_the_slice(sizes: tuple[int, ...]) -> None:
+    rows = [set(enumerate(map(str, values))) for values in product(*map(range, sizes))]
+    needed = slice_of(rows)
+    assert set().union(*(rows[number] for number in needed)) == set().union(*rows)
+    assert len(needed) == max(sizes)
+
+
+def row(function: str, *values: str, marks: tuple[str, ...] = ("grid",)) -> Any:
+    closest: Callable[[str], object] = lambda name: name if name in marks else None  # noqa: E731
+    return SimpleNamespace(
+        nodeid=f"test_file.py::{function}[{'-'.join(values)}]",
+        callspec=SimpleNamespace(_idlist=values),
+        get_closest_marker=closest,
+    )
+
+
+def test_only_what_a_slice_does_not_need_is_left_to_soak() -> None:
+    grid = [row("test_a", x, y) for x in "ab" for y in "pq"]
+    others = [row("test_b", x, y, marks=()) for x in "ab" for y in "pq"]
+    lone = row("test_c", "a", "p")
+    assert list(beyond([*others, lone])) == []
+    assert list(beyond([*grid, *others, lone])) == [grid[1], grid[2]]
+
+
+def test_a_row_that_is_a_soak_gives_a_slice_no_value() -> None:
+    grid = [row("test_a", x, y) for x in "ab" for y in "pq"]
+    grid[0] = row("test_a", "a", "p", marks=("grid", "soak"))
+    assert list(beyond(grid)) == [grid[3]]
+
+
+def test_one_row_that_is_asked_for_by_name_runs() -> None:
+    assert list(beyond([row("test_a", "b", "q")])) == []
