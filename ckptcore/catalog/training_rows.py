@@ -189,11 +189,12 @@ def best(
 
 
 def _one_of_each_step(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
-    """Return the first row of each step of a run; a checkpoint without run or step is one by itself."""
+    """Return the first row of each step of a run; an odd row, or one without run or step, is one by itself."""
     first: dict[Any, Ranked] = {}
     for row in rows:
         run, step = row.checkpoint.run, row.step
-        first.setdefault(row.checkpoint.id if run is None or step is None else (run, step), row)
+        alone = row.trouble or run is None or step is None
+        first.setdefault(row.checkpoint.id if alone else (run, step), row)
     return tuple(first.values())
 
 
