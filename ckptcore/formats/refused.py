@@ -12,8 +12,9 @@ from collections.abc import Callable
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.common.part_proof import json_beside
-from ckptcore.formats.common.rank_file_names import ITEM, METADATA
+from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA
 from ckptcore.formats.dcp.stages import stage_folders
+from ckptcore.formats.huggingface import nanotron
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.utils.late_pattern import late_pattern
@@ -132,22 +133,20 @@ def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:
     return detect
 
 
-def _nanotron(source: Source) -> tuple[str, ...] | None:
-    """Recognise a step of nanotron, or a folder of it: each rank of a tensor has a file."""
-    found = _marked("checkpoint_metadata.json", "model/")(source)
-    if found is not None or source.name is not None:
-        return found
-    ranks = (p for p in source.listing if "_tp-rank-" in p and p.endswith(".safetensors"))
-    rank = next((p for p in ranks if _marked_step(source, p)), None)
+def _nanotron_part(source: Source) -> tuple[str, ...] | None:
+    """Recognise a folder inside of a nanotron step: of its model, or of one tensor."""
+    if source.name is not None or nanotron.detect(source) is not None:
+        return None
+    ranks = (p for p in source.listing if "_tp-rank-" in p and NANOTRON.match(p))
+    rank = next((p for p in ranks if not _below_step(source, p)), None)
     return None if rank is None else (f"found {rank}",)
 
 
-def _marked_step(source: Source, path: str) -> bool:
-    """Return whether a file is below no step of its own: a folder of steps is none."""
+def _below_step(source: Source, path: str) -> bool:
+    """Return whether a file is below a step of nanotron: a folder of steps is no part of one."""
     parts = path.split("/")
-    return not any(
-        "/".join([*parts[:n], "checkpoint_metadata.json"]) in source.listing for n in range(len(parts))
-    )
+    above = ("/".join(parts[:n]) for n in range(len(parts)))
+    return any(f"{folder}/{NANOTRON_METADATA}".lstrip("/") in source.listing for folder in above)
 
 
 def _nemo_archive(source: Source) -> tuple[str, ...] | None:
@@ -184,10 +183,10 @@ KNOWN: tuple[KnownFormat, ...] = (
         "restore it with torchsnapshot, and save the state dict with torch.save",
     ),
     KnownFormat(
-        "nanotron",
-        "a nanotron checkpoint",
-        _nanotron,
-        "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
+        "nanotron-part",
+        "a folder inside of a nanotron checkpoint",
+        _nanotron_part,
+        "name the folder that has checkpoint_metadata.json",
     ),
     KnownFormat(
         "nemo-archive",

@@ -17,7 +17,7 @@ FOLDERS = {
     "gguf": ("tiny-00001-of-00003.gguf", "tiny-00002-of-00003.gguf"),
     "orbax": ("_CHECKPOINT_METADATA", "d/abc", "manifest.ocdbt"),
     "torchsnapshot": (".snapshot_metadata", "0/obj", "batched/5bdd"),
-    "nanotron": ("checkpoint_metadata.json", "model_config.json", "model/a/model_weight.safetensors"),
+    "nanotron-part": ("lm_head/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors",),
     "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
     "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
     "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
