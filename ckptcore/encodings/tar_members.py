@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar
 from ckptcore.errors import MalformedCheckpoint
 
-_BLOCK = 512
 _MAX_MEMBERS, _MAX_EXTENSION = 4096, 1 << 20
 _FILE, _PAX, _GLOBAL_PAX, _LONG_NAME = (b"0", b"\0", b"7"), b"x", b"g", b"L"
 
@@ -22,11 +22,6 @@ class TarMember(NamedTuple):
     name: str
     start: int
     length: int
-
-
-def is_tar(first: bytes) -> bool:
-    """Report whether a file that starts with these 512 bytes is a tar."""
-    return len(first) == _BLOCK and first[257:262] == b"ustar"
 
 
 def tar_members(read: Callable[[int, int], bytes], length: int, what: str) -> tuple[TarMember, ...]:
@@ -43,12 +38,12 @@ def tar_members(read: Callable[[int, int], bytes], length: int, what: str) -> tu
     members: list[TarMember] = []
     position, more = 0, dict[str, str]()
     for _ in range(_MAX_MEMBERS):
-        block = read(position, _BLOCK) if position + _BLOCK <= length else b""
+        block = read(position, TAR_BLOCK) if position + TAR_BLOCK <= length else b""
         if block and not any(block):
             return tuple(members)
         if not is_tar(block) or _number(block[148:156], what) != _checksum(block):
             raise MalformedCheckpoint(f"{what} has no header of a tar at byte {position}", file=what)
-        size, kind, start = _number(block[124:136], what), block[156:157], position + _BLOCK
+        size, kind, start = _number(block[124:136], what), block[156:157], position + TAR_BLOCK
         if kind in _FILE and "size" in more:
             size = int(more["size"]) if more["size"].isdecimal() and len(more["size"]) < 19 else -1
         if not 0 <= size <= length - start:
@@ -62,7 +57,7 @@ def tar_members(read: Callable[[int, int], bytes], length: int, what: str) -> tu
             if kind in _FILE:
                 members.append(TarMember(more.get("path", _text(block[:100])), start, size))
             more = {}
-        position = start + -(-size // _BLOCK) * _BLOCK
+        position = start + -(-size // TAR_BLOCK) * TAR_BLOCK
     raise MalformedCheckpoint(f"{what} has more than {_MAX_MEMBERS} headers", file=what)
 
 

@@ -10,8 +10,14 @@ import re
 from collections.abc import Callable, Iterable
 
 from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.encodings.tar_members import is_tar
-from ckptcore.encodings.torchzip.archive import BEFORE_ZIP, BEFORE_ZIP_HINT, BEFORE_ZIP_REASON, is_before_zip
+from ckptcore.encodings.torchzip.archive import (
+    BEFORE_ZIP,
+    BEFORE_ZIP_HINT,
+    BEFORE_ZIP_REASON,
+    TAR_BLOCK,
+    is_before_zip,
+    is_tar,
+)
 from ckptcore.errors import CkptError
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
@@ -197,9 +203,9 @@ def _nemo_archive(source: Source) -> tuple[str, ...] | None:
 def _compressed(source: Source) -> tuple[str, ...] | None:
     """Recognise a tar that is no checkpoint's own, and compressed files of any kind: Composer writes both."""
     name = source.name
-    if name is None or source.listing[name] < 512:
+    if name is None or source.listing[name] < TAR_BLOCK:
         return None
-    first = source.store.read(name, 0, 512)
+    first = source.store.read(name, 0, TAR_BLOCK)
     kind = next((kind for kind, magic in _COMPRESSED.items() if first.startswith(magic)), None)
     if kind is not None:
         return (f"{name} is compressed with {kind}",)

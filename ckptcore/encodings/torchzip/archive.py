@@ -29,6 +29,7 @@ SMALL = _HEAD + _TAIL + 4096  # bytes of a zip that is read entirely
 # torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c, as pickle protocols from 2 and before write it.
 _MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 _MAGIC_TEXT = b"L119547037146038801333356L"
+TAR_BLOCK = 512  # bytes of a header of a tar
 BEFORE_ZIP = 32  # bytes in which the number is
 BEFORE_ZIP_REASON = "begins with the magic number of torch.save before 1.6"
 BEFORE_ZIP_HINT = "load it with torch and save it again"
@@ -128,6 +129,11 @@ class Window:
     def content(self) -> bytes | None:
         """Return all bytes of a small zip, or None."""
         return self._head if len(self._head) == self.length else None
+
+
+def is_tar(first: bytes) -> bool:
+    """Report whether a file that starts with these `TAR_BLOCK` bytes is a tar."""
+    return len(first) == TAR_BLOCK and first[257:262] == b"ustar"
 
 
 def is_before_zip(first: bytes) -> bool:

@@ -13,15 +13,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.core.tree_paths import Paths
-from ckptcore.encodings.tar_members import TarMember, is_tar, tar_members
-from ckptcore.encodings.torchzip.archive import is_zip
+from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar, is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import (
@@ -58,6 +57,9 @@ from ckptcore.formats.common.weight_index import (
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
 from ckptcore.store.subfolder import FileRange
+
+if TYPE_CHECKING:
+    from ckptcore.encodings.tar_members import TarMember
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
@@ -127,8 +129,10 @@ def files_of_model(source: Source) -> list[str]:
 def in_tar(source: Source, name: str) -> TarMember | None:
     """Return the state of Composer inside a tar (composer/utils/checkpoint.py), None for another file."""
     size = source.listing[name]
-    if size < 1024 or not is_tar(source.store.read(name, 0, 512)):
+    if size < TAR_BLOCK or not is_tar(source.store.read(name, 0, TAR_BLOCK)):
         return None
+    from ckptcore.encodings.tar_members import tar_members
+
     members = tar_members(partial(source.store.read, name), size, name)
     states = [member for member in members if member.name.removeprefix("./") == _COMPOSER]
     return states[0] if len(states) == len(members) == 1 else None

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import ckptcore
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import validate
-from ckptcore.encodings.tar_members import is_tar, tar_members
+from ckptcore.encodings.tar_members import tar_members
+from ckptcore.encodings.torchzip.archive import is_tar
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, UnknownFormat, UnsupportedFormat
 
 STATE = {
