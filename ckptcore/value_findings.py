@@ -71,7 +71,7 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "unproven-whole": (
         "warning",
-        "a file of rank 0 is read as the complete save, as its writer makes it; nothing in it proves that",
+        "files are read as the complete save, as their writer makes it; nothing in them proves that",
         "compare the shapes with the model's, or export it with --config",
     ),
     "files-differ": (

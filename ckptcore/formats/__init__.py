@@ -28,6 +28,7 @@ from ckptcore.core.byte_ledger import ByteLedger
 from ckptcore.core.manifest import Blob, Envelope, Item, Manifest, StoredFile, TensorSpec, Unread, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import metered, passing
+from ckptcore.encodings.torchzip.archive import BEFORE_ZIP_HINT
 from ckptcore.errors import AmbiguousModel, SourceUnreadable, UnknownFormat, UnsupportedFormat, finding
 from ckptcore.formats.accelerate.format import FORMAT as ACCELERATE
 from ckptcore.formats.accelerate.trainer_deepspeed import COPIES, with_copy
@@ -55,6 +56,7 @@ from ckptcore.formats.common.rank_file_names import unread
 from ckptcore.formats.dcp.format import FORMAT as DCP
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
 from ckptcore.formats.deepspeed.universal_format import STAGE2, STAGE3
+from ckptcore.formats.huggingface.nanotron import FORMAT as NANOTRON
 from ckptcore.formats.huggingface.quantized import FORMAT as HF_QUANTIZED
 from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
 from ckptcore.formats.huggingface.shards import FORMAT as HF_SHARDS
@@ -68,7 +70,7 @@ from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
 from ckptcore.formats.olmo.unsharded import FORMAT as OLMO_UNSHARDED
 from ckptcore.formats.olmo.v01 import FORMAT as OLMO_V01
 from ckptcore.formats.plugins import Registry, register
-from ckptcore.formats.refused import KNOWN
+from ckptcore.formats.refused import KNOWN, before_zip_inside
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_ranks.format import META, TORCH_CHECKPOINTING
@@ -96,6 +98,7 @@ FORMATS: tuple[Format, ...] = (
     OLMO_UNSHARDED,
     OLMO_V01,
     HF_SHARDS,
+    NANOTRON,
     HF_QUANTIZED,
     SAFETENSORS,
     LIGHTNING,
@@ -239,6 +242,11 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         )
     if found:
         return found[0]
+    because = before_zip_inside(source)
+    if because:
+        raise UnsupportedFormat(
+            f"{_address(source)} is of no known format: {because[0]}", hint=BEFORE_ZIP_HINT
+        )
     from ckptcore.formats.nearest_reading import kinds_of_files
 
     names = sorted(source.listing)

@@ -40,6 +40,9 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
         for folder in _folders(source, depth):
             if any(folder.startswith(above) for above, _ in open_folders):
                 continue  # it is part of one that opens
+            below = [p.rpartition("/")[2] for p in source.listing if p.startswith(f"{folder}/")]
+            if all(is_state(name) for name in below):
+                continue  # a trainer's state has no weights
             try:
                 form, _ = detect(source.below(folder))
             except UnsupportedFormat as error:

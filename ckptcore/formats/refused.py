@@ -7,34 +7,52 @@ detected before the readable ones, because some of them have files that look lik
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.encodings.torchzip.archive import (
+    BEFORE_ZIP,
+    BEFORE_ZIP_HINT,
+    BEFORE_ZIP_REASON,
+    TAR_BLOCK,
+    is_before_zip,
+    is_tar,
+)
+from ckptcore.errors import CkptError
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.common.part_proof import json_beside
-from ckptcore.formats.common.rank_file_names import ITEM, METADATA
+from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA
 from ckptcore.formats.dcp.stages import stage_folders
+from ckptcore.formats.huggingface import nanotron
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
+from ckptcore.formats.torch_save.format import in_tar
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:
-    """Recognise files of torch.save before 1.6, which wrote a pickled magic number instead of a zip.
-
-    Its callers could choose the protocol of the pickle.
-    """
+    """Recognise a file of torch.save before 1.6: the named one, the only one of a folder, or one rank's."""
     others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
     files = [] if others else [p for p in source.listing if p.endswith(_TORCH) and "/" not in p]
     ranks = () if others else (p for p in source.listing if _OF_A_RANK.search(p))
     name = source.name or (files[0] if len(files) == 1 else next(iter(ranks), None))
-    if name is None or not name.endswith(_TORCH) or source.listing[name] < 14:
-        return None
-    head = source.store.read(name, 0, min(source.listing[name], 32))
-    if _MAGIC not in head and not head.startswith(_MAGIC_TEXT):
-        return None
-    return (f"{name} begins with the magic number of torch.save before 1.6",)
+    return _if_before_zip(source, () if name is None else (name,))
+
+
+def before_zip_inside(source: Source) -> tuple[str, ...] | None:
+    """Recognise files of torch.save before 1.6 in a folder that no format recognises."""
+    files = sorted(p for p in source.listing if p.endswith(_TORCH) and "/" not in p)
+    return _if_before_zip(source, files[:_MAX_FILES])
+
+
+def _if_before_zip(source: Source, files: Iterable[str]) -> tuple[str, ...] | None:
+    for name in files:
+        size = source.listing[name]
+        if size >= 14 and is_before_zip(source.store.read(name, 0, min(size, BEFORE_ZIP))):
+            return (f"{name} {BEFORE_ZIP_REASON}",)
+    return None
 
 
 def _found_nested(source: Source) -> tuple[str, ...] | None:
@@ -83,15 +101,21 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
 
 
 _OF_A_RANK = late_pattern(r"^mp_rank_[\d_]+/model_optim_rng\.pt$|^[^/]*rank_?\d+\.(?:pt|pth|bin)$")
+_COMPRESSED = {
+    "gzip": b"\x1f\x8b\x08",
+    "bzip2": b"BZh",
+    "xz": b"\xfd7zXZ\x00",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "lz4": b"\x04\x22\x4d\x18",
+}
 _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
 _MP_RANK = late_pattern(r"^mp_rank_\d{2}")
 _STEP = late_pattern(r"^step\d+(-unsharded)?/")
-_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-# torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c, as pickle protocols from 2 and before write it.
-_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-_MAGIC_TEXT = b"L119547037146038801333356L"
+_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar")
+_MAX_FILES = 16
 _METASEQ = late_pattern(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
-_VLLM = late_pattern(r"^model-(?:rank-[1-9]\d*|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
+_VLLM = late_pattern(r"^model-(?:rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
+_FUSED = late_pattern(r"\.(?:qkv_proj|gate_up_proj|qkv|w13_weight)(?:\.|$)")
 _XLA = late_pattern(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
 _TENSORRT = late_pattern(r"^rank\d+\.safetensors$")
 
@@ -107,6 +131,25 @@ def _files_like(
         return None
     more = f" and {len(matching) - 1} more" if matching[1:] else ""
     return (f"found {matching[0]}{more}",)
+
+
+def _vllm(source: Source) -> tuple[str, ...] | None:
+    """Recognise vLLM's ranks: several, or one with the tensors that vLLM fuses, which no config proves."""
+    files = (
+        [source.name] if source.name is not None else [p for p in source.listing if p.startswith("model-")]
+    )
+    ranks = [p for p in files if _VLLM.match(p)]
+    if any(not p.startswith("model-rank-0-") for p in ranks) and source.name is None:
+        return _files_like(source, "model-", _VLLM)
+    for path in ranks[:_MAX_FILES]:
+        try:
+            tensors, _, _ = read_header(source.store, path, source.listing[path], None)
+        except CkptError:
+            continue  # its own reader reports what is wrong
+        fused = next((name for name in tensors if _FUSED.search(name)), None)
+        if fused is not None:
+            return (f"{path} has {fused}",)
+    return None
 
 
 def _gguf(source: Source) -> tuple[str, ...] | None:
@@ -132,27 +175,42 @@ def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:
     return detect
 
 
-def _nanotron(source: Source) -> tuple[str, ...] | None:
-    """Recognise a step of nanotron, or a folder of it: each rank of a tensor has a file."""
-    found = _marked("checkpoint_metadata.json", "model/")(source)
-    if found is not None or source.name is not None:
-        return found
-    ranks = (p for p in source.listing if "_tp-rank-" in p and p.endswith(".safetensors"))
-    rank = next((p for p in ranks if _marked_step(source, p)), None)
+def _nanotron_part(source: Source) -> tuple[str, ...] | None:
+    """Recognise a folder inside of a nanotron step: of its model, or of one tensor."""
+    if source.name is not None or nanotron.detect(source) is not None:
+        return None
+    ranks = (p for p in source.listing if "_tp-rank-" in p and NANOTRON.match(p))
+    rank = next((p for p in ranks if not _below_step(source, p)), None)
     return None if rank is None else (f"found {rank}",)
 
 
-def _marked_step(source: Source, path: str) -> bool:
-    """Return whether a file is below no step of its own: a folder of steps is none."""
+def _below_step(source: Source, path: str) -> bool:
+    """Return whether a file is below a step of nanotron: a folder of steps is no part of one."""
     parts = path.split("/")
-    return not any(
-        "/".join([*parts[:n], "checkpoint_metadata.json"]) in source.listing for n in range(len(parts))
-    )
+    above = ("/".join(parts[:n]) for n in range(len(parts)))
+    return any(f"{folder}/{NANOTRON_METADATA}".lstrip("/") in source.listing for folder in above)
 
 
 def _nemo_archive(source: Source) -> tuple[str, ...] | None:
-    named = source.name is not None and source.name.endswith(".nemo")
-    return (f"{source.name} is named .nemo",) if named else None
+    """Recognise the named archive, or the only thing of its folder."""
+    if source.name is None and any(p.endswith((*_TORCH, ".safetensors", ".distcp")) for p in source.listing):
+        return None
+    names = (source.name,) if source.name is not None else tuple(source.listing)
+    archive = next((name for name in names if name.endswith(".nemo")), None)
+    return None if archive is None else (f"{archive} is named .nemo",)
+
+
+def _compressed(source: Source) -> tuple[str, ...] | None:
+    """Recognise a tar that is no checkpoint's own, and compressed files of any kind: Composer writes both."""
+    name = source.name
+    if name is None or source.listing[name] < TAR_BLOCK:
+        return None
+    first = source.store.read(name, 0, TAR_BLOCK)
+    kind = next((kind for kind, magic in _COMPRESSED.items() if first.startswith(magic)), None)
+    if kind is not None:
+        return (f"{name} is compressed with {kind}",)
+    own = is_tar(first) and in_tar(source, name) is None
+    return (f"{name} is a tar of several files",) if own else None
 
 
 def _tensorrt(source: Source) -> tuple[str, ...] | None:
@@ -168,7 +226,7 @@ KNOWN: tuple[KnownFormat, ...] = (
         "torch-legacy",
         "a torch.save file of the format before zip (torch 1.5 and earlier)",
         _before_zip,
-        "load it with torch and save it again",
+        BEFORE_ZIP_HINT,
     ),
     KnownFormat("gguf", "a GGUF file", _gguf, "convert what it was made from: its blocks are quantised"),
     KnownFormat(
@@ -184,16 +242,22 @@ KNOWN: tuple[KnownFormat, ...] = (
         "restore it with torchsnapshot, and save the state dict with torch.save",
     ),
     KnownFormat(
-        "nanotron",
-        "a nanotron checkpoint",
-        _nanotron,
-        "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
+        "nanotron-part",
+        "a folder inside of a nanotron checkpoint",
+        _nanotron_part,
+        "name the folder that has checkpoint_metadata.json",
     ),
     KnownFormat(
         "nemo-archive",
         "an archive of NeMo",
         _nemo_archive,
         "unpack it with tar -xf FILE -C DIR, and name the folder",
+    ),
+    KnownFormat(
+        "archive",
+        "an archive, not a checkpoint",
+        _compressed,
+        "unpack it with tar -xf FILE -C DIR, gunzip or its like, and name the result",
     ),
     KnownFormat("tensorrt-llm", "a TensorRT-LLM checkpoint", _tensorrt, "convert what it was made from"),
     KnownFormat(
@@ -211,7 +275,7 @@ KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
         "vllm-sharded-state",
         "the sharded state of vLLM, one rank's weights in each file",
-        lambda source: _files_like(source, "model-", _VLLM),
+        _vllm,
         "convert what it was made from",
     ),
     KnownFormat("rank-alone", "one rank's part of a checkpoint", _rank_alone, "name the folder of all ranks"),

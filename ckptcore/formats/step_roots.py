@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA
 from ckptcore.formats.deepspeed.file_names import is_checkpoint
+from ckptcore.formats.huggingface import nanotron
 from ckptcore.formats.megatron.config import marked
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
@@ -20,6 +22,7 @@ from ckptcore.utils.late_pattern import late_pattern
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_HOPS = 4
 _LATEST = ("latest", "latest_universal")
+_LATEST_STEP = "latest.txt"
 _INNER = late_pattern(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
 _ANY_FILE = late_pattern(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
 _ITERATION = late_pattern(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
@@ -180,6 +183,27 @@ def _deepspeed(source: Source) -> tuple[str, str] | None:
     )
 
 
+def _nanotron(source: Source) -> tuple[str, str] | None:
+    """Follow ``latest.txt`` of nanotron, which names the newest step when all ranks have saved it.
+
+    nanotron/trainer.py, `save_checkpoint`: each step is a folder named by its number.
+    """
+    size = source.listing.get(_LATEST_STEP)
+    tops = dict.fromkeys(p.split("/", 1)[0] for p in source.listing if p.endswith(f"/{NANOTRON_METADATA}"))
+    steps = [top for top in tops if top.isdecimal() and nanotron.detect(source.below(top)) is not None]
+    if size is None or not steps:
+        return None
+    text = source.store.read(_LATEST_STEP, 0, size).decode("ascii", "replace").strip() if size <= 64 else ""
+    if text in steps:
+        return text, f"{_LATEST_STEP} says {text}"
+    last = max(steps, key=int)
+    raise NotComplete(
+        f"{_LATEST_STEP} names {text[:40]!r}, which is not complete; the last complete step is {last}",
+        hint=f"name {source.store.url}/{last}",
+        last_complete=last,
+    )
+
+
 def finished(source: Source) -> bool:
     """Return whether a step's folder has the file that its trainer writes last."""
     names = source.listing
@@ -209,4 +233,5 @@ ROOTS: tuple[StepLayout, ...] = (
     StepLayout("nemo", _nemo),
     StepLayout("verl", _verl),
     StepLayout("deepspeed", _deepspeed),
+    StepLayout("nanotron", _nanotron),
 )

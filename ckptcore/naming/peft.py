@@ -1,4 +1,4 @@
-"""Find the LoRA adapter of a PEFT model, and give its tensors the names that they have on the hub.
+"""Find the adapter of a PEFT model, and give its tensors the names that they have on the hub.
 
 A live module that `get_peft_model` wrapped holds the base weights beside the adapter's, and each adapter
 under a name: ``base_model.model.<module>.lora_A.default.weight``. In ``adapter_model.safetensors`` the base
@@ -48,9 +48,39 @@ _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
         "token_adapter.trainable_tokens_delta",
     ),
 }
+# Kind of adapter_config.json -> parts of a module; of each group one alternative is complete in a module.
+# Their names on the hub are those in a live module without the adapter's (peft/tuners/*/layer.py).
+_OTHER_KINDS: Mapping[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
+    "ADALORA": ((("lora_A", "lora_B", "lora_E"),),),
+    "LOHA": ((("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),),),
+    "LOKR": ((("lokr_w1",), ("lokr_w1_a", "lokr_w1_b")), (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))),
+    "VERA": ((("vera_lambda_b", "vera_lambda_d"),),),
+    "IA3": ((("ia3_l",),),),
+    "OFT": ((("oft_R.weight",),),),
+    "LN_TUNING": ((("ln_tuning_layers.weight",),),),
+    "TRAINABLE_TOKENS": ((("trainable_tokens_delta",),),),
+}
+_OTHER = late_pattern(
+    r"^(?P<module>.+?)\.(?P<part>lora_[ABE]|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t[12])"
+    r"|vera_lambda_[bd]|ia3_l|oft_R|ln_tuning_layers|(?<!token_adapter\.)trainable_tokens_delta)"
+    r"(?:\.(?!(?:weight|bias)$)(?P<name>[^.]+))?(?:\.(?P<end>weight|bias))?$"
+)
+# Projections that all modules of VeRA share; a config may leave them out (``save_projection``).
+_SHARED = late_pattern(r"^base_model\.(?P<part>vera_[AB])(?:\.(?P<name>[^.]+))?$")
+# The one tensor of prompt and prefix tuning; an encoder behind it computes what peft saves.
+_PROMPT = late_pattern(r"^prompt_encoder(?:\.(?P<name>[^.]+))?\.embedding\.weight$")
+_PROMPTS, _PROMPT_HUB = ("PROMPT_TUNING", "PREFIX_TUNING"), "prompt_embeddings"
+# Kinds whose tensors are not the ones that peft saves, or that nobody has asked for.
+_REFUSED = late_pattern(
+    r"(?:^|\.)(?:prompt_encoder|boft_[RS]|c3a_kernel|fourierft_spectrum|hra_u|miss_block|randlora_lambda|road_theta"
+    r"|shira_weight|vblora_logits|waveft_spectrum|xlora_\w+)\.(?P<name>[^.]+)"
+)
 _OTHER_LAYOUTS = ("target_parameters", "layer_replication", "use_bdlora", "use_qalora", "megatron_config")
 _HEADS = ("classifier", "score")
 _ALL_LINEAR = "all-linear"
+_OTHER_PARTS = ("lora_", "hada_", "lokr_", "vera_", "ia3_", "oft_", "ln_tuning_", "trainable_tokens_delta")
+_CORES = ("hada_t", "lokr_t")  # Tucker cores of convolutions
+_LIVE = (PREFIX, "prompt_encoder.")
 _PLAIN = late_pattern(r"[\w.]+")
 _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
 
@@ -65,6 +95,7 @@ class Adapter:
         modules: Module (without `PREFIX`) -> part (lora_A, ...) -> name in the model.
         saved: Modules of which the adapter has all weights (``modules_to_save``).
         base: Modules whose base weights are in the model.
+        other: Whether it is of another kind than LoRA: `_OTHER_KINDS`.
     """
 
     name: str
@@ -72,11 +103,76 @@ class Adapter:
     modules: Mapping[str, Mapping[str, str]]
     saved: frozenset[str]
     base: frozenset[str]
+    other: bool = False
 
 
-def holds_lora(names: Iterable[str]) -> bool:
-    """Return whether a model's names include tensors of a LoRA adapter."""
-    return any((hit := _parsed_name(name)) is not None and hit[0] in ("lora", "embedding") for name in names)
+def holds_adapter(names: Iterable[str]) -> bool:
+    """Return whether a model's names include tensors of an adapter that peft can load.
+
+    Raises:
+        UsageError: They are those of an adapter whose tensors are not the ones that peft saves.
+    """
+    every = list(names)
+    if any((hit := _parsed_name(name)) is not None and hit[0] in ("lora", "embedding") for name in every):
+        return True
+    if any(_of_other_kind(name) is not None for name in every):
+        return True
+    prompts = [name for name in every if name.startswith("prompt_encoder.")]
+    if prompts and all(_PROMPT.match(name) for name in prompts):
+        return True
+    odd = next((name for name in every if _REFUSED.search(name) and name.startswith(_LIVE)), None)
+    if odd is not None:
+        raise UsageError(
+            f"cannot export an adapter that has {odd}: the kinds that are exported are LORA, "
+            f"{', '.join((*_OTHER_KINDS, *_PROMPTS))}",
+            hint="save it with peft's save_pretrained; or keep the tensors as they are: --names stored",
+        )
+    return False
+
+
+def _of_other_kind(name: str) -> re.Match[str] | None:
+    match = _OTHER.match(name) if any(part in name for part in _OTHER_PARTS) else None
+    if match is not None and match["part"].startswith("lora_") and match["end"] is not None:
+        return None  # of LoRA
+    return match
+
+
+def _find_other(every: Sequence[str]) -> Adapter:
+    """Return the adapter of another kind than LoRA."""
+    hub: dict[str, str] = {}
+    modules: dict[str, dict[str, str]] = {}
+    called, saved = set[str](), set[str]()
+    for name in every:
+        if (shared := _SHARED.match(name)) is not None:
+            hub[name] = f"base_model.{shared['part']}"
+            called.add(shared["name"] or "")
+        elif (prompt := _PROMPT.match(name)) is not None:
+            hub[name] = _PROMPT_HUB
+            called.add(prompt["name"] or "")
+        elif (match := _of_other_kind(name)) is not None:
+            part = ".".join(p for p in (match["part"], match["end"]) if p)
+            module = match["module"].removeprefix(PREFIX)
+            hub[name] = f"{PREFIX}{module}.{part}"
+            modules.setdefault(module, {})[part] = name
+            called.add(match["name"] or "")
+        elif (hit := _parsed_name(name)) is not None and hit[0] == "saved":
+            module = hit[1]["module"].removeprefix(PREFIX)
+            hub[name] = f"{PREFIX}{module}.{hit[1]['end']}"
+            saved.add(module)
+            called.add(hit[1]["name"] or "")
+    _require_one(sorted(called))
+    others = (n.removeprefix(PREFIX) for n in every if n not in hub and ".original_module" not in n)
+    base = frozenset(n.rpartition(".")[0].removesuffix(".base_layer") for n in others)
+    return Adapter(next(iter(called)), hub, modules, frozenset(saved), base, other=True)
+
+
+def _require_one(called: Sequence[str]) -> None:
+    if len(called) > 1:
+        raise UsageError(
+            f"cannot export one adapter of several: {', '.join(c or '(without a name)' for c in called)}",
+            hint=" ".join(f"--exclude '*.{c}.*' --exclude '*.{c}'" for c in called[1:] if c)
+            + f" exports {called[0]}",
+        )
 
 
 def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) -> Adapter | None:
@@ -91,15 +187,11 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
     """
     every = list(names)
     found = [(name, *hit) for name in every if (hit := _parsed_name(name)) is not None]
-    if not holds_lora(name for name, _, _ in found):
-        return None
+    if not any(kind in ("lora", "embedding") for _, kind, _ in found):
+        other = any(_of_other_kind(name) is not None or _PROMPT.match(name) for name in every)
+        return _find_other(every) if other else None
     called = sorted({m["name"] or "" for _, _, m in found})
-    if len(called) > 1:
-        raise UsageError(
-            f"cannot export one adapter of several: {', '.join(c or '(without a name)' for c in called)}",
-            hint=" ".join(f"--exclude '*.{c}.*' --exclude '*.{c}'" for c in called[1:] if c)
-            + f" exports {called[0]}",
-        )
+    _require_one(called)
     hub: dict[str, str] = {}
     modules: dict[str, dict[str, str]] = {}
     saved = set()
@@ -156,6 +248,9 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
         NameMismatch: Names or shapes contradict the config.
         UsageError: It is no LoRA config, or lacks ``lora_alpha``.
     """
+    if adapter.other:
+        is_prompt = _PROMPT_HUB in adapter.hub.values()
+        return _prompt_config(adapter, shapes, form) if is_prompt else _other_config(adapter, form)
     if form.get("peft_type") != "LORA":
         raise UsageError(
             f"cannot use an adapter_config.json of the type {form.get('peft_type')!r}: only LORA is exported"
@@ -187,6 +282,65 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
             hint="name the adapter_config.json of this training run: --config FILE",
         )
     return out
+
+
+def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of another kind than LoRA, which is compared with the adapter's modules and parts."""
+    kind = form.get("peft_type")
+    groups = _OTHER_KINDS.get(str(kind))
+    if groups is None:
+        raise NameMismatch(
+            f"the adapter has {_few_parts(adapter)}, and its config is of the type {kind!r}",
+            hint="name the adapter_config.json of this training run: --config FILE",
+        )
+    if kind == "ADALORA" and form.get("rank_pattern"):
+        raise UsageError(
+            "cannot export the AdaLoRA adapter: its config has a rank_pattern, by which peft leaves out rows",
+            hint="save it with peft's save_pretrained; or keep the tensors as they are: --names stored",
+        )
+    problems = []
+    known = {part.partition(".")[0] for group in groups for parts in group for part in parts}
+    for module, parts in sorted(adapter.modules.items()):
+        lacking = [group[-1] for group in groups if not any(parts.keys() >= set(one) for one in group)]
+        problems += [f"{module} lacks {' and '.join(one)}" for one in lacking]
+        odd = [part for part in parts if part.partition(".")[0] not in known and part[:6] not in _CORES]
+        problems += [f"{module} has {part}, which is not of {kind}" for part in odd]
+    shared = {new for new in adapter.hub.values() if new.startswith("base_model.vera_")}
+    if kind == "VERA" and form.get("save_projection", True) and len(shared) != 2:
+        problems.append("save_projection is set, and vera_A and vera_B are not both there")
+    saved = form.get("modules_to_save") or []
+    problems += [
+        f"{m} is saved, and is not in modules_to_save" for m in adapter.saved if not _is_inside(m, saved)
+    ]
+    missing = [m for m in saved if not any(_is_inside(one, [m]) for one in adapter.saved)]
+    problems += [f"modules_to_save names {m}, of which nothing is there" for m in missing if m not in _HEADS]
+    if kind != "TRAINABLE_TOKENS":
+        problems += _odd_targets(adapter, form)
+    if problems:
+        raise NameMismatch(
+            f"the adapter does not fit its config: {'; '.join(problems[:5])}",
+            hint="name the adapter_config.json of this training run: --config FILE",
+        )
+    return dict(form)
+
+
+def _prompt_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of prompt or prefix tuning, which is compared with the rows of its tensor."""
+    rows = next(shapes[name][0] for name, new in adapter.hub.items() if new == _PROMPT_HUB)
+    tokens, parts = form.get("num_virtual_tokens"), form.get("num_transformer_submodules") or 1
+    copies = parts if form.get("peft_type") == "PROMPT_TUNING" else 1
+    stated = tokens * copies if type(tokens) is int and type(copies) is int else None
+    if form.get("peft_type") not in _PROMPTS or form.get("prefix_projection") or rows != stated:
+        raise NameMismatch(
+            f"the adapter has {rows} virtual tokens, and its config has {stated} of the type "
+            f"{form.get('peft_type')!r}",
+            hint="name the adapter_config.json of this training run: --config FILE",
+        )
+    return dict(form)
+
+
+def _few_parts(adapter: Adapter) -> str:
+    return ", ".join(sorted({part for parts in adapter.modules.values() for part in parts})[:4])
 
 
 def sizes_without_base(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -329,7 +483,7 @@ def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
 def _odd_targets(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     """Yield the modules that are targets without an adapter, or have an adapter and are no targets."""
     targets = form.get("target_modules")
-    lora = {m for m, parts in adapter.modules.items() if _is_lora(parts)}
+    lora = {m for m, parts in adapter.modules.items() if _adapts(parts)}
     if form.get("target_parameters"):
         return
     if any(form.get(k) for k in _NARROWED):
@@ -353,6 +507,10 @@ def _odd_targets(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
 
 def _is_lora(parts: Mapping[str, str]) -> bool:
     return any(part.startswith("lora_") for part in parts)
+
+
+def _adapts(parts: Mapping[str, str]) -> bool:
+    return any(part.startswith(_OTHER_PARTS) for part in parts)
 
 
 def _ends(module: str, names: Sequence[Any]) -> bool:

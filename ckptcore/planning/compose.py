@@ -33,7 +33,7 @@ from ckptcore.naming.peft import (
     adapter_config,
     dumped,
     find_adapter,
-    holds_lora,
+    holds_adapter,
     sizes_without_base,
 )
 from ckptcore.naming.quantized_names import without_activations
@@ -296,13 +296,13 @@ def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tup
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
     names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
-    lora = holds_lora(names)
-    if request.names == PEFT and not lora:
+    has_adapter = holds_adapter(names)
+    if request.names == PEFT and not has_adapter:
         raise UsageError(
-            f"cannot export {request.source} under peft's names: its model has no LoRA adapter",
+            f"cannot export {request.source} under peft's names: its model has no adapter",
             hint="leave --names out",
         )
-    if not lora or has_lora_of_its_own(request):
+    if not has_adapter or has_lora_of_its_own(request):
         return find_files(request, manifest), None
     beside = find_adapter_files(request, manifest)
     return beside, find_adapter(names, beside.adapter.form if beside.adapter is not None else None)
@@ -386,7 +386,7 @@ def _adapter_alone(
         beside = replace(beside, adapter=replace(beside.adapter, form=form), findings=findings)
     elif request.single is None:
         raise UsageError(
-            "cannot export the LoRA adapter: no adapter_config.json was found, which records lora_alpha",
+            "cannot export the adapter: no adapter_config.json was found, which records what no shape does",
             hint="name the one of the training run: --config FILE; or leave the adapter out: "
             "--exclude '*.lora_*'; or keep all of it under its stored names: --names stored",
         )

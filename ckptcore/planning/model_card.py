@@ -143,7 +143,9 @@ def _facts(
     yield "config", f"{code(_clean_url(config.url))}{by}" if config is not None else ""
     lora = files.adapter.form if files.adapter is not None else {}
     rank, alpha = (prose(str(lora.get(key))) for key in ("r", "lora_alpha"))
-    yield "adapter", f"LoRA, r {rank}, lora_alpha {alpha}" if lora else ""
+    is_lora = lora.get("peft_type") in (None, "LORA")
+    kind_of_adapter = f"LoRA, r {rank}, lora_alpha {alpha}" if is_lora else prose(str(lora.get("peft_type")))
+    yield "adapter", kind_of_adapter if lora else ""
     yield "tokenizer", code(_clean_url(files.taken_from)) if files.taken_from else ""
     modules = ", ".join(map(code, files.code))
     yield "code", f"{modules}, as it was found: read it before you trust it" if modules else ""

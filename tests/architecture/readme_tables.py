@@ -24,6 +24,7 @@ import export_results
 import resumed
 import strict_exports
 from families import FAMILIES
+from writers_tried import TRIED
 
 import ckptcore
 from ckptcore.checking.export_proof import CHECKS
@@ -45,7 +46,7 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/how-to/verify.md": {"checks": checks(), "wrong_exports": wrong_exports(), "configs": configs()},
         "docs/reference/dcp-scenarios.md": scenarios(),
         "docs/reference/resumed-jobs.md": resumes(),
-        "docs/reference/formats.md": {"formats": formats()},
+        "docs/reference/formats.md": {"formats": formats(), "tried": tried()},
         "docs/reference/errors.md": {"errors": errors()},
         "docs/reference/findings.md": {"findings": findings()},
         "docs/reference/training-state.md": {"training_state": training_state()},
@@ -71,6 +72,15 @@ def formats() -> str:
     head = ("format", "what it is", "recognised by", "read", "write", "own checksums", "objects")
     refused = "".join(f"- `{known.name}`: {known.title}\n" for known in KNOWN)
     return table(head, rows) + f"\nRecognised by name, and refused with the next step:\n\n{refused}"
+
+
+def tried() -> str:
+    """The writers and versions that every format was read from, what is proven, and what is not."""
+    assert TRIED.keys() == {fmt.name for fmt in FORMATS}, (
+        "give each format a row in tests/helpers/writers_tried.py"
+    )
+    head = ("format", "versions of the writer", "what is proven", "what is not")
+    return table(head, [(f"`{fmt.name}`", *TRIED[fmt.name]) for fmt in FORMATS])
 
 
 def checks() -> str:

@@ -33,6 +33,7 @@ SOAK = 16 << 10  # flips of a case in `make soak`: all but of the largest files
 # Of a file of this kind, the share of bytes whose change may stay unnoticed.
 CAPS = {".metadata": 0.12, ".distcp": 0.12, ".zip": 0.12, ".json": 0.02, ".safetensors": 0.0}
 # Sample, and one of its files.
+QKV = "model/model/decoder/0/pp_block/attn/qkv_proj"
 FILES = (
     ("dcp_file_per_item_2r", ".metadata"),
     ("dcp_file_per_item_2r", "__1_0.distcp"),
@@ -63,6 +64,8 @@ FILES = (
     ("meta_llama3_tp2", "consolidated.01.pth"),
     ("tc_default_2r", "model_1.pt"),
     ("tc_safetensors_2r", "model_0.safetensors"),
+    ("nanotron_tp2", "checkpoint_metadata.json"),
+    ("nanotron_tp2", f"{QKV}/model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors"),
 )
 
 

@@ -18,6 +18,7 @@ from damage_sites import Cut, Rows, Tree, put, record_data, safetensors_parts, w
 
 TABLE = Rows()
 Json = Any
+_LONELY = "checkpoint_metadata.json"  # nanotron's counters of a run: no other file repeats them
 
 # ---------------------------------------------------------------------------------------- JSON
 
@@ -50,7 +51,8 @@ def _edit_json(
             if edit(changed, place):
                 data = json.dumps(changed).encode()
                 where = f"{what} {'.'.join(map(str, place))[:80]} of {path}"
-                yield Cut(where, partial(put, path=path, data=data))
+                facts = frozenset({"one-witness"}) if path.endswith(_LONELY) else frozenset()
+                yield Cut(where, partial(put, path=path, data=data), facts)
 
 
 def _holder(form: Json, place: tuple[Any, ...]) -> Any:

@@ -208,6 +208,7 @@ UNDETECTABLE: tuple[Blind, ...] = (
         "one file tells the number, and it is well-formed",
         sometimes=True,
     ),
+    Blind("json-*", "one-witness", "one file tells the counters of a run", sometimes=True),
     Blind("pickle-name-changed", "text", "a whole file is the only witness of its names", sometimes=True),
     Blind("header-dtype-of-the-same-width", "bare", "the header alone tells dtypes", sometimes=True),
     Blind("header-dtype-of-the-same-width", "listed", "an index tells no dtypes", sometimes=True),

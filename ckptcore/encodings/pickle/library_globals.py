@@ -25,6 +25,7 @@ from ckptcore.utils.text import short_repr
 _FRACTION = late_pattern(r"(-?[0-9]{1,155})(?:/([0-9]{1,155}))?", re.ASCII)
 _KEYS = frozenset({int, str, float, bool, bytes, type(None)})
 _MAX_NESTING = 4
+_MAX_VERSION = 256  # characters
 
 
 def _call(name: str, build: Callable[..., Any]) -> Call:
@@ -101,6 +102,12 @@ def _fraction(over: Any = 0, under: Any = 1) -> Named:
             raise ValueError("a fraction of many digits")
         over, under = int(parts[1]), int(parts[2] or 1)
     return _named("fraction", (over, under))
+
+
+def _version_text(text: Any) -> str:
+    if type(text) is not str or len(text) > _MAX_VERSION:
+        raise ValueError("a version that is no text")
+    return text
 
 
 def _require_first(target: Named) -> None:
@@ -295,6 +302,8 @@ _CLASSES: dict[str, Callable[..., Any]] = {
     "datetime.timezone": _timezone,
     "decimal.Decimal": lambda text: _named("decimal", text),
     "fractions.Fraction": _fraction,
+    # Of trainers that record `torch.__version__` as it is: a text, of a class that compares versions.
+    "torch.torch_version.TorchVersion": _version_text,
     "uuid.UUID": _uuid,
 }
 _CALLS = {name: _call(name, build) for name, build in _CLASSES.items()}

@@ -4,7 +4,7 @@ Every rank writes one file of each kind, and only the name identifies it: verl's
 ``model_world_size_8_rank_3.pt`` (verl/utils/checkpoint/fsdp_checkpoint_manager.py), Accelerate's
 ``pytorch_model_fsdp_0_rank3.bin`` (accelerate/utils/fsdp_utils.py), OLMo's ``rank3.pt``
 (olmo/checkpoint.py), and many scripts' ``model_rank_3.pt``. torch_checkpointing's ``model_3.pt`` are files of
-items, which their own reader sorts.
+items, and nanotron's of tensors, which their own readers sort.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ _RANK = late_pattern(
 # torch_checkpointing/checkpoint_layout.py: `<item>_<rank>.pt` by default, other names by a user's layout.
 ITEM = late_pattern(r"^(?P<item>[A-Za-z][\w-]*?)_(?P<rank>\d{1,7})\.(?:pt|safetensors|json)$")
 METADATA = "metadata.pkl"  # of torch_checkpointing, where an item can be resharded
+# nanotron/serialize/utils.py, `get_path`: of a tensor that ranks share, or of one that each of them has.
+NANOTRON_METADATA, NANOTRON_MODEL = "checkpoint_metadata.json", "model/"
+NANOTRON = late_pattern(
+    r"^(?P<folder>(?:[^/]+/)*)model_(?P<leaf>[^/]+?)(?:_pp-rank-(?P<pp>\d{1,6})-of-(?P<pp_size>\d{1,6})"
+    r"_tp-rank-(?P<tp>\d{1,6})-of-(?P<tp_size>\d{1,6})"
+    r"(?:_exp-rank-(?P<exp>\d{1,6})-of-(?P<exp_size>\d{1,6}))?)?\.safetensors$"
+)
 _NEWEST = late_pattern(r"^(?:latest|last|best|final)[-_.]?$")
 _DIGITS = late_pattern(r"\d+")
 _NUMBER = late_pattern(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix

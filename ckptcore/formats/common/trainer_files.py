@@ -18,6 +18,7 @@ _STATE = late_pattern(
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin|recipe_state\.pt)$"
 )
 _OPTIMIZER = late_pattern(r"^optimizer(?:_\d+)?\.(?:bin|pt)$")
+_ADAPTERS = ("adapter_model.pt", "adapter_model.bin")
 _NUMBERED = late_pattern(
     r"^(?:pytorch_)?model_(?P<number>\d+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?$"
 )
@@ -30,6 +31,15 @@ def is_state(path: str) -> bool:
     (True, True, False)
     """
     return _STATE.match(path) is not None
+
+
+def is_adapter(path: str) -> bool:
+    """Return whether a name is that of an adapter, which torchtune saves beside the merged model.
+
+    >>> is_adapter("adapter_model.pt"), is_adapter("model.pt")
+    (True, False)
+    """
+    return path in _ADAPTERS
 
 
 def numbered_model(path: str) -> bool:
@@ -72,6 +82,15 @@ def unread_optimizers(source: Source, paths: Iterable[str]) -> list[Finding]:
     more = f" and {len(beside) - 1} more" if beside[1:] else ""
     message = f"the optimizer's state in {beside[0]}{more} is not read with the model"
     return [finding("unread-state", "files", message, file=beside[0])]
+
+
+def unread_adapters(source: Source, paths: Iterable[str]) -> list[Finding]:
+    """Return the finding that an adapter beside the weights is not read with them."""
+    beside = sorted(p for p in _ADAPTERS if p in source.listing and p not in set(paths))
+    if source.name is not None or not beside:
+        return []
+    message = f"the adapter in {beside[0]} is not read with the model"
+    return [finding("stray-file", "files", message, file=beside[0])]
 
 
 def without_links(source: Source, paths: Iterable[str]) -> list[str]:

@@ -29,10 +29,9 @@ from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join, joined_paths
-from ckptcore.formats.common.weight_index import WeightIndex, read_index, take_index
+from ckptcore.formats.common.weight_index import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.formats.huggingface.consolidated_files import ConsolidatedTensor, consolidated_tensors, differs
-from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
 from ckptcore.formats.huggingface.shard_headers import (
     INFO,
     FolderShards,
@@ -173,6 +172,8 @@ def _incomplete(
     shards: FolderShards, folder: Source, source: Source, consolidated: _Consolidated
 ) -> Iterator[Finding]:
     """Yield findings about missing files, from the names of the files and the lengths of the parts."""
+    from ckptcore.formats.huggingface.expected_shapes import known_shapes, proves_all
+
     if len(shards.of) > 1:
         counts = ", ".join(map(str, sorted(shards.of)))
         yield finding(

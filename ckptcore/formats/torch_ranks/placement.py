@@ -257,13 +257,18 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
         or any(type(c) is not int or not 0 <= c < n for c, n in zip(coordinate, sizes, strict=True))
     ):
         raise ValueError(f"coordinate {short_repr(coordinate)} on a mesh of {sizes}")
-    ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list"))
-    if ranks is None:
-        stored = tensor if type(tensor) is StoredView else state.get("_rank_map")
-        if type(stored) is not StoredView or prod(stored.shape) > _MAX_RANKS:
-            raise ValueError("a mesh without ranks")
-        ranks = stored
-    ranks = lists.of(ranks)
+    stored = tensor if type(tensor) is StoredView else state.get("_rank_map")
+    if type(stored) is StoredView and prod(stored.shape) > _MAX_RANKS:
+        raise ValueError(f"a mesh of {prod(stored.shape)} ranks")
+    listed = state.get("_flatten_rank_map", state.get("_flatten_mesh_list"))
+    # The tensor and the tuple of its elements (device_mesh.py): releases have one of them, or both.
+    forms = [lists.of(form) for form in (listed, stored) if form is not None]
+    if not forms:
+        raise ValueError("a mesh without ranks")
+    if len(set(forms)) > 1:
+        one, other = (short_repr(form, 60) for form in forms)
+        raise ValueError(f"a mesh that lists its ranks as {one}, and as {other}")
+    ranks = forms[0]
     rank, root = state.get("_rank"), state.get("_root_mesh")
     if type(rank) is not int:  # torch <= 2.10 does not record it; the root mesh lists its ranks in order
         rank = None

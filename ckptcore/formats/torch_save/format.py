@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.core.tree_paths import Paths
-from ckptcore.encodings.torchzip.archive import is_zip
+from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar, is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
-from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,
     Evidence,
@@ -35,9 +37,11 @@ from ckptcore.formats.base import (
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.trainer_files import (
+    is_adapter,
     is_state,
     numbered_model,
     require_one_model,
+    unread_adapters,
     unread_optimizers,
     without_links,
 )
@@ -54,8 +58,13 @@ from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_
 from ckptcore.formats.torch_save.tree import TorchTree
 from ckptcore.store.subfolder import FileRange
 
+if TYPE_CHECKING:
+    from ckptcore.encodings.tar_members import TarMember
+
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
+_MAX_PADDING = 1 << 16  # bytes of zeros behind the last file of a tar; Python's are 10 KiB
+_TAR, _COMPOSER = ".tar", "composer_states.pt"
 # Globals of tensor data in forms that this reader does not support.
 _TENSOR_CLASSES = (
     "torch._tensor.",
@@ -75,6 +84,8 @@ def detect(source: Source) -> Evidence | None:
         return None
     name = names[0]
     size = source.listing[name]
+    if in_tar(source, name) is not None:
+        return Evidence("torch_save", (f"{name} is a tar with {_COMPOSER}",))
     if size < 4 or not is_zip(source.store.read(name, 0, 4)):
         return None
     # Another suffix proves nothing: an .npz is a zip, too.
@@ -101,8 +112,11 @@ def files_of_model(source: Source) -> list[str]:
     index = _index_of(source)
     if index is not None:
         return sorted(files_of(read_index(source, index)), key=natural)
-    found = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
+    found = [p for p in source.listing if p.endswith((*SUFFIXES, _TAR)) and "/" not in p]
+    if any(p.endswith(_TAR) for p in found):
+        return without_links(source, found)[:1]  # `read` asks which
     found = [p for p in found if not is_state(p)] or found
+    found = [p for p in found if not is_adapter(p)] or found
     found = without_links(source, found) if len(found) == 2 else found
     if len(found) < 2:
         return found
@@ -110,6 +124,18 @@ def files_of_model(source: Source) -> list[str]:
     if len(models) == len(found):
         return models[:1]  # `read` asks which
     return sorted(found, key=natural) if is_run(found) else []
+
+
+def in_tar(source: Source, name: str) -> TarMember | None:
+    """Return the state of Composer inside a tar (composer/utils/checkpoint.py), None for another file."""
+    size = source.listing[name]
+    if size < TAR_BLOCK or not is_tar(source.store.read(name, 0, TAR_BLOCK)):
+        return None
+    from ckptcore.encodings.tar_members import tar_members
+
+    members = tar_members(partial(source.store.read, name), size, name)
+    states = [member for member in members if member.name.removeprefix("./") == _COMPOSER]
+    return states[0] if len(states) == len(members) == 1 else None
 
 
 def _index_of(source: Source) -> str | None:
@@ -139,6 +165,7 @@ def read(source: Source) -> Manifest:
     paths = Paths()
     if source.name is None:
         require_one_model(source, path or names[0], listed)
+        _require_one_tar(source)
     for name in names:
         if name not in source.listing:
             builder.file(name, None)
@@ -146,8 +173,7 @@ def read(source: Source) -> Manifest:
             builder.findings.append(finding(code, "files", f"{name} is missing", file=name))
             continue
         with passing() if len(names) > 1 else nullcontext():
-            content = FileRange(source.store, name, 0, source.listing[name])
-            objects = read_objects(content, name, WRAPPED_TABLE)
+            objects = _read(source, name, WRAPPED_TABLE)
         here, unread = _add_file(builder, source, name, objects, paths)
         twice = min(here & origin.keys(), default=None)
         if twice is not None:
@@ -163,11 +189,41 @@ def read(source: Source) -> Manifest:
         take_index(source, path, index, builder.tensors)
         builder.findings += unlike_total(builder, index, path)
     builder.findings += unread_optimizers(source, names)
+    builder.findings += unread_adapters(source, names)
     # A flat dict has none: names are its keys.
     form = (
         paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs]) if paths.nest else None
     )
     return builder.build("torch_save", source.store.url, {"paths": form} if form else {})
+
+
+def _require_one_tar(source: Source) -> None:
+    """Raise `AmbiguousModel` where a folder has several saves of Composer: each is a step."""
+    files = [p for p in source.listing if p.endswith((*SUFFIXES, _TAR)) and "/" not in p]
+    saves = without_links(source, files) if any(p.endswith(_TAR) for p in files) else []
+    if len(saves) > 1:
+        raise AmbiguousModel(
+            f"the folder has {len(saves)} saves: {', '.join(sorted(saves, key=natural)[:8])}",
+            hint=f"name one, such as {max(saves, key=natural)}",
+            candidates=saves,
+        )
+
+
+def _read(source: Source, name: str, table: Mapping[str, Any]) -> Objects:
+    """Read the objects of a file, or of the state inside a tar, with the places of storages in the file."""
+    size = source.listing[name]
+    member = in_tar(source, name)
+    if member is None:
+        return read_objects(FileRange(source.store, name, 0, size), name, table)
+    source.explain(name, 0, member.start)
+    end = member.start + member.length
+    if size - end <= _MAX_PADDING and not any(source.store.read(name, end, size - end)):
+        source.explain(name, end)
+    else:
+        FileRange(source.store, name, 0, size).leave(end, size, "the end of the tar")
+    objects = read_objects(FileRange(source.store, name, member.start, member.length), name, table)
+    moved = {key: (start + member.start, n, crc) for key, (start, n, crc) in objects.storages.items()}
+    return replace(objects, storages=moved)
 
 
 def _add_file(

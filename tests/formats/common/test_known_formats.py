@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -10,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import CkptError, MalformedCheckpoint, UnsupportedFormat
 
 # Format -> its files. Names alone: nothing of them is read.
 FOLDERS = {
     "gguf": ("tiny-00001-of-00003.gguf", "tiny-00002-of-00003.gguf"),
     "orbax": ("_CHECKPOINT_METADATA", "d/abc", "manifest.ocdbt"),
     "torchsnapshot": (".snapshot_metadata", "0/obj", "batched/5bdd"),
-    "nanotron": ("checkpoint_metadata.json", "model_config.json", "model/a/model_weight.safetensors"),
+    "nanotron-part": ("lm_head/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors",),
     "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
     "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
     "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
@@ -99,3 +102,70 @@ def test_a_pickled_module(tmp_path: Path) -> None:
     error = refused(tmp_path)
     assert "torch.nn.modules.linear.Linear" in error.message
     assert "state_dict()" in error.hint
+
+
+@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "."])
+def test_one_rank_of_vllm_has_fused_tensors(name: str, tmp_path: Path) -> None:
+    """Nothing states that it is the only rank; beside it is the index of what it was made from."""
+    path = tmp_path / "model-rank-0-part-0.safetensors"
+    save_file({"model.layers.0.self_attn.qkv_proj.weight": torch.ones(6, 2)}, path)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "model.safetensors"}})
+    )
+    assert refused(tmp_path / name).values["format"] == "vllm-sharded-state"
+
+
+def legacy(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("pytorch_model.bin", "optimizer.pt"),
+        ("consolidated.00.pth", "consolidated.01.pth"),
+        ("global_step1/mp_rank_00_model_states.pt", "global_step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("a.pt", "b.pt"),
+        ("model.th",),
+        ("model.pth.tar",),
+        ("steps/10/model.pt",),
+    ],
+)
+def test_torch_before_zip_inside_of_folders(files: tuple[str, ...], tmp_path: Path) -> None:
+    for path in files:
+        legacy(tmp_path / path)
+    with pytest.raises(CkptError) as caught:
+        ckptcore.open(str(tmp_path))
+    assert "torch.save before 1.6" in caught.value.message
+    assert caught.value.hint == "load it with torch and save it again"
+
+
+def test_nothing_before_zip_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, ("executed",))
+
+    torch.save({"w": Hostile()}, tmp_path / "model.pt", _use_new_zipfile_serialization=False)
+    assert refused(tmp_path).values["format"] == "torch-legacy"
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+def test_archives_are_unpacked_first(suffix: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    with tarfile.open(tmp_path / f"model.tar.{suffix}", f"w:{suffix}") as archive:
+        archive.add(tmp_path / "model.pt", "model.pt")
+    assert refused(tmp_path / f"model.tar.{suffix}").values["format"] == "archive"
+    with tarfile.open(tmp_path / "two.tar", "w") as archive:
+        archive.add(tmp_path / "model.pt", "model.pt")
+    assert refused(tmp_path / "two.tar").values["format"] == "archive"
+
+
+def test_a_folder_with_an_archive_of_nemo(tmp_path: Path) -> None:
+    (tmp_path / "llama.nemo").write_bytes(b"x" * 32)
+    assert refused(tmp_path).values["format"] == "nemo-archive"
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert ckptcore.open(str(tmp_path)).format == "safetensors"

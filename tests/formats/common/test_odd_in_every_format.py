@@ -71,6 +71,11 @@ def header(folder: Path, name: str) -> None:
     assert done
 
 
+def named_file(folder: Path, name: str) -> None:
+    """Edit the tensor of the files that are below the folder named after it."""
+    header(folder / "model" / name.rpartition(".")[0].replace(".", "/"), "data")
+
+
 def _decoded(key: str) -> bytes:
     try:
         return base64.b64decode(key, altchars=b"-_", validate=True)
@@ -146,6 +151,7 @@ class Odd:
     below: str = ""
 
 
+NORM = "model.final_layer_norm.pp_block.weight"
 W = "embedding.word_embeddings.weight"
 FORMATS_WITH: dict[str, Odd] = {
     "dcp": Odd("dcp_fsdp2_bf16_4r", "ckpt", dcp, "model.embed.weight", ("model.embed.weight",)),
@@ -213,6 +219,7 @@ FORMATS_WITH: dict[str, Odd] = {
         ("layers.0.feed_forward.w1.weight",),
     ),
     "torch_checkpointing": Odd("tc_safetensors_2r", "ckpt", header, "norm.weight", ("model.norm.weight",)),
+    "nanotron": Odd("nanotron_tp2", "ckpt", named_file, NORM, (NORM,)),
     "torch_ranks": Odd(
         "verl_fsdp2_4r",
         "ckpt",

@@ -182,6 +182,16 @@ DTENSORS: dict[str, tuple[str, Callable[[Parts], object], str]] = {
         lambda p: [p.mesh.pop(k) for k in ("_flatten_rank_map", "_rank_map", "_flatten_mesh_list")],
         "a mesh without ranks",
     ),
+    "ranks in two forms that differ": (
+        "2.10",
+        lambda p: p.mesh.update(_rank_map=torch.tensor([1])),
+        r"lists its ranks as \(0,\), and as \(1,\)",
+    ),
+    "ranks in two forms that differ before 2.10": (
+        "2.6",
+        lambda p: p.mesh.update(mesh=torch.tensor([1])),
+        r"lists its ranks as \(0,\), and as \(1,\)",
+    ),
     "a layout that is none": ("2.10", lambda p: p.mesh.pop("_layout"), "expected a _MeshLayout"),
     "a layout without a shape": ("2.10", lambda p: _layout(p, "x"), "a mesh layout of 'x'"),
     "a layout of text": ("2.10", lambda p: _layout(p, ("x",)), "a mesh axis of 'x'"),

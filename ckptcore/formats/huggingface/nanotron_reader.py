@@ -1,0 +1,316 @@
+"""Read the tensors of a nanotron step: the ranks' files of each, placed by the boxes in their headers.
+
+A file holds one tensor, ``data``. One that ranks share has in its header the shape of the full tensor, and
+pairs of slices, of the file's tensor and of the full one (nanotron/parallel/parameters.py, `SlicesPair`). The
+name of the file says how many ranks there are. Nothing lists the tensors: model_config.json has the number of
+layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
+from math import prod
+from typing import Any
+
+from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Item, Manifest, TensorSpec, Unread, View, row_major
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.errors import Finding, MalformedCheckpoint, finding
+from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.part_proof import json_beside
+from ckptcore.formats.common.rank_file_names import NANOTRON
+from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA as METADATA
+from ckptcore.formats.common.rank_file_names import NANOTRON_MODEL as MODEL
+from ckptcore.formats.common.shard_pieces import Piece, Shape, same
+from ckptcore.formats.common.torn_layers import torn_layers
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText
+from ckptcore.utils.text import short_repr
+
+_CONFIG = "model_config.json"
+_DATA = "data"
+_PAIRS, _SHAPE, _VERSION = "local_global_slices_pairs", "unsharded_shape", "version"
+_NUMBER = re.compile(r"\s*(?:(?:np|numpy)\.u?int\d+\((\d{1,15})\)|(\d{1,15}))\s*")  # numpy 2 prints its type
+_LAYER = re.compile(r"^(.*\bdecoder\.)(\d{1,6})\.pp_block\.(.+)$", re.DOTALL)
+# What every version records (nanotron/serialize/metadata.py, CheckpointMetadata).
+_RECORDED = {"version": str, "tp": int, "dp": int, "metas": dict}
+_STATES = ("optimizer/", "lr_scheduler/", "random/")
+_MAX_PAIRS = 256  # of one file; fused tensors have three
+_MAX_LISTED = 20
+# What each layer of Llama and Qwen has (nanotron/models): a part of a name -> whether a full model is needed
+# to say so, which a config describes.
+_OF_A_LAYER = {
+    "input_layernorm.": False,
+    "attn.qkv_proj.": False,
+    "attn.o_proj.": False,
+    "post_attention_layernorm.": True,
+    "mlp.": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file of a tensor: its path, and its ranks and their sizes by the name; None where it has none."""
+
+    path: str
+    ranks: tuple[int, int, int] | None  # pipeline, tensor, expert
+    sizes: tuple[int, int, int] | None
+
+
+def read_step(source: Source) -> Manifest:
+    """Read the manifest of a step.
+
+    Raises:
+        MalformedCheckpoint: A header, or checkpoint_metadata.json, is not valid.
+    """
+    builder, origin = Builder(), dict[str, Any]()
+    recorded = _metadata(source)
+    if recorded is None:
+        message = f"{METADATA} is missing, which nanotron writes when all ranks have saved"
+        code = "missing-part" if source.recover else "not-complete"
+        builder.findings.append(finding(code, "files", message))
+    else:
+        step = recorded["metas"].get("last_train_step")
+        if type(step) is int:
+            origin["step"] = step
+    tensors = _files(source)
+    sizes = Counter(file.sizes[:2] for files in tensors.values() for file in files if file.sizes is not None)
+    mesh = sizes.most_common(1)[0][0] if sizes else (1, 1)
+    if sizes:
+        origin["mesh"] = {"pp": mesh[0], "tp": mesh[1]}
+    if sizes and recorded is not None and recorded["tp"] != mesh[1]:
+        message = f"{METADATA} states {recorded['tp']} tensor-parallel ranks, and files have {mesh[1]}"
+        builder.findings.append(finding("mixed-saves", "files", message, file=METADATA))
+    for fqn in sorted(tensors, key=natural):
+        builder.findings += _contradicting(source, fqn, tensors[fqn], mesh)
+        _Tensor(source, builder, fqn).add(tensors[fqn])
+    builder.findings += _lacking(source, tensors)
+    states = [p for p in source.listing if p.startswith(_STATES)]
+    if states:
+        more = f" and {len(states) - 1} more" if states[1:] else ""
+        message = f"the state of optimizer, scheduler and random numbers is not read: {min(states)}{more}"
+        builder.findings.append(finding("stray-file", "files", message, file=min(states)))
+    return builder.build("nanotron", source.store.url, origin)
+
+
+def _metadata(source: Source) -> Mapping[str, Any] | None:
+    size = source.listing.get(METADATA)
+    if size is None:
+        return None
+    try:
+        recorded = parse(source.store.read(METADATA, 0, size), METADATA)
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"{METADATA} is not JSON: {error}", file=METADATA) from error
+    if not isinstance(recorded, dict):
+        raise MalformedCheckpoint(f"{METADATA} must hold an object (got {short_repr(recorded, 40)})")
+    odd = [key for key, kind in _RECORDED.items() if type(recorded.get(key)) is not kind]
+    if odd:
+        value = short_repr(recorded.get(odd[0]), 40)
+        message = f"{METADATA} must have a {_RECORDED[odd[0]].__name__} as {odd[0]} (got {value})"
+        raise MalformedCheckpoint(message, file=METADATA)
+    source.explain(METADATA)
+    source.carry(METADATA, METADATA.removesuffix(".json"), recorded)
+    return recorded
+
+
+def _files(source: Source) -> dict[str, list[_File]]:
+    """Return FQN -> its files, in the order of the ranks."""
+    tensors: dict[str, list[_File]] = {}
+    for path in source.listing:
+        found = NANOTRON.match(path) if path.startswith(MODEL) else None
+        if found is None:
+            continue
+        folder = found["folder"].removeprefix(MODEL)
+        ranks = sizes = None
+        if found["tp"] is not None:
+            ranks = int(found["pp"]), int(found["tp"]), int(found["exp"] or 0)
+            sizes = int(found["pp_size"]), int(found["tp_size"]), int(found["exp_size"] or 1)
+        fqn = f"{folder.replace('/', '.')}{found['leaf']}"
+        tensors.setdefault(fqn, []).append(_File(path, ranks, sizes))
+    return {fqn: sorted(files, key=lambda f: (f.ranks or (), f.path)) for fqn, files in tensors.items()}
+
+
+def _contradicting(source: Source, fqn: str, files: list[_File], mesh: tuple[int, int]) -> Iterator[Finding]:
+    """Yield findings for files of a tensor that are missing, or cannot be of one save."""
+    sizes = {file.sizes for file in files}
+    stages = {file.ranks[0] for file in files if file.ranks is not None}
+    odd = next((file for file in files if file.sizes is not None and file.sizes[:2] != mesh), None)
+    if len(sizes) > 1 or len(stages) > 1 or odd is not None:
+        named = odd or files[-1]
+        message = f"the files of {fqn} are not those of one save: {named.path} has other ranks in its name"
+        yield finding("mixed-saves", "files", message, fqn=fqn, file=named.path)
+        return
+    size = next(iter(sizes))
+    if size is None:
+        return
+    present = {file.ranks[1:] for file in files if file.ranks is not None}
+    ranks = product(range(min(size[1], 1 << 12)), range(min(size[2], 1 << 12)))
+    for tp, exp in islice((rank for rank in ranks if rank not in present), _MAX_LISTED):
+        path = files[0].path
+        for axis, rank in (("tp", tp), ("exp", exp)):
+            path = re.sub(rf"_{axis}-rank-\d+", f"_{axis}-rank-{rank}", path)
+        yield _missing(source, f"{path} is missing: it is one of {size[1] * size[2]} ranks' files", path)
+    beyond = next(
+        (f for f in files if f.ranks and any(r >= n for r, n in zip(f.ranks, size, strict=True))), None
+    )
+    if beyond is not None:
+        message = f"a rank in the name of {beyond.path} exceeds its count"
+        yield finding("mixed-saves", "files", message, fqn=fqn, file=beyond.path)
+
+
+def _missing(source: Source, message: str, path: str | None = None) -> Finding:
+    return finding("missing-part" if source.recover else "missing-file", "files", message, file=path)
+
+
+class _Tensor:
+    """Add one tensor to a builder, file by file."""
+
+    def __init__(self, source: Source, builder: Builder, fqn: str) -> None:
+        self._source, self._builder, self._fqn = source, builder, fqn
+        self._tensors: dict[str, tuple[int, TensorSpec]] = {}
+
+    def add(self, files: list[_File]) -> None:
+        """Read the headers of all files."""
+        for file in files:
+            size = self._source.listing[file.path]
+            taken = (_PAIRS, _SHAPE, _VERSION)
+            stored, texts, begin = read_header(self._source.store, file.path, size, taken)
+            if _DATA not in stored:
+                raise MalformedCheckpoint(f"{file.path} has no tensor {_DATA!r}", file=file.path)
+            number = self._builder.file(file.path, size)
+            for key, (dtype, shape, start, end) in stored.items():
+                pieces, full = (same(shape).pieces, shape)
+                if key == _DATA:
+                    pieces, full = _pieces(shape, texts, file.path, cut=file.ranks is not None)
+                # Mamba's parameters have a value beside them (nanotron 0.4, `_no_weight_decay`).
+                fqn = self._fqn if key == _DATA else f"{self._fqn}.{key}"
+                if dtype not in BY_NAME:
+                    reason = f"dtype {dtype} is not supported"
+                    self._builder.withdraw(fqn, Unread(reason, dtype, full, file.path))
+                item = self._builder.item(Item(number, begin + start, end - start))
+                self._place(TensorSpec(fqn, dtype, full), pieces, shape, item, file.path)
+
+    def _place(self, spec: TensorSpec, pieces: tuple[Piece, ...], shape: Shape, item: int, path: str) -> None:
+        if spec.fqn not in self._tensors:
+            self._tensors[spec.fqn] = self._builder.tensor(spec, path), spec
+        tensor, first = self._tensors[spec.fqn]
+        if spec != first:
+            here, there = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
+            message = f"{spec.fqn} is {here} by {path}, and {there} by other ranks"
+            self._builder.findings.append(finding("item-mismatch", "files", message, fqn=spec.fqn, file=path))
+            return
+        if spec.dtype not in BY_NAME:
+            return
+        strides, width = row_major(shape), BY_NAME[spec.dtype].itemsize
+        for piece in pieces:
+            first_element = sum(i * s for i, s in zip(piece.local.offset, strides, strict=True))
+            view = View(first_element * width, strides if piece.local.shape != shape else None)
+            self._builder.chunk(
+                tensor, piece.offset, piece.local.shape, item, None if view == View() else view
+            )
+
+
+def _pieces(
+    shape: Shape, texts: Mapping[str, Any], path: str, *, cut: bool
+) -> tuple[tuple[Piece, ...], Shape]:
+    """Return the boxes of a file's tensor, and the shape of the full one."""
+    if (_PAIRS in texts) != cut or (_SHAPE in texts) != cut:
+        state = "no boxes of a full tensor, and a rank" if cut else "boxes of a full tensor, and no rank"
+        raise MalformedCheckpoint(f"{path} has {state} in its name", file=path)
+    if not cut:
+        return same(shape).pieces, shape
+    full = _shape(texts[_SHAPE], path)
+    pairs = texts[_PAIRS].split(";") if isinstance(texts[_PAIRS], str) else []
+    if not 0 < len(pairs) <= _MAX_PAIRS or len(full) != len(shape):
+        raise _no_boxes(path, texts[_PAIRS])
+    pieces = []
+    for pair in pairs:
+        local, hash_sign, of_full = pair.partition("#")
+        if not hash_sign:
+            raise _no_boxes(path, texts[_PAIRS])
+        here, there = _box(local, shape, path), _box(of_full, full, path)
+        if here.shape != there.shape:
+            message = f"{path} has a box of {list(here.shape)} in the place of {list(there.shape)}"
+            raise MalformedCheckpoint(message, file=path)
+        pieces.append(Piece(here, there.offset))
+    boxes = [piece.local for piece in pieces]
+    apart = all(one.intersect(other) is None for n, one in enumerate(boxes) for other in boxes[:n])
+    if not apart or sum(prod(box.shape) for box in boxes) != prod(shape):
+        raise MalformedCheckpoint(f"the boxes of {path} do not tile its tensor of {list(shape)}", file=path)
+    return tuple(pieces), full
+
+
+def _shape(text: Any, path: str) -> Shape:
+    """Parse the text of a tuple of numbers, as Python prints it: ``(np.int64(32), 8)``."""
+    inner = text[1:-1] if isinstance(text, str) and text[:1] == "(" and text[-1:] == ")" else ")"
+    numbers = [_NUMBER.fullmatch(part) for part in inner.removesuffix(",").split(",")] if inner else []
+    if len(numbers) > 64 or not all(numbers):
+        raise MalformedCheckpoint(f"{path} has {short_repr(text, 60)} as {_SHAPE}", file=path)
+    return tuple(int(number[1] or number[2]) for number in numbers if number is not None)
+
+
+def _box(text: str, shape: Shape, path: str) -> Box:
+    """Parse slices ``start,stop,step|...``, where None is all of a dim."""
+    offset, extent = [], []
+    slices = text.split("|") if shape or text else []
+    if len(slices) != len(shape):
+        raise _no_boxes(path, text)
+    for one, length in zip(slices, shape, strict=True):
+        bounds = one.split(",")
+        if len(bounds) != 3 or any(b != "None" and not re.fullmatch(r"\d{1,15}", b) for b in bounds):
+            raise _no_boxes(path, text)
+        start = 0 if bounds[0] == "None" else int(bounds[0])
+        stop = length if bounds[1] == "None" else int(bounds[1])
+        if not 0 <= start <= stop <= length or bounds[2] not in ("None", "1"):
+            raise _no_boxes(path, text)
+        offset.append(start)
+        extent.append(stop - start)
+    return Box(tuple(offset), tuple(extent))
+
+
+def _no_boxes(path: str, text: Any) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{path} has no boxes in {_PAIRS} (got {short_repr(text, 80)})", file=path)
+
+
+def _lacking(source: Source, names: Mapping[str, list[_File]]) -> Iterator[Finding]:
+    """Yield findings for tensors that are in no file: of layers, and before and behind them."""
+    config = json_beside(source, _CONFIG)
+    count = config.get("num_hidden_layers")
+    layers: dict[int, set[str]] = {}
+    start = "decoder."
+    for name in names:
+        if match := _LAYER.match(name):
+            start = match[1]
+            layers.setdefault(int(match[2]), set()).add(match[3])
+    stated = count if type(count) is int and 0 < count <= 1 << 16 else None
+    needed = stated if stated is not None else max(layers, default=0) + 1
+    why = f"{_CONFIG} has {needed} layers" if stated is not None else f"{start}{needed - 1} is there"
+    for number in islice((n for n in range(needed) if n not in layers), _MAX_LISTED):
+        yield _missing(source, f"{start}{number} is in no file, and {why}")
+    if layers and max(layers) >= needed:
+        message = f"{start}{max(layers)} is there, and {why}: files are of another save"
+        yield finding("mixed-saves", "files", message)
+    lost = {(number, f"{start}{number}.pp_block.{rest}") for number, rest in torn_layers(layers)}
+    for number, own in layers.items():
+        if not any(rest.startswith("attn.") and "_proj." in rest for rest in own):
+            continue  # another model's layer
+        for part, of_model in _OF_A_LAYER.items():
+            if (stated is not None or not of_model) and not any(rest.startswith(part) for rest in own):
+                lost.add((number, f"{start}{number}.pp_block.{part}weight"))
+    ends = ["token_embedding.", "final_layer_norm."]
+    if config.get("tie_word_embeddings") is False:
+        ends.append("lm_head.")
+    lost |= {(-1, f"{end}weight") for end in ends if not any(end in name for name in names)}
+    for _, name in islice(sorted(lost), _MAX_LISTED):
+        yield _missing(source, f"{name} is in no file, and every such model has it")
+    if stated is None:
+        message = (
+            f"nothing states how many layers there are: {_CONFIG} is missing, or has no num_hidden_layers"
+        )
+        yield finding("unproven-whole", "files", message, hint=f"add {_CONFIG}")
