@@ -189,7 +189,7 @@ def best(
 
 
 def _one_of_each_step(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
-    """Return the first row of each step of a run; an odd row, or one without run or step, is one by itself."""
+    """Return the first row of each step of a run; an odd row, or one without a step, is one by itself."""
     first: dict[Any, Ranked] = {}
     for row in rows:
         run, step = row.checkpoint.run, row.step
