@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Collection
 
 from ckptcore.catalog import conversions
@@ -33,13 +32,13 @@ class Heartbeats:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._renewed: dict[str, tuple[Renew, float]] = {}  # conversion -> how, when (`_elapsed`)
+        self._renewed: dict[str, tuple[Renew, float]] = {}  # conversion -> how, when (`host.uptime`)
         self._thread: threading.Thread | None = None
 
     def add(self, renew: Renew, begun: Collection[str]) -> None:
         """Renew these conversions, which were recorded as begun a moment ago, until `drop`."""
         with self._lock:
-            self._renewed |= {each: (renew, _elapsed()) for each in begun}
+            self._renewed |= {each: (renew, host.uptime()) for each in begun}
             if self._thread is None and begun:
                 self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
                 self._thread.start()
@@ -59,7 +58,7 @@ class Heartbeats:
         """
         with self._lock:
             _, renewed = self._renewed.get(conversion, (renew, float("-inf")))
-        if _elapsed() - renewed < _SURE_S:
+        if host.uptime() - renewed < _SURE_S:
             return
         if conversion in renew([conversion]):
             raise Interrupted(
@@ -81,7 +80,7 @@ class Heartbeats:
                 self._renew(renew, mine)
 
     def _renew(self, renew: Renew, mine: Collection[str]) -> None:
-        began = _elapsed()
+        began = host.uptime()
         try:
             lost = renew(mine)
         except CkptError as error:  # more tries fit into the lease; `require` looks at what was not renewed
@@ -91,11 +90,6 @@ class Heartbeats:
             for conversion in set(mine).difference(lost):
                 if conversion in self._renewed:
                     self._renewed[conversion] = renew, began
-
-
-def _elapsed() -> float:
-    """Return seconds since the machine started, also those that it slept."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 RUNNING = Heartbeats()

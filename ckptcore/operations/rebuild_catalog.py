@@ -30,6 +30,7 @@ from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Settings
 from ckptcore.store import is_s3, open_store
 from ckptcore.store.objects.part_plan import plan_parts
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.part_digest import PartHasher, hasher_like
@@ -99,7 +100,8 @@ def rebuild(
         SourceUnreadable: A root does not exist.
         CatalogError: The catalog cannot be used.
     """
-    began = datetime.now(UTC)  # a file that is written later may differ from what is read
+    # A file that is written later may differ from what is read.
+    began = datetime.fromtimestamp(host.now(), UTC)
     found: dict[str, tuple[str, str]] = {}  # id -> place and format
     left_out = []
     kinds: dict[str, Kind] = {}

@@ -32,6 +32,11 @@ def monotonic() -> float:
     return time.monotonic()
 
 
+def uptime() -> float:
+    """Return seconds since the machine started, also those that it slept."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 def sleep(seconds: float) -> None:
     """Wait."""
     time.sleep(seconds)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import rooms
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import config_mutations
 import dcp_scenarios
@@ -33,6 +34,8 @@ from ckptcore.formats import FORMATS, KNOWN
 from ckptcore.naming.maps import live_families
 from ckptcore.naming.trainer_keys import KINDS_OF_KEYS
 from ckptcore.naming.worlds import HUB
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.scheduler import FAULTS
 
 ROOT = Path(__file__).parents[2]
 SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -42,6 +45,10 @@ def tables() -> dict[str, dict[str, str]]:
     """Every generated table by page, and by the name in its marker."""
     return {
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
+        "docs/explanation/simulation.md": {
+            "simulated_faults": simulated_faults(),
+            "known_faults": known_faults(),
+        },
         "docs/reference/families.md": {"sources": sources(), "families": families()},
         "docs/how-to/verify.md": {"checks": checks(), "wrong_exports": wrong_exports(), "configs": configs()},
         "docs/reference/dcp-scenarios.md": scenarios(),
@@ -81,6 +88,21 @@ def tried() -> str:
     )
     head = ("format", "versions of the writer", "what is proven", "what is not")
     return table(head, [(f"`{fmt.name}`", *TRIED[fmt.name]) for fmt in FORMATS])
+
+
+def simulated_faults() -> str:
+    """What befalls simulated processes, and what is assumed."""
+    rows = [(f"`{name}`", kind.means, kind.assumes) for name, kind in FAULTS.items()]
+    return table(("fault", "what happens", "what is assumed"), rows)
+
+
+def known_faults() -> str:
+    """What is put back into the product, and which program finds it."""
+    rows = [
+        (f"`{name}`", mutant.what, f"`{mutant.where}`", "" if mutant.seed is None else str(mutant.seed))
+        for name, mutant in MUTANTS.items()
+    ]
+    return table(("fault", "what is wrong", "where", "seed"), rows)
 
 
 def checks() -> str:

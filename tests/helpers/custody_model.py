@@ -23,7 +23,7 @@ import torch
 
 Tree = Mapping[str, bytes]
 Contents = dict[str, str]  # name -> content id
-HIDDEN = re.compile(r"\.[^/]+\.ckptcore")
+HIDDEN = re.compile(r"\.[^/]+\.ckptcore(\.gone-[0-9a-f-]+)?")
 HOME = re.compile(r"\.(?P<name>[^/]+)\.retiring-[0-9a-f]{8}\.ckptcore")
 _CACHE: dict[bytes, Contents | None] = {}
 

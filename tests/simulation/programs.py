@@ -8,20 +8,19 @@ hand) is excused by looking again right after it.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
-import os
 import random
-import signal
-import traceback
 import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from custody_model import HOME, Contents, folders_above, ids_in, is_hidden, logi
 from safetensors.torch import load as safetensors_state
 from safetensors.torch import save as safetensors_bytes
 from sqlalchemy import text
-from strikes import STRUCK, strike_at
 
 from ckptcore.catalog import holds, open_catalog
 from ckptcore.catalog import watched_roots as roots
@@ -48,6 +46,7 @@ from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Request, Settings
+from tests.simulation.scheduler import World, drawn_faults
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 NO_SUMS = Settings(memory=32 << 20, workers=1)
@@ -57,7 +56,8 @@ OUTPUTS = (*(f"{top}/{name}" for top in ("out", "disk") for name in "abcde"), "o
 WEIGHTS = {
     "save": 5,
     "resave": 1,
-    "make": 10,
+    "make": 6,
+    "together": 12,
     "copy": 3,
     "move": 3,
     "overwrite": 10,
@@ -76,8 +76,11 @@ WEIGHTS = {
     "release": 1,
     "hold": 1,
 }
+START = ("save", "save", "make", "make", "save")  # of every program, undisturbed
 FORGET = ("rewind", "lose")  # behind them less is promised, so half of the programs have none
-REFUSED, CRASHED = 3, 4
+# What processes that run at the same time do.
+PRODUCT = {"make": 6, "overwrite": 6, "resume": 3, "retire": 4, "purge": 4, "restore": 2, "scrub": 1}
+LATER = "later"
 
 
 class Broken(AssertionError):
@@ -89,8 +92,7 @@ def program(seed: int, length: int) -> list[tuple[str, int]]:
     draw = random.Random(seed)
     weights = {verb: 0 if seed % 2 and verb in FORGET else often for verb, often in WEIGHTS.items()}
     verbs = draw.choices(list(weights), list(weights.values()), k=length)
-    start = ["save", "save", "make", "make", "save", "make"]
-    return [(verb, draw.getrandbits(40)) for verb in (*start, *verbs)][:length]
+    return [(verb, draw.getrandbits(40)) for verb in (*START, *verbs)][:length]
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,29 @@ class Conversion:
     catalog: bool
 
 
+@dataclass(frozen=True)
+class Act:
+    """What one process does; see `Run._product`."""
+
+    act: Callable[[Any], object]
+    target: str
+    made: Contents | None
+    catalog: bool
+
+
+def _lived(act: Callable[[Any], object], url: str) -> None:
+    with open_catalog(url) as catalog:
+        act(catalog)
+
+
 class Run:
     """One program on one disk with one catalog."""
 
-    def __init__(self, disk: Any, url: str, tmp: Path) -> None:
-        self.disk, self.url, self.tmp = disk, url, tmp
+    def __init__(self, disk: Any, url: str, tmp: Path, world: World, *, calm: bool = False) -> None:
+        self.disk, self.url, self.tmp, self.world, self.calm = disk, url, tmp, world, calm
+        self.inline = world.inline
+        self.group: list[Act] = []  # what the next processes do
+        self.together: list[tuple[int, Conversion]] | None = None  # while several are gathered
         self.catalog = open_catalog(url)
         self.trace: list[str] = []
         self.owed: set[tuple[str, str, str]] = set()  # (source, name, id) of what purges deleted
@@ -130,6 +150,7 @@ class Run:
         real = uuid.uuid4
         try:
             for number, (verb, drawn) in enumerate(steps):
+                self.world.inline = self.inline or number < len(START)
                 self.draw = random.Random(f"{number} {drawn}")
                 names = random.Random(f"names {number} {drawn}")
                 uuid.uuid4 = lambda names=names: uuid.UUID(int=names.getrandbits(128), version=4)  # type: ignore[assignment]
@@ -139,6 +160,47 @@ class Run:
             raise Broken("\n".join([*self.trace, str(error)])) from error
         finally:
             uuid.uuid4 = real
+
+    def finish(self) -> None:
+        """Without faults, run what was killed last once more: it ends as if nothing had happened."""
+        run = self.killed
+        if run is None or not self._is_up(run.target) or self._visible().get(run.source) != run.contents:
+            return
+        there, self.calm = self._all().get(run.target), True
+        if self.disk.exists(run.target) and there is None:
+            return  # rot
+        if there is not None and set(there.values()) != set(run.made.values()):
+            return
+        self.world.shared.advance(2 * 86400)  # leases and claims of the dead end
+        self.draw = random.Random("finish")
+        self.trace.append("    finish    ")
+        self._converted(run)
+        outcome = self.trace[-1]
+        if there is None and "[done]" not in outcome:
+            raise Broken("\n".join([*self.trace, f"{run.target} cannot be completed"]))
+        if "[done]" in outcome and there is None:
+            self._require_same_bytes(run)
+
+    def _require_same_bytes(self, run: Conversion) -> None:
+        """Compare an output with that of an undisturbed run elsewhere."""
+        fresh = f"fresh/{run.target.rpartition('/')[2]}"
+        options = {n: v for n, v in run.options.items() if not n.startswith("overwrite")}
+        convert(
+            Request(self.disk.url(run.source), self.disk.url(fresh), **options), run.settings, None, False
+        )
+        tree = self.disk.tree()
+        one, two = (
+            {path[len(place) :]: data for path, data in tree.items() if path.startswith(place)}
+            for place in (run.target, fresh)
+        )
+        for files in (one, two):
+            files.pop("/README.md", None)
+        if one != two:
+            raise Broken("\n".join([*self.trace, f"{run.target} has other bytes than an undisturbed run"]))
+        above, _, name = run.target.rpartition("/")
+        left = sorted(path for path in tree if path.startswith(f"{above}/.{name}.ckptcore"))
+        if left:
+            raise Broken("\n".join([*self.trace, f"what is left: {left}"]))
 
     def _step(self, verb: str) -> None:
         getattr(self, f"_{verb}")()
@@ -296,7 +358,7 @@ class Run:
 
     def _watch(self) -> None:
         with self.catalog.writing() as conn:
-            roots.add(conn, datetime.now(UTC), "r", self.disk.url("runs"))
+            roots.add(conn, self.catalog.now(), "r", self.disk.url("runs"))
 
     def _validate(self) -> None:
         place = self._pick(self._visible())
@@ -352,7 +414,7 @@ class Run:
         if self.draw.random() < 0.5:
             self._known(place)
         with suppress(CkptError), self.catalog.writing() as conn:
-            holds.place(conn, datetime.now(UTC), self.disk.url(place), "mine")
+            holds.place(conn, self.catalog.now(), self.disk.url(place), "mine")
             self.on_hold[place] = self._visible()[place]
             self._note(place)
 
@@ -390,7 +452,7 @@ class Run:
         options["to"] = "torch_save" if target.endswith(".pt") else self.draw.choice(["safetensors", "dcp"])
         contents = self._visible()[source]
         made = {name: id for name, id in contents.items() if not name.startswith("file ")}
-        if self.draw.random() < 0.15:
+        if self.draw.random() < 0.15 and "shared" in contents:
             options["exclude"] = ("shared",)
             made.pop("shared", None)
         settings = MEANS if self.draw.random() < 0.85 else NO_SUMS
@@ -403,7 +465,14 @@ class Run:
         outcome = self._product(
             lambda _: convert(request, run.settings, None, url), run.target, run.made, catalog=run.catalog
         )
-        if outcome.startswith("killed"):
+        if outcome == LATER:
+            assert self.together is not None
+            self.together.append((len(self.group) - 1, run))
+        else:
+            self._note_killed(run, outcome)
+
+    def _note_killed(self, run: Conversion, outcome: str) -> None:
+        if outcome == "killed":
             self.killed = run
         elif run is self.killed:
             self.killed = None
@@ -429,7 +498,7 @@ class Run:
         self._product(lambda catalog: retire(catalog, Policy(1), yes=True, **options))
 
     def _purge(self) -> None:
-        later = datetime.now(UTC) + timedelta(days=8)
+        later = self.catalog.now() + timedelta(days=8)
         self._product(lambda catalog: tuple(purge(catalog, MEANS, None, due=later)))
 
     def _restore(self) -> None:
@@ -458,66 +527,55 @@ class Run:
         *,
         catalog: bool = True,
     ) -> str:
-        """Run a verb, sometimes killed at one of its steps, and check what must be true.
+        """Run a verb in a simulated process, at once or together with others; return how it ended.
 
         target: the place that may change. made: what is there afterwards; None for anything that is complete.
         """
-        tree = self.disk.tree()
-        known = self._known_sources(target, tree, catalog=catalog)
-        last = self.draw.randint(1, 45) if self.draw.random() < 0.25 else 0
-        outcome = self._killed(act, last) if last else self._in_process(act)
-        self._note(f"[{outcome}]")
+        self.group.append(Act(act, target, made, catalog))
+        return self._run_group()[0] if self.together is None else LATER
+
+    def _together(self) -> None:
+        """Several processes at once, on several hosts."""
+        self.together = []
+        for verb in self.draw.choices(list(PRODUCT), list(PRODUCT.values()), k=self.draw.choice([2, 2, 3])):
+            self._note(f"\n    {verb:8}")
+            self._step(verb)
+        later, self.together = self.together, None
+        if self.group:
+            outcomes = self._run_group()
+            for act, run in later:
+                self._note_killed(run, outcomes[act])
+
+    def _run_group(self) -> list[str]:
+        """Run what was gathered, as the faults decide, and check what must be true while and after."""
+        group, self.group = self.group, []
+        before = self.disk.tree()
+        strict = all(act.catalog for act in group) and not self.forgot
+        known = frozenset[str]().union(*(self._known_sources(a.target, before, a.catalog) for a in group))
+        draw = random.Random(self.draw.getrandbits(60))
+        faults = drawn_faults(draw, calm=self.calm or draw.random() < 0.2, local=self.disk.kind == "local")
+
+        def observe() -> None:
+            after = self.disk.tree()
+            self._require_places(self._all(before), self._all(after), group, [])
+            self._note_deleted(before, after)
+            self._require_owed(ids_in(after), known, strict=strict)
+
+        works = [(draw.randrange(3), functools.partial(_lived, act.act, self.url)) for act in group]
+        outcomes = self.world.run(works, faults, draw, observe)
+        for word in (*outcomes, self.world.cut):
+            self._note(f"[{word}]" if word else "")
+        for outcome in outcomes:
+            if outcome.startswith("crashed"):
+                raise Broken(outcome)
         after = self.disk.tree()
-        self._require_places(self._all(tree), self._all(after), target, made, outcome)
-        self._note_deleted(tree, after)
-        self._require_owed(ids_in(after), known, strict=catalog and not self.forgot)
+        self._require_places(self._all(before), self._all(after), group, outcomes)
+        self._note_deleted(before, after)
+        self._require_owed(ids_in(after), known, strict=strict)
         for place, contents in self.on_hold.items():
             if self._all(after).get(place) != contents:
                 raise Broken(f"{place} is on hold, and gone")
-        return outcome
-
-    def _in_process(self, act: Callable[[Any], object]) -> str:
-        try:
-            act(self.catalog)
-        except CkptError as error:
-            return f"refused: {error.code}"
-        except Exception as error:
-            raise Broken("".join(traceback.format_exception(error))) from error
-        return "done"
-
-    def _killed(self, act: Callable[[Any], object], last: int) -> str:
-        remote = self.disk.kind == "bucket" and self.draw.random() < 0.7
-        crash = self.tmp / "crash.txt"
-        child = os.fork()
-        if not child:
-            code = CRASHED
-            try:
-                if not remote:
-                    strike_at(last)
-                with open_catalog(self.url) as catalog:
-                    act(catalog)
-                code = 0
-            except CkptError:
-                code = REFUSED
-            except BaseException:
-                crash.write_text(traceback.format_exc())
-            finally:
-                os._exit(code)
-        if remote:
-            left = [1 + last % 20]
-
-            def strike(_path: str) -> None:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(child, signal.SIGKILL)
-
-            self.disk.server.after = strike
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if remote:
-            self.disk.server.after = None
-        if status == CRASHED:
-            raise Broken(crash.read_text())
-        return {0: "done", REFUSED: "refused", STRUCK: f"killed at {last}"}.get(status, f"killed {status}")
+        return outcomes
 
     # What must be true.
 
@@ -525,36 +583,43 @@ class Run:
         self,
         before: dict[str, Contents | None],
         after: dict[str, Contents | None],
-        target: str,
-        made: Contents | None,
-        outcome: str,
+        group: Sequence[Act],
+        outcomes: Sequence[str],
     ) -> None:
-        """Every place that a user sees is as it was; the target, too, or it is the new output, complete."""
-        for place in {*before, *after}:
+        """Every place that a user sees is as it was, or, if it is a target, the new output, complete.
+
+        outcomes: how the acts of the group ended; none while they run.
+        """
+        for place in {*before, *after, *(act.target for act in group if act.made is not None)}:
             old, new = before.get(place), after.get(place)
-            if is_hidden(place) or old == new:
+            acts = [
+                (a, o)
+                for a, o in zip_longest(group, outcomes, fillvalue="")
+                if a.target == place or place.startswith(f"{a.target}.kept-")
+            ]  # what cannot be removed is kept beside its place
+            if place not in before and ".kept-" in place and acts:
                 continue
-            if place != target:
+            wanted = [set(a.made.values()) for a, _ in acts if a.made is not None]
+            if any(o == "done" and a.made is not None for a, o in acts):
+                if new is None or set(new.values()) not in wanted:
+                    raise Broken(f"{place} is not the new output: {new}, not {wanted}")
+                continue
+            torn = place in after and new is None and place not in before
+            if is_hidden(place) or (old == new and not torn):
+                continue
+            halves = self.disk.kind == "bucket" and new is None  # objects are replaced one at a time
+            if not acts:
                 back = any(logical(p) == place and c == new for p, c in before.items())
-                half = outcome.startswith("killed") and self.disk.kind == "bucket" and new is None
-                if place.startswith("runs/") and (place not in after or back or half):
+                if place.startswith("runs/") and (place not in after or back or halves):
                     continue  # it is retired; what that loses is counted below. Or it is restored
                 raise Broken(f"{place} changed: {old} -> {new}")
-            if made is not None and new is not None and set(new.values()) == set(made.values()):
+            if outcomes and old and all(o.startswith("refused") for _, o in acts):
+                raise Broken(f"{place} was refused, and changed: {old} -> {new}")
+            if halves or (
+                new is not None and (set(new.values()) in wanted or None in [a.made for a, _ in acts])
+            ):
                 continue
-            if made is None and new is not None:
-                continue
-            if outcome.startswith("killed") and self.disk.kind == "bucket":
-                continue  # objects are replaced one at a time; nothing opens meanwhile
-            raise Broken(f"{place} is not complete: {old} -> {new}, not {made}")
-        if (
-            outcome == "done"
-            and made is not None
-            and set((after.get(target) or {}).values()) != set(made.values())
-        ):
-            raise Broken(f"{target} is not the new output: {after.get(target)}, not {made}")
-        if outcome.startswith("refused") and before.get(target) != after.get(target) and before.get(target):
-            raise Broken(f"{target} was refused, and changed: {before.get(target)} -> {after.get(target)}")
+            raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
 
     def _note_deleted(self, before: dict[str, bytes], after: dict[str, bytes]) -> None:
         """Note what of sources is gone: some place must hold it from now on."""
@@ -581,7 +646,7 @@ class Run:
             raise Broken(f"lost: {sorted(missing)}")
         self.owed -= lost  # a catalog that knew was lost, and there is no record
 
-    def _known_sources(self, target: str, tree: dict[str, bytes], *, catalog: bool) -> frozenset[str]:
+    def _known_sources(self, target: str, tree: dict[str, bytes], catalog: bool) -> frozenset[str]:
         """Return the sources of the obligations that the catalog, or a record at a place, has."""
         found: set[str] = set()
         if catalog:

@@ -1,0 +1,225 @@
+"""Run a program of a seed in a fresh world, and make a failing one shorter."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import functools
+import gc
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from custody_model import BucketDisk, LocalDisk
+
+from ckptcore.catalog import open_catalog
+from ckptcore.utils import host
+from tests.simulation.mutants import MUTANTS, mutate
+from tests.simulation.programs import PRODUCT, Broken, Run, program
+from tests.simulation.scheduler import World
+from tests.simulation.seam import Shared
+
+LENGTH = 9
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+EPOCH_NS = 2_208_988_800 * 10**9  # 2040: behind the times of all files, so that no decision depends on today
+
+Steps = Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program.
+
+    Attributes:
+        digest: Of its trace and of every call.
+        trace: Its steps.
+        calls: Every call of every process.
+        broken: What was wrong; "" if nothing.
+    """
+
+    digest: str
+    trace: list[str]
+    calls: list[str]
+    broken: str
+
+
+@functools.cache
+def _empty_catalog() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "catalog.sqlite"
+        open_catalog(str(path)).close()
+        return path.read_bytes()
+
+
+def _is_named(fd: int, name: str) -> bool:
+    return os.path.exists(name) and os.path.samestat(os.fstat(fd), os.stat(name))
+
+
+@contextlib.contextmanager
+def _folder(program: str) -> Iterator[Path]:
+    """Make a folder whose name comes from the program: names of records come from it in turn."""
+    name = hashlib.blake2b(program.encode(), digest_size=8).hexdigest()
+    top = Path(MEMORY or tempfile.gettempdir()) / f"simulation-{os.getuid()}-{name}"
+    while True:
+        with open(f"{top}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the same program may run in another process, which removes it
+            if not _is_named(lock.fileno(), lock.name):
+                continue
+            shutil.rmtree(top, ignore_errors=True)  # of one that was killed
+            top.mkdir()
+            try:
+                yield top
+            finally:
+                shutil.rmtree(top, ignore_errors=True)
+                os.unlink(lock.name)
+            return
+
+
+@contextlib.contextmanager
+def _simulated_clock(shared: Shared) -> Iterator[None]:
+    """Let the simulation itself live on the clock of the world."""
+    real = host.now, host.now_ns
+    host.now, host.now_ns = lambda: shared.world_ns() / 1e9, shared.world_ns
+    try:
+        yield
+    finally:
+        host.now, host.now_ns = real
+
+
+@contextlib.contextmanager
+def _disk(kind: str, folder: Path) -> Iterator[LocalDisk | BucketDisk]:
+    if kind == "local":
+        yield LocalDisk(folder)
+        return
+    import fault_s3
+
+    with fault_s3.serving() as server:
+        yield BucketDisk(server)
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import what processes of a simulation use, and keep the collector from touching it in each of them."""
+    for seed in (0, 1):
+        verbs = ("save", "save", "save", "make", "make", "make", *PRODUCT, "lose", "scrub")
+        steps = [(verb, 1000 * seed + number) for number, verb in enumerate(verbs)]
+        run_steps(steps, inline=True)
+    gc.collect()
+    gc.freeze()
+
+
+def run_steps(steps: Steps, *, disk: str = "local", url: str = "", inline: bool = False) -> Outcome:
+    """Run a program in a fresh world.
+
+    Args:
+        inline: See `World`.
+        steps: The program.
+        disk: ``local`` or ``bucket``.
+        url: Of an empty catalog on another database than SQLite.
+    """
+    with _folder(f"{disk} {steps}") as top:
+        for name in ("disk/runs/llama", "disk/out", "disk/disk", "made", "grave"):
+            (top / name).mkdir(parents=True)
+        catalog = top / "catalog.sqlite"
+        catalog.write_bytes(_empty_catalog())
+        shared, calls = Shared(EPOCH_NS), list[str]()
+        with _disk(disk, top / "disk") as place, _simulated_clock(shared):
+            root = top / "disk" if disk == "local" else None
+            world = World(shared, root, None if url else catalog, top / "grave", calls, inline)
+            run = Run(place, url or str(catalog), top / "made", world)
+            broken = ""
+            try:
+                run.run(steps)
+                run.finish()
+            except Broken as error:
+                broken = str(error.args[0])
+            finally:
+                run.close()
+        calls = [line.replace(str(top), "") for line in calls]
+        trace = [line.replace(str(top), "") for line in run.trace]
+        digest = hashlib.blake2b(
+            "\n".join([*trace, *calls]).encode("utf-8", "surrogateescape"), digest_size=8
+        )
+        return Outcome(digest.hexdigest(), trace, calls, broken.replace(str(top), ""))
+
+
+def shortest(steps: Steps, *, disk: str = "local") -> tuple[Steps, Outcome]:
+    """Leave out steps of a failing program while it fails."""
+    outcome = run_steps(steps, disk=disk)
+    at = len(steps) - 1
+    while at >= 0 and outcome.broken:
+        fewer = [*steps[:at], *steps[at + 1 :]]
+        tried = run_steps(fewer, disk=disk)
+        if tried.broken and _kind(tried) == _kind(outcome):
+            steps, outcome = fewer, tried
+        at = min(at, len(steps)) - 1
+    return steps, outcome
+
+
+def _kind(outcome: Outcome) -> str:
+    """Return what was wrong, without the particulars: it must stay when steps are left out."""
+    return re.sub(r"[^a-z ].*", "", outcome.broken.splitlines()[-1])
+
+
+def hunt(
+    seeds: Sequence[int], *, length: int = LENGTH, disk: str = "local", mutant: str = ""
+) -> Iterator[tuple[int, Outcome]]:
+    """Run the programs of some seeds, with a known fault in the product if one is named."""
+    warm_up()
+    mutate(mutant)
+    for seed in seeds:
+        yield seed, run_steps(program(seed, length), disk=disk)
+
+
+def main(asked: argparse.Namespace) -> int:
+    """Do what the command line asks, and return its exit status."""
+    if asked.mutants:
+        return _run_mutants(asked)
+    seeds, failed, began = range(asked.seed, asked.seed + asked.count), [], time.monotonic()
+    for seed, outcome in hunt(seeds, length=asked.steps, disk=asked.disk, mutant=asked.mutant):
+        if asked.log:
+            print(*outcome.calls, sep="\n")
+        if asked.count == 1:
+            print(*outcome.trace, sep="\n")
+        if outcome.broken:
+            failed.append(seed)
+            steps, least = shortest(program(seed, asked.steps), disk=asked.disk)
+            title = f"seed {seed} fails, in {len(steps)} steps:"
+            print(title, *least.trace, least.broken.splitlines()[-1], sep="\n", flush=True)
+        print(_line(seed, outcome), flush=True)
+        if failed and asked.first:
+            break
+    if asked.count > 1:
+        seconds, used = time.monotonic() - began, sum(os.times()[:4])
+        print(f"{len(failed)} of {asked.count} failed: {failed} ({seconds:.0f} s, {used:.0f} s of CPU)")
+    return bool(failed)
+
+
+def _line(seed: int, outcome: Outcome) -> str:
+    word = "failed" if outcome.broken else "held"
+    return f"seed {seed}: {word}, {len(outcome.calls)} calls, digest {outcome.digest}"
+
+
+def _run_mutants(asked: argparse.Namespace) -> int:
+    """Run the program that finds each mutant, in a process of its own; fail if one finds nothing."""
+    warm_up()
+    missed = []
+    for name, mutant in list(MUTANTS.items())[:: asked.mutants]:
+        if mutant.seed is None:
+            continue
+        child = os.fork()
+        if not child:
+            mutate(name)
+            outcome = run_steps(program(mutant.seed, LENGTH), disk=mutant.disk)
+            os._exit(0 if outcome.broken else 1)
+        if os.waitpid(child, 0)[1]:
+            missed.append(name)
+    print(f"missed: {missed}")
+    return bool(missed)

@@ -1,0 +1,356 @@
+"""Run simulated processes one at a time, and let faults befall them, as a seed decides.
+
+`FAULTS` is the table of what may happen; the page for operators shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptcore.errors import CkptError
+from tests.simulation.crash_disk import CrashDisk
+from tests.simulation.seam import DIE, GO, HALF, HOSTS, LOST, PROCESSES, Seam, Shared
+
+FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "renameat2", "write"}
+COMMITTING = ("renameat2", "renameat2", "rename", "link", "commit", "unlink")
+MOST_CALLS = 5000  # of a process; more is an endless loop
+REAL_S = 120.0  # without a word from a process that has its turn
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    Attributes:
+        often: How many in a hundred groups of processes have it.
+        means: What happens, for the page for operators.
+        assumes: What is not simulated, because ckptcore counts on it.
+    """
+
+    often: int
+    means: str
+    assumes: str
+
+
+FAULTS = {
+    "kill": Kind(30, "a process ends before any of its calls, or in the middle of a write", "-"),
+    "power": Kind(
+        20,
+        "all processes end; unsynced bytes are lost, torn or zero, unsynced names are undone, in each folder "
+        "from some change on",
+        "`fsync` of a file keeps its bytes, of a folder its names; a rename is whole in both folders",
+    ),
+    "catalog-power": Kind(
+        50, "with `power`: commits of SQLite since the last flushed one are lost", "a flushed commit is kept"
+    ),
+    "error": Kind(
+        15,
+        "a file call fails with ENOSPC, EIO, EDQUOT or EROFS, and does nothing",
+        "a call that returns was done",
+    ),
+    "lost-commit": Kind(
+        10, "a commit is done, and reported as an error", "a commit is done whole or not at all"
+    ),
+    "pause": Kind(25, "a process gets no turn while others run, and minutes or days pass on all clocks", "-"),
+    "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault at a call of a group of processes: the ``at``-th of all, or of one kind."""
+
+    kind: str
+    at: int
+    number: int
+    call: str = ""
+
+
+def drawn_faults(draw: random.Random, *, calm: bool, local: bool) -> list[Fault]:
+    """Return what befalls a group of processes."""
+    faults = []
+    for kind, each in FAULTS.items():
+        drawn, number = draw.random() * 100 < each.often, draw.getrandbits(30)
+        times = draw.choice([1, 1, 2])
+        if drawn and not calm and (local or kind not in ("power", "catalog-power", "error")):
+            faults += [_fault(kind, number, draw) for _ in range(times)]
+    return faults
+
+
+def _fault(kind: str, number: int, draw: random.Random) -> Fault:
+    """Return a fault anywhere, or at one of the few calls that make something visible, or durable."""
+    call = draw.choice(["", "", *COMMITTING])
+    return Fault(kind, draw.randint(1, 5 if call else draw.choice([12, 45, 160])), number, call)
+
+
+@dataclass
+class Process:
+    """A simulated process, as the scheduler sees it.
+
+    Attributes:
+        outcome: How it ended: ``done``, ``refused: CODE``, ``killed``, ``crashed: TRACEBACK``; "" until then.
+        call: What it waits for, and the paths.
+        wakes_ns: When it wants to go on, on the clock of the world.
+        resting: How many turns of others it is paused for.
+    """
+
+    number: int
+    home: int
+    pid: int
+    line: socket.socket
+    outcome: str = ""
+    call: tuple[str, ...] = ()
+    wakes_ns: int = 0
+    resting: int = 0
+    calls: int = 0
+    in_transaction: bool = False
+
+
+@dataclass
+class World:
+    """The hosts, their clocks, and the disk.
+
+    Attributes:
+        root: The disk that all hosts share.
+        catalog: The file of a SQLite catalog; None for another database.
+        grave: An empty folder on the file system of the disk.
+        log: Every call, if a list.
+        inline: Run every work in this process, undisturbed: what it imports, no fork imports again.
+    """
+
+    shared: Shared
+    root: Path | None
+    catalog: Path | None
+    grave: Path
+    log: list[str] | None = None
+    inline: bool = False
+    count: int = 0
+    processes: list[Process] = field(default_factory=list)
+    cut: str = ""
+    ctimes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _disk: CrashDisk | None = None
+    _forgets: bool = False  # whether a power cut loses commits
+    _commits: list[dict[str, bytes]] = field(default_factory=list)
+
+    def run(
+        self,
+        works: Sequence[tuple[int, Callable[[], Any]]],
+        faults: Sequence[Fault],
+        draw: random.Random,
+        observe: Callable[[], None],
+    ) -> list[str]:
+        """Run some works at once, each in a process, and return how they ended.
+
+        Args:
+            works: The host of each, and what it does.
+            faults: What befalls them.
+            draw: Decides whose turn it is.
+            observe: Called whenever a process has ended; raises if something is wrong.
+        """
+        if self.inline:
+            return [_inline(work) for _, work in works]
+        powered = any(fault.kind == "power" for fault in faults) and self.root is not None
+        grave = self.grave / str(self.count)
+        if powered and self.root is not None:
+            grave.mkdir()
+            self._disk = CrashDisk(self.root, grave)
+            self._commits = [self._catalog()]
+        self.processes, self.cut = [], ""
+        self._forgets = any(fault.kind == "catalog-power" for fault in faults)
+        try:
+            for home, work in works:
+                self.processes.append(self._begin(home, work, str(grave) if powered else ""))
+                self._hear(self.processes[-1])
+            self._turns({(f.call, f.at): f for f in faults}, draw, observe)
+        finally:
+            for process in self.processes:
+                self._end(process, "killed")
+            self._disk = None
+            shutil.rmtree(grave, ignore_errors=True)
+        return [process.outcome for process in self.processes]
+
+    def _begin(self, home: int, work: Callable[[], Any], grave: str) -> Process:
+        self.count += 1
+        number = 1 + self.count % (PROCESSES - 1)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.shared.set_alive(number, True)
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            _live(Seam(self.shared, theirs, number, home, grave, self.ctimes), f"process {self.count}", work)
+        theirs.close()
+        ours.settimeout(REAL_S)
+        return Process(number, home, pid, ours)
+
+    def _turns(
+        self, faults: dict[tuple[str, int], Fault], draw: random.Random, observe: Callable[[], None]
+    ) -> None:
+        burst, turn, current = draw.choice([1, 3, 10, 60]), 0, self.processes[0]
+        calls: Counter[str] = Counter()
+        while live := [process for process in self.processes if not process.outcome]:
+            stays = current in live and (current.in_transaction or draw.randrange(burst))
+            if not stays or current.wakes_ns > self.shared.world_ns():
+                current = self._chosen(live, draw)
+            turn += 1
+            calls[current.call[0]] += 1
+            fault = faults.pop(("", turn), None) or faults.pop(
+                (current.call[0], calls[current.call[0]]), None
+            )
+            if fault is None or not self._befall(fault, current, draw):
+                self._go(current, GO)
+            for process in live:
+                process.resting = max(process.resting - 1, 0)
+            if any(process.outcome for process in live):
+                observe()
+        if not self.cut and any(fault.kind == "power" for fault in faults.values()):
+            self._cut(draw)  # right after the last has said that it is done
+            observe()
+
+    def _chosen(self, live: list[Process], draw: random.Random) -> Process:
+        holder = [process for process in live if process.in_transaction]
+        now = self.shared.world_ns()
+        ready = [p for p in holder or live if p.wakes_ns <= now and not p.resting]
+        ready = ready or [p for p in holder or live if p.wakes_ns <= now]
+        if ready:
+            return draw.choice(ready)
+        first = min(holder or live, key=lambda process: process.wakes_ns)
+        self.shared.advance((first.wakes_ns - now) / 1e9)
+        return first
+
+    def _befall(self, fault: Fault, process: Process, draw: random.Random) -> bool:
+        """Let a fault happen; return whether the process has had its turn by it."""
+        kind, number = fault.kind, fault.number
+        call = process.call[0]
+        self._note(f"-- {kind} {number}")
+        if kind == "kill":
+            self._go(process, HALF if call == "write" and number % 2 else DIE)
+            return True
+        if kind == "power" and self._disk is not None:
+            self._cut(draw)
+            return True
+        if kind == "error" and call in FILE_CALLS:
+            self._go(process, ("ENOSPC", "EIO", "EDQUOT", "EROFS")[number % 4])
+            return True
+        if kind == "lost-commit" and call == "commit":
+            self._go(process, LOST)
+            return True
+        if kind == "pause":
+            process.resting = number % 40
+            self.shared.advance((0, 70, 400, 90000)[number // 40 % 4])
+            return False
+        if kind == "jump":
+            self.shared.jump(process.home, (-86400, -600, 600, 86400)[number % 4])
+        return False
+
+    def _cut(self, draw: random.Random) -> None:
+        """Let the power fail everywhere."""
+        if self._disk is None:
+            return
+        for each in self.processes:
+            self._end(each, "killed")
+        self.cut = self._disk.cut(draw)
+        self.ctimes |= self._disk.ctimes
+        self._put_catalog(draw)
+        for home in range(HOSTS):
+            self.shared.boot(home, anew=True)
+
+    def _go(self, process: Process, answer: str) -> None:
+        """Let a process do what it waits for, and hear what it waits for next."""
+        call, _, *paths = process.call
+        self._note(f"{process.number} {call} {' '.join(paths)} {'' if answer == GO else answer}")
+        if self._disk is not None and call == "fsync" and answer == GO:
+            self._disk.sync(paths[0])
+        process.line.send(answer.encode())
+        self._hear(process)
+        if self._disk is not None:
+            self._disk.look(*(paths if call in FILE_CALLS else ()))
+            if call == "commit":
+                self._commits = [*([] if paths[0] else self._commits), self._catalog()]
+
+    def _hear(self, process: Process) -> None:
+        try:
+            heard = process.line.recv(65536).decode("utf-8", "surrogateescape").split("\0")
+        except TimeoutError:
+            self._end(process, "crashed: no word for minutes")
+            return
+        except ConnectionError:
+            heard = [""]
+        if heard[0] in ("", "end"):
+            self._end(process, heard[1] if heard[0] else "killed")
+            return
+        process.call, process.in_transaction = tuple(heard), heard[1] == "+"
+        process.calls += 1
+        if process.calls > MOST_CALLS:
+            self._end(process, f"crashed: {MOST_CALLS} calls, the last {heard}")
+        elif heard[0] == "sleep":
+            process.wakes_ns = self.shared.world_ns() + round(float(heard[2]) * 1e9)
+
+    def _end(self, process: Process, outcome: str) -> None:
+        if process.outcome:
+            return
+        process.outcome, process.in_transaction = outcome, False
+        with contextlib.suppress(OSError):  # it has ended
+            process.line.shutdown(socket.SHUT_RDWR)  # if it waits for an answer, it ends
+        process.line.close()
+        if outcome.startswith("crashed: no word"):
+            os.kill(process.pid, signal.SIGKILL)
+        os.waitpid(process.pid, 0)
+        self.shared.set_alive(process.number, False)
+        self._note(f"{process.number} {outcome.partition(chr(10))[0]}")
+
+    def _note(self, line: str) -> None:
+        if self.log is not None:
+            self.log.append(line)
+
+    # The catalog of SQLite loses commits that were not flushed.
+
+    def _catalog(self) -> dict[str, bytes]:
+        if self.catalog is None:
+            return {}
+        files = [self.catalog, Path(f"{self.catalog}-wal")]
+        return {str(file): file.read_bytes() for file in files if file.exists()}
+
+    def _put_catalog(self, draw: random.Random) -> None:
+        now = self._catalog()
+        state = draw.choice([*self._commits, now]) if self._forgets else now
+        if self.catalog is not None and state:
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{self.catalog}{suffix}").unlink(missing_ok=True)
+            for path, data in state.items():
+                Path(path).write_bytes(data)
+
+
+def _inline(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except CkptError as error:
+        return f"refused: {error.code}"
+    return "done"
+
+
+def _live(seam: Seam, seed: str, work: Callable[[], Any]) -> None:
+    """Live the life of a simulated process."""
+    outcome = "crashed"
+    try:
+        seam.install(seed)
+        seam.ask("start", "", "")
+        work()
+        outcome = "done"
+    except CkptError as error:
+        outcome = f"refused: {error.code}"
+    except BaseException:
+        outcome = f"crashed: {traceback.format_exc()}"
+    finally:
+        seam.tell("end", outcome)
+        os._exit(0)

@@ -1,0 +1,315 @@
+"""What a simulated process calls in place of the clocks, the commits and `ckptcore.utils.host`.
+
+A simulated process is a fork of the simulation. Before each call that others can see it asks the scheduler
+over a socket, and waits for its turn; the answer may be an error, or the end of the process. So one process
+runs at a time, and whatever the product caches, locks or holds open is its own, as in real life.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import random
+import socket
+import sqlite3
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from sqlalchemy.engine.default import DefaultDialect
+
+from ckptcore.catalog.heartbeats import RUNNING
+from ckptcore.store import file_status
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.local_writer import LocalWriter
+from ckptcore.utils import host, processes
+
+DIED = 9  # exit status of a process that was killed
+HOSTS, PROCESSES = 4, 240
+GO, DIE, HALF, LOST = "go", "die", "half", "lost"  # answers; others are the name of an error
+_TICK_NS = 1000  # between two looks at a clock
+_CLOCK = struct.Struct("q")
+
+
+class Shared:
+    """What hosts and processes know of each other: in memory that all of them map.
+
+    A clock is the time since the epoch in ns; that of the world never goes back, and each host has an offset.
+    """
+
+    def __init__(self, epoch_ns: int) -> None:
+        self._map = mmap.mmap(-1, 8 * (HOSTS + 1) + PROCESSES + HOSTS)
+        self.epoch_ns = epoch_ns
+
+    def _get(self, index: int) -> int:
+        number: int = _CLOCK.unpack_from(self._map, 8 * index)[0]
+        return number
+
+    def _add(self, index: int, ns: int) -> int:
+        value = self._get(index) + ns
+        _CLOCK.pack_into(self._map, 8 * index, value)
+        return value
+
+    def world_ns(self) -> int:
+        """Return the time of the world."""
+        return self.epoch_ns + self._add(HOSTS, _TICK_NS)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._add(HOSTS, round(seconds * 1e9))
+
+    def jump(self, number: int, seconds: float) -> None:
+        """Set the clock of a host."""
+        self._add(number, round(seconds * 1e9))
+
+    def now_ns(self, number: int) -> int:
+        """Return what a host takes for the time."""
+        return self.world_ns() + self._get(number)
+
+    def set_alive(self, process: int, alive: bool) -> None:
+        """Note that a process has begun, or ended."""
+        self._map[8 * (HOSTS + 1) + process] = alive
+
+    def is_alive(self, process: int) -> bool:
+        """Return whether a process runs."""
+        return bool(self._map[8 * (HOSTS + 1) + process])
+
+    def boot(self, number: int, *, anew: bool = False) -> int:
+        """Return how often a host was started."""
+        at = 8 * (HOSTS + 1) + PROCESSES + number
+        self._map[at] += anew
+        return self._map[at]
+
+
+class Seam:
+    """The calls of one simulated process.
+
+    Args:
+        shared: The clocks, and who is alive.
+        line: The socket to the scheduler.
+        number: The number of the process; it is its pid, too.
+        home: The number of its host.
+        grave: Where files go whose last name is removed, so that a power cut can undo it; "" for nowhere.
+        ctimes: Inode -> its time of change now, and the one before a power cut.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        line: socket.socket,
+        number: int,
+        home: int,
+        grave: str,
+        ctimes: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self._ctimes = ctimes
+        self.shared, self.line, self.number, self.home, self.grave = shared, line, number, home, grave
+        self._turn, self._marks, self._open = threading.Lock(), 0, set[int]()
+
+    def ask(self, call: str, *paths: str) -> str:
+        """Wait for this process's turn; end it, or raise the error that befalls the call."""
+        with self._turn:
+            holds = "+" if self._open else "-"
+            try:
+                self.line.send("\0".join((call, holds, *paths)).encode("utf-8", "surrogateescape"))
+                answer = self.line.recv(64).decode()
+            except OSError:
+                answer = ""
+        if answer in ("", DIE):
+            os._exit(DIED)
+        if answer not in (GO, HALF, LOST):
+            raise OSError(getattr(errno, answer), os.strerror(getattr(errno, answer)))
+        return answer
+
+    def tell(self, *words: str) -> None:
+        """Tell the scheduler how this process ended."""
+        self.line.send("\0".join(words).encode("utf-8", "surrogateescape")[:60000])
+
+    def install(self, seed: str) -> None:
+        """Put the calls of the simulation in place of the real ones, in this process."""
+        draw = random.Random(seed)
+        os.urandom = draw.randbytes
+        os.getpid = lambda: self.number
+        socket.gethostname = lambda: f"host-{self.home}"
+        # A renewer that never gets a turn is a process that was stopped for too long: the hardest case.
+        RUNNING._thread = threading.current_thread()
+        for call in ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "flock", "renameat2"):
+            setattr(host, call, self._file_call(call, getattr(host, call)))
+        for call in ("now", "now_ns", "monotonic", "uptime", "sleep"):
+            setattr(host, call, getattr(self, f"_{call}"))
+        for call in ("this_process", "forget", "is_this", "has_ended", "is_running"):
+            _put(call, getattr(processes, call), getattr(self, f"_{call}"))
+        real = file_status.of_stat
+        _put("of_stat", real, lambda *given, **more: self._as_before(real(*given, **more)))
+        self._install_writes()
+        self._install_commits()
+
+    # Clocks.
+
+    def _now_ns(self) -> int:
+        return self.shared.now_ns(self.home)
+
+    def _now(self) -> float:
+        return self._now_ns() / 1e9
+
+    def _monotonic(self) -> float:
+        return (self.shared.world_ns() - self.shared.epoch_ns) / 1e9
+
+    _uptime = _monotonic
+
+    def _sleep(self, seconds: float) -> None:
+        self.ask("sleep", str(seconds))
+
+    # Processes.
+
+    def _this_process(self) -> processes.Identity:
+        self._marks += 1
+        boot = self.shared.boot(self.home)
+        return str(self.number), "1", f"namespace-{self.home}", f"boot-{self.home}-{boot}:{self._marks}"
+
+    def _forget(self, process: processes.Identity) -> None:
+        """Marks are not kept."""
+
+    def _is_here(self, process: Sequence[str]) -> bool:
+        boot = f"boot-{self.home}-{self.shared.boot(self.home)}"
+        return len(process) == 4 and process[3].partition(":")[0] == boot and process[0].isdigit()
+
+    def _is_this(self, process: Sequence[str]) -> bool:
+        return self._is_here(process) and process[0] == str(self.number)
+
+    def _is_running(self, process: Sequence[str]) -> bool:
+        return self._is_here(process) and self.shared.is_alive(int(process[0]))
+
+    def _has_ended(self, process: Sequence[str]) -> bool:
+        return self._is_here(process) and not self.shared.is_alive(int(process[0]))
+
+    # Files.
+
+    def _file_call(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **folders: Any) -> Any:
+            old, new = _paths(name, given, folders)
+            try:
+                self.ask(name, old, new)
+            except OSError as error:
+                if name == "renameat2":  # it returns its error
+                    return error.errno
+                raise
+            if self.grave and name in ("rename", "replace"):
+                self._bury(new, name_of=old)
+            if self.grave and name in ("unlink", "rmdir") and self._buried(name, old):
+                return None
+            return real(*given, **folders)
+
+        return call
+
+    def _buried(self, name: str, path: str) -> bool:
+        """Move what would be removed out of the way; return False where the real call has to refuse."""
+        folder = name == "rmdir"
+        seen = os.lstat(path)
+        if folder != stat.S_ISDIR(seen.st_mode) or (folder and os.listdir(path)):
+            return False
+        self._bury(path)
+        return True
+
+    def _bury(self, path: str, name_of: str = "") -> None:
+        if os.path.lexists(path) and not (name_of and _is_same(path, name_of)):
+            if name_of and os.path.isdir(path) and (not os.path.isdir(name_of) or os.listdir(path)):
+                return  # the real call refuses
+            os.rename(path, os.path.join(self.grave, str(os.lstat(path).st_ino)))
+
+    def _as_before(self, seen: FileStatus) -> FileStatus:
+        """Return a status with the time of change that it had before what a power cut has undone."""
+        now, before = self._ctimes.get(seen.inode or 0, (None, None))
+        return replace(seen, ctime=before) if now is not None and now == seen.ctime else seen
+
+    def _install_writes(self) -> None:
+        from ckptcore.store import local_writer
+
+        local_writer._file_system = lambda _: 0  # a disk, which needs fsync
+        local_writer._SERIAL = itertools.count()
+        real = LocalWriter.write
+
+        def write(writer: LocalWriter, at: int, data: Any) -> None:
+            view = memoryview(data).cast("B")
+            path = os.readlink(f"/proc/self/fd/{writer._fd}") if writer._fd >= 0 else ""
+            try:
+                answer = self.ask("write", path, "")
+            except OSError as error:
+                raise local_writer.unwritable(str(writer._path), error, writer._nbytes) from error
+            if answer == HALF:
+                real(writer, at, view[: len(view) // 2])
+                os._exit(DIED)
+            real(writer, at, data)
+
+        LocalWriter.write = write  # type: ignore[method-assign]
+
+    # Commits.
+
+    def _install_commits(self) -> None:
+        real_commit, real_rollback = DefaultDialect.do_commit, DefaultDialect.do_rollback
+
+        def begun(connection: Any) -> None:
+            self._open.add(id(connection.connection.dbapi_connection))
+
+        def committed(dialect: Any, connection: Any) -> None:
+            real_commit(dialect, connection)
+            self._open.discard(_id_of(connection))
+
+        def rolled_back(dialect: Any, connection: Any) -> None:
+            real_rollback(dialect, connection)
+            self._open.discard(_id_of(connection))
+
+        def committing(dialect: Any, connection: Any) -> None:
+            sqlite = dialect.name == "sqlite"
+            if sqlite and not connection.total_changes:  # a reader's
+                committed(dialect, connection)
+                return
+            durable = not sqlite or connection.execute("PRAGMA synchronous").fetchone()[0] >= 2
+            answer = self.ask("commit", "durable" if durable else "", "")
+            committed(dialect, connection)
+            if answer == LOST:
+                raise sqlite3.OperationalError("disk I/O error")
+
+        event.listen(Engine, "begin", begun)
+        DefaultDialect.do_commit = committing  # type: ignore[method-assign]
+        DefaultDialect.do_rollback = rolled_back  # type: ignore[method-assign]
+
+
+def _put(name: str, real: Any, simulated: Any) -> None:
+    """Put a function in place of another one, wherever it was imported."""
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("ckptcore") and getattr(module, name, None) is real:
+            setattr(module, name, simulated)
+
+
+def _id_of(connection: Any) -> int:
+    """Return the id of the driver's connection, which the pool may have wrapped."""
+    return id(getattr(connection, "dbapi_connection", connection))
+
+
+def _is_same(one: str, two: str) -> bool:
+    return os.path.lexists(two) and os.path.samestat(os.lstat(one), os.lstat(two))
+
+
+def _paths(name: str, given: Sequence[Any], folders: dict[str, Any]) -> tuple[str, str]:
+    """Return the whole paths that a call names."""
+    if name in ("fsync", "flock"):
+        return os.readlink(f"/proc/self/fd/{given[0]}"), ""
+    if name == "renameat2":
+        return _whole(given[1], given[0]), _whole(given[3], given[2])
+    if name in ("unlink", "rmdir", "mkdir"):
+        return _whole(given[0], folders.get("dir_fd")), ""
+    return _whole(given[0], folders.get("src_dir_fd")), _whole(given[1], folders.get("dst_dir_fd"))
+
+
+def _whole(name: Any, folder: int | None) -> str:
+    top = os.getcwd() if folder is None else os.readlink(f"/proc/self/fd/{folder}")
+    return os.path.join(top, os.fsdecode(name))
