@@ -97,7 +97,7 @@ def simulated_faults() -> str:
 
 
 def known_faults() -> str:
-    """What is put back into the product, and which program finds it."""
+    """What is restored into the product, and which program finds it."""
     rows = [
         (f"`{name}`", mutant.what, f"`{mutant.where}`", "" if mutant.seed is None else str(mutant.seed))
         for name, mutant in MUTANTS.items()

@@ -88,10 +88,10 @@ class CrashDisk:
             self._undo(change)
         self._folders, self._pending = self._scan(), []
         torn = self._tear(draw)
-        again = {inode for change in undone for each in change for inode in each[2:] if inode is not None}
+        revived = {inode for change in undone for each in change for inode in each[2:] if inode is not None}
         self.ctimes = {
             inode: (self._time(inode), self._changed[inode])
-            for inode in again & self._paths.keys()
+            for inode in revived & self._paths.keys()
             if inode in self._changed
         }
         for inode, path in self._paths.items():

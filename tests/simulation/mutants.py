@@ -1,6 +1,6 @@
-"""Known faults that are put back into the product, one at a time: the simulation must find each of them.
+"""Known faults that are restored into the product, one at a time: the simulation must find each of them.
 
-A mutant replaces a piece of one function's source. The seed of the first program that finds it stands beside
+A mutant replaces a piece of one function's source. The seed of the first program that finds it is beside
 it; `tests/simulation/test_simulation.py` runs these programs, and `make docs` writes the table.
 """
 

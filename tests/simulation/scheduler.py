@@ -49,7 +49,7 @@ FAULTS = {
         20,
         "all processes end; unsynced bytes are lost, torn or zero, unsynced names are undone, in each folder "
         "from some change on",
-        "`fsync` of a file keeps its bytes, of a folder its names; a rename is whole in both folders",
+        "`fsync` of a file keeps its bytes, of a folder its names; a rename is complete in both folders",
     ),
     "catalog-power": Kind(
         50, "with `power`: commits of SQLite since the last flushed one are lost", "a flushed commit is kept"
@@ -60,7 +60,7 @@ FAULTS = {
         "a call that returns was done",
     ),
     "lost-commit": Kind(
-        10, "a commit is done, and reported as an error", "a commit is done whole or not at all"
+        10, "a commit is done, and reported as an error", "a commit is complete or not done at all"
     ),
     "pause": Kind(25, "a process gets no turn while others run, and minutes or days pass on all clocks", "-"),
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),

@@ -129,9 +129,9 @@ class Seam:
             raise OSError(getattr(errno, answer), os.strerror(getattr(errno, answer)))
         return answer
 
-    def tell(self, *words: str) -> None:
+    def tell(self, *terms: str) -> None:
         """Tell the scheduler how this process ended."""
-        self.line.send("\0".join(words).encode("utf-8", "surrogateescape")[:60000])
+        self.line.send("\0".join(terms).encode("utf-8", "surrogateescape")[:60000])
 
     def install(self, seed: str) -> None:
         """Put the calls of the simulation in place of the real ones, in this process."""
@@ -304,12 +304,12 @@ def _paths(name: str, given: Sequence[Any], folders: dict[str, Any]) -> tuple[st
     if name in ("fsync", "flock"):
         return os.readlink(f"/proc/self/fd/{given[0]}"), ""
     if name == "renameat2":
-        return _whole(given[1], given[0]), _whole(given[3], given[2])
+        return _full(given[1], given[0]), _full(given[3], given[2])
     if name in ("unlink", "rmdir", "mkdir"):
-        return _whole(given[0], folders.get("dir_fd")), ""
-    return _whole(given[0], folders.get("src_dir_fd")), _whole(given[1], folders.get("dst_dir_fd"))
+        return _full(given[0], folders.get("dir_fd")), ""
+    return _full(given[0], folders.get("src_dir_fd")), _full(given[1], folders.get("dst_dir_fd"))
 
 
-def _whole(name: Any, folder: int | None) -> str:
+def _full(name: Any, folder: int | None) -> str:
     top = os.getcwd() if folder is None else os.readlink(f"/proc/self/fd/{folder}")
     return os.path.join(top, os.fsdecode(name))
