@@ -35,17 +35,21 @@ def simulated(*options: object) -> tuple[int, list[str]]:
 
 
 def test_programs_hold_and_a_seed_ends_in_the_same_line() -> None:
-    status, lines = simulated("--seed", 0, "--count", 50, "--steps", 6)
+    status, lines = simulated("--seed", 0, "--count", 50, "--steps", 4)
     assert not status, "\n".join(lines)
-    assert simulated("--seed", 33, "--steps", 6)[1][-1] in lines
+    assert simulated("--seed", 33, "--steps", 4)[1][-1] in lines
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_programs_hold_on_postgresql(postgres: Any) -> None:
+def test_programs_hold_in_a_bucket() -> None:
+    status, lines = simulated("--disk", "bucket", "--seed", 1, "--count", 2)
+    assert not status, "\n".join(lines)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_programs_hold_on_postgresql(count: int, postgres: Any) -> None:
     from tests.simulation.running import LENGTH, program, run_steps
 
-    for seed in range(50):
+    for seed in range(count):
         with postgres.database() as url:
             upgrade(url)
             assert not run_steps(program(seed, LENGTH), url=url).broken, seed
