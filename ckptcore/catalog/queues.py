@@ -48,6 +48,7 @@ LEASE = timedelta(minutes=5)  # how long a worker may take without a result
 KEEP = timedelta(days=90)  # how long ended rows are kept
 # How long an event may wait because of an error: then it is trouble, and not a moment's.
 PATIENCE = timedelta(minutes=1)
+RUN_WAITS = "its run waits: "  # begins the reason of an event whose run tries again by itself
 MOST_REASONS = 5
 MOST_QUOTED = 300  # characters of a value in an error
 _ANNOUNCED = ("uri", "run", "step")  # what an event is about
@@ -403,6 +404,9 @@ class _Inbox(Queue[InboxEvent]):
         waiting = (
             table.state.in_((Stage.WAITING.value, Stage.TAKEN.value)),
             table.error_message.is_not(None),
+            table.error_message.not_like(
+                f"{RUN_WAITS}%"
+            ),  # a run that waits for its checkpoint is no trouble
             table.received_at <= now - PATIENCE,
         )
         number = func.count()

@@ -333,7 +333,8 @@ class _Round:
                 self.runs.resume(
                     row.flow_run_id, f"{state.kind.lower()} and silent since {state.since:%H:%M:%S}"
                 )
-            self.box.running(row, row.flow_run_id, self._next_look(row))
+            waits_for = state.message if state is not None and state.kind == "SCHEDULED" else ""
+            self.box.running(row, row.flow_run_id, self._next_look(row), waits_for)
             return False
         self.end(row, outcome, state.message if state is not None else "Prefect no longer knows the run")
         return True

@@ -17,7 +17,7 @@ from typing import Any
 from ckptcore.catalog import open_catalog, promotions
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.audit import AuditRow
-from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, Postponed, inbox, outbox
+from ckptcore.catalog.queues import RUN_WAITS, InboxEvent, Message, NewEvent, Postponed, inbox, outbox
 from ckptcore.catalog.run_outputs import output_at, outputs_of_run
 from ckptcore.utils.isolation import for_each
 from deployments.receiver.event import Event
@@ -95,10 +95,11 @@ class Mailbox:
         with self._transaction() as conn:
             inbox.later(conn, row, at, why)
 
-    def running(self, row: InboxEvent, flow_run_id: str, look_at: datetime) -> None:
-        """Record the run of an event, and schedule the next look at it."""
+    def running(self, row: InboxEvent, flow_run_id: str, look_at: datetime, waits_for: str = "") -> None:
+        """Record the run of an event, and what it waits for, and schedule the next look at it."""
+        why = f"{RUN_WAITS}{waits_for}" if waits_for else None
         with self._transaction() as conn:
-            inbox.later(conn, row, look_at, None, flow_run_id=flow_run_id)
+            inbox.later(conn, row, look_at, why, flow_run_id=flow_run_id)
 
     def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[News]) -> bool:
         """End an event, and put messages about it into the outbox in the same transaction.

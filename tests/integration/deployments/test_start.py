@@ -21,7 +21,7 @@ from ckptcore.catalog.export_verdicts import record
 from ckptcore.catalog.queues import inbox
 from ckptcore.page.http_errors import RequestRefused
 from deployments.receiver.background import Loop, Watched
-from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, work
+from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, require_progress, work
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import LEASE, Mailbox
 from deployments.receiver.notify import send_due
@@ -118,6 +118,22 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
     assert work(box, runs, senders, TARGETS, later + timedelta(days=1)) == 0
     assert len(runs.given) == 1
     assert runs.sent_events == ["ckptcore.checkpoint.announced", "ckptcore.conversion.succeeded"]
+
+
+def test_an_event_says_what_its_run_waits_for(
+    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+) -> None:
+    """A checkpoint that is not there yet is no trouble of the receiver, and its inbox says why and until when."""
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    work(box, runs, senders, TARGETS, NOW)
+    why = "next try at 12:00:00 UTC: not-complete: .metadata is missing"
+    runs.now["run-0"] = RunState("SCHEDULED", NOW, why)
+    work(box, runs, senders, TARGETS, NOW + timedelta(minutes=1))
+    assert state(url) == [("waiting", "run-0", f"its run waits: {why}")]
+    assert require_progress(box, senders, NOW + timedelta(hours=1)) == 0
+    runs.now["run-0"] = RunState("RUNNING", NOW, "")
+    work(box, runs, senders, TARGETS, NOW + timedelta(hours=1))
+    assert state(url) == [("waiting", "run-0", None)]
 
 
 def test_a_failed_run_is_notified_to_subscribed_targets(
@@ -485,7 +501,7 @@ def test_the_end_of_a_run_is_announced_with_what_it_made(
             "fingerprint": "f" * 64,
             "verified_level": "coverage",
             "error_code": None,
-            "loadable": None,
+            "loadable": "unproven",
             "export_verdict": "unproven",
             "export_checks": {"names": "ok", "values": "not-done"},
         }
