@@ -300,9 +300,9 @@ def set_root(
     output: As = Output.TEXT,
     **given: Any,
 ) -> None:
-    """Change settings of a watched folder; those that are not named stay.
+    """Change settings of a watched folder.
 
-    Outputs that are there stay, too: a sweep makes what the new settings ask for.
+    Those that are not named stay. Outputs stay, too: a sweep makes what the new settings ask for.
     """
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.operations.root_retention import checked
@@ -336,7 +336,10 @@ def show_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -
 
 @root_app.command("check")
 def check_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -> None:
-    """Check that a watched folder can be swept as it is set: the folder, the options, the files they name."""
+    """Check that a watched folder can be swept.
+
+    Its options are checked, and the files that they name are read.
+    """
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.operations.root_targets import check
     from ckptcore.store import open_source_store

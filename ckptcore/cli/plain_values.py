@@ -36,7 +36,27 @@ class FilledCommand(TyperCommand):
 
 
 class PlainCommand(FilledCommand):
-    """A command whose plain values are converted without pydantic."""
+    """A command whose plain values are converted without pydantic; its help is that of `help_text`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments of a command line, and whether its help is to have all options."""
+        if "--all" in args and not {"-h", "--help"}.isdisjoint(args):
+            from ckptcore.cli.help_text import without_all
+
+            args = without_all(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options."""
+        from ckptcore.cli.help_text import write_options
+
+        write_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the example."""
+        from ckptcore.cli.help_text import write_example
+
+        write_example(ctx, formatter)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with the one of ``--help``."""

@@ -123,7 +123,7 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
 def test_an_event_says_what_its_run_waits_for(
     box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
-    """A checkpoint that is not there yet is no trouble of the receiver, and its inbox says why and until when."""
+    """A checkpoint that is not there yet is no trouble of the receiver; its inbox says why and until when."""
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     why = "next try at 12:00:00 UTC: not-complete: .metadata is missing"

@@ -14,7 +14,7 @@ import typer.core
 import typer.main
 
 import ckptcore
-from ckptcore.cli.main import program
+from ckptcore.cli.main import COMMANDS, program
 from ckptcore.cli.main import run as main
 from ckptcore.errors import error_classes
 from ckptcore.operations.sweep_items import Swept
@@ -145,12 +145,32 @@ def test_the_help_cuts_no_word_at_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([*command.split(), "--help"]) == 0
+    assert main([*command.split(), "--help", *(["--all"] if command in OPTIONS else [])]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert [line for line in text.splitlines() if line.endswith("...") and not line.startswith("Usage")] == []
     assert set(OPTIONS.get(command, "").split()) <= set(text.replace(",", " ").split())
+
+
+def test_help_is_short_and_has_all_on_request(
+    commands: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckptcore.cli.help_text import EXAMPLES, FIRST, SECTIONS
+
+    assert EXAMPLES.keys() == COMMANDS.keys() - {"catalog"}
+    for verb, example in EXAMPLES.items():
+        params = commands[verb].params
+        assert {word for word in example.split() if word.startswith("--")} <= flags(params), verb
+        assert main([verb, "-h"]) == 0
+        short = capsys.readouterr().out
+        assert short.rstrip().endswith(example.split()[-1])
+        assert main([verb, "--help", "--all"]) == 0
+        every = capsys.readouterr().out
+        assert all(flag in every for flag in flags(params)), verb
+        assert ("--help --all" in short) == (len(short) < len(every)), verb
+    names = {param.name for command in commands.values() for param in getattr(command, "params", ())}
+    assert FIRST | {name for listed in SECTIONS.values() for name in listed.split()} <= names | {"help"}
 
 
 def test_no_command_line_waits_for_pydantic_to_know_its_options() -> None:

@@ -58,7 +58,7 @@ def test_help_has_named_placeholders_and_unbroken_tokens(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    run([command, "--help"])
+    run([command, "--help", "--all"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.endswith("-")]

@@ -1,0 +1,84 @@
+"""Lay out the help of a command: an example, the options that people use first, and all of them in groups.
+
+A conversion has about thirty options, of which most commands need a few. ``--help`` has the first ones,
+``--help --all`` has all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MANY = 15  # with more options than these, the help is short
+_FIRST = "config dtype to mesh include exclude max_file_size if_exists allow_incomplete output"
+FIRST = frozenset(_FIRST.split(" "))
+SECTIONS = {
+    "Tensors and names": "model model_prefix include exclude rename tie weights keep_quantized keep_object "
+    "allow_incomplete names arch",
+    "Files beside them": "config tokenizer",
+    "Form of the output": "to dtype dtype_for max_file_size mesh sharding serialization",
+    "Where the output exists": "if_exists overwrite overwrite_foreign overwrite_in_place resume wait",
+    "Work and checks": "memory any_memory workers device verify digest fingerprint",
+    "Catalog and answer": "catalog no_catalog meta output help",
+}
+EXAMPLES = {
+    "inspect": "runs/llama/step-1000",
+    "validate": "runs/llama/step-1000 --level bytes",
+    "diff": "runs/llama/step-1000 runs/llama/step-2000",
+    "fingerprint": "runs/llama/step-1000 --model",
+    "consolidate": "runs/llama/step-1000 whole/step-1000 --to safetensors",
+    "export": "runs/llama/step-1000 exports/step-1000 --config base-model --dtype bf16",
+    "reshard": "runs/llama/step-1000 resharded --mesh fsdp=4,tp=2",
+    "verify-export": "exports/step-1000 --against runs/llama/step-1000",
+    "plan": "runs/llama/step-1000 exports/step-1000 --verb export --save plan",
+    "apply": "plan",
+    "formats": "--output json",
+    "find": "exports/step-1000/model.safetensors",
+    "sweep": "llama",
+    "scrub": "--share 0.1",
+    "retire": "llama --keep-last 3",
+    "gc": "exports",
+}
+ALL = "--all"
+_WANTS_ALL = "ckptcore.cli.help_text.all"  # in the context of a command
+
+
+def without_all(ctx: Any, args: list[str]) -> list[str]:
+    """Return arguments without ``--all``, and note in the command's context that its help has all options."""
+    ctx.meta[_WANTS_ALL] = True
+    return [each for each in args if each != ALL]
+
+
+def write_options(command: Any, ctx: Any, formatter: Any) -> None:
+    """Write the arguments of a command, and its options in their groups."""
+    records = [(param, param.get_help_record(ctx)) for param in command.get_params(ctx)]
+    arguments = [record for param, record in records if record and param.param_type_name == "argument"]
+    options = {
+        param.name: record for param, record in records if record and param.param_type_name == "option"
+    }
+    _write(formatter, "Arguments", arguments)
+    grouped = {name: title for title, names in SECTIONS.items() for name in names.split()}
+    if len(options) <= MANY:
+        _write(formatter, "Options", list(options.values()))
+    elif ctx.meta.get(_WANTS_ALL):
+        _write(formatter, "Options", [each for name, each in options.items() if name not in grouped])
+        for title, names in SECTIONS.items():
+            _write(formatter, title, [options[name] for name in names.split() if name in options])
+    else:
+        first = {n: each for n, each in options.items() if n in FIRST or n == "help" or n not in grouped}
+        _write(formatter, "Options", list(first.values()))
+        formatter.write_paragraph()
+        formatter.write_text(f"{len(options) - len(first)} more options: {ctx.command_path} --help {ALL}")
+
+
+def write_example(ctx: Any, formatter: Any) -> None:
+    """Write the example of a command, if it has one."""
+    example = EXAMPLES.get(ctx.command_path.partition(" ")[2])
+    if example is not None:
+        with formatter.section("Example"):
+            formatter.write_text(f"{ctx.command_path} {example}")
+
+
+def _write(formatter: Any, title: str, records: list[Any]) -> None:
+    if records:
+        with formatter.section(title):
+            formatter.write_dl(records)
