@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,12 +52,23 @@ def foreign_packages() -> list[str]:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout, without a network."""
+    """Build the wheel of this checkout, without a network, and from a copy.
+
+    A build writes the file of the version, which others read meanwhile: mypy, and processes that start.
+    """
+    copy = folder / "checkout"
+    unused = shutil.ignore_patterns(".[!g]*", ".git", "__pycache__", "tests", "docs", "build", "dist")
+    shutil.copytree(ROOT, copy, ignore=unused)
+    repository = subprocess.run(
+        ["git", "rev-parse", "--absolute-git-dir"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    if repository.returncode == 0:  # the version is that of the commit
+        (copy / ".git").write_text(f"gitdir: {repository.stdout}", encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=copy,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
