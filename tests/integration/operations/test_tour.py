@@ -153,6 +153,8 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert work(box, runs, senders, settings.notify) == 3
     box_rows = [exports / f"tiny/step-{step}" for step in losses]
     assert all((place / "config.json").is_file() for place in box_rows)
+    assert ckptcore(["verify-export", str(exports / "tiny/step-20")]) == 0  # as the flow does
+    capfd.readouterr()
 
     # The page shows it; the metric names the best; the alias moves.
     command = [sys.executable, "-m", "ckptcore.page", "--catalog", url, "--port", "0"]

@@ -6,6 +6,7 @@ those of `make up`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -52,6 +53,9 @@ def run_of(stack: Stack, source: Path) -> dict[str, Any]:
 
 def test_from_a_training_job_to_an_sql_query(stack: Stack, tmp_path: Path) -> None:
     checkpoint, truth = stack.root / "gloo-run" / "step-3", tmp_path / "truth.pt"
+    checkpoint.parent.mkdir(exist_ok=True)
+    config = {"model_type": "of-its-own", "architectures": ["OfItsOwn"]}
+    (checkpoint.parent / "config.json").write_text(json.dumps(config))  # without one, no engine opens it
     env = os.environ | {
         "CKPTCORE_HOOK_URL": f"{stack.receiver.base_url}/hooks/trainer".replace("//hooks", "/hooks"),
         "CKPTCORE_HOOK_SECRET": stack.env["CKPTCORE_HOOK_SECRET"],
