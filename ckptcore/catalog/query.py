@@ -42,6 +42,7 @@ from ckptcore.utils.late_pattern import late_pattern
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
+_LOADABLE = {"ok": "yes", "failed": "no"}  # by the verdict of verify-export
 OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # transformers and PEFT open a model by these
 PREFIX = late_pattern(r"[0-9a-f][0-9a-f-]{3,35}")
 
@@ -349,8 +350,9 @@ def loadable(conn: Connection, ids: Sequence[int]) -> dict[int, str]:
     )
     verdicts = {row.checkpoint_id: row.export_verdict for row in conn.execute(written)}
     lacking = _without_config(conn, verdicts)
-    known = {"ok": "yes", "failed": "no"}
-    return {id: "no" if id in lacking else known.get(verdict, "unproven") for id, verdict in verdicts.items()}
+    return {
+        id: "no" if id in lacking else _LOADABLE.get(verdict, "unproven") for id, verdict in verdicts.items()
+    }
 
 
 def _without_config(conn: Connection, exported: Collection[int]) -> set[int]:

@@ -305,12 +305,14 @@ def set_root(
     Those that are not named stay. Outputs stay, too: a sweep makes what the new settings ask for.
     """
     from ckptcore.catalog import watched_roots as roots
+    from ckptcore.catalog.row_values import require_sound
     from ckptcore.operations.root_retention import checked
     from ckptcore.operations.root_targets import settled_all
 
     changes = _target_form(target, destination, verb, given)
     with opened(catalog) as found, found.writing() as conn:
         row = roots.get(conn, name)
+        require_sound(row)  # what an odd row asks for would be replaced by defaults
         further = row.also if also is None else [_object(each, "--also") for each in also]
         first, *others = settled_all([{**row.target, **changes}, *further], reads=_is_here(row.uri))
         row = roots.change(

@@ -112,7 +112,7 @@ def files_of_model(source: Source) -> list[str]:
     index = _index_of(source)
     if index is not None:
         return sorted(files_of(read_index(source, index)), key=natural)
-    found = [p for p in source.listing if p.endswith((*SUFFIXES, _TAR)) and "/" not in p]
+    found = _torch_files(source)
     if any(p.endswith(_TAR) for p in found):
         return without_links(source, found)[:1]  # `read` asks which
     found = [p for p in found if not is_state(p)] or found
@@ -124,6 +124,20 @@ def files_of_model(source: Source) -> list[str]:
     if len(models) == len(found):
         return models[:1]  # `read` asks which
     return sorted(found, key=natural) if is_run(found) else []
+
+
+def _torch_files(source: Source) -> list[str]:
+    """Return the torch files of a folder, and its tars: beside a torch file, those of Composer alone."""
+    files = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
+    tars = [p for p in source.listing if p.endswith(_TAR) and "/" not in p]
+    return files + [p for p in tars if not files or _is_composer(source, p)]
+
+
+def _is_composer(source: Source, name: str) -> bool:
+    try:
+        return in_tar(source, name) is not None
+    except MalformedCheckpoint:
+        return False  # a tar that was cut is nothing of the torch file beside it
 
 
 def in_tar(source: Source, name: str) -> TarMember | None:
@@ -199,7 +213,7 @@ def read(source: Source) -> Manifest:
 
 def _require_one_tar(source: Source) -> None:
     """Raise `AmbiguousModel` where a folder has several saves of Composer: each is a step."""
-    files = [p for p in source.listing if p.endswith((*SUFFIXES, _TAR)) and "/" not in p]
+    files = _torch_files(source)
     saves = without_links(source, files) if any(p.endswith(_TAR) for p in files) else []
     if len(saves) > 1:
         raise AmbiguousModel(

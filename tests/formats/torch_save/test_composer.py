@@ -131,3 +131,10 @@ def test_the_state_of_torchtune_is_no_model(tmp_path: Path) -> None:
         ckptcore.open(str(tmp_path))
     assert caught.value.hint == "name one of them, such as epoch_1"
     assert json.dumps(caught.value.message).count("epoch_1/") >= 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 10240, b"cut"])
+def test_a_tar_of_something_else_is_no_second_save(content: bytes, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    (tmp_path / "code.tar").write_bytes(content)
+    assert [t.fqn for t in ckptcore.open(str(tmp_path)).tensors] == ["w"]

@@ -317,6 +317,16 @@ def test_what_a_root_names_is_read_when_it_is_set(ask, filled, tmp_path, monkeyp
         ask("root", "check", "a")
 
 
+def test_an_odd_root_is_not_set_to_defaults(ask, filled, path, tmp_path):
+    ask("root", "add", "a", str(tmp_path), "--verb", "export", "--dtype", "bf16")
+    with open_catalog(path) as catalog, catalog.writing() as conn:
+        conn.exec_driver_sql("UPDATE watched_roots SET target = '{'")
+    with pytest.raises(CatalogError, match="target"):
+        ask("root", "set", "a", "--dtype", "fp16")
+    with open_catalog(path) as catalog, catalog.reading() as conn:
+        assert conn.exec_driver_sql("SELECT target FROM watched_roots").scalar() == "{"
+
+
 def test_a_root_without_a_folder_is_noted(path, tmp_path):
     for folder, noted in ((tmp_path / "none", True), (tmp_path, False)):
         command = ["root", "add", f"r{noted}", str(folder), "--verb", "consolidate"]
