@@ -141,7 +141,7 @@ def test_every_file_of_every_format_is_digested(level: str, copied: Copied, tmp_
         assert prove(detail).proof in (Proof.PROVEN, Proof.UNPROVEN), name
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(None, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [100, pytest.param(None, marks=pytest.mark.soak)])
 def test_a_flip_at_any_offset_is_found(count: int | None, copied: Copied, tmp_path: Path, url: str) -> None:
     source = copied("dcp_multishard_2r", tmp_path / "step-1")
     detail = converted(source, url, tmp_path / "out")

@@ -105,7 +105,13 @@ SWEEP = {
 }
 
 
-@pytest.mark.parametrize("case", SWEEP)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if number % 3 == 0 else pytest.mark.soak)
+        for number, case in enumerate(SWEEP)
+    ],
+)
 def test_one_checkpoint_of_a_sweep(catalog, steps, swept, breaks, case):
     owner, name, standing = SWEEP[case]
     if case == "recording it":
@@ -192,34 +198,37 @@ SCRUB = {
 }
 
 
-@pytest.mark.parametrize("case", SCRUB)
-def test_one_checkpoint_of_a_scrub(catalog, steps, swept, breaks, case):
+def test_one_checkpoint_of_a_scrub(catalog, steps, swept, monkeypatch):
     swept()
-    owner, name = SCRUB[case]
     with catalog.reading() as conn:
         odd = conn.execute(
             select(Checkpoint.uuid).where(Checkpoint.uri.endswith(f"runs/llama/{ODD}"))
         ).scalar_one()
-    breaks(owner, name, odd=odd)
-    found = scrub.scrub(catalog, share=1.0)
-    assert breaks.raised
-    assert len(found.looked) == 6
-    wrong = [each for each in found.looked if each.proven.proof.value not in ("proven", "unproven")]
-    assert [each.checkpoint.id for each in wrong] == [odd]
-    assert "unforeseen" in wrong[0].proven.message
-    assert found.exit_code == 1
+    for case, (owner, name) in SCRUB.items():
+        with monkeypatch.context() as patch:
+            breaks = Breaks(patch)
+            breaks(owner, name, odd=odd)
+            report = scrub.scrub(catalog, share=1.0)
+        assert breaks.raised, case
+        assert len(report.looked) == 6, case
+        wrong = [look for look in report.looked if look.proven.proof.value not in ("proven", "unproven")]
+        assert [look.checkpoint.id for look in wrong] == [odd], case
+        assert "unforeseen" in wrong[0].proven.message, case
+        assert report.exit_code == 1, case
 
 
-@pytest.mark.parametrize("name", ["validate", "facts", "_adopted", "_checkpoints_at"])
-def test_one_place_of_a_rebuild(catalog, steps, runs, breaks, name):
-    breaks(rebuild_catalog, name)
-    found = rebuild_catalog.rebuild(catalog, [str(runs / "llama" / f"step-{n}") for n in NUMBERS])
-    assert breaks.raised
-    assert {row.uri.rsplit("/", 1)[-1] for row in found.recorded} == {"step-0", "step-9"}
-    ((uri, code, message),) = found.left_out
-    assert uri.endswith(ODD)
-    assert code == "internal"
-    assert "unforeseen" in message
+def test_one_place_of_a_rebuild(catalog, steps, runs, monkeypatch):
+    for name in ("validate", "facts", "_adopted", "_checkpoints_at"):
+        with monkeypatch.context() as patch:
+            breaks = Breaks(patch)
+            breaks(rebuild_catalog, name)
+            rebuilt = rebuild_catalog.rebuild(catalog, [str(runs / "llama" / f"step-{n}") for n in NUMBERS])
+        assert breaks.raised, name
+        assert {row.uri.rsplit("/", 1)[-1] for row in rebuilt.recorded} == {"step-0", "step-9"}, name
+        ((uri, code, message),) = rebuilt.left_out
+        assert uri.endswith(ODD), name
+        assert code == "internal", name
+        assert "unforeseen" in message, name
 
 
 def test_a_defect_while_a_place_is_checked_is_not_remembered(steps, swept, breaks):
@@ -233,11 +242,10 @@ def test_a_defect_while_a_place_is_checked_is_not_remembered(steps, swept, break
 NONE, WEEKS = timedelta(0), timedelta(weeks=2)
 
 
-def retired(catalog, grace=NONE, **more):
-    """What becomes of each source where only the newest stays; both sides of a proof are read."""
-    means = {"take": SETTINGS, "means": SETTINGS}
-    found = retire.retire(catalog, Policy(1), yes=True, grace=grace, **(means | more))
-    return {item.source.uri.rsplit("/", 1)[-1]: item for item in found.items}
+def retired(catalog, grace=NONE, keep=1):
+    """What becomes of each source where only the newest stay; both sides of a proof are read."""
+    report = retire.retire(catalog, Policy(keep), yes=True, grace=grace, take=SETTINGS, means=SETTINGS)
+    return {item.source.uri.rsplit("/", 1)[-1]: item for item in report.items}
 
 
 RETIRE = {
@@ -250,21 +258,24 @@ RETIRE = {
 }
 
 
-@pytest.mark.parametrize("case", RETIRE)
-def test_one_source_of_retire(catalog, steps, runs, swept, breaks, case):
+def test_one_source_of_retire(catalog, steps, runs, watch, swept, monkeypatch):
+    """Whatever breaks for one source, the oldest of the others goes."""
+    for step in {*range(8, 8 + len(RETIRE))} - {*NUMBERS}:
+        save(runs / "llama" / f"step-{step}", step)
     swept()
     before = {p: p.read_bytes() for p in (runs / "llama" / ODD).rglob("*") if p.is_file()}
-    breaks(retire, RETIRE[case])
-    items = retired(catalog)
-    assert breaks.raised
-    assert {name: item.fate.value for name, item in items.items()} == {
-        "step-0": "deleted",
-        ODD: "unsafe",
-        "step-9": "kept",
-    }
-    assert "unforeseen" in " ".join(items[ODD].why)
-    assert {p: p.read_bytes() for p in (runs / "llama" / ODD).rglob("*") if p.is_file()} == before
-    breaks.armed = False
+    for left, (case, function) in zip(range(len(RETIRE), 0, -1), RETIRE.items(), strict=True):
+        with monkeypatch.context() as patch:
+            breaks = Breaks(patch)
+            breaks(retire, function)
+            items = retired(catalog, keep=left)
+        assert breaks.raised, case
+        fates = {name: item.fate.value for name, item in items.items()}
+        assert fates.pop(ODD) == "unsafe", case
+        assert "unforeseen" in " ".join(items[ODD].why), case
+        assert {p: p.read_bytes() for p in (runs / "llama" / ODD).rglob("*") if p.is_file()} == before, case
+        assert list(fates.values()).count("deleted") == 1, (case, fates)
+        assert list(fates.values()).count("kept") == left, (case, fates)
     assert retired(catalog)[ODD].fate.value == "deleted"
     assert not (runs / "llama" / ODD).exists()
 
@@ -280,21 +291,24 @@ def test_a_source_that_cannot_be_listed_is_kept_as_the_others_are(catalog, steps
 PURGE = ("_opened", "_source_of", "purge_one", "_give_to_child", "_read_child", "require_sound")
 
 
-@pytest.mark.parametrize("name", PURGE)
-def test_one_thing_of_a_purge(catalog, steps, runs, swept, breaks, name):
+def test_one_thing_of_a_purge(catalog, steps, runs, swept, monkeypatch):
     swept()
     retired(catalog, timedelta(weeks=1))
-    breaks(purge, name)
 
     def purged():
-        found = purge.purge(catalog, SETTINGS, None, due=catalog.now() + WEEKS)
-        return {item.uri.rsplit("/", 1)[-1]: item for item in found}
+        report = purge.purge(catalog, SETTINGS, None, due=catalog.now() + WEEKS)
+        return {item.uri.rsplit("/", 1)[-1]: item for item in report}
 
-    items = purged()
-    assert breaks.raised
-    assert {n: item.fate for n, item in items.items()} == {"step-0": "purged", ODD: "kept"}
-    assert "unforeseen" in items[ODD].why
-    breaks.armed = False
+    others = {"step-0": "purged"}  # by the first of them
+    for name in PURGE:
+        with monkeypatch.context() as patch:
+            breaks = Breaks(patch)
+            breaks(purge, name)
+            items = purged()
+        assert breaks.raised, name
+        assert {n: item.fate for n, item in items.items()} == {ODD: "kept"} | others, name
+        assert "unforeseen" in items[ODD].why, name
+        others = {}
     assert {n: item.fate for n, item in purged().items()} == {ODD: "purged"}
 
 
