@@ -149,8 +149,11 @@ def _of_scalars(values: Collection[Any]) -> _Below:
 
 
 def expands(nbytes: int, stored: int) -> bool:
-    """Return whether tensors have far more bytes than are stored for them."""
-    return nbytes > 1024 * stored + (64 << 20)
+    """Return whether tensors have far more bytes than are stored for them.
+
+    A mask is often saved as a view that expands a few bytes: of 16,384 x 16,384 float32, to 1 GiB.
+    """
+    return nbytes > 1024 * stored + (1 << 30)
 
 
 def bound_views(nbytes: int, stored: int, what: str) -> None:

@@ -16,10 +16,11 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.named_values import CONTAINERS, content_of, with_content
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.core.tree_paths import Paths
+from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.encodings.torchzip.reader import Objects, read_objects
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.dcp.objects import adopt
@@ -109,9 +110,7 @@ def read_tree(source: Source, name: str, read: Contents, format: str, origin: di
         builder.blobs.append(Blob(str(key), -1, form))
         paths.add(str(key), (str(key),))
     _add_findings(builder, read, name)
-    total = sum(t.nbytes for t in builder.tensors)
-    if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
-        raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
+    bound_views(sum(t.nbytes for t in builder.tensors), size, name)
     form = paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     return builder.build(format, source.store.url, origin | ({"paths": form} if form else {}))
 

@@ -17,6 +17,7 @@ from ckptcore.core.manifest import Item, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Refused, RefusedTensor, encode
 from ckptcore.core.tree_paths import Path
+from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.encodings.torchzip.archive import is_zip
@@ -211,10 +212,7 @@ class _File:
             explain(self._store, self._path, start, start + length)
         known = self._items.keys() | self._placer.meshes | self._placer.storages | self._unread
         left = sum(n for key, (_, n, _) in self.objects.storages.items() if key not in known)
-        if self._bytes > 1024 * self._size + (64 << 20):  # for example, expanded views of one element
-            raise MalformedCheckpoint(
-                f"{self._path}: {self._size} stored bytes expand to tensors of {self._bytes} bytes"
-            )
+        bound_views(self._bytes, self._size, self._path)
         return left if may else 0
 
     def _piece(self, value: StoredView, box: Box, name: str) -> LocalShard:

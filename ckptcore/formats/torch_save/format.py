@@ -20,6 +20,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.core.tree_paths import Paths
+from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar, is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
@@ -258,9 +259,7 @@ def _add_file(
     if not tensors:
         _refuse_tensor_classes(objects, name)
     tree.require_all()
-    total = sum(t.nbytes for t in tensors)
-    if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
-        raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
+    bound_views(sum(t.nbytes for t in tensors), size, name)
     read = {t.fqn for t in tensors}
     return read, tree.names - read
 

@@ -134,7 +134,7 @@ def test_a_meta_pt_that_is_not_a_dict(tmp_path: Path) -> None:
 
 def test_values_that_expand_together(tmp_path: Path) -> None:
     """Each is within its bounds, but all together are not."""
-    wide = torch.zeros(1).expand(15_000_000)
+    wide = torch.zeros(1).expand(240_000_000)
     with pytest.raises(MalformedCheckpoint, match="expand to tensors"):
         read(tmp_path, {**VERSION, "a": wide, "b": wide})
 

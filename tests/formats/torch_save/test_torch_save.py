@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning_cases import VERSION
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -121,7 +122,7 @@ def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
 
 def test_one_view_under_many_names(tmp_path: Path) -> None:
     """Each is within its bounds, but all together are far larger than the file."""
-    wide = torch.zeros(1).expand(15_000_000)
+    wide = torch.zeros(1).expand(240_000_000)
     with pytest.raises(MalformedCheckpoint, match="expand to tensors"):
         ckptcore.open(str(saved(tmp_path, {"a": wide, "b": wide})))
 
@@ -199,11 +200,15 @@ def test_a_file_of_many_records(tmp_path: Path, nbytes: int) -> None:
 
 
 def test_a_mask_that_expands_one_element(tmp_path: Path) -> None:
-    """A causal mask that was saved as an expanded view is a part that is not read; the rest converts."""
-    mask = torch.ones(1, 1).expand(8192, 8192)
+    """A mask that was saved as an expanded view is read, below a bound; the rest converts in any case."""
+    row = torch.arange(4200.0)
+    path = saved(tmp_path, {"w": torch.ones(4), "mask": row.expand(4200, 4200)})
+    ckptcore.convert(str(path), str(tmp_path / "both"), catalog=False)
+    assert torch.equal(load_file(tmp_path / "both" / "model.safetensors")["mask"], row.expand(4200, 4200))
+    mask = torch.ones(1, 1).expand(1 << 15, 1 << 15)
     path = saved(tmp_path, {"w": torch.ones(4), "mask": mask})
     manifest = ckptcore.open(str(path))
     assert [t.fqn for t in manifest.tensors] == ["w"]
-    assert "expands 4 stored bytes to 268435456" in manifest.unread["mask"].describe()
+    assert f"expands 4 stored bytes to {4 << 30}" in manifest.unread["mask"].describe()
     ckptcore.convert(str(path), str(tmp_path / "out"), exclude=["mask"], catalog=False)
     assert [t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors] == ["w"]
