@@ -248,7 +248,7 @@ def verify_export(
     any_memory: bool = False,
     settings: Settings | None = None,
     progress: Progress | None = None,
-    catalog: Place | bool | None = False,
+    catalog: Place | bool | None = None,
     **options: Any,
 ) -> ExportProof:
     """Compare an export with its source, and check that transformers opens it.
@@ -490,7 +490,7 @@ def convert(
     *,
     settings: Settings | None = None,
     progress: Progress | None = None,
-    catalog: Place | bool | None = False,
+    catalog: Place | bool | None = None,
     **options: Any,
 ) -> Result:
     """Convert a checkpoint: plan, write, verify and publish.

@@ -39,6 +39,8 @@ def in_python(
     'choose another, or overwrite=True'
     >>> in_python("leave it out with --exclude 'optim.*', or hf download --local-dir DIR", ["exclude"])
     "leave it out with exclude='optim.*', or hf download --local-dir DIR"
+    >>> in_python("name another --catalog URL, or pass --no-catalog", ["catalog", "no_catalog"])
+    'name another catalog=URL, or pass catalog=False'
     >>> in_python("try --config FOLDER, or --names stored", ["config", "names"], literals=["stored"])
     "try config=FOLDER, or names='stored'"
     """
@@ -48,7 +50,7 @@ def in_python(
             return option[0]
         name, value = option["name"].replace("-", "_"), option["value"] or ""
         positive = name.removeprefix("no_")
-        if positive in switches:
+        if positive in switches or (positive != name and positive in names):
             return f"{positive}={positive == name}{value}"
         if name not in names:
             return option[0]

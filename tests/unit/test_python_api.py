@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
+from ckptcore.catalog import open_catalog
 
 
 @pytest.fixture
@@ -36,6 +37,24 @@ def test_paths_are_taken_everywhere(source: Path, tmp_path: Path) -> None:
     proof = ckptcore.verify_export(tmp_path / "out", against=source, catalog=tmp_path / "c.db")
     assert all(check.verdict != "failed" for check in proof.checks)
     assert ckptcore.read(manifest, "model.weight").shape == (3, 4)
+
+
+def test_a_conversion_is_recorded_unless_it_is_asked_not_to_be(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "c.db"))
+    assert ckptcore.convert(source, tmp_path / "apart", catalog=False).conversion is None
+    assert not (tmp_path / "c.db").exists()
+    recorded = ckptcore.convert(source, tmp_path / "out").conversion
+    with open_catalog(str(tmp_path / "c.db")) as catalog:
+        assert catalog.show(str(tmp_path / "out")).checkpoint.uri == str(tmp_path / "out")
+    assert recorded is not None
+    assert ckptcore.verify_export(tmp_path / "out").conversion == recorded
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", "/proc/nowhere/c.db")
+    with pytest.raises(ckptcore.CkptError) as error:
+        ckptcore.convert(source, tmp_path / "more")
+    assert "catalog=False" in error.value.hint
+    assert not (tmp_path / "more").exists()
 
 
 def test_a_module_is_loaded_by_its_own_names(source: Path) -> None:
