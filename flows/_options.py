@@ -17,6 +17,7 @@ from pydantic.errors import PydanticUserError
 
 from ckptcore.catalog.training import facts_of_pairs
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement
+from ckptcore.operations.options import VerifyExport
 from ckptcore.planning.options import Option, Options, options_of, pydantic_type, split
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import parse_size
@@ -62,10 +63,7 @@ class FlowOptions(Options):
             "default: CKPTCORE_ENGINE, else threads."
         ),
     ] = None
-
-    verify_export: Annotated[
-        bool, Option("Verify an export against its source after it is published, and record the verdict.")
-    ] = True
+    verify_export: VerifyExport = True
 
     def job(self) -> FlowJob:
         """Return the settings of the conversion. Raises `UsageError`."""

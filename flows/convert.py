@@ -20,7 +20,7 @@ from typing import Any
 
 from prefect import State, runtime
 
-from ckptcore.checking.export_proof import ExportProof
+from ckptcore.checking.export_proof import require_match
 from ckptcore.conversion.pipeline import digests_of_source
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, fail, start
@@ -124,8 +124,11 @@ def _fan_out(requests: Sequence[Request], job: FlowJob, run: str) -> list[Result
             failed.append(error)
             continue
         # It is published and recorded with its verdict: the export failed, not the conversion.
-        if result.proof is not None and result.proof.failures:
-            failed.append(_mismatch(result.proof))
+        try:
+            if result.proof is not None:
+                require_match(result.proof)
+        except OutputMismatch as error:
+            failed.append(error)
         else:
             done.append(result)
     if failed:
@@ -162,16 +165,6 @@ def _one(
     noted = record.with_options(assets=asset_keys(request.destination), asset_deps=asset_keys(request.source))
     with span("register", destination=request.destination):
         return noted(closed(registration), closed(result), closed(manifest))
-
-
-def _mismatch(proof: ExportProof) -> OutputMismatch:
-    """Return the error of an export that failed its verification."""
-    first = proof.failures[0]
-    return OutputMismatch(
-        f"{proof.export} is published but does not match its source: {first.name}: {first.summary}",
-        hint="do not use it: `ckptcore verify-export` shows every difference; export again with --overwrite",
-        checks=[check.name for check in proof.failures],
-    )
 
 
 if __name__ == "__main__":

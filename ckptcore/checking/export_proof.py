@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptcore.errors import UnprovenCheckpoint
+from ckptcore.errors import OutputMismatch, UnprovenCheckpoint
 from ckptcore.utils.dataclass import dataclass
 
 OK, FAILED, NOT_DONE, UNPROVEN = "ok", "failed", "not-done", "unproven"
@@ -119,6 +119,18 @@ class ExportProof:
             "conversion": self.conversion,
             "checks": [c.as_dict() for c in self.checks],
         }
+
+
+def require_match(proof: ExportProof) -> None:
+    """Raise `OutputMismatch` for the first check of an export that failed."""
+    if not proof.failures:
+        return
+    first = proof.failures[0]
+    raise OutputMismatch(
+        f"{proof.export} is published but does not match its source: {first.name}: {first.summary}",
+        hint="do not use it: `ckptcore verify-export` shows every difference; export again with --overwrite",
+        checks=[check.name for check in proof.failures],
+    )
 
 
 def verdict_of(verdicts: Sequence[str]) -> str:

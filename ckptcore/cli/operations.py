@@ -6,8 +6,9 @@ call and print; `ckptcore.cli.main` handles errors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,9 @@ from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOption
 from ckptcore.planning.options import Options, options_of, read_options
 from ckptcore.utils import terminal
 from ckptcore.utils.text import count
+
+if TYPE_CHECKING:
+    from ckptcore.planning.request import Request
 
 
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), RUN, ANSWER)
@@ -29,6 +33,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
     from ckptcore.conversion.pipeline import convert
     from ckptcore.conversion.registration import Announcement
     from ckptcore.operations.sweep import sweep as run
+    from ckptcore.operations.verified_exports import verifying, verifying_each
     from ckptcore.utils.units import parse_duration
 
     wanted = read_options(SweepOptions, given)
@@ -37,9 +42,16 @@ def sweep(names: RootNames = None, **given: Any) -> None:
     announcement = Announcement(meta=facts_of_every(wanted.meta or ()).as_form())
     as_json = given["output"] is Output.JSON
     with open_catalog(url) as catalog:
+
+        def convert_one(request: Request) -> Any:
+            return convert(request, settings, None, url, announcement=announcement)
+
+        def convert_each(requests: Sequence[Request]) -> Sequence[Any]:
+            return convert_batch(requests, settings, catalog, catalog_url=url, announcement=announcement)
+
         outcome = run(
             catalog,
-            lambda request: convert(request, settings, None, url, announcement=announcement),
+            verifying(convert_one, settings, url) if wanted.verify_export else convert_one,
             names or (),
             dry_run=wanted.dry_run,
             settle_s=parse_duration(wanted.min_age),
@@ -47,9 +59,9 @@ def sweep(names: RootNames = None, **given: Any) -> None:
             on_item=show.item_line(as_json),
             strict=wanted.strict,
             relist=wanted.relist,
-            convert_each=lambda requests: convert_batch(
-                requests, settings, catalog, catalog_url=url, announcement=announcement
-            ),
+            convert_each=verifying_each(convert_each, settings, url)
+            if wanted.verify_export
+            else convert_each,
         )
     show.swept(outcome, as_json=as_json)
     raise typer.Exit(outcome.exit_code)

@@ -19,6 +19,9 @@ Catalog = Annotated[
         env="CKPTCORE_CATALOG_URL",
     ),
 ]
+VerifyExport = Annotated[
+    bool, Option("Verify an export against its source after it is published, and record the verdict.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class SweepOptions:
     fingerprint: Annotated[bool, Option("Compute one digest of all tensor values for every conversion.")] = (
         False
     )
+    verify_export: VerifyExport = True
     meta: Annotated[
         Texts,
         Option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from sqlalchemy import select
 
 from ckptcore.catalog import claims
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.catalog.models import Sighting
+from ckptcore.catalog.models import Conversion, Sighting
 from ckptcore.catalog.sightings import Condition
+from ckptcore.cli.main import run as main
 from ckptcore.conversion import batch, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
@@ -53,6 +55,41 @@ def swept(catalog, url, **more):
         **more,
     )
     return {item.source.rsplit("/", 1)[-1]: item for item in found.items}
+
+
+def test_exports_are_verified_and_a_wrong_one_has_failed(
+    catalog, url, runs, watch, tmp_path, monkeypatch, capsys
+):
+    """As the flow does: the verdict is recorded (unproven without a config), and a wrong output is an error."""
+    for step in range(3):
+        save(runs / "llama" / f"step-{step}", step)
+    watch(verb="export", config="none", destination="{root}/../exports/{name}")
+    inner = batch.convert_batch
+
+    def convert_batch_and_damage_one(*args, **more):
+        results = inner(*args, **more)
+        weights = tmp_path / "exports" / "step-1" / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+        return results
+
+    monkeypatch.setattr(batch, "convert_batch", convert_batch_and_damage_one)
+    assert main(["sweep", "--min-age", "0s", "--catalog", url, "--output", "json"]) == 1
+    items = {item["source"][-6:]: item for item in json.loads(capsys.readouterr().out)["items"]}
+    assert {name: item["standing"] for name, item in items.items()} == {
+        "step-0": "made",
+        "step-1": "failed",
+        "step-2": "made",
+    }
+    assert "does not match its source" in items["step-1"]["why"]
+    with catalog.reading() as conn:
+        verdicts = conn.execute(select(Conversion.destination_uri, Conversion.export_verdict)).all()
+    assert {uri[-6:]: verdict for uri, verdict in verdicts} == {
+        "step-0": "unproven",
+        "step-1": "failed",
+        "step-2": "unproven",
+    }
 
 
 def standings(items):
