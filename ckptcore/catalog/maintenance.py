@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy import and_, func, or_, select, union, update
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
 _AT_ONCE = 500  # values in one statement
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,44 @@ def _ties(
         )
         for each in publics
     }
+
+
+def aliases_below(conn: Connection, publics: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the aliases of what was made from checkpoints, directly or in several steps, by public id."""
+    read, made = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
+    children = (
+        select(read.c.checkpoint_id, made.c.checkpoint_id.label("child"))
+        .join(made, made.c.conversion_id == read.c.conversion_id)
+        .where(read.c.direction == Direction.IN.value, made.c.direction == Direction.OUT.value)
+    )
+    level: dict[int, set[str]] = {}  # row id -> the checkpoints that it was made from
+    for some in _parts(publics):
+        rows = conn.execute(select(Checkpoint.id, Checkpoint.uuid).where(Checkpoint.uuid.in_(some)))
+        level |= {row.id: {row.uuid} for row in rows}
+    below: dict[int, set[str]] = {}
+    while level:  # one query for each step, as `lineage._edges`
+        new: dict[int, set[str]] = {}
+        for some in _parts(level):
+            for parent, child in conn.execute(children.where(read.c.checkpoint_id.in_(some))):
+                if sources := level[parent] - below.get(child, set()):
+                    new.setdefault(child, set()).update(sources)
+        for child, sources in new.items():
+            below.setdefault(child, set()).update(sources)
+        level = new
+    found: dict[str, set[str]] = {}
+    for some in _parts(below):
+        named = select(Alias.checkpoint_id, Alias.name).where(Alias.checkpoint_id.in_(some))
+        for child, name in conn.execute(named):
+            for public in below[child]:
+                found.setdefault(public, set()).add(name)
+    return {public: tuple(sorted(names)) for public, names in found.items()}
+
+
+def _parts(values: Iterable[_Value]) -> Iterator[list[_Value]]:
+    """Yield values in lists that fit into one statement."""
+    ordered = list(values)
+    for first in range(0, len(ordered), _AT_ONCE):
+        yield ordered[first : first + _AT_ONCE]
 
 
 def tied(conn: Connection, now: datetime) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from ckptcore.catalog.types import (
     Lineage,
     LineageStep,
     Origin,
+    State,
 )
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.cli.tables import wrap_name
@@ -371,7 +372,8 @@ def _step_text(step: LineageStep, other: CheckpointRow) -> Text:
 
 
 def _short(row: CheckpointRow) -> str:
-    return f"{row.id[:_ID]}  {row.format}  {_cell(row.uri, 36)}"
+    state = "" if row.state == State.PRESENT else f" ({row.state})"
+    return f"{row.id[:_ID]}  {row.format}  {_cell(row.uri, 36)}{state}"
 
 
 def _origin(origin: Origin) -> RenderableType:

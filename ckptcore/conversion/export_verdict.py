@@ -17,11 +17,12 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.export_source import ExportRecord, ExportSource, KnownExport
 from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Request
-from ckptcore.store import open_store
+from ckptcore.store import join_url, local_path, open_store, split_url
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
-    from ckptcore.catalog.types import CheckpointDetail, ConversionRow
+    from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionRow
 
 _MAX_CARD = 1 << 20  # bytes
 _DTYPES = ("dtype", "dtype_for")
@@ -49,7 +50,7 @@ def find_source(
     if registered is None:
         return _found(export, against, options, None)
     known = _found(export, against, options, registered)
-    made, _, detail = registered
+    made, detail = registered.made, registered.export
     files = {f.path: (f.nbytes, f.digest) for f in detail.files if f.digest is not None}
     return replace(
         known,
@@ -61,15 +62,14 @@ def find_source(
 
 
 def _found(
-    export: str,
-    against: str | None,
-    options: Mapping[str, Any],
-    registered: tuple[ConversionRow, str, CheckpointDetail] | None,
+    export: str, against: str | None, options: Mapping[str, Any], registered: _Registered | None
 ) -> KnownExport:
     """As `find_source`, without what the catalog recorded of the export itself."""
     exact = bool(options.keys() & set(_DTYPES))
+    if registered is not None and against is None and registered.source.gone:
+        return KnownExport(None, registered.source.gone)
     if registered is not None and not options:
-        found = _by_catalog(*registered[:2], export, against)
+        found = _by_catalog(registered, export, against)
         if found is not None:
             return KnownExport(found)
     if against is not None:
@@ -77,7 +77,7 @@ def _found(
         return KnownExport(ExportSource(request, "--against", exact, asked=True))
     by, place, digest = "the catalog", "", ""
     if registered is not None:
-        place, digest = registered[0].source_uri, registered[1]
+        place, digest, by = registered.source.place, registered.source.digest, registered.source.by
     elif (card := _card(export)) is not None:
         by, (place, digest, _) = "the model card", card
     if not place:
@@ -111,10 +111,32 @@ def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
     catalog.record_verdict(conversion, checks)
 
 
-def _registered(
-    export: str, catalog: str | bool | None
-) -> tuple[ConversionRow, str, CheckpointDetail] | None:
-    """Return the conversion that wrote the content, its source's manifest digest or "", and the export."""
+@dataclass(frozen=True, slots=True)
+class _SourceNow:
+    """Where the source of an export can be read now.
+
+    Attributes:
+        place: Its path or URL, or that of the copy that took its place.
+        digest: Digest of the manifest there, or "".
+        by: How it is known.
+        gone: Why it cannot be read anywhere; "" if it can.
+    """
+
+    place: str
+    digest: str
+    by: str = "the catalog"
+    gone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    made: ConversionRow
+    source: _SourceNow
+    export: CheckpointDetail
+
+
+def _registered(export: str, catalog: str | bool | None) -> _Registered | None:
+    """Return the conversion that wrote the content of an export, and where its source is now."""
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 
@@ -129,8 +151,37 @@ def _registered(
             return None
         made = detail.written_by[0]
         conversion = opened.show(made.id)
-    sources = conversion.sources if isinstance(conversion, ConversionDetail) else ()
-    return made, sources[0].manifest_digest if sources else "", detail
+        sources = conversion.sources if isinstance(conversion, ConversionDetail) else ()
+        source = _SourceNow(made.source_uri, sources[0].manifest_digest if sources else "")
+        if len(sources) == 1:
+            source = _source_now(opened, sources[0], detail.checkpoint) or source
+    return _Registered(made, source, detail)
+
+
+def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) -> _SourceNow | None:
+    """Return where a source is that was retired; None for any other one."""
+    from ckptcore.catalog import retirements, set_aside
+    from ckptcore.catalog.types import CheckpointDetail, State
+
+    if source.state == State.RETIRED:
+        with catalog.reading() as conn:
+            homes = [row.record for row in set_aside.every(conn) if row.checkpoint == source.id]
+        if not homes or local_path(homes[0]) is None:
+            return None  # on an object store it stays in its place
+        place = join_url(homes[0], split_url(source.uri)[1])
+        return _SourceNow(place, source.manifest_digest, f"the catalog: {source.uri} is set aside")
+    if source.state != State.DELETED:
+        return None
+    with catalog.reading() as conn:
+        retired = retirements.of(conn, source.id)
+    copy = catalog.show(retired.child, tensors=False) if retired is not None else None
+    if not isinstance(copy, CheckpointDetail):
+        return None
+    if copy.checkpoint.id == export.id:
+        return _SourceNow("", "", gone=f"{source.uri} was retired, and this export took its place")
+    place = copy.checkpoint.uri
+    by = f"the catalog: {source.uri} was retired, and {place} took its place"
+    return _SourceNow(place, copy.checkpoint.manifest_digest, by)
 
 
 def _is_recorded(export: str, known: CheckpointDetail) -> bool:
@@ -142,20 +193,22 @@ def _is_recorded(export: str, known: CheckpointDetail) -> bool:
     return known.checkpoint.manifest_digest in found
 
 
-def _by_catalog(made: ConversionRow, digest: str, export: str, against: str | None) -> ExportSource | None:
+def _by_catalog(registered: _Registered, export: str, against: str | None) -> ExportSource | None:
     """Return the source by the request of a conversion; None if this version cannot read the request."""
+    source = registered.source
     try:
-        request = Request.from_dict(dict(made.request))
+        request = Request.from_dict(dict(registered.made.request))
     except (UsageError, TypeError, AttributeError):  # of a newer version, or of a catalog that was rebuilt
         return None
     if request.verb != "export":
         return None
-    place = against if against is not None else request.source
+    as_requested = source.place == registered.made.source_uri
+    place = against if against is not None else request.source if as_requested else source.place
     return ExportSource(
         replace(request, source=place, destination=export),
-        "--against" if against is not None else "the catalog",
+        "--against" if against is not None else source.by,
         exact=True,
-        digest=digest or None,
+        digest=source.digest or None,
         asked=against is not None,
     )
 

@@ -85,6 +85,14 @@ class RetireOptions:
     keep_every: Annotated[
         int | None, Option("Also keep every step that is a multiple of K. Default: what the root says.", "K")
     ] = None
+    keep_best: Annotated[
+        Texts,
+        Option(
+            "Also keep the N steps of every run with the lowest value of a metric, or with :max the highest "
+            "(repeatable). Where no step has it, all are kept. Default: what the root says.",
+            "N:METRIC",
+        ),
+    ] = None
     rest: Annotated[
         str | None,
         Option(

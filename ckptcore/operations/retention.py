@@ -5,8 +5,49 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from ckptcore.catalog.training_rows import GOALS
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """A rule: keep the steps of a run with the best values of a metric.
+
+    Attributes:
+        count: How many steps.
+        metric: Its name.
+        goal: ``min`` or ``max``.
+    """
+
+    count: int
+    metric: str
+    goal: str = "min"
+
+    @classmethod
+    def of(cls, text: str) -> KeepBest:
+        """Return the rule that a text states; raise `UsageError` if it states none.
+
+        >>> KeepBest.of("3:eval_loss"), KeepBest.of("1:mmlu:max").goal
+        (KeepBest(count=3, metric='eval_loss', goal='min'), 'max')
+        """
+        count, _, rest = text.partition(":")
+        metric, colon, goal = rest.rpartition(":")
+        if not colon or goal not in GOALS:
+            metric, goal = rest, "min"
+        if not (count.isascii() and count.isdigit() and int(count)) or not metric:
+            raise UsageError(
+                f"keep_best must be N:METRIC, with N at least 1 (got {text!r})",
+                hint="such as 3:eval_loss, or 3:mmlu:max where the highest value is the best",
+            )
+        return cls(int(count), metric, goal)
+
+    def __str__(self) -> str:
+        return f"{self.count} best by {self.metric}"
+
+
+# (run, rule) -> its best steps; none where no step of the run has the metric.
+BestSteps = Mapping[tuple[str, KeepBest], frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +57,12 @@ class Policy:
     Attributes:
         keep_last: The number of newest steps to keep of every run.
         keep_every: Keep every step that this number divides, too.
+        keep_best: Keep the best steps by these metrics, too.
     """
 
     keep_last: int
     keep_every: int | None = None
+    keep_best: tuple[KeepBest, ...] = ()
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -30,7 +73,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class RetentionEntry:
-    """One checkpoint of a run. tags, aliases, holds: a user's reasons to keep it."""
+    """One checkpoint of a run.
+
+    tags, aliases, holds: a user's reasons to keep it. promoted: aliases of what is made from it.
+    """
 
     id: str
     run: str
@@ -38,6 +84,7 @@ class RetentionEntry:
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
+    promoted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +101,18 @@ def decide(
     policy: Policy,
     own: Mapping[str, Policy] | None = None,
     steps: Mapping[str, Iterable[int]] | None = None,
+    best: BestSteps | None = None,
 ) -> tuple[Verdict, ...]:
     """Return a verdict for each, in order. Checkpoints without a step, or with a user's reason, are kept.
+
+    Where a metric decides, and no step of the run has it, all of them are kept.
 
     Args:
         entries: The checkpoints.
         policy: The policy.
         own: Id -> its own policy, of checkpoints that have one.
         steps: Run -> its newest steps, if the checkpoints are only a part of it.
+        best: The best steps of runs, for all rules of the policies.
     """
     entries = tuple(entries)
     if steps is None:
@@ -74,7 +125,7 @@ def decide(
         key = entry.run, rule.keep_last
         if key not in newest:
             newest[key] = frozenset(ordered.get(entry.run, [])[-rule.keep_last :])
-        verdicts.append(_verdict(entry, rule, newest[key]))
+        verdicts.append(_verdict(entry, rule, newest[key], best or {}))
     return tuple(verdicts)
 
 
@@ -92,11 +143,12 @@ def user_reasons(entry: RetentionEntry) -> tuple[str, ...]:
     return (
         *(f"tagged {tag}" for tag in entry.tags),
         *(f"alias {name}" for name in entry.aliases),
+        *(f"source of alias {name}" for name in entry.promoted),
         *(f"held: {reason}" for reason in entry.holds),
     )
 
 
-def _verdict(entry: RetentionEntry, policy: Policy, newest: frozenset[int]) -> Verdict:
+def _verdict(entry: RetentionEntry, policy: Policy, newest: frozenset[int], best: BestSteps) -> Verdict:
     why = list(user_reasons(entry))
     if entry.step is None:
         why.append("no step is known")
@@ -104,7 +156,14 @@ def _verdict(entry: RetentionEntry, policy: Policy, newest: frozenset[int]) -> V
         why.append(f"one of the last {policy.keep_last}")
     if entry.step is not None and policy.keep_every is not None and entry.step % policy.keep_every == 0:
         why.append(f"a step of every {policy.keep_every}")
+    for rule in policy.keep_best:
+        steps = best.get((entry.run, rule), frozenset())
+        if not steps:
+            why.append(f"no step of {entry.run} has the metric {rule.metric}")
+        elif entry.step in steps:
+            why.append(f"one of the {rule}")
     if why:
         return Verdict(entry, True, tuple(why))
     every = f", not of every {policy.keep_every}" if policy.keep_every else ""
-    return Verdict(entry, False, (f"not one of the last {policy.keep_last}{every}",))
+    ranked = "".join(f", not one of the {rule}" for rule in policy.keep_best)
+    return Verdict(entry, False, (f"not one of the last {policy.keep_last}{every}{ranked}",))

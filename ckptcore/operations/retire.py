@@ -15,10 +15,11 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import maintenance as tending
-from ckptcore.catalog import retirements
+from ckptcore.catalog import retirements, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.retirements import GivenUp
@@ -31,7 +32,7 @@ from ckptcore.operations.part_replacement import CAST
 from ckptcore.operations.purge import KEPT, PURGED, WAITING, Purged, purge, purge_one, waiting
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.replacement import Allowed, Replacement, find_replacement
-from ckptcore.operations.retention import Policy, Verdict, decide
+from ckptcore.operations.retention import KeepBest, Policy, Verdict, decide
 from ckptcore.operations.setting_aside import (
     freed_bytes,
     inside_of,
@@ -47,6 +48,8 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
@@ -277,15 +280,24 @@ def plan(
             )
         rules = {row.id: attempt(_rules, row, above, of_root, (policy, allowed or Allowed())) for row in rows}
         ties = ties_of_places(conn, now, rows)
-        entries = [retention_entry(row, ties[row.id]) for row in rows]
+        promoted = tending.aliases_below(conn, [row.id for row in rows])
+        entries = [
+            replace(entry, promoted=promoted.get(entry.id, ()))
+            for entry in (retention_entry(row, ties[row.id]) for row in rows)
+        ]
         own = {public: policy if isinstance(rule, CkptError) else rule[0] for public, rule in rules.items()}
+        best = {
+            (entry.run, rule): _best_steps(conn, entry.run, rule)
+            for entry in {entry.run: entry for entry in entries}.values()
+            for rule in dict.fromkeys(chain.from_iterable(each.keep_best for each in own.values()))
+        }
         steps = None
         if limit is not None:
             most: dict[str, int] = {}
             for entry in entries:
                 most[entry.run] = max(most.get(entry.run, 0), own[entry.id].keep_last)
             steps = tending.newest_steps(conn, most, below)
-    verdicts = decide(entries, policy, own, steps)
+    verdicts = decide(entries, policy, own, steps, best)
     for row, verdict in zip(rows, verdicts, strict=True):
         if verdict.keep:
             yield Retired(row, Fate.KEPT, verdict.why)
@@ -295,6 +307,15 @@ def plan(
             reason = f"{item.code}: {item.message}"
             item = Retired(row, Fate.UNSAFE, (reason,), Replacement(None, reason))
         yield item
+
+
+def _best_steps(conn: Connection, run: str, rule: KeepBest) -> frozenset[int]:
+    """Return the best steps of a run, of which sources and what is made from them may have the metric."""
+    try:
+        ranked = training_rows.best(conn, rule.metric, rule.goal, run=run, limit=rule.count)
+    except UsageError:  # no checkpoint has it
+        return frozenset()
+    return frozenset(row.checkpoint.step for row in ranked if row.checkpoint.step is not None)
 
 
 def _planned(

@@ -1,7 +1,7 @@
 """Combine what a user asks of `retire` with the retention that a watched root has of its own.
 
-A root's retention is an object with some of the fields ``keep_last``, ``keep_every``, ``rest`` and
-``accept_loss``. What the user names wins over it, field by field.
+A root's retention is an object with some of the fields ``keep_last``, ``keep_every``, ``keep_best``, ``rest``
+and ``accept_loss``. What the user names wins over it, field by field.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.part_replacement import OPTIMIZER
 from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention import KeepBest, Policy
 
 KEEP_LAST = 3
 FULL, WEIGHTS = RESTS = ("full", "weights")
-FIELDS = ("keep_last", "keep_every", "rest", "accept_loss")
+FIELDS = ("keep_last", "keep_every", "keep_best", "rest", "accept_loss")
+_KINDS = {"keep_last": int, "keep_every": int, "keep_best": list, "rest": str, "accept_loss": list}
 
 
 def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Allowed]:
@@ -38,8 +39,7 @@ def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Al
         given = getattr(asked, name)
         return own.get(name) if given is None else given
 
-    keep_last = chosen("keep_last")
-    policy = Policy(KEEP_LAST if keep_last is None else keep_last, chosen("keep_every"))
+    policy = _policy({name: chosen(name) for name in ("keep_last", "keep_every", "keep_best")})
     rest = chosen("rest") or FULL
     if rest not in RESTS:
         raise UsageError(f"--rest must be {FULL} or {WEIGHTS} (got {rest!r})")
@@ -59,17 +59,23 @@ def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(
             f"a root's retention has no field {', '.join(unknown)}", hint=f"fields are {', '.join(FIELDS)}"
         )
-    for name, kind in (("keep_last", int), ("keep_every", int), ("rest", str), ("accept_loss", list)):
+    for name, kind in _KINDS.items():
         value = retention.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise UsageError(
                 f"{name} of a root's retention must be {kind.__name__} (got {json.dumps(value)})"
             )
-    names = retention.get("accept_loss") or []
-    if not all(isinstance(name, str) for name in names):
-        raise UsageError(f"accept_loss of a root's retention must be names (got {json.dumps(names)})")
+    for field in ("accept_loss", "keep_best"):
+        names = retention.get(field) or []
+        if not all(isinstance(name, str) for name in names):
+            raise UsageError(f"{field} of a root's retention must be texts (got {json.dumps(names)})")
     if retention.get("rest") not in (None, *RESTS):
         raise UsageError(f"rest must be {FULL} or {WEIGHTS} (got {retention['rest']!r})")
-    keep_last = retention.get("keep_last")
-    Policy(KEEP_LAST if keep_last is None else keep_last, retention.get("keep_every"))
+    _policy(retention)
     return dict(retention)
+
+
+def _policy(retention: Mapping[str, Any]) -> Policy:
+    keep_last = retention.get("keep_last")
+    best = tuple(KeepBest.of(text) for text in retention.get("keep_best") or ())
+    return Policy(KEEP_LAST if keep_last is None else keep_last, retention.get("keep_every"), best)

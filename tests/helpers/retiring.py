@@ -24,8 +24,8 @@ from ckptcore.planning.request import Request, Settings
 
 
 def delete_now(catalog, policy, scope=None, **options):
-    """Retires without a grace period: what goes is deleted at once."""
-    return retire(catalog, policy, scope, grace=timedelta(0), **options)
+    """Retires without a grace period, unless one is given: what goes is deleted at once."""
+    return retire(catalog, policy, scope, **({"grace": timedelta(0)} | options))
 
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)

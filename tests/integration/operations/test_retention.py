@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import UsageError
-from ckptcore.operations.retention import Policy, RetentionEntry, decide
+from ckptcore.operations.retention import KeepBest, Policy, RetentionEntry, decide
+from ckptcore.operations.root_retention import checked
 
 names = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
 entries = st.lists(
@@ -79,3 +80,24 @@ def test_reasons_as_text():
     found = [RetentionEntry("1", "r", 1), RetentionEntry("2", "r", 2, ("best",)), RetentionEntry("3", "r", 3)]
     whys = [v.why for v in decide(found, Policy(1, 10))]
     assert whys == [("not one of the last 1, not of every 10",), ("tagged best",), ("one of the last 1",)]
+
+
+def test_the_best_steps_by_a_metric_are_kept():
+    entries = [RetentionEntry(str(n), "r", n) for n in range(5)]
+    rule = KeepBest.of("2:loss")
+    policy = Policy(1, None, (rule,))
+    verdicts = decide(entries, policy, best={("r", rule): frozenset({1, 2})})
+    assert [v.entry.step for v in verdicts if v.keep] == [1, 2, 4]
+    assert [v.why for v in verdicts[1:3]] == [("one of the 2 best by loss",)] * 2
+    assert verdicts[0].why == ("not one of the last 1, not one of the 2 best by loss",)
+    # Where no step has it, it is not known which are the best.
+    assert all(v.keep for v in decide(entries, policy))
+    assert "no step of r has the metric loss" in decide(entries, policy)[0].why
+
+
+@pytest.mark.parametrize("text", ["loss", "0:loss", "x:loss", "3:", "-1:loss", "3"])
+def test_a_rule_of_a_metric_that_is_none(text):
+    with pytest.raises(UsageError, match="N:METRIC"):
+        KeepBest.of(text)
+    with pytest.raises(UsageError, match="N:METRIC"):
+        checked({"keep_best": [text]})

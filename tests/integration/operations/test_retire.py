@@ -19,6 +19,7 @@ from torch import save as torch_save
 from ckptcore.catalog import aliases, holds, open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.training import facts_of_pairs
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
@@ -27,8 +28,10 @@ from ckptcore.custody.set_aside import LocalSetAside
 from ckptcore.errors import CatalogError, Conflict
 from ckptcore.operations import replacement as module
 from ckptcore.operations import setting_aside
+from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
+from ckptcore.operations.root_retention import rules
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
@@ -95,6 +98,33 @@ def test_tags_aliases_and_holds_keep(made, retired, catalog):
         aliases.remove(conn, "best")
         holds.place(conn, datetime.now(UTC), str(made[2]), "audit")
     assert retired()[2] == ("kept", ("held: audit",))
+
+
+def test_the_source_of_what_is_promoted_is_kept(made, retired, catalog, tmp_path, url):
+    """Also where it was made in two steps."""
+    convert(Request(str(tmp_path / "out/step-1"), str(tmp_path / "again")), MEANS, None, url)
+    with catalog.writing() as conn:
+        aliases.set_alias(conn, datetime.now(UTC), "prod", str(tmp_path / "again"))
+    found = retired()
+    assert found[1] == ("kept", ("source of alias prod",))
+    assert found[2][0] == "deleted"
+    with catalog.writing() as conn:
+        aliases.remove(conn, "prod")
+    assert retired()[1][0] == "deleted"
+
+
+def test_the_best_steps_are_kept(made, catalog, watch, tmp_path):
+    """A metric of an export counts for its step; without one in the run, nothing goes."""
+    asked = RetireOptions(keep_last=1, keep_best=["1:loss"])
+    found = retire(catalog, *rules(asked)[:1], yes=True)
+    assert {item.source.step: item.fate.value for item in found.items} == {1: "kept", 2: "kept", 3: "kept"}
+    for step, loss in ((1, 2.5), (2, 2.25), (3, 2.75)):
+        catalog.describe(str(tmp_path / f"out/step-{step}"), facts_of_pairs([f"metrics.loss={loss}"], "meta"))
+    found = retire(catalog, *rules(asked)[:1], yes=True)
+    fates = {item.source.step: (item.fate.value, item.why[0]) for item in found.items}
+    assert fates[1][0] == "deleted"
+    assert fates[2] == ("kept", "one of the 1 best by loss")
+    assert fates[3][0] == "kept"
 
 
 def test_a_source_that_is_being_read_is_kept(made, retired, catalog):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from retiring import MEANS
 from retiring import delete_now as retire
 
+from ckptcore.api import verify_export
+from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.planning.request import Request, Settings
+from ckptcore.planning.request import Request
 
-MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 EVERYTHING = Allowed.of(["*", "**", "cast"])  # whatever may be given up by name
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 Q = "layers.0.self_attn.q_proj"
@@ -169,3 +172,31 @@ def test_an_export_with_a_changed_file_replaces_no_source(steps, file):
     (made.child / file).write_bytes(data)
     found = made.fate()
     assert (found.fate.value, made.source.exists()) == ("unsafe", True), found.why
+
+
+@pytest.mark.parametrize("grace", [timedelta(0), timedelta(days=7)], ids=["purged", "set aside"])
+def test_an_export_is_verified_after_its_source_was_retired(steps, tmp_path, grace):
+    """Against what is set aside, and after its purge against the copy that took its place."""
+    made = steps()
+    made.export(names="stored", config="none")
+    copy = tmp_path / "copy/step-1"
+    made.export(child=copy, verb="consolidate")  # the newest conversion that holds all of it
+    before = verify_export(made.child, catalog=made.url)
+    assert made.fate(grace=grace).fate.value == ("retired" if grace else "deleted")
+    after = verify_export(made.child, catalog=made.url)
+    assert [(c.name, c.verdict) for c in after.checks] == [(c.name, c.verdict) for c in before.checks]
+    assert str(made.source) in after.found_by
+    assert ("is set aside" if grace else f"{copy} took its place") in after.found_by
+    weights = made.child / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    assert verify_export(made.child, catalog=made.url).verdict == "failed"
+
+
+def test_an_export_that_took_the_place_of_its_source_says_so(steps, capsys):
+    made = steps()
+    made.export(names="stored", config="none")
+    assert made.fate().fate.value == "deleted"
+    proof = verify_export(made.child, catalog=made.url)
+    assert "was retired, and this export took its place" in " ".join(c.summary for c in proof.checks)
+    assert run(["catalog", "lineage", str(made.child), "--catalog", made.url]) == 0
+    assert "(deleted)" in capsys.readouterr().out

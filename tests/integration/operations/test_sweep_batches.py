@@ -60,7 +60,7 @@ def swept(catalog, url, **more):
 def test_exports_are_verified_and_a_wrong_one_has_failed(
     catalog, url, runs, watch, tmp_path, monkeypatch, capsys
 ):
-    """As the flow does: the verdict is recorded (unproven without a config), and a wrong output is an error."""
+    """As the flow does: a verdict is recorded (unproven without a config), a wrong output is an error."""
     for step in range(3):
         save(runs / "llama" / f"step-{step}", step)
     watch(verb="export", config="none", destination="{root}/../exports/{name}")

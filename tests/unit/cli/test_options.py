@@ -51,10 +51,10 @@ OPTIONS = {
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
     "gc": "--catalog --dry-run --older-than --output",
-    "retire": """--accept-loss --catalog --device --dry-run --fingerprint --grace --keep-every
+    "retire": """--accept-loss --catalog --device --dry-run --fingerprint --grace --keep-best --keep-every
         --keep-last --memory --output --purge --rest --workers --yes""",
     "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --relist
-        --retry-failed --strict --workers""",
+        --retry-failed --strict --no-verify-export --verify-export --workers""",
 }
 GROUPS = (
     "",
