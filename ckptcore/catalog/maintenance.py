@@ -248,22 +248,22 @@ def aliases_below(conn: Connection, publics: Sequence[str]) -> dict[str, tuple[s
         .where(read.c.direction == Direction.IN.value, made.c.direction == Direction.OUT.value)
     )
     level: dict[int, set[str]] = {}  # row id -> the checkpoints that it was made from
-    for some in _parts(publics):
-        rows = conn.execute(select(Checkpoint.id, Checkpoint.uuid).where(Checkpoint.uuid.in_(some)))
+    for public_ids in _parts(publics):
+        rows = conn.execute(select(Checkpoint.id, Checkpoint.uuid).where(Checkpoint.uuid.in_(public_ids)))
         level |= {row.id: {row.uuid} for row in rows}
     below: dict[int, set[str]] = {}
     while level:  # one query for each step, as `lineage._edges`
         new: dict[int, set[str]] = {}
-        for some in _parts(level):
-            for parent, child in conn.execute(children.where(read.c.checkpoint_id.in_(some))):
+        for parent_ids in _parts(level):
+            for parent, child in conn.execute(children.where(read.c.checkpoint_id.in_(parent_ids))):
                 if sources := level[parent] - below.get(child, set()):
                     new.setdefault(child, set()).update(sources)
         for child, sources in new.items():
             below.setdefault(child, set()).update(sources)
         level = new
     found: dict[str, set[str]] = {}
-    for some in _parts(below):
-        named = select(Alias.checkpoint_id, Alias.name).where(Alias.checkpoint_id.in_(some))
+    for child_ids in _parts(below):
+        named = select(Alias.checkpoint_id, Alias.name).where(Alias.checkpoint_id.in_(child_ids))
         for child, name in conn.execute(named):
             for public in below[child]:
                 found.setdefault(public, set()).add(name)

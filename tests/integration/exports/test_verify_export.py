@@ -39,7 +39,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dcp.save({"model": model.state_dict(), "optim": {"step": torch.tensor(3)}}, checkpoint_id=folder / "ckpt")
     model.config.save_pretrained(folder / "config")
     model.save_pretrained(folder / "right")
-    ckptcore.convert(str(folder / "ckpt"), str(folder / "hf"), verb="export", config=str(folder / "config"))
+    source, config = str(folder / "ckpt"), str(folder / "config")
+    ckptcore.convert(source, str(folder / "hf"), verb="export", config=config, catalog=False)
     return folder
 
 
