@@ -82,8 +82,7 @@ def test_a_lost_machine_is_detected_by_missing_heartbeats(stack: Stack, checkpoi
         "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
     )
     assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.report(id)
-    for process in (stack.process("worker"), *stack.flow_processes()):
-        os.kill(process, signal.SIGKILL)
+    stack.lose("worker")  # with its runs
     assert stack.run(id)["state_type"] == "RUNNING"
     run = stack.ended(id, 300)
     assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no heartbeat for 90 s")
