@@ -11,8 +11,8 @@ from contextlib import closing
 from ckptcore.checking.export_proof import NOT_DONE, VALUES, Check, Problem, failed
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
-from ckptcore.execution.receipts import has_digest
 from ckptcore.planning.export_source import ExportRecord
+from ckptcore.reading.file_digests import has_digest
 from ckptcore.store import open_store
 from ckptcore.utils.workers import Progress, ProgressMeter
 

@@ -22,9 +22,9 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import DamagedCheckpoint
-from ckptcore.execution.tiles import Budget
 from ckptcore.fingerprints.sums import ZERO, Fingerprinted, add, box_sum, tensor_fingerprint
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing, index_in
 from ckptcore.reading.gather import Bytes, tile_view

@@ -16,6 +16,9 @@ from typing import Any
 
 from ckptcore.checking.check import check
 from ckptcore.checking.export_proof import ExportProof
+from ckptcore.checking.source_stamps import digest as stamps_digest
+from ckptcore.checking.source_stamps import load as load_stamps
+from ckptcore.checking.source_stamps import load_ctimes
 from ckptcore.conversion.card_fingerprint import with_fingerprint
 from ckptcore.conversion.file_fingerprints import fingerprints
 from ckptcore.conversion.publication_record import ITSELF, Publication, Replaced
@@ -25,16 +28,14 @@ from ckptcore.conversion.staging import Staging, UploadCompletion, noted, noted_
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.custody.judged import NOBODY, Replacer
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError, finding
-from ckptcore.execution.receipts import Receipt, digest_of, every_receipt, is_intact, seen_as
-from ckptcore.execution.source_stamps import digest as stamps_digest
-from ckptcore.execution.source_stamps import load as load_stamps
-from ckptcore.execution.source_stamps import load_ctimes
+from ckptcore.execution.receipts import Receipt, every_receipt, is_intact, seen_as
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.formats import Format, Source, by_name, open_source, read_as, read_manifest
 from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
+from ckptcore.reading.file_digests import digest_of
 from ckptcore.store import Readable, is_s3, reads_s3
 from ckptcore.store.listing import Inventory, list_destination
 from ckptcore.utils.dataclass import dataclass
@@ -67,7 +68,7 @@ class Result:
         map_digest: Of everything that was done to names.
         made: Tensors that a map computed from others.
         dropped: (name, rule) of tensors that were left out.
-        source_stamp: Digest of the source's stamps (`ckptcore.execution.source_stamps.digest`).
+        source_stamp: Digest of the source's stamps (`ckptcore.checking.source_stamps.digest`).
         source_ctime: Digest of the source's ctimes.
         source_digests: Path -> digest of the source's files that were read completely.
         published: (path, bytes, BLAKE3 or None) of every published file, including the small ones.

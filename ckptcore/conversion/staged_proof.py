@@ -13,11 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 
-from ckptcore.conversion.staged_plan import plan_run, staged_request
-from ckptcore.conversion.staging import Staging
-from ckptcore.errors import OutputMismatch, SourceChanged
-from ckptcore.execution.execute import recompute_files
-from ckptcore.execution.source_stamps import (
+from ckptcore.checking.source_stamps import (
     load,
     load_ctimes,
     require_same,
@@ -26,6 +22,10 @@ from ckptcore.execution.source_stamps import (
     take_ctimes,
     untouched,
 )
+from ckptcore.conversion.staged_plan import plan_run, staged_request
+from ckptcore.conversion.staging import Staging
+from ckptcore.errors import OutputMismatch, SourceChanged
+from ckptcore.execution.execute import recompute_files
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings

@@ -67,6 +67,8 @@ from ckptcore.planning.model_files import (
 from ckptcore.planning.nesting import LEFT_OUT, nest, split_objects, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.quantized_folder import plain_shapes
+from ckptcore.planning.rank_layout import Balance, balance, lay_out
+from ckptcore.planning.rank_local_state import require_cut, without_bound
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
@@ -75,8 +77,6 @@ from ckptcore.planning.unused_renames import unused_renames
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.rank_layout import Balance, balance, lay_out
-from ckptcore.topology.rank_local_state import require_cut, without_bound
 from ckptcore.topology.stage_contents import StageContents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import reuse_memory, reusing_memory

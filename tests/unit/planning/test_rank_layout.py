@@ -9,9 +9,9 @@ from topologies import described, hf, manifest_of, with_adam
 
 from ckptcore.core.box import Box
 from ckptcore.errors import AmbiguousModel, UsageError
+from ckptcore.planning.rank_layout import Balance, balance, lay_out, rank_bytes
 from ckptcore.topology.layout import Mesh
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.rank_layout import Balance, balance, lay_out, rank_bytes
 
 FAMILIES = {
     "hf": {
