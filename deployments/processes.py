@@ -1,7 +1,7 @@
 """Find the processes that inherited a mark in their environment, and end them: of a worker, and of `make up`.
 
-A module of its own, because a worker and `make up` need it. Runs of a worker have sessions of their own: neither a
-process group nor the parent's pid leads to them.
+A module of its own for both. Runs of a worker have sessions of their own: neither a process group nor the
+parent's pid leads to them.
 """
 
 from __future__ import annotations

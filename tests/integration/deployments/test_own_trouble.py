@@ -20,7 +20,6 @@ from ckptcore.catalog.queues import outbox
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.page.changes import set_alias
 from deployments import release_runs
-from deployments.receiver import batch_writer
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work
 from deployments.receiver.event import Event
@@ -291,7 +290,7 @@ def test_an_event_of_a_batch(url: str, senders: dict[str, Sender], monkeypatch: 
             return super().put(events, now)
 
     sizes: list[int] = []
-    monkeypatch.setattr(batch_writer, "TOGETHER", 0.5)
+    monkeypatch.setattr("deployments.receiver.app.TOGETHER", 0.5)
     hook = webhooks.HOOKS["bearer"]
     app = make_app(senders, Odd(url), clock=lambda: webhooks.NOW)
     with TestClient(app) as client, ThreadPoolExecutor(3) as threads:

@@ -131,7 +131,7 @@ def test_a_run_that_dies_before_it_begins_is_not_restarted_forever(stack: Stack,
         return bool(query(stack, about)[0]["state"] == "failed")
 
     assert eventually(recorded, 120, step=1.0), query(stack, about)
-    assert query(stack, about)[0]["error_message"].startswith("worker-lost: given up")
+    assert query(stack, about)[0]["error_message"].startswith("worker-lost: gave up")
     assert not eventually(lambda: bool(stack.flow_processes(id)), 30, step=0.1)
     assert stack.run(id)["state_type"] == "FAILED"
     assert not list(stack.exports.rglob("doomed*"))
