@@ -7,6 +7,8 @@ The process that ends it, or outlives it, reschedules its runs here. Otherwise t
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +24,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import AwaitingRetry, Cancelled
 
+from ckptcore.utils import terminal
 from ckptcore.utils.isolation import for_each
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
@@ -63,3 +66,15 @@ def release(pool: str, worker: str) -> list[FlowRun]:
         mine = [run for run in active(client, pool) if run.labels.get(NAME) == worker]
         reschedule(client, mine)
     return mine
+
+
+def wait(pool: str) -> None:
+    """Wait until no worker has a run of the pool."""
+    with get_client(sync_client=True) as client:
+        while active(client, pool):
+            time.sleep(1.0)
+
+
+if __name__ == "__main__":  # POOL waits, POOL WORKER releases
+    terminal.guard()
+    (wait if len(sys.argv) == 2 else release)(*sys.argv[1:])

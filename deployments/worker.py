@@ -4,8 +4,8 @@
 
 ``--metrics-port`` serves Prometheus metrics. Other arguments are passed to ``prefect worker start --type
 process``. On SIGTERM or SIGINT, or when the worker ends by itself, its remaining runs are ended and
-rescheduled: another worker resumes them at once, after their last complete file. Nothing of Prefect is
-imported before that.
+rescheduled: another worker resumes them at once, after their last complete file. So are those of a
+killed predecessor of the same name, at the start. Nothing of Prefect is imported while the worker runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +26,7 @@ from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from ckptcore.utils.log_format import log_format
 from deployments import metrics_options, with_project
-from deployments.local.process import having
+from deployments.processes import end_having, having
 from flows._address import await_server, end_with
 
 _log = logging.getLogger("deployments.worker")
@@ -35,7 +34,6 @@ MARK = "CKPTCORE_WORKER"
 PATIENCE = 10  # seconds for the worker to end, then for each signal to its runs
 SERVER_SECONDS = 15.0  # for the server to answer
 START_SECONDS = 30.0  # for the server to listen, before the worker begins
-STEP = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         await_server(START_SECONDS)
     except UsageError as error:
         end_with(error)
-    worker = _Worker()
+    worker = _Worker(given.pool, given.name)
+    worker.end_processes()
+    # What a killed predecessor had taken. Another process imports Prefect: this one stays small.
+    subprocess.run([sys.executable, "-m", "deployments.release_runs", given.pool, given.name], check=False)
     with worker.metrics(given.metrics_host, given.metrics_port):
         code = worker.run(["--pool", given.pool, "--name", given.name, *more])
     _release_runs(given.pool, given.name)
@@ -68,10 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Worker:
     """One worker process. ending: whether a signal asked it to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: str, name: str) -> None:
         self.ending = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._mark = f"{MARK}={uuid.uuid4()}"
+        # A predecessor of the same name that was killed had the same.
+        server, folder = os.environ.get("PREFECT_API_URL", ""), os.environ.get("PREFECT_HOME", "")
+        self._mark = f"{MARK}={name}:{pool}:{server}:{folder}"
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the worker until it and all its processes have ended; return its exit status."""
@@ -89,14 +92,12 @@ class _Worker:
             self._end()
         code = self._process.wait()
         signal.alarm(0)
-        # Runs have sessions of their own; their processes inherit the mark.
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            until = time.monotonic() + PATIENCE
-            for pid in having(self._mark):
-                _signal(pid, how)
-            while having(self._mark) and time.monotonic() < until:
-                time.sleep(STEP)
+        self.end_processes()
         return code
+
+    def end_processes(self) -> None:
+        """End what a worker has left. Runs have sessions of their own; their processes inherit the mark."""
+        end_having(self._mark, PATIENCE)
 
     @contextmanager
     def metrics(self, host: str, port: int | None) -> Iterator[None]:
@@ -141,13 +142,6 @@ def _release_runs(pool: str, name: str) -> None:
             return
         for run in runs:
             terminal.line(f"released run {run.name} ({run.id})")
-        return
-
-
-def _signal(pid: int, how: signal.Signals) -> None:
-    try:
-        os.kill(pid, how)
-    except ProcessLookupError:
         return
 
 

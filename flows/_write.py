@@ -23,7 +23,6 @@ from ckptcore.core.file_sums import FileSums
 from ckptcore.errors import WorkerLost
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
-from flows._batches import batches
 from flows._engine import Engine, RunningEngine, is_lost, running_engine
 from tasks.artifacts import artifact_later, key_of
 from tasks.join import join
@@ -32,6 +31,8 @@ from tasks.progress import SECONDS, STOP
 from tasks.write import write
 from tasks.write_part import write_part
 
+MAX_TASKS = 200  # a task costs 3-50 ms and 20 KiB of Prefect's database
+BATCH_BYTES = 1 << 30  # seconds of work, so that the cost of a task is negligible
 MAX_WRITERS = 8  # tasks at a time in this process
 LEAST_SHARE = 64 << 20  # bytes of the budget for each task; with less it would write tiny pieces
 ELSEWHERE = 4  # threads of a task on another worker, at most: how many cores that has is not known here
@@ -180,3 +181,25 @@ def _finished(
                 start = _starting(join, name=file.path, plan_uri=prepared.plan_uri, index=file.index)
                 waiting.append(Work(file.path, 0, start))
         yield one.nbytes, result if isinstance(result, FileSums) else None
+
+
+def batches(sizes: Sequence[int], nbytes: int = BATCH_BYTES, most: int = MAX_TASKS) -> list[range]:
+    """Return ranges of consecutive files, each of about `nbytes`, and at most `most` ranges.
+
+    sizes: bytes of each file. A file larger than a batch is a batch of its own.
+
+    >>> batches([4, 4, 4, 9, 1], nbytes=8)
+    [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
+    >>> len(batches([1] * 10_000, nbytes=1)) <= MAX_TASKS
+    True
+    """
+    # Two neighbours together exceed the limit, so n batches exceed n // 2 limits.
+    limit = max(nbytes, -(-2 * sum(sizes) // (most - 1))) if len(sizes) > most else nbytes
+    found: list[range] = []
+    first, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > limit:
+            found.append(range(first, index))
+            first, total = index, 0
+        total += size
+    return [*found, range(first, len(sizes))] if sizes else []

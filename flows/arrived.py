@@ -4,31 +4,62 @@ Webhooks start this flow. An announcement is a hint: the flow checks, on the mac
 the location is allowed, whether the save is complete and whether it has been converted already. Below a
 watched root, the root's own target applies, so that a sweep does not convert the same checkpoint again. The
 conversion is that of `flows.convert`.
+
+A run that waits in its process would occupy one of the worker's few slots: two folders that never become
+checkpoints would block every other conversion for an hour. So a run that a worker started ends its process,
+and Prefect starts it again after the pause, with the same id, name and parameters.
+
+After transient errors the work of a run is repeated, as if the run had been killed and resumed.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, TypeVar
+from uuid import UUID
 
 from prefect import State, flow, runtime
-from prefect.states import Completed
+from prefect.client.orchestration import get_client
+from prefect.exceptions import Abort
+from prefect.states import AwaitingRetry, Completed
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_chain, wait_fixed
 
+from ckptcore.catalog import open_catalog
 from ckptcore.catalog.training import ANNOUNCED
+from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Announcement, record_announced
-from ckptcore.errors import Busy, CkptError, DestinationExists, UsageError
+from ckptcore.errors import Busy, CkptError, DestinationExists, UnsafeContent, UsageError
+from ckptcore.operations import claims as claiming
+from ckptcore.operations import convert_once as once
+from ckptcore.operations.export_target import announced_request
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
+from ckptcore.planning.request import Request
+from ckptcore.redaction import beginning
+from ckptcore.store import local_path
+from ckptcore.utils.merged_url import roots_of
 from flows._address import end_with
-from flows._announcement import alone, effective_request, made_from, require_inside
 from flows._naming import failed, run_name
 from flows._options import FlowOptions, declared, takes
-from flows._reschedule import own_pauses, put_off
-from flows._retry import patiently
 from flows.convert import steps
+from tasks.attempts import LOOKS, looks_of
+from tasks.logs import log
+from tasks.retry import passes
 from tasks.settle import may_complete, settle
+
+T = TypeVar("T")
+
+# Seconds between tries; a database or a server is back by then, or its operators know.
+PAUSES: Sequence[float] = (5, 15, 30, 60, 120)
+# Seconds. A worker polls for runs 10 s before they are due. It fails if it gets a run whose process still
+# exists (Prefect 3.8, workers/base.py: a borrower holds one token of its limiter).
+AT_LEAST = 30.0
 
 
 @flow(name="arrived", flow_run_name=run_name)
@@ -132,6 +163,134 @@ def reason(error: Exception) -> str:
 def already(destination: str) -> State[Any]:
     """Return the state of a run whose checkpoint was converted before."""
     return Completed(name="Already", message=f"{destination} was made from this checkpoint before")
+
+
+def require_inside(source: str, root: str) -> None:
+    """Raise `UnsafeContent` unless a source is below a root, with links resolved.
+
+    The receiver of the event could only compare texts.
+    """
+    if roots := roots_of(source):
+        for each in roots:
+            require_inside(each, root)
+        return
+    path, top = local_path(source), local_path(root)
+    if path is not None and top is not None:
+        here, above = os.path.realpath(path), os.path.realpath(top)
+    else:
+        here, above = source, root
+    if not here.startswith(above.rstrip("/") + "/"):
+        raise UnsafeContent(f"{source} resolves to {here}, which is not below {above}")
+
+
+def effective_request(request: Request, step: int | None, catalog: str | None) -> Request:
+    """Return the request to run: below a watched root, the one that a sweep would run.
+
+    Args:
+        request: the conversion that the announcement asks for.
+        step: the announced step, if any.
+        catalog: the URL of the catalog.
+
+    Raises:
+        UsageError: the root's target cannot be used for this source.
+    """
+    with open_catalog(catalog) as known:
+        found = announced_request(known, request.source, step)
+    if found is None:
+        return request
+    root, instead = found
+    log.info(
+        "%s is below the watched root %s: converting to %s", request.source, root.name, instead.destination
+    )
+    return instead
+
+
+def made_from(request: Request, digest: str, catalog: str | None) -> bool:
+    """Return whether a request's destination was made from its source as it is now.
+
+    digest: of the source's manifest.
+    """
+    with open_catalog(catalog) as known:
+        manifest = inspect(request.source, request.recover)
+        key = claiming.key_of(request, claiming.source_digest(manifest))
+        return once.is_made(known, key, request, digest)
+
+
+@contextmanager
+def alone(
+    request: Request, digest: str, run: str, looks: Sequence[float], catalog: str | None
+) -> Iterator[bool]:
+    """Claim a conversion; yield False if it is done already.
+
+    No other process converts it inside the block.
+
+    Args:
+        request: the conversion.
+        digest: of the source's manifest.
+        run: the id of the flow run. A resumed run gets its own claim back at once.
+        looks: seconds to wait between tries while another process has the claim.
+        catalog: the URL of the catalog.
+
+    Raises:
+        Busy: another process still has the claim after the last try.
+    """
+    with open_catalog(catalog) as known, once.alone(known, request, digest, run, looks) as mine:
+        yield mine
+
+
+def own_pauses(pauses: Sequence[float]) -> Sequence[float]:
+    """Return the pauses to wait in this process: all if no worker would start the run again, else none."""
+    return () if runtime.deployment.id else pauses
+
+
+def put_off(pauses: Sequence[float], why: str) -> None:
+    """End this process, and let Prefect start the run again after the next of its pauses.
+
+    Returns normally if no pause is left or no worker would start the run again.
+
+    Args:
+        pauses: seconds between all starts of the run.
+        why: the reason, for the message of the run's state.
+
+    Raises:
+        httpx.HTTPError: Prefect's server does not answer.
+        Abort: otherwise; it ends the process of the run.
+    """
+    if not runtime.deployment.id:
+        return
+    id = UUID(str(runtime.flow_run.id))
+    with get_client(sync_client=True) as client:
+        looks = looks_of(client.read_flow_run(id).labels)
+        if looks >= len(pauses):
+            return
+        client.update_flow_run_labels(id, {LOOKS: looks + 1})
+        due = datetime.now(UTC) + timedelta(seconds=max(pauses[looks], AT_LEAST))
+        message = f"next try at {due:%H:%M:%S} UTC: {why}"
+        # Without force: a run that is being cancelled stays so.
+        client.set_flow_run_state(id, AwaitingRetry(scheduled_time=due, message=beginning(message, 2000)))
+    log.info("%s", message)
+    raise Abort(message)  # the engine ends without another call to the server
+
+
+def patiently(work: Callable[[], T]) -> T:
+    """Return the result of `work`; repeat it from its beginning after errors that `passes`.
+
+    The work must recognise what it has done before. Raises the error of the last try, and `Busy` at once,
+    because that has waited for the other process already.
+    """
+    retrying = Retrying(
+        wait=wait_chain(*map(wait_fixed, PAUSES)),
+        stop=stop_after_attempt(len(PAUSES) + 1),
+        retry=retry_if_exception(lambda error: passes(error) and not isinstance(error, Busy)),
+        before_sleep=_log_retry,
+        reraise=True,
+    )
+    return retrying(work)
+
+
+def _log_retry(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    log.warning("next try in %d s, after %s: %s", state.upcoming_sleep, type(error).__name__, error)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,24 @@
 Each writing method runs in one writer's transaction: it happens completely or not at all, and any number of
 processes write one after the other. Reading methods never wait for writers. Every method raises
 `CatalogError` if the database fails and `UsageError` for an unknown id.
+
+A connection may break between a server's commit and its reply. What was done is then recorded, and the
+error looks like that of a commit that failed. So each writing transaction has a mark that another connection
+can look up afterwards. PostgreSQL tells the state of a transaction by its number. SQLite keeps a number in
+the file's header that belongs to the transaction like every row.
+
+https://www.postgresql.org/docs/current/functions-info.html (``txid_status``),
+https://www.sqlite.org/pragma.html#pragma_user_version
+
+A verdict on an export belongs to the conversion that wrote it. The newest result of each check counts. A
+check that cannot be done later, for example because the source was deleted, does not revoke an earlier
+result. A failed check counts until it is repeated.
 """
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +28,13 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
-from ckptcore.catalog.commits import transaction
+from sqlalchemy import Connection, Engine, exc, select, update
+
+from ckptcore.catalog import checkpoints, conversions, lineage, query, training_rows
 from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, clock, translated
 from ckptcore.catalog.heartbeats import RUNNING
+from ckptcore.catalog.models import Conversion
+from ckptcore.catalog.normalize import clean, clean_json
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
@@ -32,13 +49,16 @@ from ckptcore.catalog.types import (
     Lineage,
     Origin,
 )
-from ckptcore.errors import LEVELS, Finding, UsageError
+from ckptcore.errors import LEVELS, CatalogAway, Finding, UsageError
+from ckptcore.utils import host
 from ckptcore.utils.processes import Identity, forget, this_process
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-
+FAILED, NOT_DONE, UNPROVEN, OK = "failed", "not-done", "unproven", "ok"
+WAIT_S = 60.0  # how long a server is asked: it may restart, or not have noticed the broken connection
+_PAUSE_S = 0.5
 _RUNNING: dict[str, Identity] = {}  # conversion -> this process, as the catalog has it
 
 
@@ -250,7 +270,7 @@ class Catalog:
             The verdict on the export over all checks recorded so far.
         """
         with self.writing() as conn:
-            return export_verdicts.record(conn, clock(conn), conversion_id, checks)
+            return record(conn, clock(conn), conversion_id, checks)
 
     def record_validation(
         self,
@@ -415,3 +435,109 @@ def _forget_processes(ended: Iterable[str]) -> None:
     gone = {_RUNNING.pop(each) for each in ended if each in _RUNNING}
     for process in gone - set(_RUNNING.values()):
         forget(process)
+
+
+@contextmanager
+def transaction(engine: Engine) -> Iterator[Connection]:
+    """Open a transaction that is committed at the end of the block. Errors of the block roll it back.
+
+    Raises:
+        CatalogAway: It is unknown whether it was committed: the database did not answer for `WAIT_S`.
+        sqlalchemy.exc.SQLAlchemyError: It was not committed.
+    """
+    mark: _Mark | None = None
+    try:
+        with engine.connect() as connection, connection.begin():
+            yield connection
+            mark = _MARKS[connection.dialect.name](connection)
+    except exc.SQLAlchemyError as error:
+        if mark is None or not _committed(engine, mark, error):
+            raise
+
+
+class _TransactionNumber:
+    """The number of a transaction of PostgreSQL; 0 if nothing was written."""
+
+    wait_s = WAIT_S
+
+    def __init__(self, connection: Connection) -> None:
+        self._number = connection.exec_driver_sql("SELECT txid_current_if_assigned()").scalar() or 0
+
+    def ask(self, connection: Connection) -> bool | None:
+        """Return whether it was committed; None while the server still works on it."""
+        if not self._number:
+            return True
+        state = connection.exec_driver_sql("SELECT txid_status(%s)", (self._number,)).scalar()
+        return {"committed": True, "aborted": False}.get(str(state))
+
+
+class _HeaderNumber:
+    """A number of SQLite's file header before and behind a transaction; equal if nothing was written."""
+
+    wait_s = 0.0  # what is not known now will not be known later
+
+    def __init__(self, connection: Connection) -> None:
+        self._before = self._behind = connection.exec_driver_sql("PRAGMA user_version").scalar()
+        driver: Any = connection.connection.dbapi_connection
+        if driver.total_changes:  # of this connection, which is opened for each transaction
+            self._behind = secrets.randbelow(2**31 - 1) + 1
+            connection.exec_driver_sql(f"PRAGMA user_version={self._behind}")
+
+    def ask(self, connection: Connection) -> bool | None:
+        """Return whether it was committed; None if another writer committed since."""
+        number = connection.exec_driver_sql("PRAGMA user_version").scalar()
+        return {self._before: False, self._behind: True}.get(number)
+
+
+_Mark = _TransactionNumber | _HeaderNumber
+_MARKS: dict[str, type[_Mark]] = {"postgresql": _TransactionNumber, "sqlite": _HeaderNumber}
+
+
+def _committed(engine: Engine, mark: _Mark, error: exc.SQLAlchemyError) -> bool:
+    reader = engine.execution_options(**{BEGIN: READER_BEGIN})
+    until = host.monotonic() + mark.wait_s
+    while True:
+        try:
+            with reader.connect() as connection, connection.begin():
+                answer = mark.ask(connection)
+        except exc.DBAPIError:  # the server restarts, or there is no way to it
+            answer = None
+        if answer is not None:
+            return answer
+        if host.monotonic() >= until:
+            raise CatalogAway(
+                f"it is unknown whether the catalog has recorded this: {error}",
+                hint="run the command again once the database answers: it continues from what is recorded",
+            ) from error
+        host.sleep(_PAUSE_S)
+
+
+def record(conn: Connection, now: datetime, conversion: str, checks: Iterable[tuple[str, str, str]]) -> str:
+    """Record the results of checks and return the verdict over all checks recorded so far.
+
+    Args:
+        conn: a writer's transaction.
+        now: the time to record.
+        conversion: the public id of the conversion that wrote the export.
+        checks: (check, verdict, summary) each; the verdict is ``ok``, ``failed`` or ``not-done``.
+
+    Raises:
+        UsageError: the catalog has no such conversion.
+    """
+    row = conn.execute(
+        select(Conversion.id, Conversion.export_checks).where(Conversion.uuid == conversion).with_for_update()
+    ).first()
+    if row is None:
+        raise UsageError(f"the catalog has no conversion {conversion}", hint="record its start first")
+    known: dict[str, dict[str, str]] = json.loads(row.export_checks or "{}")
+    for name, verdict, summary in checks:
+        if verdict != NOT_DONE or known.get(name, {}).get("verdict", NOT_DONE) == NOT_DONE:
+            known[name] = {"verdict": verdict, "summary": clean(summary), "at": now.isoformat()}
+    verdicts = {check["verdict"] for check in known.values()}
+    verdict = FAILED if FAILED in verdicts else UNPROVEN if NOT_DONE in verdicts else OK
+    conn.execute(
+        update(Conversion)
+        .where(Conversion.id == row.id)
+        .values(export_verdict=verdict, export_checks=clean_json(known), export_verified_at=now)
+    )
+    return verdict

@@ -208,7 +208,7 @@ class Conversion(Base):
     """One run of a conversion, recorded when it begins. request and timings are JSON.
 
     source_stamp, source_ctime: digests over the stamps of the source's files when they were read, see
-    `ckptcore.execution.source_stamps`. NULL if unknown; the latter also if the store has no such time.
+    `ckptcore.checking.source_stamps`. NULL if unknown; the latter also if the store has no such time.
     export_verdict: the last verdict of `verify-export`, NULL if it never ran. export_checks (JSON): its
     results by check, see `export_verdicts.py`.
     """

@@ -10,7 +10,6 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
@@ -117,11 +116,6 @@ def put(conn: Connection, row: ObligationRow, contents: bytes) -> None:
     }
     if not conn.execute(update(Obligation).where(Obligation.uuid == row.id).values(values)).rowcount:
         conn.execute(insert(Obligation).values(uuid=row.id, **values))
-
-
-def new_id() -> str:
-    """Return the id of a new obligation."""
-    return str(uuid.uuid4())
 
 
 def move(conn: Connection, public: str, place: str) -> None:

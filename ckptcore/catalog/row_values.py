@@ -132,7 +132,7 @@ def _rows(each: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_check(value: Any) -> bool:
-    """Return whether a value is a check of an export, as `ckptcore.catalog.export_verdicts` records it."""
+    """Return whether a value is a check of an export, as `ckptcore.catalog.catalog` records it."""
     return _maps(_is_text)(value) and value.keys() >= {"verdict", "summary", "at"}
 
 

@@ -224,7 +224,7 @@ class ConversionRow:
         map_digest: of the renaming of tensors; None if no fingerprint was computed.
         fingerprint: of the converted tensors, under their new names and before any cast; None if it was not
             computed.
-        source_stamp: digest (`ckptcore.execution.source_stamps.digest`) over the identity of every source
+        source_stamp: digest (`ckptcore.checking.source_stamps.digest`) over the identity of every source
             file, as it was before the first byte was read; None if unknown.
         source_ctime: the same over the status times; None if unknown or the store has no such time.
         export_verdict: ok, failed or unproven, from `verify-export`; None if it never ran.

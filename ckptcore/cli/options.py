@@ -100,7 +100,6 @@ def level(text: str) -> str:
     return text
 
 
-Src = Annotated[str, typer.Argument(metavar="SRC", help=help_of(Source))]
 Srcs = Annotated[
     list[str],
     typer.Argument(metavar="SRC...", help=f"{help_of(Source)} Several: the folders that hold its files."),

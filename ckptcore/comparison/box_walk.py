@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
-from ckptcore.execution.tiles import Budget
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.gather import StoredOrder
 from ckptcore.utils.workers import ProgressMeter, run_jobs

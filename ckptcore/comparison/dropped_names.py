@@ -14,8 +14,8 @@ from ckptcore.comparison.result import DroppedName
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.plan import load_head
+from ckptcore.planning.rank_local_state import bound_names
 from ckptcore.store import open_store
-from ckptcore.topology.rank_local_state import bound_names
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json, parsing
 

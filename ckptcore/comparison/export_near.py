@@ -21,8 +21,8 @@ from ckptcore.comparison.opened import Opened, labelled
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.utils.dataclass import dataclass

@@ -22,8 +22,6 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, UsageError, finding
-from ckptcore.execution.device import host_buffer
-from ckptcore.execution.tiles import Budget
 from ckptcore.fingerprints.sums import (
     ZERO,
     Fingerprinted,
@@ -37,6 +35,7 @@ from ckptcore.fingerprints.sums import (
 from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.rename import is_kept, matches, remap
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget, paged_buffer
 from ckptcore.reading.gather import tile_view
 from ckptcore.reading.rereading import rereading
 from ckptcore.utils.dataclass import dataclass
@@ -221,7 +220,7 @@ def sum_tensors(
     opened.limit_decoded(settings)
 
     def worker() -> Callable[[_Summed, Box], None]:
-        tile, scratch = (host_buffer(budget.tile, "cpu") for _ in range(2))
+        tile, scratch = (paged_buffer(budget.tile) for _ in range(2))
 
         def read(each: _Summed, box: Box) -> None:
             spec = each.spec

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ckptcore.checking.source_stamps import require_same, take
 from ckptcore.core.box import Box
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
-from ckptcore.execution.source_stamps import require_same, take
 from ckptcore.planning.request import Settings
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import RecordProgress, Records

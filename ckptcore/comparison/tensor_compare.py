@@ -24,8 +24,8 @@ from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import Bytes, tile_view

@@ -2,22 +2,34 @@
 
 1. `ELEMENTS`: names and shapes through the map, and the stored elements behind them (`element_use`).
 2. `NAMES`: the model class of config.json, on the meta device, in a separate process.
-3. `CONFIG`: its fields, with every other config of the model (`export_config`).
+3. `CONFIG`: its fields, with every other config of the model.
 4. `VALUES` and `FINITE`: both sides are read once, side by side (`export_values`).
-5. `NEAR`, `REFERENCE` (`export_reference`) and `LOGITS`, on request.
+5. `NEAR`, `REFERENCE` and `LOGITS`, on request.
 
 `ckptcore.planning.compose.map_export` alone decides how names map, for conversions and for this proof. A
 check that cannot be done states the reason, and does not stop the others.
 
 Peak memory: the interpreter, torch where tensors are cast, and ``Settings.memory``; logits take a model's.
+
+A config.json is compared with what else says how its model computes: the configs in the source (of its
+trainer, a config.json), the config.json that the export was made with or that is beside the source, and the
+reference's. Tensors show none of it.
+
+A reference folder is known to be right; every tensor is compared with its namesake there. Logits cannot do
+that: a few inputs use a few rows of an embedding, and some of the experts. The reference is read once, beside
+the export, and its elements are cast to the export's dtype.
+
+Where the source is gone, an export is compared with what a catalog recorded when it was written. That proves
+that nothing changed since. It does not prove the export right: the record says whether a verification did,
+and when.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 
 from ckptcore.checking.check import check
 from ckptcore.checking.examine import inspect
@@ -29,6 +41,7 @@ from ckptcore.checking.export_proof import (
     LOGITS,
     NAMES,
     NEAR,
+    NOT_DONE,
     OK,
     REFERENCE,
     VALUES,
@@ -40,33 +53,37 @@ from ckptcore.checking.export_proof import (
     not_done,
     passed,
 )
-from ckptcore.comparison.element_problems import element_problems, zero_problems
-from ckptcore.comparison.export_config import check_config
+from ckptcore.comparison.element_use import element_use
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
-from ckptcore.comparison.export_record import against_record
-from ckptcore.comparison.export_reference import check_reference
 from ckptcore.comparison.export_sides import MappedSource, OpenExport, UnmappedSource, map_source
 from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
 from ckptcore.comparison.opened import Opened
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete, UsageError
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
+from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.peft import adapter_config, find_adapter
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB
-from ckptcore.planning.compose import digest_of_map
+from ckptcore.planning.compose import digest_of_map, model_names
+from ckptcore.planning.config_agreement import agreement_of, config_beside, source_configs, unconfirmed_text
 from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.export_source import ExportRecord, ExportSource
-from ckptcore.planning.hub_files import ADAPTER, INDEX
+from ckptcore.planning.hub_files import ADAPTER, INDEX, read_named
+from ckptcore.planning.hub_files import CONFIG as CONFIG_FILE
 from ckptcore.planning.request import Settings
+from ckptcore.planning.zero_tensors import not_zero
+from ckptcore.reading.file_digests import has_digest
 from ckptcore.reading.rereading import rereading
+from ckptcore.store import open_store
 from ckptcore.store.listing import folder_at
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
-from ckptcore.utils.text import count
-from ckptcore.utils.workers import Progress
+from ckptcore.utils.text import count, listed
+from ckptcore.utils.workers import Progress, ProgressMeter
 
 _MOST_COSINES = 20
 _WIDE = ("float32", "float64")
@@ -523,3 +540,246 @@ def _fingerprint(export: OpenExport, seen: Sequence[Seen]) -> str | None:
     if len(seen) != len(export.stored.tensors) or any(s.damage for s in seen):
         return None
     return checkpoint_fingerprint(s.fingerprinted for s in seen)
+
+
+def element_problems(source: Manifest, known: Mapped) -> list[Problem]:
+    """Account for every stored element of a source.
+
+    Args:
+        source: The checkpoint.
+        known: What an export makes of it.
+
+    Returns:
+        A problem for each tensor of which elements are lost, more or fewer are dropped than its rule says, or
+        elements are in the export twice.
+    """
+    gone = {d.fqn for d in known.dropped if d.part is None}
+    parts = Counter[str]()
+    for dropped in known.dropped:
+        if dropped.part is not None and dropped.fqn not in gone:
+            parts[dropped.fqn] += dropped.part
+    use = element_use(source, known.manifest, {t.fqn for t in source.tensors if t.fqn not in gone})
+    found = [
+        Problem(name, f"{count:,} of its elements are in no tensor of the export, and no rule says why")
+        for name, count in use.unused.items()
+        if name not in parts
+    ]
+    for name, expected in parts.items():
+        lost = use.once.get(name, 0)
+        if lost != expected:
+            what = f"{lost:,} of its elements are in no tensor of the export, and its rule drops {expected:,}"
+            found.append(Problem(name, what))
+    return found + [
+        Problem(name, f"{count:,} of its elements are in another tensor of the export, too")
+        for name, count in use.repeated.items()
+    ]
+
+
+def zero_problems(source: Manifest, known: Mapped) -> tuple[list[Problem], str]:
+    """Read the tensors that a rule drops where they are all zero.
+
+    Returns:
+        A problem for each that is not, and why the source cannot be read, or "".
+    """
+    try:
+        return [
+            Problem(d.fqn, f"{count:,} of its {numel:,} elements are not zero, and {d.only_zero}")
+            for d, count, numel in not_zero(source, known.dropped)
+        ], ""
+    except DamagedCheckpoint as error:
+        return [], error.message
+
+
+def check_config(export: OpenExport, source: ExportSource | None, reference: str | None) -> Check | None:
+    """Compare the config.json of an export with itself and with every other config of its model.
+
+    Args:
+        export: The export.
+        source: What it was exported from, or None.
+        reference: A folder whose config.json is right, or None.
+
+    Returns:
+        The check; None where there is no config.json that can be read, as the check of names says.
+    """
+    if export.config is None:
+        return None
+    try:
+        own = Config("the export's config.json", HUB, export.config.form)
+    except InvalidText:
+        return None
+    others = [*_of_source(source), *_of_reference(reference)]
+    try:
+        found = agreement_of(own, others)
+    except NameMismatch as error:
+        return failed(CONFIG, [Problem("", error.message)])
+    values = {"compared_with": [c.name for c in others], "unconfirmed": list(found.unconfirmed)}
+    if found.contradictions:
+        return failed(CONFIG, [Problem(c.field, c.text) for c in found.contradictions], **values)
+    of = f"no contradiction with {listed([c.name for c in others])}" if others else "no other config is known"
+    open_fields = f"; {unconfirmed_text(found.unconfirmed)}" if found.unconfirmed else ""
+    return passed(CONFIG, f"{of}{open_fields}", **values)
+
+
+def _of_source(source: ExportSource | None) -> Iterable[Config]:
+    """Yield the configs of the source and beside it; none of one that cannot be read, as other checks say."""
+    if source is None:
+        return
+    request = source.request
+    try:
+        manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
+        names = model_names(request, manifest).values()
+    except (CkptError, OSError):
+        return
+    if source.digest is not None and manifest.digest != source.digest and not source.asked:
+        return  # another checkpoint
+    yield from source_configs(manifest, names)
+    beside = config_beside(request, manifest)
+    if beside is not None:
+        yield beside
+
+
+def _of_reference(reference: str | None) -> Iterable[Config]:
+    form = None if reference is None else read_named("--reference", reference).json(CONFIG_FILE)
+    if form is not None:
+        yield Config("the reference's config.json", HUB, form)
+
+
+def against_record(
+    record: ExportRecord, export: Manifest, reason: str, progress: Progress | None = None
+) -> Check:
+    """Compare every file of tensors with its recorded digest.
+
+    Args:
+        record: Of the catalog.
+        export: The export as it is stored.
+        reason: Why there is no source to compare it with.
+        progress: Called while files are read.
+
+    Returns:
+        The check of values: failed where a file is another one; else not done, with what is proven.
+    """
+    data = [name for name in placed(export) if name in record.files]
+    lacking = sum(name not in record.files for name in placed(export))
+    meter = ProgressMeter(progress, "compare", sum(record.files[name][0] for name in data))
+    changed, beside = list[Problem](), list[str]()
+    with closing(open_store(export.root)) as store:
+        for name, (nbytes, digest) in sorted(record.files.items()):
+            if store.size(name) == nbytes and has_digest(store, name, nbytes, (digest,)):
+                pass
+            elif name in data:
+                changed.append(Problem(name, "is not the file that was written: its BLAKE3 is another one"))
+            else:
+                beside.append(name)
+            if name in data:
+                meter.add(nbytes)
+    verified = "nobody verified it then"
+    if record.verdict is not None:
+        when = f" on {record.verified:%Y-%m-%d}" if record.verified is not None else ""
+        verified = f"its last verification{when} gave {record.verdict}"
+    values = (
+        ("files_unchanged", len(data) - len(changed)),
+        ("files_without_digest", lacking),
+        ("changed_beside", beside),
+        ("recorded_fingerprint", record.fingerprint),
+        ("recorded_verdict", record.verdict),
+        ("recorded_at", record.verified.isoformat() if record.verified is not None else None),
+    )
+    if changed:
+        return failed(VALUES, changed, **dict(values))
+    if lacking or not data:
+        return Check(VALUES, NOT_DONE, f"{reason}; the catalog has no digest of its files", (), values)
+    of = "1 file of tensors is" if len(data) == 1 else f"{len(data)} files of tensors are"
+    when = f" on {record.written:%Y-%m-%d}" if record.written is not None else ""
+    other = f"; changed since: {', '.join(beside)}" if beside else ""
+    summary = (
+        f"{reason}. Proven by the catalog: {of} what was written{when}{other}. "
+        f"Not proven again: that it is what the source held ({verified})"
+    )
+    return Check(VALUES, NOT_DONE, summary, (), values)
+
+
+@rereading
+def check_reference(
+    export: OpenExport, reference: Manifest, tolerance: float, settings: Settings, progress: Progress | None
+) -> Check:
+    """Compare the tensors of an export with those of a reference.
+
+    Args:
+        export: The export.
+        reference: The folder that is known to be right.
+        tolerance: Of logits. With one, tensors may differ: they are named, and logits decide.
+        settings: Memory and threads.
+        progress: Called with the number of bytes read.
+    """
+    mine, theirs = Opened(export.url, export.values), Opened(f"reference ({reference.root})", reference)
+    with closing(mine.store), closing(theirs.store):
+        problems, pairs = _pairs(export, mine, theirs)
+        seen = read_beside(pairs, settings, progress)
+        ends = [end for end in (finish(theirs, SOURCE), finish(mine, "export")) if end is not None]
+    damage = [(side, why) for s in seen for side, why in s.damage] + ends
+    if unread := [why for side, why in damage if side == SOURCE]:
+        return not_done(REFERENCE, f"the reference cannot be read: {unread[0]}")
+    problems += [Problem("", why) for _, why in damage]
+    differing = [
+        Problem(
+            s.name,
+            f"{s.differing:,} of {s.specs[1].numel:,} elements differ from the reference{_cast(s.specs)}",
+        )
+        for s in seen
+        if s.differing
+    ]
+    values = {"compared": len(seen), "differing": [p.name for p in differing]}
+    if problems or (differing and not tolerance):
+        return failed(REFERENCE, [*problems, *differing], **values)
+    if differing:
+        text = f"{count(len(differing), 'tensor')} of {len(seen)} differ, which a tolerance of logits allows"
+        return passed(REFERENCE, f"{text}: {named(differing)}", **values)
+    cast = [s for s in seen if s.specs[0].dtype != s.specs[1].dtype]
+    after = f", {len(cast)} after a cast of the reference's" if cast else ""
+    return passed(REFERENCE, f"{count(len(seen), 'tensor')} equal bit for bit{after}", **values)
+
+
+def _cast(specs: Sequence[object]) -> str:
+    one, two = (getattr(spec, "dtype", "") for spec in specs)
+    return "" if one == two else f", after the cast from {one}"
+
+
+def _pairs(export: OpenExport, mine: Opened, theirs: Opened) -> tuple[list[Problem], list[Beside]]:
+    """Return (names and shapes that differ, tensors to read side by side)."""
+    there, right = mine.manifest.index, theirs.manifest.index
+    problems, pairs = [], []
+    only = {*there} ^ {*right}
+    ties = dict(_ties(export, theirs.manifest)) if only else {}
+    for name in [*there, *(n for n in right if n not in there)]:
+        side = "is not in the reference" if name in there else "is only in the reference"
+        twin = name if name not in only else ties.get(name, "")
+        row, other = (of.get(name, of.get(twin)) for of in (there, right))
+        if row is None or other is None:
+            problems.append(Problem(name, side))
+            continue
+        got, wanted = mine.manifest.tensors[row], theirs.manifest.tensors[other]
+        if got.shape != wanted.shape:
+            problems.append(
+                Problem(name, f"has the shape {list(got.shape)}, the reference {list(wanted.shape)}")
+            )
+        elif got.dtype != wanted.dtype and not (
+            BY_NAME[got.dtype].is_float and BY_NAME[wanted.dtype].is_float
+        ):
+            problems.append(Problem(name, f"is {got.dtype}, the reference has {wanted.dtype}"))
+        else:
+            pairs.append(Beside(name, (theirs, mine), (other, row), wanted=False))
+    return problems, pairs
+
+
+def _ties(export: OpenExport, reference: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield (name, the one that shares its values) by the export's config, both ways."""
+    shapes: Mapping[str, tuple[int, ...]] = {t.fqn: t.shape for t in reference.tensors} | export.shapes()
+    if export.config is None:
+        return
+    try:
+        expected = check_names(export.config, shapes)
+    except (NameMismatch, UsageError):  # the check of names reports it
+        return
+    for gone, kept in expected.ties:
+        yield gone, kept
+        yield kept, gone

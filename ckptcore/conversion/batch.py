@@ -26,8 +26,8 @@ from ckptcore.conversion.registration import (
 )
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Interrupted, ended_by
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Request, Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.log_format import log_fields

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.open_staging import staging_of_plan
 from ckptcore.conversion.staged_plan import plan_run
 from ckptcore.conversion.staging import Staging
@@ -16,7 +17,6 @@ from ckptcore.core.file_sums import FileSums
 from ckptcore.execution.execute import write_files
 from ckptcore.execution.plan_run import Elsewhere
 from ckptcore.execution.receipts import Receipt
-from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.planning.plan import Plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import RecordProgress, Records

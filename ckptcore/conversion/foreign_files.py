@@ -22,11 +22,11 @@ from ckptcore.conversion.publication_record import Publication, Replaced
 from ckptcore.core.used_files import placed, used
 from ckptcore.custody.judged import is_of_custody
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, UsageError
-from ckptcore.execution.receipts import has_digest
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.hub_files import NONE
 from ckptcore.planning.model_card import is_untouched
 from ckptcore.planning.request import Request
+from ckptcore.reading.file_digests import has_digest
 from ckptcore.store import Readable, local_path, open_store, split_url
 from ckptcore.store.file_status import FileStatus, NameKind
 from ckptcore.store.listing import Inventory, list_destination, list_settled_destination

@@ -31,11 +31,11 @@ from ckptcore.conversion.staging import LOCK, PARTS, PUBLISHING, RECORDS, REPLAC
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable, DiskFull, StagingForeign
 from ckptcore.execution.parts import FilePart, cut
 from ckptcore.execution.receipts import Receipt, is_intact, joint_name
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.compose import Composed
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.store import Readable
 from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tree
 from ckptcore.store.local_writer import unwritable

@@ -20,6 +20,8 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
+from ckptcore.checking.source_stamps import load as load_stamps
+from ckptcore.checking.source_stamps import require_planned, require_same, take_listed
 from ckptcore.conversion.destination import refuse_existing, require_place
 from ckptcore.conversion.open_staging import open_staging, staging_of_plan
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, packed_replaced
@@ -45,12 +47,10 @@ from ckptcore.errors import (
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.receipts import Receipt, every_receipt, read_receipt, read_receipts
-from ckptcore.execution.source_stamps import load as load_stamps
-from ckptcore.execution.source_stamps import require_planned, require_same, take_listed
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.compose import Composed, Layouts, compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head, settings_for
 from ckptcore.planning.request import Request, Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.file_digests import file_digests
 from ckptcore.store import local_path, open_source_store, put_each

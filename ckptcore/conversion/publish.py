@@ -3,6 +3,15 @@
 Every file must have its receipt and size. The output must read back, through its own reader, as the planned
 names, dtypes and shapes, complete. Only then is it published. The inode of the output is recorded first (a
 rename keeps it), so that the next run knows whether a killed run published it.
+
+A model card gets the fingerprint of the tensors as its last line, after all of them were copied. A card is
+planned before any byte is read, and its digest is part of the plan. The published card is the planned card
+and this one line. Without the line, the card's digest is the planned one.
+
+A file that is rewritten in place can get its size and modification time back. Its ctime changes, but a chmod
+or a backup changes that, too. If only a ctime differs from the one recorded with the plan, or the plan has
+none, every output file is computed a second time and compared with the staged bytes, while
+stamps and ctimes stay constant. That reads the source and the staged files once, and is conclusive.
 """
 
 from __future__ import annotations
@@ -12,34 +21,48 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import field, replace
+from functools import partial
 from typing import Any
+
+from blake3 import blake3
 
 from ckptcore.checking.check import check
 from ckptcore.checking.export_proof import ExportProof
-from ckptcore.conversion.card_fingerprint import with_fingerprint
+from ckptcore.checking.source_stamps import digest as stamps_digest
+from ckptcore.checking.source_stamps import (
+    load,
+    load_ctimes,
+    require_same,
+    save,
+    settled_ctimes,
+    take_ctimes,
+    untouched,
+)
+from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.file_fingerprints import fingerprints
 from ckptcore.conversion.publication_record import ITSELF, Publication, Replaced
-from ckptcore.conversion.staged_plan import planned_paths, staged_request
-from ckptcore.conversion.staged_proof import require_source
+from ckptcore.conversion.staged_plan import plan_run, planned_paths, staged_request
 from ckptcore.conversion.staging import Staging, UploadCompletion, noted, noted_replaced
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.custody.judged import NOBODY, Replacer
-from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError, finding
-from ckptcore.execution.receipts import Receipt, digest_of, every_receipt, is_intact, seen_as
-from ckptcore.execution.source_stamps import digest as stamps_digest
-from ckptcore.execution.source_stamps import load as load_stamps
-from ckptcore.execution.source_stamps import load_ctimes
+from ckptcore.errors import DestinationExists, Finding, OutputMismatch, SourceChanged, UsageError, finding
+from ckptcore.execution.execute import recompute_files
+from ckptcore.execution.receipts import Receipt, every_receipt, is_intact, seen_as
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.formats import Format, Source, by_name, open_source, read_as, read_manifest
 from ckptcore.naming.rename import MadeTensor
-from ckptcore.planning.hub_files import ADAPTER, CONFIG
+from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG
+from ckptcore.planning.model_card import fingerprint_line
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
-from ckptcore.store import Readable, is_s3, reads_s3
+from ckptcore.reading.file_digests import digest_of
+from ckptcore.store import Readable, is_s3, open_source_store, open_store, reads_s3
 from ckptcore.store.listing import Inventory, list_destination
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress
 
+_TRIES = 3  # a backup that runs meanwhile changes the ctime of every file once
+_HINT = "run the command again when nothing writes to the source"
 _log = logging.getLogger("ckptcore")
 
 
@@ -67,7 +90,7 @@ class Result:
         map_digest: Of everything that was done to names.
         made: Tensors that a map computed from others.
         dropped: (name, rule) of tensors that were left out.
-        source_stamp: Digest of the source's stamps (`ckptcore.execution.source_stamps.digest`).
+        source_stamp: Digest of the source's stamps (`ckptcore.checking.source_stamps.digest`).
         source_ctime: Digest of the source's ctimes.
         source_digests: Path -> digest of the source's files that were read completely.
         published: (path, bytes, BLAKE3 or None) of every published file, including the small ones.
@@ -535,3 +558,117 @@ def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set
         spans = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
         in_literals -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in spans)}
     return in_literals
+
+
+def with_fingerprint(staging: Staging, plan: Plan, fingerprint: str, *, published: bool, begun: bool) -> Plan:
+    """Add the last line to the staged card, and return the plan with the digest of the result.
+
+    If the card is neither the planned one nor the planned one with its line, the plan stays as it is; the
+    comparison of the card with the plan fails later.
+
+    Args:
+        staging: The staging folder.
+        plan: The plan of the conversion.
+        fingerprint: The fingerprint of all tensors.
+        published: The output is already at the destination, and nothing is written.
+        begun: A killed run began to copy the output to an object store; the card must be the recorded one.
+    """
+    planned = dict(plan.extra).get(CARD)
+    if planned is None:
+        return plan
+    line = fingerprint_line(fingerprint)
+    if published:
+        with closing(open_store(staging.destination)) as store:
+            data = _card(store)
+    else:
+        data = _card(staging.files)
+    if data is None:
+        return plan
+    full = data + line
+    if data.endswith(line) and _blake3(data.removesuffix(line)) == planned:
+        full = data
+    elif published or _blake3(data) != planned:
+        return plan
+    if begun:
+        record = noted(staging)
+        if record is None or record.puts.get(CARD) != (len(full), _blake3(full)):
+            return plan
+    if full != data:
+        staging.files.put(CARD, full)
+    extra = tuple((path, _blake3(full) if path == CARD else digest) for path, digest in plan.extra)
+    return replace(plan, extra=extra)
+
+
+def _card(store: Readable) -> bytes | None:
+    size = store.size(CARD)
+    return None if size is None else store.read(CARD, 0, size)
+
+
+def _blake3(data: bytes) -> str:
+    return blake3(data).hexdigest()
+
+
+def require_source(staging: Staging, plan: Plan, settings: Settings, progress: Progress | None) -> None:
+    """Check right before publishing that the source is unchanged, by stamps and ctimes, or by its bytes.
+
+    Raises `SourceChanged`. Files that were staged from other bytes are removed first: no run may use them.
+    """
+    noted, before = load(staging.plan), load_ctimes(staging.plan)
+    if noted is None:  # without stamps nothing can be proven
+        raise SourceChanged(
+            f"the plan in {staging.plan.url} has no stamps of its source", hint="prepare the conversion again"
+        )
+    with closing(open_source_store(plan.source, noted)) as source:
+        require_same(noted, source)
+        now = take_ctimes(noted, source)
+        if untouched(before, now):
+            return
+        run = plan_run(staging, plan, source, noted)
+        recompute = partial(recompute_files, run, [f.index for f in plan.files], settings, progress)
+        for _ in range(_TRIES):
+            _log.info("%s: %s; reading the source again", plan.source, _why(before, now))
+            before = settled_ctimes(noted, source)
+            _compare_files(staging, plan, recompute)
+            require_same(noted, source)
+            now = take_ctimes(noted, source)
+            if untouched(before, now):
+                save(staging.plan, noted, now)  # the proof is valid for these times
+                return
+    raise SourceChanged(
+        f"cannot prove that {plan.source} is unchanged: the ctimes of its files keep changing "
+        f"(last that of {_differing(before, now)})",
+        hint=_HINT,
+    )
+
+
+def _compare_files(staging: Staging, plan: Plan, recompute: Callable[[], None]) -> None:
+    """Read the manifest again, the source of the plans' literals, and compute every file a second time."""
+    request = staged_request(staging)
+    opened = open_source(
+        request.source,
+        recover=request.recover,
+        keep_quantized=request.keep_quantized,
+        weights=request.weights,
+    )
+    with closing(opened.store):
+        digest = read_manifest(opened).digest
+    if digest != plan.manifest_digest:
+        staging.clear()
+        raise SourceChanged(f"{request.source} was rewritten while it was converted", hint=_HINT)
+    try:
+        recompute()
+    except OutputMismatch as error:
+        staging.clear()
+        raise SourceChanged(
+            f"{request.source} was rewritten while it was converted: {error.message}", hint=_HINT
+        ) from error
+
+
+def _why(before: Mapping[str, int | None] | None, now: Mapping[str, int | None]) -> str:
+    if before is None:
+        return "the plan has no ctimes"
+    return f"the ctime of {_differing(before, now)} changed, its size and modification time did not"
+
+
+def _differing(before: Mapping[str, int | None] | None, now: Mapping[str, int | None]) -> str:
+    return next((path for path in now if (before or {}).get(path) != now[path]), "no file")

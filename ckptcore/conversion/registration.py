@@ -13,13 +13,13 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog.training import STORED, USER, TrainingFacts, read_facts
+from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.conversion.export_verdict import keep
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.source_digests import Recorded
 from ckptcore.conversion.stored_training import stored_facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
-from ckptcore.execution.source_stamps import published_stamp
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url

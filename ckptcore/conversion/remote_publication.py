@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.conversion.publication_record import DONE, ITSELF, PUTTING, REMOVING, Publication
 from ckptcore.conversion.staging import Staging, note
 from ckptcore.errors import CkptError, DestinationExists, OutputMismatch
-from ckptcore.execution.receipts import digest_of, has_digest
+from ckptcore.reading.file_digests import digest_of, has_digest
 from ckptcore.store import Store, fetch, join_url, open_store
 from ckptcore.store.file_status import FileStatus, same_object
 from ckptcore.store.listing import Inventory, list_destination

@@ -11,7 +11,7 @@ from ckptcore.conversion.remote_publication import Destination, publish_remote
 from ckptcore.conversion.staged_uploads import ObjectPlaces
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import CkptError, Finding, finding
-from ckptcore.execution.receipts import has_digest
+from ckptcore.reading.file_digests import has_digest
 from ckptcore.store import Readable, objects
 from ckptcore.store.file_status import NO_VERSION, FileStatus, same_object
 from ckptcore.store.listing import Inventory

@@ -10,6 +10,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+from ckptcore.checking import source_stamps as stamps
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.destination import require_apart, require_place
 from ckptcore.conversion.staged_plan import REQUEST
@@ -23,7 +24,6 @@ from ckptcore.errors import (
     StagingForeign,
     UsageError,
 )
-from ckptcore.execution import source_stamps as stamps
 from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.plan import file_name, load_head, save_head
 from ckptcore.planning.request import Request

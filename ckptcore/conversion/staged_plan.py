@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from ckptcore.checking.source_stamps import packed as packed_stamps
+from ckptcore.checking.source_stamps import require_same
 from ckptcore.conversion.publication_record import Publication
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
-from ckptcore.execution.receipts import digest_of, read_receipt, write_receipt
-from ckptcore.execution.source_stamps import packed as packed_stamps
-from ckptcore.execution.source_stamps import require_same
+from ckptcore.execution.receipts import read_receipt, write_receipt
 from ckptcore.planning.compose import Composed
 from ckptcore.planning.plan import (
     Plan,
@@ -23,6 +23,7 @@ from ckptcore.planning.plan import (
     save_plan,
 )
 from ckptcore.planning.request import Request, Settings
+from ckptcore.reading.file_digests import digest_of
 from ckptcore.store import Store, fetch, put_each
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing

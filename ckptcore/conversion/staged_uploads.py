@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from ckptcore.conversion.staging import LEASE, UPLOADS
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable
 from ckptcore.execution.parts import FilePart, cut_upload
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan, PlannedFile
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.store.objects import ObjectClient
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.lease import Arbiter, Lease
@@ -23,7 +23,7 @@ from ckptcore.store.objects.shared_clients import client_of, key_of
 from ckptcore.store.objects.uploads import Uploads
 from ckptcore.utils.dataclass import dataclass
 
-_LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.execution.tiles`)
+_LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.planning.tiles`)
 
 
 @dataclass(frozen=True, slots=True)

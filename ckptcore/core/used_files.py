@@ -5,7 +5,7 @@ detect the format is not: it may be unrelated. Each file has one use, the first 
 stores tensors or objects of the checkpoint; it stores what is compared with them, or what cannot be
 read; the reader read it to interpret the others.
 
-Callers: `ckptcore.execution.source_stamps` for the files read during a conversion (`placed`),
+Callers: `ckptcore.checking.source_stamps` for the files read during a conversion (`placed`),
 `ckptcore.custody.holdings` for what is proven to be elsewhere (``data``, ``described``),
 `ckptcore.conversion.foreign_files` for what a format replaces (all three), and `validate` for what nothing
 proves (all files beside these, `Manifest.beside`).

@@ -19,7 +19,6 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
 from ckptcore.core.unused_bytes import accounted_files, unused_bytes
 from ckptcore.core.used_files import used
-from ckptcore.execution.receipts import digest_of
 from ckptcore.fingerprints.holdings import (
     FILE,
     OBJECT,
@@ -31,6 +30,7 @@ from ckptcore.fingerprints.holdings import (
     tensor_spec,
 )
 from ckptcore.planning.request import Settings
+from ckptcore.reading.file_digests import digest_of
 from ckptcore.reading.unused_in_items import unused_in_items
 from ckptcore.store import open_store, split_url
 from ckptcore.store.file_status import FileStatus, NameKind

@@ -13,11 +13,11 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.normalize import hex_digest, storable
 from ckptcore.catalog.types import State
 from ckptcore.checking.examine import inspect
+from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
 from ckptcore.custody.holdings import file_holdings, inner_path, objects_of, tensors_read
 from ckptcore.errors import CkptError, UnknownFormat
-from ckptcore.execution.source_stamps import published_stamp
 from ckptcore.fingerprints.holdings import (
     FILE,
     TENSOR,

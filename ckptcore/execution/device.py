@@ -18,12 +18,11 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG
 from ckptcore.errors import BudgetTooSmall
-from ckptcore.execution.tiles import TILES
 from ckptcore.fingerprints.device_sums import DeviceSums
 from ckptcore.fingerprints.sums import Sum
+from ckptcore.planning.tiles import paged_buffer
 from ckptcore.reading.casting import cast_into, has_nan, torch_on
 from ckptcore.reading.gather import tile_view
-from ckptcore.utils.memory import untouched
 
 Bytes = npt.NDArray[np.uint8]
 # Bits move as integers of their width, whatever they mean; 16 bytes are one complex number.
@@ -38,25 +37,13 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
         BudgetTooSmall: That much memory cannot be allocated, or pinned.
     """
     if device == "cpu":
-        return _paged(nbytes)
+        return paged_buffer(nbytes)
     torch = torch_on(device)
     try:
         pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
     except RuntimeError as error:
         raise BudgetTooSmall(f"cannot pin {nbytes} bytes of memory: {_first_line(error)}") from error
     return pinned
-
-
-def _paged(nbytes: int) -> Bytes:
-    """Allocate memory with small pages for usual tiles, and huge pages behind them.
-
-    Small pages take only what tiles touch; numpy's allocator would round up to 2 MiB each. Strided writes
-    over large tiles need huge pages.
-    """
-    try:
-        return np.frombuffer(untouched(nbytes, huge_from=TILES), np.uint8)
-    except OSError as error:
-        raise BudgetTooSmall(f"cannot allocate a buffer of {nbytes} bytes: {error.strerror}") from error
 
 
 class Lane:

@@ -1,6 +1,6 @@
 """Execute a plan: write its files within a memory budget, verified and digested on the way.
 
-1. A file is cut into jobs of at most one tile (`ckptcore.execution.tiles`), in file order.
+1. A file is cut into jobs of at most one tile (`ckptcore.planning.tiles`), in file order.
 2. Workers take jobs of the open files in turn: gather the boxes from the source (CRC-32 of every range read),
    compare replicas, cast on the device, and write the tile at its place.
 3. In file order, the worker that completes the next tile also digests it (BLAKE3), fills in checksums that
@@ -30,9 +30,9 @@ from ckptcore.execution.receipts import Receipt, seen_as, write_receipt
 from ckptcore.execution.reuse import CompareWriter, DigestWriter, compare_writer, confirmed, earlier
 from ckptcore.execution.source_order import SourceOrder, ordered_jobs
 from ckptcore.execution.tensor_filler import Workspace, expect
-from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget, Job, jobs
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.reading.rereading import rereading

@@ -24,9 +24,9 @@ from ckptcore.execution.source_order import (
     cut_pieces,
     follow_source,
 )
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.file_plan import COMPARE, FilePlan
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.expected_items import bare_files
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints, ReadsAhead, joined, merged

@@ -21,9 +21,9 @@ from ckptcore.execution.parts import FilePart
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, joint_name
 from ckptcore.execution.tensor_filler import TensorFiller, Workspace
-from ckptcore.execution.tiles import Job, LiteralPart, TensorPart
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Job, LiteralPart, TensorPart
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.store import FileWriter, Store

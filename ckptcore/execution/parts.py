@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptcore.errors import UsageError
-from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.tiles import Budget, Job, jobs
 from ckptcore.utils.dataclass import dataclass
 
 

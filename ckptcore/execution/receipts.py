@@ -6,24 +6,21 @@ digest and the file's BLAKE3 digest. A later run trusts it only after hashing th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
-
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
+from ckptcore.reading.file_digests import digest_of, has_digest
 from ckptcore.store import Readable, Store, fetch, fetch_each
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
-from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.planning.plan import PlannedFile
     from ckptcore.store.objects.uploaded import Uploaded
 
-_BLOCK = 4 << 20
 _AT_ONCE = 16  # receipts that are asked for together
 
 
@@ -168,36 +165,6 @@ def is_intact(files: Readable, receipt: Receipt) -> bool:
     if files.size(receipt.path) != receipt.nbytes:
         return False
     return has_digest(files, receipt.path, receipt.nbytes, (receipt.digest,))
-
-
-def digest_of(files: Readable, path: str, nbytes: int, start: int = 0, hasher: Hasher | None = None) -> str:
-    """Return the digest of ``nbytes`` of a file from ``start`` on. Memory: one block.
-
-    Args:
-        files: Where the file is.
-        path: Its name.
-        nbytes: Bytes to digest.
-        start: First byte.
-        hasher: A fresh one; None for plain BLAKE3.
-    """
-    return _digests(files, path, nbytes, start, [blake3() if hasher is None else hasher])[0]
-
-
-def has_digest(files: Readable, path: str, nbytes: int, digests: Collection[str]) -> bool:
-    """Report whether the first ``nbytes`` of a file have one of these digests; the file is read once."""
-    kinds = {digest.rpartition(":")[0]: digest for digest in digests}
-    found = _digests(files, path, nbytes, 0, [hasher_like(digest) for digest in kinds.values()])
-    return not set(digests).isdisjoint(found)
-
-
-def _digests(files: Readable, path: str, nbytes: int, start: int, totals: Sequence[Hasher]) -> list[str]:
-    block = bytearray(min(_BLOCK, max(nbytes, 1)))
-    for at in range(0, nbytes, len(block)):
-        view = memoryview(block)[: min(len(block), nbytes - at)]
-        files.read_into(path, start + at, view)
-        for total in totals:
-            total.update(view)
-    return [total.hexdigest() for total in totals]
 
 
 def receipt_name(index: int, part: tuple[int, int] | None = None) -> str:

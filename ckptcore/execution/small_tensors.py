@@ -17,8 +17,8 @@ import numpy.typing as npt
 from ckptcore.core.manifest import Envelope, Ints
 from ckptcore.encodings.torchzip.templates import AlikeZips
 from ckptcore.errors import CkptError
-from ckptcore.execution.tiles import LiteralPart, TensorPart
 from ckptcore.planning.file_plan import PLACE, FilePlan
+from ckptcore.planning.tiles import LiteralPart, TensorPart
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.store import Store

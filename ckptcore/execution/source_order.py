@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.execution.tiles import Budget, Job, LiteralPart, TensorPart
 from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.tiles import Budget, Job, LiteralPart, TensorPart
 from ckptcore.reading.gather import stored_order
 from ckptcore.store.ahead import Ints
 from ckptcore.store.objects.part_plan import plan_parts

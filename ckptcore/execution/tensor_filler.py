@@ -17,10 +17,10 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
 from ckptcore.execution.device import Lane
 from ckptcore.execution.small_tensors import SmallTensors
-from ckptcore.execution.tiles import LiteralPart, TensorPart
 from ckptcore.fingerprints.sums import ZERO, Sum, add, box_sum, pack
 from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import LiteralPart, TensorPart
 from ckptcore.reading.casting import cast_into, derive_into
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.chunk_reader import COPY, READ, ChunkedTensor, ChunkReader

@@ -23,9 +23,9 @@ from ckptcore.catalog.claims import ClaimRow, Key
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import same_places
 from ckptcore.catalog.types import ConversionRow
+from ckptcore.checking.source_stamps import take as take_stamps
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError, ended_by
-from ckptcore.execution.source_stamps import take as take_stamps
 from ckptcore.operations.export_target import options_digest
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store

@@ -29,6 +29,7 @@ from ckptcore.catalog.retirements import RetirementRecord
 from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.checking.examine import inspect
+from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.conversion.open_staging import open_staging
 from ckptcore.conversion.registration import facts
 from ckptcore.conversion.staging import noted
@@ -52,7 +53,6 @@ from ckptcore.custody.set_aside import (
     require_files,
 )
 from ckptcore.errors import Busy, CkptError, Conflict, SourceUnreadable, UsageError
-from ckptcore.execution.source_stamps import published_stamp
 from ckptcore.fingerprints.holdings import (
     FILE,
     Holding,

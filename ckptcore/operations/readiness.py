@@ -8,8 +8,14 @@ a build with other readers or checks, which may read more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from blake3 import blake3
 
 from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.checking.examine import inspect, validate
@@ -26,12 +32,14 @@ from ckptcore.errors import (
     UnsupportedDtype,
     UnsupportedFormat,
 )
+from ckptcore.formats import registry
 from ckptcore.operations.claims import source_digest
-from ckptcore.operations.reader_digest import readers_digest
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import newest, stamp_of
 from ckptcore.utils.dataclass import dataclass
 
+# Rooms whose code decides what a checkpoint is, and whether it is complete.
+_ROOMS = ("checking", "core", "encodings", "formats")
 SETTLE_S = 120.0
 # Errors of the checkpoint itself; all others are errors of the access to it.
 _ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype)
@@ -171,3 +179,36 @@ def _changed_at(
         return before.changed_at  # also if a file server's clock is ahead
     last = newest(files)
     return now if last is None else min(now, datetime.fromtimestamp(last, UTC))
+
+
+@cache
+def readers_digest() -> str:
+    """Return a digest of the readers and checks: their source, and the versions of packages with formats.
+
+    A version number does not serve: builds between two releases have the same one.
+    """
+    digest = blake3()
+    for room in _ROOMS:
+        for path, content in _modules(files("ckptcore") / room, room):
+            digest.update(f"{path} {len(content)}\n".encode() + content)
+    formats = registry()
+    for name in sorted(f.name for f in formats.formats):
+        digest.update(f"{name} {_version(formats.package(name))}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _modules(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the modules of a package, in the order of their paths, with their source."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _modules(entry, f"{path}/{entry.name}")
+        elif entry.name.endswith(".py"):
+            yield f"{path}/{entry.name}", entry.read_bytes()
+
+
+def _version(package: str) -> str:
+    """Return the version of a package with formats; its name where it is not installed as one."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return package

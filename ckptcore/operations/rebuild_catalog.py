@@ -22,12 +22,12 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
 from ckptcore.custody.upkeep import read_records
 from ckptcore.errors import CatalogError, CkptError
-from ckptcore.execution.receipts import digest_of
 from ckptcore.formats import Source, detect, open_source, read_manifest
 from ckptcore.formats.step_roots import located
 from ckptcore.operations.discover import discover
 from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Settings
+from ckptcore.reading.file_digests import digest_of
 from ckptcore.store import is_s3, open_store
 from ckptcore.store.objects.part_plan import plan_parts
 from ckptcore.utils import host

@@ -22,6 +22,7 @@ from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.retirements import FULL, PART, GivenUp
 from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, State
+from ckptcore.checking.source_stamps import digest, take, take_ctimes
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
@@ -42,7 +43,6 @@ from ckptcore.custody.holdings import (
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.set_aside import require_files
 from ckptcore.errors import UsageError
-from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.holdings import (
     FILE,
     OBJECT,

@@ -5,6 +5,8 @@
 
 `sweep` does both for every root. States are recorded: a place that has not changed is not opened again. On an
 object store, what is complete and needs no conversion is listed again once a day only.
+
+Small checkpoints are converted in batches.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import normal_uri, storable
 from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
+from ckptcore.conversion.batch import MOST
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import Busy, CatalogAway, CkptError, Interrupted
-from ckptcore.operations.batches import batches
 from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
 from ckptcore.operations.export_target import (
@@ -48,6 +50,7 @@ from ckptcore.utils.isolation import error_of
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
+SMALL = 256 << 20  # bytes of a checkpoint; a larger one keeps disks and processors busy alone
 _log = logging.getLogger("ckptcore")
 _REMEMBERED = timedelta(days=1)  # a complete checkpoint on an object store is listed again after that
 _NOTED = 64  # checkpoints whose states are recorded in one transaction
@@ -567,3 +570,44 @@ def _sighting(root: RootRow, candidate: Candidate, seen: Look, now: datetime) ->
         last_seen_at=now,
         changed_at=seen.changed_at,
     )
+
+
+def batches(items: Sequence[SweepItem], ready: Sequence[int], most: int = MOST) -> Iterator[list[int]]:
+    """Yield the positions of checkpoints to convert together, in their order.
+
+    A batch has small checkpoints that replace nothing, with local destinations of which none is inside
+    another one: their conversions cannot meet. Any other checkpoint is a batch of its own.
+
+    Args:
+        items: The checkpoints of a root.
+        ready: Positions of those to convert.
+        most: The most checkpoints of a batch.
+    """
+    batch: list[int] = []
+    places: list[str] = []
+    for n in ready:
+        place = _place(items[n])
+        meets = place is None or any(_is_inside(place, p) or _is_inside(p, place) for p in places)
+        if batch and (meets or len(batch) >= most):
+            yield batch
+            batch, places = [], []
+        if place is None:
+            yield [n]
+        else:
+            batch.append(n)
+            places.append(place)
+    if batch:
+        yield batch
+
+
+def _place(item: SweepItem) -> str | None:
+    """Return the destination of a checkpoint that may be in a batch, else None."""
+    request = item.request
+    if request is None or request.replaces or item.nbytes > SMALL:
+        return None
+    path = local_path(request.destination)
+    return None if path is None else str(path.absolute())
+
+
+def _is_inside(place: str, other: str) -> bool:
+    return place == other or place.startswith(f"{other.rstrip('/')}/")

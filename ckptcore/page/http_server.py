@@ -1,17 +1,38 @@
-"""Run an HTTP server of this project: one configuration and one strict protocol for all of them."""
+"""Run an HTTP server of this project: one configuration and one strict protocol for all of them.
+
+The protocol is uvicorn's HTTP/1.1 with timeouts and strict parsing of request heads. The head of a request
+must arrive in time, and so must its body. A proxy and the receiver must agree where requests begin and end.
+So these are refused: lines that end without a carriage return, folded headers, and two declarations of a
+body's length. Bytes that arrive before the reply never count as a second request.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import signal
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from ckptcore.errors import UsageError
-from ckptcore.page.http_protocol import MAX_HEAD, Protocol
+from ckptcore.page.http_errors import RequestRefused
 from ckptcore.utils import terminal
+
+HEAD_SECONDS = 10.0  # for the head of a request, from its first byte or from the start of the connection
+BODY_SECONDS = 15.0  # for its body; the application's shorter limit replies with an error before that
+MAX_HEAD = 64 << 10  # bytes
+MAX_HEADERS = 100
+END = b"\r\n\r\n"
+# A line feed alone, a carriage return alone, a folded header, a NUL.
+_WRONG = re.compile(rb"(?<!\r)\n|\r(?=[^\n])|\r\n[ \t]|\x00")
+_ONCE = (b"content-length", b"transfer-encoding", b"host", b"content-type")
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -75,3 +96,117 @@ def serve(app: Any, listener: socket.socket, *, connections: int, grace: int, li
     for line in lines:
         terminal.line(line)
     server.run(sockets=[listener])
+
+
+class Protocol(H11Protocol):
+    """One connection."""
+
+    _head = bytearray()  # the part of a request's head that has arrived
+    _watch: asyncio.TimerHandle | None = None
+    _more = False  # whether bytes arrived after a request without a reply
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Start the timer for the first request."""
+        super().connection_made(transport)
+        self._head = bytearray()
+        self._wait(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Forward a head once it is complete, and bodies as they arrive."""
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.IDLE:
+            if self._watch is None:  # the next request of this connection
+                self._wait(HEAD_SECONDS)
+            self._unset_keepalive_if_required()
+            seen = len(self._head)
+            self._head += data
+            try:
+                if not _is_complete(self._head, seen):
+                    return
+            except RequestRefused as refused:
+                self._refuse(refused)
+                return
+            data, self._head = bytes(self._head), bytearray()
+            self._wait(BODY_SECONDS)
+        super().data_received(data)
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._unwatch()
+        if self.conn.their_state is not h11.IDLE and self.conn.trailing_data[0]:
+            self._more = True
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, unless bytes arrived before the reply."""
+        if self._more and not self.transport.is_closing():
+            self.server_state.total_requests += 1
+            self.transport.close()
+            return
+        super().on_response_complete()
+
+    def _wait(self, seconds: float) -> None:
+        self._unwatch()
+        self._watch = self.loop.call_later(seconds, self._late)
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _late(self) -> None:
+        self._watch = None
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.IDLE and self._head:
+            self._refuse(RequestRefused("too-slow", "its head is incomplete"))
+        elif self.conn.their_state is h11.IDLE:
+            self.transport.close()  # no request has begun
+        else:
+            self.transport.abort()  # a sender this slow reads no reply
+
+    def _refuse(self, refused: RequestRefused) -> None:
+        self.logger.warning("refused while reading the head: %d %s", refused.status, refused.why)
+        self._unwatch()
+        body = json.dumps(refused.reply).encode()
+        lines = (
+            f"HTTP/1.1 {refused.status} {STATUS_PHRASES.get(refused.status, b'').decode()}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+            "",
+            "",
+        )
+        self.transport.write("\r\n".join(lines).encode() + body)
+        self.transport.close()
+
+
+def _is_complete(head: bytearray, seen: int) -> bool:
+    """Return whether the head of a request is complete. Raises `RequestRefused` if it is not valid.
+
+    seen: how many bytes were checked before, so that no byte is checked many times.
+    """
+    end = head.find(END, max(0, seen - len(END) + 1))
+    size = len(head) if end < 0 else end + len(END)
+    wrong = _WRONG.search(head, max(0, seen - 2), size)
+    if wrong is not None:
+        raise RequestRefused(
+            "malformed", f"a line of the head does not end with CR LF (at byte {wrong.start()})"
+        )
+    if size > MAX_HEAD:
+        raise RequestRefused("headers-too-large", f"the maximum is {MAX_HEAD} bytes")
+    if end < 0:
+        return False
+    request, *lines = bytes(head[:end]).split(b"\r\n")
+    if len(lines) > MAX_HEADERS:
+        raise RequestRefused("headers-too-large", f"the maximum is {MAX_HEADERS} headers")
+    named = Counter(line.partition(b":")[0].strip().lower() for line in lines)
+    for name in _ONCE:
+        if named[name] > 1:
+            raise RequestRefused("malformed", f"the header {name.decode()} is repeated")
+    if named[b"transfer-encoding"] and (named[b"content-length"] or not request.endswith(b"HTTP/1.1")):
+        raise RequestRefused("malformed", "the length of the body is declared in two ways")
+    return True

@@ -9,6 +9,8 @@ formats arrange; it knows nothing of execution, of the catalog and of where a pl
     export_source  `ExportSource`: the source that an export is compared with
     plan           `Plan` and its folder: `load_head`, `load_file_plan`
     file_plan      `FilePlan`: everything that a worker needs for one output file
+    tiles          `Budget`, and the steps of a file that each fit a buffer of it
+    rank_layout    which rank of a mesh holds what of a checkpoint, by the rules of `ckptcore.topology`
     model_files, hub_files, model_card
                    files beside an export's weights: find, read, write
     loader_names   names that loaders of an output look for

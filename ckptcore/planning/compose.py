@@ -5,13 +5,18 @@
 3. Dtypes: the cast and its exceptions.
 4. For a Hugging Face folder: the config's files, and names and shapes checked against the model.
 5. The plan.
+
+A rename that applies to no tensor is found: a misspelt one would leave the stored names. Config and tokenizer
+are carried into the folder that a format keeps for them beside its tensors: verl writes ``huggingface/``
+beside its rank files, and its merger needs the config in it. An export has files of its own
+(`ckptcore.planning.config_folder`): here bytes stay as they are, since names and dtypes stay, too.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +27,7 @@ from ckptcore.checking.check import Report, require_complete
 from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.object_tree import references
-from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.errors import AmbiguousModel, Finding, NameMismatch, UsageError, finding
 from ckptcore.fingerprints.sums import map_digest
 from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
@@ -40,6 +45,7 @@ from ckptcore.naming.quantized_names import without_activations
 from ckptcore.naming.rename import (
     Dropped,
     Mapped,
+    applies,
     apply_renames,
     is_kept,
     keep_blobs,
@@ -50,11 +56,10 @@ from ckptcore.naming.rename import (
     without_tensors,
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
-from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
 from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
-from ckptcore.planning.hub_files import ADAPTER, NONE
+from ckptcore.planning.hub_files import ADAPTER, CONFIG, NONE, json_object
 from ckptcore.planning.left_out import left_out_findings, require_decided
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import (
@@ -67,16 +72,15 @@ from ckptcore.planning.model_files import (
 from ckptcore.planning.nesting import LEFT_OUT, nest, split_objects, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.quantized_folder import plain_shapes
+from ckptcore.planning.rank_layout import Balance, balance, lay_out
+from ckptcore.planning.rank_local_state import require_cut, without_bound
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.stored_configs import stored_configs
-from ckptcore.planning.unused_renames import unused_renames
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.rank_layout import Balance, balance, lay_out
-from ckptcore.topology.rank_local_state import require_cut, without_bound
 from ckptcore.topology.stage_contents import StageContents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import reuse_memory, reusing_memory
@@ -734,3 +738,60 @@ def _loaded_as(request: Request, mapped: Mapped, target: Target) -> str | None:
         return floats.pop()
     cast = dtypes.get(request.dtype).name if request.dtype else None
     return cast if cast in floats else None
+
+
+def carried_files(
+    request: Request, manifest: Manifest, folder: str
+) -> tuple[dict[str, bytes], tuple[Finding, ...]]:
+    """Return path -> bytes of the files to carry, and findings about them.
+
+    A trainer loads the output without them, so several configs that differ are a warning, and none is taken.
+
+    Args:
+        request: The output.
+        manifest: The source.
+        folder: Where the format keeps them; empty: nowhere.
+
+    Raises:
+        UsageError: A file that an option names is missing, or a tokenizer's file is too large.
+    """
+    if not folder or request.single is not None:
+        return {}, ()
+    try:
+        found = find_files(request, manifest)
+    except AmbiguousModel as error:
+        message = f"no config and no tokenizer is written to {folder}/: {error.message}"
+        return {}, (finding("left-beside", "files", message, hint=error.hint),)
+    config = found.config.content if found.config is not None else {}
+    files = {**(found.tokenizer or {}), **(config if _is_model(config) else {})}
+    return {f"{folder}/{name}": data for name, data in files.items()}, found.findings
+
+
+def _is_model(content: Mapping[str, bytes]) -> bool:
+    """Return whether config.json is a model's. ``--config`` may also name numbers of another trainer."""
+    form = json_object(content.get(CONFIG, b""))
+    return form is not None and isinstance(form.get("model_type"), str)
+
+
+def unused_renames(request: Request, manifest: Manifest) -> Iterator[Finding]:
+    """Yield a finding for each rename that applies to no tensor of a conversion."""
+    left = list(dict.fromkeys(old for old, _ in request.rename))
+    for name in _names(request, manifest) if left else ():
+        for old, new in request.rename:
+            if applies(name, old):
+                left = [other for other in left if other != old]
+            name = apply_renames(name, [(old, new)])
+        if not left:
+            return
+    for old in left:
+        yield finding("unused-option", "files", f"--rename {old}= matches no tensor")
+
+
+def _names(request: Request, manifest: Manifest) -> Iterable[str]:
+    """Yield the names that renames see: of an export those in the model, without wrappers."""
+    inside = in_model(manifest, request.model_prefix) if request.verb == "export" else None
+    for spec in manifest.tensors:
+        if is_kept(spec.fqn, request.include, request.exclude):
+            inner = spec.fqn if inside is None else inside(spec.fqn)
+            if inner is not None:
+                yield inner if inside is None else strip_wrappers(inner)

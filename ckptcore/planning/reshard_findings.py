@@ -42,7 +42,7 @@ def reshard_findings(
         shapes = parameters(written, request.model_prefix)[0]
         found += require_possible(source, shapes, parse_mesh(request.mesh), request.config, repads=repads)
     if request.sharding is not None:
-        from ckptcore.topology.unused_rules import unused_rules  # imports pydantic
+        from ckptcore.planning.unused_rules import unused_rules  # imports pydantic
 
         found += unused_rules(written, request.sharding, request.model_prefix)
     if bound:

@@ -1,13 +1,51 @@
-"""Return the digests of files that other work has read, after reading the small holes that it left."""
+"""Compute digests of files: of one that is read here, and of those that other work has read.
+
+Of these only the small holes are read that it left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+from blake3 import blake3
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
-from ckptcore.store import Store
+from ckptcore.store import Readable, Store
 from ckptcore.store.ahead import ReadsAhead
+from ckptcore.utils.part_digest import Hasher, hasher_like
+
+BLOCK = 4 << 20  # bytes of a file in memory
+
+
+def digest_of(files: Readable, path: str, nbytes: int, start: int = 0, hasher: Hasher | None = None) -> str:
+    """Return the digest of ``nbytes`` of a file from ``start`` on. Memory: one block.
+
+    Args:
+        files: Where the file is.
+        path: Its name.
+        nbytes: Bytes to digest.
+        start: First byte.
+        hasher: A fresh one; None for plain BLAKE3.
+    """
+    return _digests(files, path, nbytes, start, [blake3() if hasher is None else hasher])[0]
+
+
+def has_digest(files: Readable, path: str, nbytes: int, digests: Collection[str]) -> bool:
+    """Report whether the first ``nbytes`` of a file have one of these digests; the file is read once."""
+    kinds = {digest.rpartition(":")[0]: digest for digest in digests}
+    found = _digests(files, path, nbytes, 0, [hasher_like(digest) for digest in kinds.values()])
+    return not set(digests).isdisjoint(found)
+
+
+def _digests(files: Readable, path: str, nbytes: int, start: int, totals: Sequence[Hasher]) -> list[str]:
+    block = bytearray(min(BLOCK, max(nbytes, 1)))
+    for at in range(0, nbytes, len(block)):
+        view = memoryview(block)[: min(len(block), nbytes - at)]
+        files.read_into(path, start + at, view)
+        for total in totals:
+            total.update(view)
+    return [total.hexdigest() for total in totals]
 
 
 def file_digests(manifest: Manifest, store: Store) -> dict[str, str]:

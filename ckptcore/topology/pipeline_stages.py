@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptcore.errors import UsageError
-from ckptcore.naming.rename import matches
 from ckptcore.topology.rules import ShardingRules
 from ckptcore.topology.rules_file import Stages
+from ckptcore.utils.globs import matches
 from ckptcore.utils.text import short_repr, some
 
 NUMBER = "{n}"

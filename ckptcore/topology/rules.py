@@ -12,9 +12,9 @@ from functools import cache, cached_property
 from importlib import resources
 
 from ckptcore.errors import UsageError
-from ckptcore.naming.rename import matches
 from ckptcore.topology.rules_file import ShardingFile, ShardingRule, Stages, load
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.globs import matches
 from ckptcore.utils.text import count, some
 
 FAMILIES = ("hf", "torchtitan", "olmo", "megatron")

@@ -230,10 +230,6 @@ def _step_number(text: str) -> int | None:
     return int(text)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Two parsers could read two different events from an object with a repeated key.
     found = dict(pairs)

@@ -29,7 +29,7 @@ ALLOWED = {
     "deployments/receiver/prefect_runs.py": "states of Prefect, whose server is asked for no time",
     "deployments/receiver/serve.py": "signatures of senders, as their specification says",
     "deployments/senders/send.py": "signs a message",
-    "flows/_reschedule.py": "when Prefect is to start a run again",
+    "flows/arrived.py": "when Prefect is to start a run again",
 }
 
 

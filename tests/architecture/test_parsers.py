@@ -29,7 +29,7 @@ _PACKAGE = "a file of this package"
 OWN = {
     "ckptcore/utils/foreign_text.py": "the module of these functions",
     "ckptcore/utils/plain_yaml.py": "the same for YAML",
-    **{f"ckptcore/catalog/{name}.py": _ROWS for name in ("export_verdicts", "row_values")},
+    **{f"ckptcore/catalog/{name}.py": _ROWS for name in ("catalog", "row_values")},
     "ckptcore/catalog/sql_query.py": _PROCESS,
     "ckptcore/catalog/sqlworker.py": _PROCESS,
     "ckptcore/planning/config_agreement.py": "JSON that transformers wrote a line before",
@@ -47,7 +47,6 @@ OWN = {
     "ckptcore/store/objects/session.py": "a file of botocore",
     "deployments/deploy.py": _PACKAGE,
     "deployments/parameters.py": _PACKAGE,
-    "deployments/local/process.py": "a file of `make up`",
     "deployments/local/state.py": "a file of `make up`",
     "ckptcore/page/access.py": "a header that is only compared",
     "deployments/senders/send.py": "a program of its own, without this package",

@@ -7,6 +7,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from local_system import environment, state
 from paths import ROOT
 
 FOLDERS = ("ckptcore", "tasks", "flows", "deployments")
@@ -38,12 +39,7 @@ def test_no_server_believes_the_headers_of_proxies() -> None:
 def test_neither_does_the_server_that_prefects_command_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     import uvicorn
 
-    from deployments.local.services import server_env
-    from deployments.local.state import OWNERS, Choices, LocalState
-
-    state = LocalState(
-        ROOT, Choices(), dict.fromkeys(("PREFECT_PASSWORD", "POSTGRES_PASSWORD", *OWNERS.values()), "x")
-    )
+    prefect = environment(state(), "prefect", monkeypatch)
     clients: list[Any] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -51,7 +47,7 @@ def test_neither_does_the_server_that_prefects_command_starts(monkeypatch: pytes
 
     headers = [(b"x-forwarded-for", b"10.0.0.5"), (b"x-forwarded-proto", b"https")]
     scope = {"type": "http", "client": ("127.0.0.1", 1), "scheme": "http", "headers": headers}
-    for allowed in ("127.0.0.1", server_env(state)["FORWARDED_ALLOW_IPS"]):
+    for allowed in ("127.0.0.1", prefect["FORWARDED_ALLOW_IPS"]):
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", allowed)
         config = uvicorn.Config(application, interface="asgi3", log_config=None)
         config.load()

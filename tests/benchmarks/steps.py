@@ -108,8 +108,8 @@ def one(source: str, out: Path, nbytes: int, threads: int, verb: str, device: st
     from ckptcore.checking.examine import inspect
     from ckptcore.comparison.fingerprint import fingerprint
     from ckptcore.conversion.pipeline import convert
-    from ckptcore.execution.tiles import Budget
     from ckptcore.planning.request import Request, Settings
+    from ckptcore.planning.tiles import Budget
 
     usual = Budget.usual
     if nbytes:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,15 @@ import httpx
 import postgres as postgresql
 import pytest
 import torch
+from kills import family
+
+from deployments.local.system import pids
 
 TENSORS = {f"model.layers.{i}.weight": torch.arange(4096.0).reshape(64, 64) + i * 4096 for i in range(60)}
 ROOT = Path(__file__).parents[2]
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 COMMAND = [sys.executable, "-m", "deployments.local"]
+CONTROL = [sys.executable, "-m", "supervisor.supervisorctl", "-c"]
 FREE_PORTS = [
     word for name in ("prefect", "receiver", "postgres", "worker") for word in (f"--{name}-port", "0")
 ]
@@ -47,11 +52,12 @@ class Stack:
         )
         self.up(*FREE_PORTS)
         self.env = {}
-        for line in (folder / "env.sh").read_text().splitlines():
+        for line in (folder / "env.sh").read_text().splitlines()[1:]:
             name, _, value = shlex.split(line)[1].partition("=")
             self.env[name] = value
-        choices = json.loads((folder / "choices.json").read_text())
-        self.ports: Mapping[str, int] = choices["ports"]
+        state = json.loads((folder / "state.json").read_text())
+        names = ("prefect", "receiver", "postgres", "worker")
+        self.ports: Mapping[str, int] = {name: state[f"{name}_port"] for name in names}
         self.root, self.exports = folder / "checkpoints", folder / "exports"
         user, password = self.env["PREFECT_API_AUTH_STRING"].split(":")
         self.api = httpx.Client(base_url=self.env["PREFECT_API_URL"], auth=(user, password), timeout=60)
@@ -88,11 +94,29 @@ class Stack:
 
     def process(self, name: str) -> int:
         """The number of a service's process."""
-        return int(json.loads((self.folder / "run" / f"{name}.json").read_text())["pid"])
+        return pids(self.folder)[name]
+
+    def stop(self, name: str) -> None:
+        """End a service, which stays down until `up`."""
+        self._stopping(name).wait(120)
+
+    def lose(self, name: str) -> None:
+        """Kill -9 a service and what it has started, as a machine without power; it stays down until `up`."""
+        process = self.process(name)
+        os.kill(process, signal.SIGSTOP)  # else it would end its runs
+        stopping = self._stopping(name)
+        time.sleep(1.0)
+        for pid in family(process):
+            os.kill(pid, signal.SIGKILL)
+        stopping.wait(60)
+
+    def _stopping(self, name: str) -> subprocess.Popen[bytes]:
+        command = [*CONTROL, self.folder / "supervisord.conf", "stop", name]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def flow_processes(self, id: str = "") -> list[int]:
         """The processes that run flows now. id: of one run; by default of all."""
-        ours = f"{self.folder}:worker".encode()
+        ours = f"CKPTCORE_UP={self.folder}".encode()
         run = f"PREFECT__FLOW_RUN_ID={id}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):

@@ -29,7 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import ckptcore
 from ckptcore.conversion.pipeline import convert
-from ckptcore.loading.live_state import stateful
+from ckptcore.loading.load_into import stateful
 from ckptcore.planning.request import Request
 from ckptcore.topology.layout import Mesh, Replicate, Shard, TensorLayout, Topology, _StridedShard
 

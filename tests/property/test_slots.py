@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.encodings.pickle.slots import Slots
+from ckptcore.encodings.pickle.columns import Slots
 
 # All over the numbers, and in one slot.
 HASHES = st.one_of(

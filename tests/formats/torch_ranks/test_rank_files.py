@@ -26,9 +26,9 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import UnsupportedFormat, UsageError
 from ckptcore.formats.base import Arrangement
 from ckptcore.formats.torch_ranks.writer import arrange
+from ckptcore.planning.rank_layout import lay_out
 from ckptcore.planning.request import Request
 from ckptcore.topology.layout import Mesh, TensorLayout, Topology
-from ckptcore.topology.rank_layout import lay_out
 
 if TYPE_CHECKING:
     from driver import Cli

@@ -7,19 +7,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import postgres as postgresql
 import pytest
 import yaml
+from local_system import state as new_state
 from paths import ROOT
 
 from ckptcore.catalog import upgrade
 from ckptcore.catalog.sql_query import ask
 from ckptcore.errors import UsageError
-from deployments.local.postgres import make_databases
-from deployments.local.state import OWNERS, Choices, LocalState, Ports, load, settle
+from deployments.local.state import State
 
 psycopg = pytest.importorskip("psycopg", reason="pip install 'ckptcore[postgres]'")
 COMPOSE = ROOT / "deployments" / "compose.yaml"
@@ -35,22 +33,19 @@ def server() -> Iterator[postgresql.Server]:
 
 
 @pytest.fixture
-def state(server: postgresql.Server, tmp_path: Path) -> LocalState:
+def state(server: postgresql.Server) -> State:
     """The state of `make up` for that server."""
-    settle(tmp_path, Choices(ports=Ports(1, 1, server.port, 1)))
-    found = load(tmp_path)
-    assert found is not None
-    return replace(found, secrets=dict(found.secrets) | {"POSTGRES_PASSWORD": password_of(server)})
+    return new_state(postgres_port=server.port, POSTGRES_PASSWORD=password_of(server))
 
 
 def password_of(server: postgresql.Server) -> str:
     return server.url().split(":")[2].split("@")[0]
 
 
-def owners_do_their_work_and_nothing_else(state: LocalState) -> None:
-    assert upgrade(state.catalog)[1]
-    assert ask(state.catalog, "SELECT count(*) FROM checkpoint").rows == ((0,),)
-    assert ask(state.catalog, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user").rows == (
+def owners_do_their_work_and_nothing_else(state: State) -> None:
+    assert upgrade(state["catalog"])[1]
+    assert ask(state["catalog"], "SELECT count(*) FROM checkpoint").rows == ((0,),)
+    assert ask(state["catalog"], "SELECT rolsuper FROM pg_roles WHERE rolname = current_user").rows == (
         (False,),
     )
     for reach in (
@@ -59,8 +54,10 @@ def owners_do_their_work_and_nothing_else(state: LocalState) -> None:
         "SELECT rolpassword FROM pg_authid",
     ):
         with pytest.raises(UsageError, match="permission denied"):
-            ask(state.catalog, reach)
-    mine, other = (state.database("postgresql", name) for name in ("prefect", "ckptcore"))
+            ask(state["catalog"], reach)
+    mine, other = (
+        f"postgresql://{state[name].partition('://')[2]}" for name in ("prefect_database", "catalog")
+    )
     with psycopg.connect(mine) as connection:
         connection.execute("CREATE EXTENSION IF NOT EXISTS pg_trgm")  # as Prefect's migrations do
         connection.execute("CREATE TABLE mine (id int)")
@@ -69,41 +66,21 @@ def owners_do_their_work_and_nothing_else(state: LocalState) -> None:
             psycopg.connect(url)
 
 
-def test_make_up_gives_each_database_an_owner(state: LocalState) -> None:
-    for _ in range(2):
-        make_databases(state)
-    owners_do_their_work_and_nothing_else(state)
-
-
-def test_compose_gives_each_database_an_owner(state: LocalState, server: postgresql.Server) -> None:
+def test_each_database_has_an_owner(state: State, server: postgresql.Server) -> None:
+    """The script of `make up`, which repeats it, and of Compose."""
     psql = shutil.which("psql")
     if psql is None:
         pytest.skip("no psql on this machine: apt-get install postgresql-client")
     made = yaml.safe_load(COMPOSE.read_text())
-    given = made["services"]["postgres"]["environment"]
-    assert {*OWNERS.values(), "POSTGRES_PASSWORD"} == set(given)
-    secrets = {name: state.secrets[name] for name in OWNERS.values()}
+    script = COMPOSE.parent / made["configs"]["databases"]["file"]
+    assert "postgres/owners.sql" in (COMPOSE.parent / "local" / "supervisord.conf").read_text()
+    secrets = {name: state[name] for name in made["services"]["postgres"]["environment"]}
     # As the image's entrypoint does it, except for the socket.
-    done = subprocess.run(
-        [
-            psql,
-            "-v",
-            "ON_ERROR_STOP=1",
-            "--no-psqlrc",
-            "-h",
-            "127.0.0.1",
-            "-p",
-            str(server.port),
-            "-U",
-            "postgres",
-        ],
-        input=made["configs"]["databases"]["content"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | secrets | {"PGPASSWORD": password_of(server)},
-    )
-    assert done.returncode == 0, done.stderr
+    command = [psql, "--no-psqlrc", "-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres", "-f", script]
+    env = os.environ | secrets | {"PGPASSWORD": password_of(server)}
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        assert done.returncode == 0, done.stderr
     owners_do_their_work_and_nothing_else(state)
 
 

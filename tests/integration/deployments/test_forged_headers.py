@@ -12,7 +12,7 @@ import webhooks
 
 from ckptcore.catalog import CheckpointFacts, open_catalog
 from ckptcore.page import changes
-from ckptcore.page.failed_logins import MOST
+from ckptcore.page.settings import MOST
 
 PROXY = "10.0.0.5"
 TOKEN = "the-token-of-ada-in-tests"

@@ -18,10 +18,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from local_system import environment, state
 from paths import ROOT
 
-from deployments.local.services import server_env
-from deployments.local.state import OWNERS, Choices, LocalState
 from deployments.receiver.settings import load
 from deployments.worker import PATIENCE, SERVER_SECONDS
 
@@ -154,11 +153,9 @@ def test_every_variable_of_compose_is_documented() -> None:
     assert documented <= used
 
 
-def test_every_server_has_the_settings_of_make_up(tmp_path: Path) -> None:
-    state = LocalState(
-        tmp_path, Choices(), dict.fromkeys(("PREFECT_PASSWORD", "POSTGRES_PASSWORD", *OWNERS.values()), "x")
-    )
-    wanted = {name: value for name, value in server_env(state).items() if name.startswith("PREFECT_SERVER_")}
+def test_every_server_has_the_settings_of_make_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = environment(state(), "prefect", monkeypatch)
+    wanted = {name: value for name, value in env.items() if name.startswith("PREFECT_SERVER_")}
     # What differs from place to place, and a setting of clients.
     for name in ("DATABASE_CONNECTION_URL", "API_AUTH_STRING", "UI_API_URL", "EPHEMERAL_ENABLED"):
         wanted.pop(f"PREFECT_SERVER_{name}")

@@ -13,9 +13,9 @@ import webhooks
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.queues import outbox as catalog_outbox
-from deployments.receiver.background import Loop
 from deployments.receiver.inbox import LEASE, Mailbox
 from deployments.receiver.notify import SCHEDULE, TIMEOUT, send_due
+from deployments.receiver.serve import Loop
 from deployments.receiver.settings import NotifyTarget
 
 TARGETS = {name: NotifyTarget(url=f"https://{name}.example/hook", secret="WHSEC") for name in ("all", "good")}

@@ -20,8 +20,6 @@ from ckptcore.catalog.queues import outbox
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.page.changes import set_alias
 from deployments import release_runs
-from deployments.local import drain
-from deployments.receiver import batch_writer
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work
 from deployments.receiver.event import Event
@@ -232,8 +230,7 @@ def test_a_change_of_an_alias_that_cannot_be_announced(
     assert runs.sent == ["/out/a", "/out/z", "/out/odd"]
 
 
-@pytest.mark.parametrize("call", ["read_flow_run", "set_flow_run_state"])
-def test_a_run_that_cannot_be_released(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a worker that has ended: one that was deleted meanwhile leaves no other run to its heartbeat."""
     released = []
 
@@ -241,28 +238,16 @@ def test_a_run_that_cannot_be_released(call: str, monkeypatch: pytest.MonkeyPatc
         """Prefect's, which does not know the odd run any more."""
 
         def read_flow_runs(self, **_: Any) -> list[Any]:
-            return [] if call == "read_flow_run" else [self.run(name) for name in NAMES]
-
-        def run(self, name: str) -> Any:
-            return SimpleNamespace(id=name, state=None, labels={release_runs.NAME: "w"})
-
-        def read_flow_run(self, name: str) -> Any:
-            self.raise_for("read_flow_run", name)
-            return self.run(name)
+            return [SimpleNamespace(id=name, state=None, labels={release_runs.NAME: "w"}) for name in NAMES]
 
         def set_flow_run_state(self, name: str, *_: Any, **__: Any) -> None:
-            self.raise_for("set_flow_run_state", name)
+            if name == "odd":
+                raise Unforeseen("of this one")
             released.append(name)
 
-        def raise_for(self, one: str, name: str) -> None:
-            if (one, name) == (call, "odd"):
-                raise Unforeseen("of this one")
-
-    for module in (release_runs, drain):
-        monkeypatch.setattr(module, "get_client", lambda **_: nullcontext(Client()))
-    release: Any = drain.requeue if call == "read_flow_run" else release_runs.release
+    monkeypatch.setattr(release_runs, "get_client", lambda **_: nullcontext(Client()))
     with pytest.raises(Unforeseen):
-        release(*([NAMES] if call == "read_flow_run" else ["pool", "w"]))
+        release_runs.release("pool", "w")
     assert released == ["a", "z"]
 
 
@@ -305,7 +290,7 @@ def test_an_event_of_a_batch(url: str, senders: dict[str, Sender], monkeypatch: 
             return super().put(events, now)
 
     sizes: list[int] = []
-    monkeypatch.setattr(batch_writer, "TOGETHER", 0.5)
+    monkeypatch.setattr("deployments.receiver.app.TOGETHER", 0.5)
     hook = webhooks.HOOKS["bearer"]
     app = make_app(senders, Odd(url), clock=lambda: webhooks.NOW)
     with TestClient(app) as client, ThreadPoolExecutor(3) as threads:

@@ -26,9 +26,8 @@ from ckptcore.cli.catalog import app as cli
 from ckptcore.page.app import make_page
 from deployments.metrics import ReceiverMetrics
 from deployments.receiver.app import make_app
-from deployments.receiver.background import STUCK_SECONDS, Loop
 from deployments.receiver.inbox import Mailbox
-from deployments.receiver.serve import steps_of
+from deployments.receiver.serve import STUCK_SECONDS, Loop, steps_of
 from deployments.receiver.settings import Sender
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)

@@ -11,9 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from ckptcore.page import http_protocol as protocol
-from ckptcore.page.http_protocol import MAX_HEAD
-from ckptcore.page.http_server import server_of
+from ckptcore.page import http_server as protocol
+from ckptcore.page.http_server import MAX_HEAD, server_of
 
 BODY = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 from webhooks import HOOKS, NOW, Hook, Rows
 
-from deployments.receiver import batch_writer as keeper
+from deployments.receiver import app as keeper
 from deployments.receiver.app import make_app
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import Sender

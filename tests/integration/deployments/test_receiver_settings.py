@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import webhooks
 import yaml
+from local_system import state
 
 from ckptcore.errors import UsageError
 from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.planning.request import Request
-from deployments.local.services import receiver_config
-from deployments.local.state import Choices, LocalState
+from deployments.local import system
 from deployments.receiver.run_request import order_of
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import load
@@ -107,12 +107,11 @@ def shipped(tmp_path: Path) -> dict[str, str]:
     """name -> each configuration that the repository ships or writes."""
     folder = EXAMPLE.parent.parent
     compose = yaml.safe_load((folder / "compose.yaml").read_text())
-    state = LocalState(tmp_path, Choices(root="/checkpoints", exports="/exports"), {})
     return {
         "example": EXAMPLE.read_text(),
         "kubernetes": (folder / "kubernetes" / "receiver.toml").read_text(),
         "compose": compose["configs"]["receiver"]["content"],
-        "local": receiver_config(state),
+        "local": system.filled("receiver.toml", state(root="/checkpoints", exports="/exports")),
     }
 
 

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from local_system import state
 from paths import ROOT
 
 from ckptcore.utils import terminal
 from deployments import with_project
-from deployments.local.__main__ import next_steps
-from deployments.local.services import client_env
-from deployments.local.state import OWNERS, Choices, LocalState
+from deployments.local import system
 
 FOLDER = ROOT / "deployments"
 
@@ -23,7 +22,7 @@ FOLDER = ROOT / "deployments"
 def program(tmp_path: Path) -> str:
     """Return the program of the catalog query that `make up` prints."""
     (line,) = re.findall(
-        r"^  (\S+ catalog sql .*)$", next_steps(LocalState(tmp_path, Choices(), {})), re.MULTILINE
+        r"^  (\S+ catalog sql .*)$", system.filled("next_steps.txt", state(tmp_path)), re.MULTILINE
     )
     return shlex.split(line)[0]
 
@@ -42,7 +41,7 @@ def test_make_up_prints_a_command_that_a_shell_finds(tmp_path: Path, monkeypatch
 
 def test_make_up_prints_the_full_announcement(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What the terminal prints has no secrets; the name of a variable is none."""
-    terminal.block(next_steps(LocalState(tmp_path, Choices(), {})), indent="")
+    terminal.block(system.filled("next_steps.txt", state(tmp_path)), indent="")
     assert '-H "Authorization: Bearer $CKPTCORE_HOOK_TOKEN" -H' in capfd.readouterr().out
 
 
@@ -51,8 +50,7 @@ def test_processes_find_the_project_wherever_they_start() -> None:
     assert env == {"PATH": "/bin", "PYTHONPATH": str(ROOT)}
     assert with_project(env) == env
     assert with_project({"PYTHONPATH": "/own:"})["PYTHONPATH"] == f"{ROOT}:/own"
-    secrets = {"PREFECT_PASSWORD": "x", **dict.fromkeys(OWNERS.values(), "y")}
-    assert client_env(LocalState(Path("/state"), Choices(), secrets))["PYTHONPATH"] == str(ROOT)
+    assert system.machine_env()["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
 def test_the_readme_creates_what_the_units_need() -> None:

@@ -17,15 +17,15 @@ from standardwebhooks import Webhook
 
 from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.export_verdicts import record
+from ckptcore.catalog.catalog import record
 from ckptcore.catalog.queues import inbox
 from ckptcore.page.http_errors import RequestRefused
-from deployments.receiver.background import Loop, Watched
 from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, require_progress, work
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import LEASE, Mailbox
 from deployments.receiver.notify import send_due
 from deployments.receiver.run_request import order_of
+from deployments.receiver.serve import Loop, Watched
 from deployments.receiver.settings import NotifyTarget, Sender, load
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)

@@ -183,7 +183,7 @@ def test_a_run_that_meets_another_waits_for_it(
 def test_a_short_outage_of_the_catalog_does_not_fail_the_run(
     how: str, arrived: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows import _retry as _patience
+    from flows import arrived as _patience
     from flows import arrived as module
 
     real, tries = module.alone, []

@@ -30,7 +30,7 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
     from prefect.flow_engine import run_flow
 
     from ckptcore.operations import wait as waiting
-    from flows import _reschedule as _later
+    from flows import arrived as _later
     from flows.arrived import arrived
 
     given = {

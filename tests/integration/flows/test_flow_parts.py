@@ -22,15 +22,15 @@ from ckptcore.conversion.pipeline import Prepared
 from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
 from ckptcore.planning.request import Settings
 from flows import _command, _heartbeats, _prefect, _write
-from flows._batches import MAX_TASKS, batches
 from flows._engine import HERE
 from flows._naming import explain
+from flows._write import MAX_TASKS, batches
 from flows.convert import convert
 from flows.scrub import scrub
 from tasks import logs, progress, retry
 from tasks.artifacts import artifact_later, sending_artifacts
 
-MODULES = ["flows._batches", "flows._heartbeats", "flows._naming", "tasks.markdown_text"]
+MODULES = ["flows._write", "flows._heartbeats", "flows._naming", "tasks.markdown_text"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -26,7 +26,7 @@ from prefect.settings import (
 )
 
 from flows import _flow, _start
-from flows._console import write_plainly
+from flows._command import write_plainly
 from flows._heartbeats import _OwnRun
 from flows._prefect import read_no_authorities
 from flows.convert import convert

@@ -13,7 +13,7 @@ import sqlalchemy
 from retiring import MEANS, World, on_both
 from sqlalchemy import text
 
-from ckptcore.catalog import aliases, commits, open_catalog, queues, upgrade
+from ckptcore.catalog import aliases, catalog, open_catalog, queues, upgrade
 from ckptcore.conversion.pipeline import convert
 from ckptcore.custody import upkeep
 from ckptcore.errors import CkptError, UsageError
@@ -167,14 +167,14 @@ class Broken:
         dialect = sqlalchemy.create_engine(f"{'postgresql+psycopg' if kind != 'sqlite' else kind}://").dialect
         self._commit, self._error = type(dialect).do_commit, BROKEN[kind]
         monkeypatch.setattr(type(dialect), "do_commit", lambda _, connection: self._break(connection))
-        original = commits._MARKS[kind]
+        original = catalog._MARKS[kind]
 
         def marked(connection):
             self.writer = True
             return original(connection)
 
         self.writer = False
-        monkeypatch.setitem(commits._MARKS, kind, marked)
+        monkeypatch.setitem(catalog._MARKS, kind, marked)
 
     def _break(self, connection):
         writer, self.writer = self.writer, False

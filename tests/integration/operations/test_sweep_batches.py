@@ -25,9 +25,8 @@ from ckptcore.conversion import batch, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint, DiskFull, Interrupted, UsageError
-from ckptcore.operations.batches import SMALL, batches
 from ckptcore.operations.claims import key_of
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SMALL, batches, sweep
 from ckptcore.operations.sweep_items import Standing, SweepItem
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import processes

@@ -419,7 +419,7 @@ def test_the_table_of_the_receiver_is_checked() -> None:
 
 
 def test_failed_logins_are_limited(catalog: Catalog, filled: dict[str, str]) -> None:
-    from ckptcore.page.failed_logins import MOST
+    from ckptcore.page.settings import MOST
 
     wrong = {"authorization": "Bearer wrong-token-of-24-characters"}
     rights = access(open_reading=False)
@@ -446,21 +446,21 @@ def test_failed_logins_are_limited(catalog: Catalog, filled: dict[str, str]) -> 
 
 
 def test_failed_logins_are_forgotten_and_bounded() -> None:
-    from ckptcore.page import failed_logins
+    from ckptcore.page import settings
 
     now = [0.0]
-    counted = failed_logins.FailedLogins(lambda: now[0])
-    for n in range(failed_logins.MOST):
+    counted = settings.FailedLogins(lambda: now[0])
+    for n in range(settings.MOST):
         assert counted.wait("2001:db8::1") == 0
         counted.note(f"2001:db8::{n}")  # one network
         now[0] += 1
-    assert counted.wait("2001:db8::ffff") == failed_logins.SECONDS - failed_logins.MOST
+    assert counted.wait("2001:db8::ffff") == settings.SECONDS - settings.MOST
     assert counted.wait("2001:db8:1::1") == 0
-    now[0] += failed_logins.SECONDS
+    now[0] += settings.SECONDS
     assert counted.wait("2001:db8::1") == 0
-    for n in range(failed_logins.ADDRESSES + 5):
+    for n in range(settings.ADDRESSES + 5):
         counted.note(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}")
-    assert len(counted._failed) == failed_logins.ADDRESSES
+    assert len(counted._failed) == settings.ADDRESSES
 
 
 def test_programs_change_by_json_with_a_token(

@@ -22,7 +22,7 @@ from ckptcore.core.manifest import Blob, Envelope, Item, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import encode
 from ckptcore.errors import AmbiguousModel, CkptError, DamagedCheckpoint, UsageError
-from ckptcore.execution.tiles import Budget
+from ckptcore.planning.tiles import Budget
 
 DTYPES = {
     "float32": np.float32,

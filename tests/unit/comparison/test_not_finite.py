@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptcore.comparison.not_finite import not_finite
+from ckptcore.comparison.export_values import not_finite
 
 torch = pytest.importorskip("torch")
 IEEE = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "complex64", "complex128")

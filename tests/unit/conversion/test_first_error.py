@@ -149,7 +149,7 @@ def test_the_repeats_of_a_pool_end_with_the_error_of_the_pool_around_it() -> Non
 
 def test_requests_behind_a_good_end_of_a_pool_are_repeated() -> None:
     """What its threads began, such as blocks that are read ahead, is used by the next step."""
-    from ckptcore.store.objects.threads import RequestThreads
+    from ckptcore.store.objects.client import RequestThreads
 
     threads, done, sent, found = RequestThreads(1), threading.Event(), list[int](), list[object]()
 

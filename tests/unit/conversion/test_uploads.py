@@ -18,7 +18,7 @@ from safetensors.torch import load, save_file
 
 import ckptcore
 from ckptcore.conversion import pipeline
-from ckptcore.conversion.destination_claim import DestinationClaim
+from ckptcore.conversion.open_staging import DestinationClaim
 from ckptcore.conversion.s3_staging import S3Staging
 from ckptcore.errors import (
     AlteredInTransit,

@@ -10,8 +10,8 @@ import torch
 
 from ckptcore.core.object_tree import RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import StoredView
-from ckptcore.encodings.torchzip import storage_excess
-from ckptcore.encodings.torchzip.storage_excess import Excess, excess
+from ckptcore.encodings.torchzip import reader
+from ckptcore.encodings.torchzip.reader import Excess, excess
 
 
 def view(tensor: torch.Tensor, key: str = "0") -> StoredView:
@@ -40,7 +40,7 @@ def test_slices() -> None:
 @pytest.mark.parametrize("most", [1 << 20, 2])
 def test_any_view(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's own indexing sees it; of a view with too many ranges, never more than is right."""
-    monkeypatch.setattr(storage_excess, "_MAX_RUNS", most)
+    monkeypatch.setattr(reader, "_MAX_RUNS", most)
     rng = random.Random(3)
     for _ in range(300):
         tensors = []

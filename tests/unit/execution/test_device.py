@@ -17,8 +17,8 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.execution.device import Lane, host_buffer
-from ckptcore.execution.tiles import DEVICE_BYTES, Budget
 from ckptcore.fingerprints.device_sums import ROOM
+from ckptcore.planning.tiles import DEVICE_BYTES, Budget
 from ckptcore.reading.gather import _assign, tile_view
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

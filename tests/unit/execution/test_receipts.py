@@ -9,9 +9,10 @@ from blake3 import blake3
 
 from ckptcore.execution import receipts
 from ckptcore.execution.receipts import Receipt, is_intact, read_receipt, read_receipts, write_receipt
+from ckptcore.reading import file_digests
 from ckptcore.store import open_store
 
-REAL_BLOCK, REAL_COUNT = receipts._BLOCK, receipts._AT_ONCE
+REAL_BLOCK, REAL_COUNT = file_digests.BLOCK, receipts._AT_ONCE
 
 
 @pytest.mark.parametrize("count", [0, 1, REAL_COUNT - 1, REAL_COUNT, REAL_COUNT + 1, 3 * REAL_COUNT + 2])
@@ -32,7 +33,7 @@ def test_receipts_asked_for_together_are_those_of_one_by_one(tmp_path: Path, cou
 def test_a_digest_is_of_every_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, blocks: int, extra: int
 ) -> None:
-    monkeypatch.setattr(receipts, "_BLOCK", block)
+    monkeypatch.setattr(file_digests, "BLOCK", block)
     nbytes = blocks * block + extra
     data = bytearray((b"abcdefg" * (nbytes // 7 + 1))[:nbytes])
     file = tmp_path / "file"

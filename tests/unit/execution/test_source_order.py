@@ -9,10 +9,10 @@ from ckptcore.core.manifest import Chunks, Items, StoredFile
 from ckptcore.execution import source_order
 from ckptcore.execution.expected_reads import row_reads, schedule_reads
 from ckptcore.execution.source_order import cut_pieces, follow_source, ordered_jobs
-from ckptcore.execution.tiles import Budget
 from ckptcore.formats.base import Literal
 from ckptcore.planning.file_plan import FilePlan, Literals, Tensors
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.store.objects.blocks import plan_blocks
 from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
 

@@ -21,11 +21,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckptcore
+from ckptcore.checking import source_stamps as stamps
 from ckptcore.conversion import publish as finishing
-from ckptcore.conversion import staged_proof as reproof
+from ckptcore.conversion import publish as reproof
 from ckptcore.conversion.open_staging import open_staging
 from ckptcore.errors import CkptError, SourceChanged
-from ckptcore.execution import source_stamps as stamps
 from ckptcore.operations.claims import source_digest
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_store

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptcore
-from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.gather import StoredOrder
 from ckptcore.reading.payload import Payload
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.operations import reader_digest
-from ckptcore.operations.reader_digest import readers_digest
+from ckptcore.operations import readiness
+from ckptcore.operations.readiness import readers_digest
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for room in ("checking", "core", "encodings", "formats/dcp"):
         (tmp_path / room).mkdir(parents=True)
         (tmp_path / room / "module.py").write_text("A = 1\n")
-    monkeypatch.setattr(reader_digest, "files", lambda name: tmp_path)
+    monkeypatch.setattr(readiness, "files", lambda name: tmp_path)
     readers_digest.cache_clear()
     yield tmp_path
     readers_digest.cache_clear()
@@ -43,7 +43,7 @@ def test_it_is_of_the_code(package: Path) -> None:
 
 def test_it_is_of_the_packages(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = recomputed()
-    monkeypatch.setattr(reader_digest, "_version", lambda name: "99")
+    monkeypatch.setattr(readiness, "_version", lambda name: "99")
     assert recomputed() != first
 
 

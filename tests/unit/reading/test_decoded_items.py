@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 import ckptcore
 from ckptcore.encodings import codecs
 from ckptcore.errors import CkptError
-from ckptcore.execution.tiles import Budget
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading import decoded_items
 
 

@@ -14,10 +14,9 @@ from s3fs import S3FileSystem
 from ckptcore.conversion.staged_uploads import object_places
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store.objects import RECORD, session
-from ckptcore.store.objects.client import S3Client
+from ckptcore.store.objects.client import RequestThreads, S3Client
 from ckptcore.store.objects.retry import DEADLINE_VARIABLE
 from ckptcore.store.objects.session import PartBody, S3Session
-from ckptcore.store.objects.threads import RequestThreads
 
 DATA = os.urandom(3_000_000)
 

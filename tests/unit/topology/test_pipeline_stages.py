@@ -7,7 +7,7 @@ from topologies import described, hf, layer_of, manifest_of, stages_of, with_ada
 
 from ckptcore.core.box import Box
 from ckptcore.errors import UsageError
-from ckptcore.topology.rank_layout import lay_out
+from ckptcore.planning.rank_layout import lay_out
 
 LAYER = "model.layers.{}.mlp.up_proj.weight"
 

@@ -8,7 +8,7 @@ from topologies import described
 
 import ckptcore
 from ckptcore.core.manifest import Manifest
-from ckptcore.topology.rank_layout import lay_out
+from ckptcore.planning.rank_layout import lay_out
 
 # Sample: (folder in it, a parameter, state with its layout, how on pp=2,fsdp=2,tp=2).
 HEAD = "lm_head.weight"

@@ -15,7 +15,7 @@ from paths import JOBS
 
 import ckptcore
 from ckptcore.core.box import Box
-from ckptcore.topology.rank_layout import lay_out
+from ckptcore.planning.rank_layout import lay_out
 
 JOB = JOBS / "topology_job.py"
 CASES = [  # eight processes of torch take half a minute to begin on two cores

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from batches import PER_FILE, Batch, left_in_the_middle
+from kills import Kills
 from proof import has_ended, prove, standing
 from stack import Stack, eventually, running_stack
-from supervisor import Supervisor
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600), pytest.mark.xdist_group("chaos")]
 KINDS = "worker,receiver,prefect,postgres"
@@ -42,23 +42,21 @@ def stack() -> Iterator[Stack]:
 
 
 @pytest.fixture
-def keeper(stack: Stack) -> Iterator[Supervisor]:
-    """Restart every service that ends."""
-    found = Supervisor(stack.folder)
+def kills(stack: Stack) -> Iterator[Kills]:
+    """Kill services; `make up` has a supervisor that starts them again."""
+    found = Kills(stack.folder)
     assert found.kill("receiver")  # it reads its configuration when it is started
     assert eventually(lambda: _is_ready(stack))
-    found.kills.clear()
+    found.count.clear()
     yield found
-    found.stop()
     stack.down("--patience", "0")
-    found.reap()
 
 
 @pytest.mark.parametrize(
     ("batches", "size", "each"), [pytest.param(1, 3, 2, id="short"), pytest.param(4, 10, 5, id="long")]
 )
 def test_nothing_is_lost_and_nothing_is_done_twice(
-    stack: Stack, keeper: Supervisor, batches: int, size: int, each: int
+    stack: Stack, kills: Kills, batches: int, size: int, each: int
 ) -> None:
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
     kinds = os.environ.get("CHAOS_KINDS", KINDS).split(",")
@@ -74,11 +72,10 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
         began = time.monotonic()
         with batch.announced(stack, draw, within=max(2.0, 0.6 * len(order) * sum(GAP) / 2)):
             for kind in order:
-                _kill(stack, keeper, kind, draw)
+                _kill(stack, kills, kind, draw)
                 print(f"{batch.run}: {time.monotonic() - began:6.1f} s: kill -9 {kind}", flush=True)
         assert batch.failed == {}
         assert eventually(lambda b=batch: has_ended(stack, b), PATIENCE, step=1.0), standing(stack, batch)
-        assert keeper.trouble is None
         statuses = Counter(answer["status"] for answer in batch.answers.values())
         waited = sorted(round(seconds, 1) for seconds in batch.seconds.values())
         print(
@@ -88,16 +85,16 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
         done.append(batch)
         for one in done:  # the earlier ones once more: they must be unchanged
             prove(stack, one)
-    assert keeper.kills == {kind: each * batches for kind in kinds if each}
-    print(f"kills {dict(keeper.kills)}, starts {dict(keeper.starts)}", flush=True)
+    assert kills.count == {kind: each * batches for kind in kinds if each}
+    print(f"kills {dict(kills.count)}", flush=True)
 
 
-def _kill(stack: Stack, keeper: Supervisor, kind: str, draw: random.Random) -> None:
+def _kill(stack: Stack, kills: Kills, kind: str, draw: random.Random) -> None:
     time.sleep(draw.uniform(*GAP))
     if kind == "worker" and draw.random() < 0.5:  # starting a run takes longer than a conversion this small
         eventually(lambda: bool(left_in_the_middle(stack.exports)), GAP[1], step=0.02)
         time.sleep(draw.uniform(0.0, 1.0))
-    assert eventually(lambda: keeper.kill(kind), 60, step=0.05), f"{kind} is not started again"
+    assert eventually(lambda: kills.kill(kind), 60, step=0.05), f"{kind} is not started again"
 
 
 def _is_ready(stack: Stack) -> bool:

@@ -82,8 +82,7 @@ def test_a_lost_machine_is_detected_by_missing_heartbeats(stack: Stack, checkpoi
         "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
     )
     assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.report(id)
-    for process in (stack.process("worker"), *stack.flow_processes()):
-        os.kill(process, signal.SIGKILL)
+    stack.lose("worker")  # with its runs
     assert stack.run(id)["state_type"] == "RUNNING"
     run = stack.ended(id, 300)
     assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no heartbeat for 90 s")
@@ -132,7 +131,7 @@ def test_a_run_that_dies_before_it_begins_is_not_restarted_forever(stack: Stack,
         return bool(query(stack, about)[0]["state"] == "failed")
 
     assert eventually(recorded, 120, step=1.0), query(stack, about)
-    assert query(stack, about)[0]["error_message"].startswith("worker-lost: given up")
+    assert query(stack, about)[0]["error_message"].startswith("worker-lost: gave up")
     assert not eventually(lambda: bool(stack.flow_processes(id)), 30, step=0.1)
     assert stack.run(id)["state_type"] == "FAILED"
     assert not list(stack.exports.rglob("doomed*"))

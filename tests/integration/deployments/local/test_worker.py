@@ -16,7 +16,7 @@ import pytest
 from stack import ROOT, TENSORS, Stack, eventually
 
 from deployments import worker as worker_process
-from deployments.local.process import having
+from deployments.processes import having
 from deployments.worker import MARK
 
 pytestmark = [pytest.mark.xdist_group("stack")]
@@ -95,7 +95,8 @@ def test_a_dying_worker_releases_its_runs_and_reports_its_status(monkeypatch: py
             signal.signal(how, handler)
     assert code == -signal.SIGKILL
     assert released == [("p", "n")]
-    assert asked[0][-4:] == ["--pool", "p", "--name", "n"]
+    assert asked[0][-3:] == ["deployments.release_runs", "p", "n"]  # of a predecessor that was killed
+    assert asked[1][-4:] == ["--pool", "p", "--name", "n"]
 
 
 @pytest.mark.soak  # test_resume_deployment stops a worker in every run
@@ -103,7 +104,7 @@ def test_a_dying_worker_releases_its_runs_and_reports_its_status(monkeypatch: py
 def test_a_worker_releases_its_own_runs_only(
     stack: Stack, checkpoint: Path, tmp_path: Path, end: str
 ) -> None:
-    os.kill(stack.process("worker"), signal.SIGTERM)  # it is idle, and would take the run
+    stack.stop("worker")  # it is idle, and would take the run
     target = stack.exports / f"release-{end.split()[0]}"
     receipts = target.parent / f".{target.name}.ckptcore" / "receipts"
     log = tmp_path / "worker.log"

@@ -9,9 +9,9 @@ from topologies import described, hf, manifest_of, with_adam
 
 from ckptcore.core.box import Box
 from ckptcore.errors import AmbiguousModel, UsageError
+from ckptcore.planning.rank_layout import Balance, balance, lay_out
 from ckptcore.topology.layout import Mesh
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.rank_layout import Balance, balance, lay_out, rank_bytes
 
 FAMILIES = {
     "hf": {
@@ -279,7 +279,7 @@ def test_bytes_per_rank() -> None:
     shapes = {"w": (5, 3), "b": (2,), "step": ()}
     manifest = manifest_of(shapes)
     topology = lay_out(manifest, "dp_replicate=2,fsdp=2")
-    assert rank_bytes(topology, manifest) == [(9 + 1 + 1) * 4, (6 + 1 + 1) * 4] * 2
+    assert list(balance(topology, manifest.tensors).per_rank) == [(9 + 1 + 1) * 4, (6 + 1 + 1) * 4] * 2
     found = balance(topology, manifest.tensors)
     assert (found.total, round(found.ratio, 4)) == ((15 + 2 + 1) * 4, round(11 / 9.5, 4))
     assert found.as_dict()["bytes_max"] == 44

@@ -123,11 +123,6 @@ def balance(topology: Topology, tensors: Iterable[TensorSpec]) -> Balance:
     return Balance(tuple(per_rank), total)
 
 
-def rank_bytes(topology: Topology, manifest: Manifest) -> list[int]:
-    """Return the bytes that each rank holds in memory, in rank order."""
-    return list(balance(topology, manifest.tensors).per_rank)
-
-
 def _is_buffer(spec: TensorSpec) -> bool:
     """Report whether a tensor is a buffer: trainers replicate positions, masks and counters.
 

@@ -23,8 +23,9 @@ from ckptcore.errors import BudgetTooSmall
 from ckptcore.fingerprints.device_sums import ROOM
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
-from ckptcore.reading.gather import StoredOrder, stored_order
+from ckptcore.reading.gather import Bytes, StoredOrder, stored_order
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.memory import untouched
 from ckptcore.utils.row_wise import products
 
 # Bytes of the usual tiles of a few workers together: large enough to hide per-call costs, small enough to
@@ -226,3 +227,15 @@ def _input_bytes(plan: FilePlan, tensor: int) -> int:
     """
     node = plan.derived[tensor]
     return FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
+
+
+def paged_buffer(nbytes: int) -> Bytes:
+    """Allocate memory with small pages for usual tiles, and huge pages behind them.
+
+    Small pages take only what tiles touch; numpy's allocator would round up to 2 MiB each. Strided writes
+    over large tiles need huge pages.
+    """
+    try:
+        return np.frombuffer(untouched(nbytes, huge_from=TILES), np.uint8)
+    except OSError as error:
+        raise BudgetTooSmall(f"cannot allocate a buffer of {nbytes} bytes: {error.strerror}") from error

@@ -7,8 +7,8 @@ import pytest
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import UsageError
+from ckptcore.planning.rank_local_state import without_bound
 from ckptcore.topology.layout import Mesh
-from ckptcore.topology.rank_local_state import without_bound
 
 
 def _manifest(*keys: str) -> Manifest:
