@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,18 @@ from tests.simulation.crash_disk import CrashDisk
 from tests.simulation.seam import DIE, GO, HALF, HOSTS, LOST, PROCESSES, Seam, Shared
 
 FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "renameat2", "write"}
-COMMITTING = ("renameat2", "renameat2", "rename", "link", "commit", "unlink")
+# Where a fault may befall a group of processes -> how often, and how many of these calls there are. A call
+# shows if it changes a name that users see, and records if a record is in its place by it.
+PLACES = {
+    "shows": (40, 2),
+    "records": (25, 9),
+    "commit": (15, 5),
+    "rename": (4, 8),
+    "unlink": (6, 12),
+    "fsync": (5, 26),
+    "": (5, 80),
+}
+HIDDEN = re.compile(r"/\.[^/]+\.ckptcore")
 MOST_CALLS = 5000  # of a process; more is an endless loop
 REAL_S = 120.0  # without a word from a process that has its turn
 
@@ -64,34 +76,85 @@ FAULTS = {
     ),
     "pause": Kind(25, "a process gets no turn while others run, and minutes or days pass on all clocks", "-"),
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
+    "hand": Kind(
+        0,
+        "somebody writes to a source that a process removes, or to an output that it replaces, before it is "
+        "moved away",
+        "nobody writes through a descriptor that was open before",
+    ),
 }
+# The faults of a group of processes, where a program says so -> how many of each kind.
+PROFILES: dict[str, dict[str, tuple[int, ...]]] = {
+    "setup": {},
+    "calm": {},
+    "kill": {"kill": (1,)},
+    "power": {"power": (1,), "catalog-power": (0, 1)},
+    "after": {"power": (1,), "catalog-power": (0, 1)},
+    "error": {"error": (1, 1, 2)},
+    "race": {"pause": (2, 3, 4)},
+    "chaos": {"pause": (1, 2), "kill": (1,), "lost-commit": (0, 0, 1)},
+    "hand": {"hand": (1, 2), "pause": (0, 1)},
+}
+LOCAL_ONLY = ("power", "catalog-power", "error", "hand")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault at a call of a group of processes: the ``at``-th of all, or of one kind."""
+    """A fault at a call of one of the processes that run at once.
+
+    Attributes:
+        kind: A row of `FAULTS`.
+        at: It befalls the call of this number, of all or of one row of `PLACES`.
+        number: Decides the rest.
+        call: The row of `PLACES`, or the name of a call.
+        behind: How many calls of this process later it happens.
+        process: Which of the processes.
+    """
 
     kind: str
     at: int
     number: int
     call: str = ""
+    behind: int = 0
+    process: int = 0
 
 
-def drawn_faults(draw: random.Random, *, calm: bool, local: bool) -> list[Fault]:
-    """Return what befalls a group of processes."""
+def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Fault]:
+    """Return what befalls a group of processes.
+
+    profile: a row of `PROFILES`; ``KIND@CALL:N`` for the N-th such call of the first process; "" for
+    anything, by the rates of `FAULTS`.
+    """
     faults = []
-    for kind, each in FAULTS.items():
-        drawn, number = draw.random() * 100 < each.often, draw.getrandbits(30)
-        times = draw.choice([1, 1, 2])
-        if drawn and not calm and (local or kind not in ("power", "catalog-power", "error")):
-            faults += [_fault(kind, number, draw) for _ in range(times)]
-    return faults
+    if "@" in profile:
+        kind, call, at = re.split("[@:]", profile)
+        return [Fault(kind, int(at), draw.getrandbits(30), call)]
+    if profile:
+        kinds = {kind: draw.choice(times) for kind, times in PROFILES[profile].items()}
+    else:
+        calm = draw.random() < 0.2
+        kinds = {
+            kind: draw.choice([1, 1, 2]) * (draw.random() * 100 < each.often and not calm)
+            for kind, each in FAULTS.items()
+        }
+    for kind, times in kinds.items():
+        for _ in range(times if local or kind not in LOCAL_ONLY else 0):
+            at_end = kind == "power" and profile == "after"
+            faults.append(Fault(kind, MOST_CALLS if at_end else 0, draw.getrandbits(30)))
+    return [fault if fault.at else _placed(fault, draw) for fault in faults]
 
 
-def _fault(kind: str, number: int, draw: random.Random) -> Fault:
-    """Return a fault anywhere, or at one of the few calls that make something visible, or durable."""
-    call = draw.choice(["", "", *COMMITTING])
-    return Fault(kind, draw.randint(1, 5 if call else draw.choice([12, 45, 160])), number, call)
+def _placed(fault: Fault, draw: random.Random) -> Fault:
+    """Place a fault anywhere, or at one of the calls that matter."""
+    fault = replace(fault, process=draw.randrange(6))
+    if fault.kind == "lost-commit":
+        return replace(fault, call="commit", at=draw.randint(1, PLACES["commit"][1]))
+    if fault.kind == "hand" and draw.random() < 0.5:
+        return replace(fault, call="shows", at=1)
+    (call,) = draw.choices(list(PLACES), [often for often, _ in PLACES.values()])
+    behind = draw.choice([0, 0, 0, 1, 1, 2, 3, 4])
+    at = draw.randint(1, draw.randint(1, PLACES[call][1]))
+    return replace(fault, call=call, at=at, behind=behind)
 
 
 @dataclass
@@ -102,6 +165,7 @@ class Process:
         outcome: How it ended: ``done``, ``refused: CODE``, ``killed``, ``crashed: TRACEBACK``; "" until then.
         call: What it waits for, and the paths.
         wakes_ns: When it wants to go on, on the clock of the world.
+        wrote: Whether it has written to a file.
         resting: How many turns of others it is paused for.
     """
 
@@ -115,6 +179,16 @@ class Process:
     resting: int = 0
     calls: int = 0
     in_transaction: bool = False
+    wrote: bool = False
+
+    def kinds(self, root: Path | None) -> list[str]:
+        """Return the rows of `PLACES` for the call that it waits for."""
+        call, _, *paths = self.call
+        below = [path[len(str(root)) :] for path in paths if root is not None and path.startswith(f"{root}/")]
+        moves = call in ("rename", "renameat2", "replace", "link")
+        shows = moves and any(not HIDDEN.search(path) for path in below)
+        records = moves and bool(below) and below[-1].endswith(".json")
+        return ["", call, *(["shows"] if shows else []), *(["records"] if records else [])]
 
 
 @dataclass
@@ -127,6 +201,9 @@ class World:
         grave: An empty folder on the file system of the disk.
         log: Every call, if a list.
         inline: Run every work in this process, undisturbed: what it imports, no fork imports again.
+        exchanges: Whether the file system exchanges two names in one step.
+        hand: Lets somebody write to what the process of this index works on; whether it has written to a
+            file, and a number, follow.
     """
 
     shared: Shared
@@ -135,6 +212,8 @@ class World:
     grave: Path
     log: list[str] | None = None
     inline: bool = False
+    exchanges: bool = True
+    hand: Callable[[int, bool, int], None] | None = None
     count: int = 0
     processes: list[Process] = field(default_factory=list)
     cut: str = ""
@@ -172,7 +251,7 @@ class World:
             for home, work in works:
                 self.processes.append(self._begin(home, work, str(grave) if powered else ""))
                 self._hear(self.processes[-1])
-            self._turns({(f.call, f.at): f for f in faults}, draw, observe)
+            self._turns({(f.process % len(works), f.call, f.at): f for f in faults}, draw, observe)
         finally:
             for process in self.processes:
                 self._end(process, "killed")
@@ -188,34 +267,57 @@ class World:
         pid = os.fork()
         if not pid:
             ours.close()
-            _live(Seam(self.shared, theirs, number, home, grave, self.ctimes), f"process {self.count}", work)
+            _live(
+                Seam(self.shared, theirs, number, home, grave, self.ctimes, self.exchanges),
+                f"process {self.count}",
+                work,
+            )
         theirs.close()
         ours.settimeout(REAL_S)
         return Process(number, home, pid, ours)
 
     def _turns(
-        self, faults: dict[tuple[str, int], Fault], draw: random.Random, observe: Callable[[], None]
+        self, faults: dict[tuple[int, str, int], Fault], draw: random.Random, observe: Callable[[], None]
     ) -> None:
-        burst, turn, current = draw.choice([1, 3, 10, 60]), 0, self.processes[0]
-        calls: Counter[str] = Counter()
+        burst, current = draw.choice([1, 3, 10, 60]), self.processes[0]
+        calls: Counter[tuple[int, str]] = Counter()
         while live := [process for process in self.processes if not process.outcome]:
-            stays = current in live and (current.in_transaction or draw.randrange(burst))
+            stays = current in live and (
+                current.in_transaction or (draw.randrange(burst) and not current.resting)
+            )
             if not stays or current.wakes_ns > self.shared.world_ns():
                 current = self._chosen(live, draw)
-            turn += 1
-            calls[current.call[0]] += 1
-            fault = faults.pop(("", turn), None) or faults.pop(
-                (current.call[0], calls[current.call[0]]), None
-            )
-            if fault is None or not self._befall(fault, current, draw):
-                self._go(current, GO)
-            for process in live:
-                process.resting = max(process.resting - 1, 0)
-            if any(process.outcome for process in live):
-                observe()
+            index = self.processes.index(current)
+            kinds = [(index, kind) for kind in current.kinds(self.root)]
+            calls.update(kinds)
+            fault = next(filter(None, (faults.pop((*kind, calls[kind]), None) for kind in kinds)), None)
+            if fault is not None and fault.behind:
+                faults[index, "", calls[index, ""] + fault.behind] = replace(fault, behind=0)
+            elif fault is not None and fault.kind == "pause" and len(live) > 1:
+                self._pause(current, fault.number)
+                calls.subtract(kinds)  # it comes again
+                continue
+            elif fault is not None and self._befall(fault, current, draw):
+                self._rest(live, observe)
+                continue
+            self._go(current, GO)
+            self._rest(live, observe)
         if not self.cut and any(fault.kind == "power" for fault in faults.values()):
             self._cut(draw)  # right after the last has said that it is done
             observe()
+
+    def _rest(self, live: Sequence[Process], observe: Callable[[], None]) -> None:
+        """End a turn of one of the processes that live."""
+        for process in live:
+            process.resting = max(process.resting - 1, 0)
+        if any(process.outcome for process in live):
+            observe()
+
+    def _pause(self, process: Process, number: int) -> None:
+        """Let a process wait while others have some turns, and time may pass."""
+        self._note(f"-- pause {process.number} {number}")
+        process.resting = (20, 60, 200, 200)[number % 4]
+        self.shared.advance((0, 0, 0, 70, 400, 90000)[number // 4 % 6])
 
     def _chosen(self, live: list[Process], draw: random.Random) -> Process:
         holder = [process for process in live if process.in_transaction]
@@ -246,9 +348,11 @@ class World:
             self._go(process, LOST)
             return True
         if kind == "pause":
-            process.resting = number % 40
-            self.shared.advance((0, 70, 400, 90000)[number // 40 % 4])
-            return False
+            self._pause(process, number)
+        if kind == "hand" and self.hand is not None:
+            self.hand(self.processes.index(process), process.wrote, number)
+            if self._disk is not None:
+                self._disk.look()
         if kind == "jump":
             self.shared.jump(process.home, (-86400, -600, 600, 86400)[number % 4])
         return False
@@ -291,6 +395,7 @@ class World:
             return
         process.call, process.in_transaction = tuple(heard), heard[1] == "+"
         process.calls += 1
+        process.wrote |= heard[0] == "write"
         if process.calls > MOST_CALLS:
             self._end(process, f"crashed: {MOST_CALLS} calls, the last {heard}")
         elif heard[0] == "sleep":
