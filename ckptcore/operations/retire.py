@@ -48,8 +48,6 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
@@ -309,7 +307,7 @@ def plan(
         yield item
 
 
-def _best_steps(conn: Connection, run: str, rule: KeepBest) -> frozenset[int]:
+def _best_steps(conn: Any, run: str, rule: KeepBest) -> frozenset[int]:
     """Return the best steps of a run, of which sources and what is made from them may have the metric."""
     try:
         ranked = training_rows.best(conn, rule.metric, rule.goal, run=run, limit=rule.count)
