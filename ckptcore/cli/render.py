@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from ckptcore.checking.check import Report
     from ckptcore.checking.export_proof import ExportProof
+    from ckptcore.checking.summary import Placement, Summary
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ckptcore.utils.workers import Progress
 
 _MOST, _FEW = 20, 3  # rows of a comparison; tensors whose first difference is printed, too
+_WAYS, _PIECES = 6, 16  # ways to cut tensors, and pieces of one, that `inspect` prints
 _ROWS = 40  # rows of a table of names before it is cut for a terminal
 _NAMES_TWICE = ("renamed", "mapped")  # tables of pairs whose second column has names, too
 _STATUS = {"ok": "green", "unproven": "yellow"}
@@ -43,9 +45,11 @@ _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (), *, as_json: bool) -> None:
     """Print the answer of `inspect`."""
+    from ckptcore.checking.summary import summarize
     from ckptcore.core.subset import describe_derived
     from ckptcore.naming.rename import matches
 
+    summary = summarize(value)
     tensors = [
         (i, t)
         for i, t in enumerate(value.tensors)
@@ -68,6 +72,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
                 "num_tensors": value.num_tensors,
                 "bytes": value.nbytes,
                 "dtypes": dict(dtypes),
+                "summary": summary.as_dict(),
                 "files": [{"path": value.files[f].path, "size": value.files[f].size} for f in used],
                 "tensors": [
                     {"fqn": t.fqn, "dtype": t.dtype, "shape": list(t.shape), "chunks": chunks[i]}
@@ -89,6 +94,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
         f"{tensors_text}, {show_size(value.nbytes)} ({kinds}); {chunks_text} in "
         f"{count(len(used), 'file')}; {objects_text}"
     )
+    _print_summary(out, summary)
     _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()])
     rows = [
         (t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
@@ -98,6 +104,46 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     if len(tensors) > _limit(_ROWS):
         more = count(len(tensors) - _ROWS, "more tensor")
         out.print(f"and {more} (--output json lists all, --include selects)")
+
+
+def _print_summary(out: Console, summary: Summary) -> None:
+    """Print the parts of a checkpoint, and how its tensors are cut and which rank has the pieces."""
+    from ckptcore.checking.summary import MODEL, UNSURE
+
+    for part in summary.parts:
+        dtypes = ", ".join(f"{show_size(n)} {d}" for d, n in part.dtypes.items())
+        elements = "parameters" if part.name == MODEL else "elements"
+        size = f"{count(part.tensors, 'tensor')}, {part.elements:,} {elements}, {dtypes}"
+        note = f" ({part.note})" if part.name == UNSURE and part.note else ""
+        out.print(terminal.text((f"{part.name:<13}", "bold"), f" {size}{note}"))
+    if not any(placement.cuts for placement in summary.placements):
+        return
+    ways = [
+        (
+            ", ".join(f"dim {dim} in {pieces}" for dim, pieces in placement.cuts) or "not cut",
+            owners_text(placement, summary.ranks),
+            str(placement.tensors),
+            placement.example,
+        )
+        for placement in summary.placements[:_WAYS]
+    ]
+    print_table(out, ("cut", "held by rank", "tensors", "such as"), ways)
+    if len(summary.placements) > _WAYS:
+        out.print(f"and {count(len(summary.placements) - _WAYS, 'more way')} to cut (--output json)")
+
+
+def owners_text(placement: Placement, ranks: Sequence[str]) -> str:
+    """Return the ranks that hold the pieces of tensors: a row for each piece of all dims but the last one.
+
+    A piece that several ranks hold names all of them.
+    """
+    from ckptcore.checking.summary import spans
+
+    pieces = ["every rank" if owner.split("+") == [*ranks] else owner for owner in placement.owners]
+    columns = placement.cuts[-1][1] if len(placement.cuts) > 1 else 0
+    if columns and len(pieces) % columns == 0 and len(pieces) <= _PIECES:
+        return " / ".join(" ".join(pieces[at : at + columns]) for at in range(0, len(pieces), columns))
+    return " | ".join(pieces) if len(pieces) <= _PIECES // 2 else spans(pieces)
 
 
 def report(value: Report, *, as_json: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.utils import terminal
@@ -30,7 +31,11 @@ def print_table(
         rows: The cells of each row, as many as there are titles.
         names: The columns that hold names.
     """
-    cells = [[terminal.clean(cell) for cell in row] for row in rows]
+    cleaned = {cell: terminal.clean(cell) for cell in dict.fromkeys(chain.from_iterable(rows))}
+    cells = [[cleaned[cell] for cell in row] for row in rows]
+    if out.width == terminal.PIPE:
+        terminal.cleaned_lines(_aligned(heads, cells))
+        return
     widths = _name_widths(out.width, heads, cells, names)
     table = new_table()
     for n, head in enumerate(heads):
@@ -48,6 +53,15 @@ def print_table(
         table.add_row(*(terminal.text(cell, lines=n in widths) for n, cell in enumerate(row)))
     out.width = max(out.width, least)
     out.print(table)
+
+
+def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table as wide as its cells: rich takes 0.4 ms for each row."""
+    widths = [max(len(row[n]) for row in [*rows, heads]) for n in range(len(heads))]
+    form = (" " * _PADDING).join(f"{{:<{width}}}" for width in widths).format
+    yield form(*heads)
+    yield "─" * (sum(widths) + _PADDING * (len(widths) - 1))
+    yield from (form(*row) for row in rows)
 
 
 def new_table() -> Any:

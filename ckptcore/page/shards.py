@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.checking.examine import inspect
+from ckptcore.checking.summary import natural, rank_of
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
@@ -19,14 +19,6 @@ MOST_BOXES = 4096  # of one tensor
 MOST_CELLS = 1 << 20  # of the grid that the cuts of all boxes make
 Counts = npt.NDArray[np.int32]
 _KEPT = 4  # manifests in memory
-# How trainers name the rank in a file's name, most specific first.
-_RANKS = (
-    re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$"),
-    re.compile(r"(?:^|/)(?:zero_pp_rank|bf16_zero_pp_rank)_(\d{1,6})_"),
-    re.compile(r"(?:^|/)mp_rank_(\d{1,3}(?:_\d{3})*)/"),
-    re.compile(r"(?:^|[/_.-])rank[_-]?(\d{1,6})(?:[._/-]|$)"),
-    re.compile(r"(?:^|/)model_world_size_\d+_rank_(\d{1,6})\."),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,7 @@ class ShardMap:
     @property
     def owners(self) -> tuple[str, ...]:
         """The owners of boxes, in natural order."""
-        return tuple(sorted({box.owner for box in self.boxes}, key=_natural))
+        return tuple(sorted({box.owner for box in self.boxes}, key=natural))
 
 
 class Manifests:
@@ -167,11 +159,8 @@ def owner_of(file: str) -> str:
     >>> owner_of("__3_0.distcp"), owner_of("iter_1/mp_rank_01_002/model.pt"), owner_of("model.safetensors")
     ('rank 3', 'rank 01_002', 'model.safetensors')
     """
-    for pattern in _RANKS:
-        found = pattern.search(file)
-        if found is not None:
-            return f"rank {found[1]}"
-    return file.rpartition("/")[2]
+    rank = rank_of(file)
+    return f"rank {rank}" if rank is not None else file.rpartition("/")[2]
 
 
 def _cuts(extent: int, spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -219,7 +208,3 @@ def _cells(
                 )
             )
     return found
-
-
-def _natural(text: str) -> tuple[tuple[int, int | str], ...]:
-    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", text))

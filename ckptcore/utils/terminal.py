@@ -73,6 +73,11 @@ def line(text: str, *, err: bool = False) -> None:
     _write(clean(text) + "\n", err)
 
 
+def cleaned_lines(lines: Iterable[str]) -> None:
+    """Write lines whose texts are `clean`."""
+    _write("".join(f"{each}\n" for each in lines), False)
+
+
 def block(text: str, *, err: bool = False, indent: str = "  ") -> None:
     """Write lines of text; those after the first are indented, so that none can pass for ckptcore's own."""
     first, *more = clean(text, lines=True).split("\n")

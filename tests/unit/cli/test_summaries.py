@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptcore
+from ckptcore.checking.summary import Placement
 from ckptcore.cli.main import run
+from ckptcore.cli.render import owners_text
 from ckptcore.formats import FORMATS
 
 
@@ -70,3 +74,41 @@ def _one(folder: Path) -> Path:
     (folder / "one").mkdir()
     save_file({"w": torch.ones(4, 2)}, folder / "one/model.safetensors")
     return folder / "one"
+
+
+def test_inspect_says_what_is_in_it_and_which_rank_holds_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model and its optimizer, cut over four ranks."""
+    state = {"model": {"w": torch.ones(8, 4), "b": torch.ones(8)}}
+    state["optim"] = {
+        f"state.{name}.exp_avg": torch.zeros_like(value) for name, value in state["model"].items()
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
+    request = ["--mesh", "fsdp=4", "--no-catalog"]
+    assert run(["reshard", str(tmp_path / "source"), str(tmp_path / "out"), *request]) == 0
+    capsys.readouterr()
+    assert run(["inspect", str(tmp_path / "out"), "--output", "json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert {part["name"]: (part["tensors"], part["elements"]) for part in summary["parts"]} == {
+        "model": (2, 40),
+        "optimizer": (2, 40),
+    }
+    assert summary["ranks"] == ["0", "1", "2", "3"]
+    assert sum(placement["tensors"] for placement in summary["placements"]) == 4
+    assert run(["inspect", str(tmp_path / "out")]) == 0
+    answer = capsys.readouterr().out
+    assert "model         2 tensors, 40 parameters, 160 B float32" in answer
+    assert "optimizer     2 tensors, 40 elements, 160 B float32" in answer
+    assert "cut" in answer.splitlines()[4]
+
+
+def test_the_grid_of_ranks() -> None:
+    """Of a tensor that is cut along two dims: a row of ranks for each piece of the first one."""
+    placement = Placement(((0, 2), (1, 2)), ("0", "1", "2", "3"), 1, "w")
+    assert owners_text(placement, ["0", "1", "2", "3"]) == "0 1 / 2 3"
+    everywhere = Placement((), ("0+1",), 1, "b")
+    assert owners_text(everywhere, ["0", "1"]) == "every rank"
+    assert owners_text(everywhere, ["0", "1", "2"]) == "0+1"
+    many = Placement(((0, 64),), tuple(map(str, range(64))), 1, "w")
+    assert owners_text(many, [*map(str, range(64))]) == "0 to 63"
