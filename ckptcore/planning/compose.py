@@ -71,6 +71,7 @@ from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.planning.trainer_adapter import trainer_adapter, trainer_form, under_peft_names
 from ckptcore.planning.unused_renames import unused_renames
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
@@ -297,6 +298,10 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
     names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
     has_adapter = holds_adapter(names)
+    if not has_adapter and (of_trainer := trainer_adapter(names)):
+        beside = find_adapter_files(request, manifest, lambda base: trainer_form(manifest, base))
+        hub = {name: name for name in of_trainer}
+        return beside, Adapter("", hub, {}, frozenset(), frozenset(), of_trainer=True)
     if request.names == PEFT and not has_adapter:
         raise UsageError(
             f"cannot export {request.source} under peft's names: its model has no adapter",
@@ -378,6 +383,14 @@ def _adapter_alone(
         unwrap=True,
         rename=request.rename,
     )
+    of_trainer = adapter.of_trainer
+    if of_trainer:
+        mapped, warnings = under_peft_names(
+            mapped, adapter.hub, arch=request.arch, source=manifest, base=beside.base
+        )
+        beside = replace(beside, findings=(*beside.findings, *warnings))
+        form = beside.adapter.form if beside.adapter is not None else None
+        adapter = _require_adapter([t.fqn for t in mapped.manifest.tensors], form)
     if beside.adapter is not None:
         tensors = mapped.manifest.tensors
         shapes = {t.fqn: t.shape for t in tensors if t.fqn in adapter.hub or dtypes.get(t.dtype).is_float}
@@ -387,10 +400,18 @@ def _adapter_alone(
     elif request.single is None:
         raise UsageError(
             "cannot export the adapter: no adapter_config.json was found, which records what no shape does",
-            hint="name the one of the training run: --config FILE; or leave the adapter out: "
-            "--exclude '*.lora_*'; or keep all of it under its stored names: --names stored",
+            hint="name the one of the training run: --config FILE; or leave the adapter out: --exclude "
+            f"'*.{'adapter.' if of_trainer else 'lora_'}*'; or keep all of it under its stored names: "
+            "--names stored",
         )
     return adapted(mapped, adapter), beside
+
+
+def _require_adapter(names: Sequence[str], form: Mapping[str, Any] | None) -> Adapter:
+    """Return the adapter of names that a map made."""
+    adapter = find_adapter(names, form)
+    assert adapter is not None  # the map makes nothing else
+    return adapter
 
 
 def _output_layout(request: Request, manifest: Manifest, writer: Writer, adapter: Adapter | None) -> Layout:

@@ -32,7 +32,9 @@ TRIED: dict[str, Tried] = {
         "pickles of torch 2.1 to 2.12 are made by form",
     ),
     "torch_dist": Tried(
-        "Megatron-Core 0.9.0, 0.12.3, 0.16.1, 0.19.2", "tensors, optimizer, objects", "other releases"
+        "Megatron-Core 0.9.0, 0.12.3, 0.16.1, 0.19.2; Megatron-Bridge 0.3.1 (LoRA)",
+        "tensors, optimizer, objects; logits of LoRA adapters, opened by peft",
+        "other releases; adapters of NeMo 2 are made by form",
     ),
     "zarr": Tried("Megatron-Core 0.12.3", "tensors and objects", "other releases"),
     "fsdp_dtensor": Tried("Megatron-Core 0.19.2", "tensors", "other releases"),
