@@ -157,7 +157,9 @@ def compose(
     report = require_complete(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
-    layout = _output_layout(request, manifest, writer, adapter)
+    of_diffusers = beside.config is not None and beside.config.of_diffusers
+    of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
+    layout = _output_layout(request, manifest, writer, of_export)
     carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if export else None
     if model is not None:
@@ -414,9 +416,10 @@ def _require_adapter(names: Sequence[str], form: Mapping[str, Any] | None) -> Ad
     return adapter
 
 
-def _output_layout(request: Request, manifest: Manifest, writer: Writer, adapter: Adapter | None) -> Layout:
+def _output_layout(
+    request: Request, manifest: Manifest, writer: Writer, of_export: Layout | None
+) -> Layout:
     """Return the layout of the output; raise `UsageError` if the format cannot be written so."""
-    of_export = writer.hub if adapter is None else writer.adapter
     layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
     layout = layouts.get(request.verb, writer.whole)
     if writer.like is not None and request.verb != "export":
@@ -542,10 +545,9 @@ def _fitting_names(
     from ckptcore.planning.config_agreement import require_agreement  # its tables: where there is a config
 
     expected = check_names(config, shapes, request.arch)
-    warnings += [
-        *expected.warnings,
-        *require_agreement(config, manifest, model_names(request, manifest).values()),
-    ]
+    warnings += expected.warnings
+    if not config.of_diffusers:  # its fields have other meanings
+        warnings += require_agreement(config, manifest, model_names(request, manifest).values())
     exact: Mapping[str, str] = {}
     if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
         expected.require_exact(renaming=True)
@@ -583,7 +585,7 @@ def _in_world(
     request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None
 ) -> MappedNames | None:
     """Return the model part in the requested world of names; None if its names stay."""
-    if request.names == STORED:
+    if request.names == STORED or (config is not None and config.of_diffusers):
         return None
     world = suspected(t.fqn for t in bare.manifest.tensors)
     content = None if config is None else config.form
