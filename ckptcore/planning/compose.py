@@ -22,7 +22,7 @@ from ckptcore.checking.check import Report, require_complete
 from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.object_tree import references
-from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.errors import AmbiguousModel, Finding, NameMismatch, UsageError, finding
 from ckptcore.fingerprints.sums import map_digest
 from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
@@ -74,6 +74,7 @@ from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.planning.trainer_adapter import trainer_adapter, trainer_form, under_peft_names
 from ckptcore.planning.unused_renames import unused_renames
 from ckptcore.planning.zero_tensors import require_zero
+from ckptcore.store import join_url
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.rank_layout import Balance, balance, lay_out
@@ -151,6 +152,8 @@ def compose(
     writer = by_name(format, writes=True).writer
     assert writer is not None  # by_name finds those that write
     export, reshard = request.verb == "export", request.verb == "reshard"
+    if export:
+        _require_one_model(request, manifest)
     beside, adapter = _files_beside(request, manifest) if export else (ModelFiles(), None)
     selected = _selected(request, manifest, adapter)
     by_config = beside.config is not None
@@ -296,6 +299,18 @@ def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tup
     return without_activations(manifest) if request.verb == "export" else (manifest, ())
 
 
+def _require_one_model(request: Request, manifest: Manifest) -> None:
+    """Require that an export of a folder with several models names one of them."""
+    models = manifest.origin.get("models", ())
+    if request.model_prefix is None and len(models) > 1:
+        raise AmbiguousModel(
+            f"cannot choose the model of {request.source}: it has a folder for each of several (got "
+            f"{', '.join(models)})",
+            hint=f"export each from its own folder, such as {join_url(request.source, models[0])}",
+            candidates=[f"{name}." for name in models],
+        )
+
+
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
     names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
@@ -416,9 +431,7 @@ def _require_adapter(names: Sequence[str], form: Mapping[str, Any] | None) -> Ad
     return adapter
 
 
-def _output_layout(
-    request: Request, manifest: Manifest, writer: Writer, of_export: Layout | None
-) -> Layout:
+def _output_layout(request: Request, manifest: Manifest, writer: Writer, of_export: Layout | None) -> Layout:
     """Return the layout of the output; raise `UsageError` if the format cannot be written so."""
     layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
     layout = layouts.get(request.verb, writer.whole)

@@ -159,7 +159,9 @@ def check_names(
             hint="name the folder of the model that was trained, or leave --config out",
         )
     if "unknown" in answer:
-        return _unchecked(answer["unknown"], f"install a release of {library} that knows it, and retry the export")
+        return _unchecked(
+            answer["unknown"], f"install a release of {library} that knows it, and retry the export"
+        )
     if "error" in answer:
         return _unchecked(answer["error"], f"check them by opening the result with {library}")
     shapes = [f"{n} {list(got)} (config says {list(right)})" for n, got, right in answer["shapes"]]

@@ -6,6 +6,7 @@ output of `ckptcore.planning.meta_model`. diffusers opens the names that its mod
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,17 +23,16 @@ def describe(content: Mapping[str, Any], tensors: Mapping[str, Sequence[int] | N
         content: Of config.json.
         tensors: Name -> shape; None where it is unknown.
     """
-    import diffusers
     import torch
 
-    library: Any = diffusers
+    library: Any = importlib.import_module("diffusers")  # without types, and of no extra
     name = str(content["_class_name"])
-    kind = getattr(library, name, None)
+    kind: Any = getattr(library, name, None)
     if not (isinstance(kind, type) and issubclass(kind, library.ModelMixin)):
         return {"unknown": f"diffusers {library.__version__} has no model {name!r}"}
     try:
         with torch.device("meta"):
-            model = kind.from_config(dict(content))  # type: ignore[attr-defined]  # diffusers has no types
+            model = kind.from_config(dict(content))
     except Exception as error:  # a config may have anything
         return {"rejected": brief(error)}
     wanted = {n: tuple(t.shape) for n, t in model.state_dict().items()}
@@ -44,7 +44,9 @@ def describe(content: Mapping[str, Any], tensors: Mapping[str, Sequence[int] | N
         unexpected=[n for n in found if n not in wanted],
         shapes=[(n, found[n], wanted[n]) for n in wanted if n in found and found[n] != wanted[n]],
         float32=dict.fromkeys(HALF, in_float32),
-        prefixes=[p for p in _prefixes(found) if {n[len(p) :] for n in found if n.startswith(p)} == wanted.keys()],
+        prefixes=[
+            p for p in _prefixes(found) if {n[len(p) :] for n in found if n.startswith(p)} == wanted.keys()
+        ],
     )
     return {**mismatch.as_dict(), "class": name}
 

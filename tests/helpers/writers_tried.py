@@ -53,6 +53,11 @@ TRIED: dict[str, Tried] = {
         "tensors of two tensor-parallel ranks; missing ranks, tensors and layers",
         "pipelines, experts and version 1.2 are made by form; optimizer state is not read",
     ),
+    "diffusers": Tried(
+        "diffusers 0.42.1",
+        "components of a pipeline, also of one that lacks a part; its load of exports: UNet, DiT, Flux, VAE",
+        "other releases; it is not written as one folder",
+    ),
     "hf_quantized": Tried("made by form", "values by transformers' formulas", "files of other libraries"),
     "safetensors": Tried(
         "transformers 4.57 and 5.23, torchtune 0.6.1", "tensors; loads of what is written", ""

@@ -203,5 +203,10 @@ FORMAT = Format(
     recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
     detect=detect,
     reader=Reader(read, objects=True),
-    writer=Writer(Layout(arrange), hub=Layout(arrange_for_hub), adapter=Layout(arrange_adapter), component=Layout(arrange_component)),
+    writer=Writer(
+        Layout(arrange),
+        hub=Layout(arrange_for_hub),
+        adapter=Layout(arrange_adapter),
+        component=Layout(arrange_component),
+    ),
 )
