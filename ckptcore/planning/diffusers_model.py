@@ -28,7 +28,8 @@ def describe(content: Mapping[str, Any], tensors: Mapping[str, Sequence[int] | N
     library: Any = importlib.import_module("diffusers")  # without types, and of no extra
     name = str(content["_class_name"])
     kind: Any = getattr(library, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, library.ModelMixin)):
+    is_model = isinstance(kind, type) and issubclass(kind, library.ModelMixin)
+    if not is_model:
         return {"unknown": f"diffusers {library.__version__} has no model {name!r}"}
     try:
         with torch.device("meta"):

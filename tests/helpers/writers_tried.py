@@ -68,7 +68,11 @@ TRIED: dict[str, Tried] = {
         "tensors of Llama 1 to 4",
         "Meta's own files; an export of Llama 4",
     ),
-    "accelerate": Tried("Accelerate 1.15.0", "tensors and optimizer", "it is not written"),
+    "accelerate": Tried(
+        "Accelerate 1.15.0",
+        "tensors and optimizer; `load_state` of what is written, on 1 to 4 ranks",
+        "folders of the Trainer are written by form",
+    ),
     "torch_checkpointing": Tried(
         "torch_checkpointing 0.1.1", "both layouts of an FSDP2 job", "layouts of a user"
     ),

@@ -19,7 +19,8 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.limits import absent
 from ckptcore.errors import AmbiguousModel, CkptError, MalformedCheckpoint, MetadataTooLarge, finding
 from ckptcore.formats.accelerate import file_names as names
-from ckptcore.formats.base import Evidence, Format, Reader, Source
+from ckptcore.formats.accelerate.writer import LAYOUT
+from ckptcore.formats.base import Evidence, Format, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import read_folder
 from ckptcore.utils.foreign_text import InvalidText
@@ -140,4 +141,5 @@ FORMAT = Format(
     recognised_by="`pytorch_model_fsdp_N/` or `pytorch_model_fsdp*.bin`, beside `optimizer_N/`",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
+    writer=Writer(LAYOUT, for_mesh=LAYOUT),
 )
