@@ -25,6 +25,7 @@ from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 Shape = tuple[int, ...]
 PREFIX = "base_model.model."
+BELOW = ".adapter."  # in names of trainers: what is behind it is the adapter's own
 BASE_WEIGHT = "a base weight: an adapter holds its own alone"
 # Kind -> its names in a live module, and behind the module on the hub. The adapter's name may be gone.
 _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {

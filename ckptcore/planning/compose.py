@@ -28,6 +28,7 @@ from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.peft import (
+    BELOW,
     Adapter,
     adapted,
     adapter_config,
@@ -71,7 +72,6 @@ from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.stored_configs import stored_configs
-from ckptcore.planning.trainer_adapter import trainer_adapter, trainer_form, under_peft_names
 from ckptcore.planning.unused_renames import unused_renames
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.store import join_url
@@ -315,7 +315,12 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
     names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
     has_adapter = holds_adapter(names)
-    if not has_adapter and (of_trainer := trainer_adapter(names)):
+    of_trainer: Sequence[str] = ()
+    if not has_adapter and any(BELOW in name for name in names):
+        from ckptcore.planning.trainer_adapter import trainer_adapter, trainer_form  # imports pydantic
+
+        of_trainer = trainer_adapter(names)
+    if of_trainer:
         beside = find_adapter_files(request, manifest, lambda base: trainer_form(manifest, base))
         hub = {name: name for name in of_trainer}
         return beside, Adapter("", hub, {}, frozenset(), frozenset(), of_trainer=True)
@@ -402,6 +407,8 @@ def _adapter_alone(
     )
     of_trainer = adapter.of_trainer
     if of_trainer:
+        from ckptcore.planning.trainer_adapter import under_peft_names
+
         mapped, warnings = under_peft_names(
             mapped, adapter.hub, arch=request.arch, source=manifest, base=beside.base
         )

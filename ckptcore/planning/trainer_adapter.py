@@ -15,7 +15,7 @@ from ckptcore.core.subset import select
 from ckptcore.errors import Finding, UsageError
 from ckptcore.naming.maps.adapters import half_of
 from ckptcore.naming.maps.tensor_name import NUMBER
-from ckptcore.naming.peft import BASE_WEIGHT
+from ckptcore.naming.peft import BASE_WEIGHT, BELOW
 from ckptcore.naming.rename import MadeTensor, Mapped, without_tensors
 from ckptcore.naming.worlds import PEFT, suspected
 from ckptcore.planning.config_folder import ConfigFolder
@@ -25,7 +25,6 @@ from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed
 
 _MEGATRON = "megatron"
-_BELOW = ".adapter."
 _OF_FUSED = late_pattern(r"\.adapter\.adapter_(?:gate|up)\.linear_out\.weight$")
 _STATE = "._extra_state"  # of Transformer Engine
 _KINDS = ("LoRA", "CanonicalLoRA", "VLMLoRA")  # classes of Megatron-Bridge's peft/*.py
@@ -39,7 +38,7 @@ def trainer_adapter(names: Iterable[str]) -> tuple[str, ...]:
         UsageError: It is an adapter that has no counterpart in peft, or whose layout nothing proves.
     """
     every = list(names)
-    adapter = [name for name in every if _BELOW in name]
+    adapter = [name for name in every if BELOW in name]
     if not any(half_of(name) for name in adapter) or suspected(every) != _MEGATRON:
         return ()
     odd = next((n for n in adapter if half_of(n) is None and _STATE not in n), None)

@@ -8,17 +8,16 @@ each rank, where it is kept. `.metadata` of the first model comes last: the fold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
-from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
-from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import UnsupportedFormat
-from ckptcore.formats.base import Arrangement, FileLayout, Layout, Literal
+from ckptcore.formats.base import Arrangement, FileLayout, Literal
 from ckptcore.formats.common.join import renamed_tree
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.writer import METADATA, arrange_folder
@@ -39,21 +38,6 @@ _FILES = {
 }
 _OF_RANKS = {"random_states": "random_states_{}.pkl", "rng_state": "rng_state_{}.pth"}
 _RANK = late_pattern(r"(?P<key>.*)\.rank(?P<rank>\d+)")
-
-
-def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
-    """Return the mapping of paths: every path stays as it is.
-
-    Raises:
-        UnsupportedFormat: The source is not of a job under Accelerate's FSDP.
-    """
-    if not (source.origin.get("parts") and Paths.of(source)):
-        raise UnsupportedFormat(
-            f"{source.root} must be a folder of Accelerate or the Trainer (got {source.format}, without "
-            f"{_FOLDERS['model']}_0 beside its optimizer)",
-            hint="--to dcp writes rank files from any source",
-        )
-    return lambda path: path
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -144,6 +128,3 @@ def _file(path: str, tree: Mapping[Any, Any], tensors: Sequence[TensorSpec]) -> 
     inside = set(tensors_in(tree))
     order = [i for i, spec in enumerate(tensors) if spec.fqn in inside]
     return torch_file(path, tree, tensors, order, classes=Classes.LIBRARIES)
-
-
-LAYOUT = Layout(arrange, nests=True, place=keeps_its_place, values="libraries", flattens=True)
