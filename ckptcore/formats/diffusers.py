@@ -8,10 +8,11 @@ there, is missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from ckptcore.core.manifest import Blob, Manifest
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import encode
 from ckptcore.encodings.json_text import parse
@@ -63,13 +64,18 @@ def read(source: Source) -> Manifest:
         part = _read_component(source.below(name), name, kind, findings, recover=source.recover)
         parts += [] if part is None else [part]
     origin = {"models": [part.folder for part in parts]}
+    findings += _exchanged(parts, components)
     builder = Builder()
     builder.blobs.append(Blob("model_index", -1, encode(index)))
     parts.append(Part(builder.build(_NAME, source.store.url, {})))
+    beside: dict[str, str] = {}  # folder, or a file at the top -> its first file of weights
     for path in source.listing:
-        if "/" not in path and path.endswith(_WEIGHTS):
-            message = f"{path} is of no component of {_INDEX}"
-            findings.append(finding("stray-file", "files", message, file=path))
+        folder = path.partition("/")[0]
+        if folder not in components and path.endswith(_WEIGHTS):
+            beside.setdefault(folder, path)
+    for path in beside.values():
+        message = f"{path} is of no component of {_INDEX}"
+        findings.append(finding("stray-file", "files", message, file=path))
     return join(_NAME, source.store.url, parts, origin, findings)
 
 
@@ -127,6 +133,24 @@ def _read_component(
             finding(code, "files", f"{lacks} ({kind}) is not there, and {_INDEX} lists it", file=f"{name}/")
         )
     return None
+
+
+def _exchanged(parts: Sequence[Part], components: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield findings for files with the same tensors in components of two classes: one is a stranger."""
+    owners: dict[frozenset[TensorSpec], tuple[str, str]] = {}
+    for part in parts:
+        manifest, kind = part.manifest, components[part.folder]
+        inside: dict[int, set[TensorSpec]] = {}
+        spans = pairwise(manifest.chunks.first.tolist())
+        for spec, (chunk, behind) in zip(manifest.tensors, spans, strict=True):
+            if chunk < behind and manifest.chunks.item[chunk] >= 0:
+                inside.setdefault(int(manifest.items.file[manifest.chunks.item[chunk]]), set()).add(spec)
+        for number, specs in inside.items():
+            path = f"{part.folder}/{manifest.files[number].path}"
+            other, of = owners.setdefault(frozenset(specs), (path, kind))
+            if of != kind:
+                message = f"{path} ({kind}) has the tensors of {other} ({of}): one is in the other's place"
+                yield finding("item-mismatch", "files", message, file=path)
 
 
 FORMAT = Format(

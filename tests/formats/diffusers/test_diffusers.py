@@ -103,6 +103,27 @@ def test_weights_beside_the_components(pipeline: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("entry", [None, [None, None]])
+def test_a_model_that_the_index_does_not_list(pipeline: Path, entry: Any) -> None:
+    path = pipeline / "model_index.json"
+    index = json.loads(path.read_text())
+    del index["vae"]
+    path.write_text(json.dumps(index if entry is None else index | {"vae": entry}))
+    report = ckptcore.check(ckptcore.open(str(pipeline)))
+    assert [(f.code, f.file) for f in report.findings] == [("stray-file", f"vae/{WEIGHTS}")]
+
+
+def test_a_file_of_another_component(pipeline: Path) -> None:
+    """Models of two classes have no file with the same tensors; two of one class may."""
+    shard = next((pipeline / "transformer").glob("*-00001-of-*"))
+    shutil.copy(shard, pipeline / "vae" / WEIGHTS)
+    assert codes(pipeline) == ["item-mismatch"]
+    shutil.copytree(SAMPLE / "ckpt/vae", pipeline / "vae", dirs_exist_ok=True)
+    shutil.copytree(pipeline / "vae", pipeline / "vae_2")
+    edit_index(pipeline, vae_2=["diffusers", "AutoencoderKL"])
+    assert not codes(pipeline)
+
+
 @pytest.mark.parametrize("name", ["..", "a/b", ""])
 def test_a_component_outside_of_the_folder(pipeline: Path, name: str) -> None:
     edit_index(pipeline, **{name: ["diffusers", "AutoencoderKL"]})
