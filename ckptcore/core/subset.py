@@ -69,7 +69,7 @@ def derive(
         elif spec.fqn not in gone:
             tensors.append(spec)
             spans.append(row)
-    rank = max(len(t.shape) for t in tensors)  # a plan has the chunks of both in one table
+    rank = max((len(t.shape) for t in tensors), default=0)  # a plan has the chunks of both in one table
     chunks = _of_rank(_chunks_of_rows(manifest.chunks, spans), rank)
     selected = replace(manifest, tensors=tuple(tensors), chunks=chunks)
     specs = tuple(manifest.tensors[t] for t in inputs)

@@ -56,6 +56,7 @@ from ckptcore.formats.common.rank_file_names import unread
 from ckptcore.formats.dcp.format import FORMAT as DCP
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
 from ckptcore.formats.deepspeed.universal_format import STAGE2, STAGE3
+from ckptcore.formats.diffusers import FORMAT as DIFFUSERS
 from ckptcore.formats.huggingface.nanotron import FORMAT as NANOTRON
 from ckptcore.formats.huggingface.quantized import FORMAT as HF_QUANTIZED
 from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
@@ -99,6 +100,7 @@ FORMATS: tuple[Format, ...] = (
     OLMO_V01,
     HF_SHARDS,
     NANOTRON,
+    DIFFUSERS,
     HF_QUANTIZED,
     SAFETENSORS,
     LIGHTNING,

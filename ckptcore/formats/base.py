@@ -176,6 +176,7 @@ class Arrangement:
         topology: Which rank of a mesh has which boxes, or None for a mesh of one.
         serialization: Encoding of the items of a DCP folder: torch_save or safetensors.
         order: Names in the order of the saved state dict, where known better than from ``paths``.
+        stem: What the names of files of weights begin with, where a library finds them by it.
     """
 
     tensors: Sequence[TensorSpec]
@@ -186,6 +187,7 @@ class Arrangement:
     topology: Topology | None = None
     serialization: str = "torch_save"
     order: Sequence[str] = ()
+    stem: str = "model"
 
 
 class Detect(Protocol):
@@ -271,6 +273,7 @@ class Writer:
         serializations: The supported values of `--serialization`.
         hub: What an export writes, when it differs from ``whole``.
         adapter: What an export of a LoRA adapter writes, or None.
+        component: What an export of a diffusers model writes, or None.
         world: World of the names that loaders of the format look for, as `ckptcore.naming.worlds` has it;
             "" where they look for those of any module.
         like: Returns the layout of a source that is saved in another way than most of its format; None for
@@ -285,6 +288,7 @@ class Writer:
     adapter: Layout | None = None
     world: str = ""
     like: Callable[[Manifest], Layout | None] | None = None
+    component: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a plug-in's reader may be unhashable

@@ -25,7 +25,8 @@ from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 Shape = tuple[int, ...]
 PREFIX = "base_model.model."
-_BASE = "a base weight: an adapter holds its own alone"
+BELOW = ".adapter."  # in names of trainers: what is behind it is the adapter's own
+BASE_WEIGHT = "a base weight: an adapter holds its own alone"
 # Kind -> its names in a live module, and behind the module on the hub. The adapter's name may be gone.
 _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "lora": (
@@ -96,6 +97,7 @@ class Adapter:
         saved: Modules of which the adapter has all weights (``modules_to_save``).
         base: Modules whose base weights are in the model.
         other: Whether it is of another kind than LoRA: `_OTHER_KINDS`.
+        of_trainer: Whether it has the names of a trainer, which a map takes to those of a live module.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Adapter:
     saved: frozenset[str]
     base: frozenset[str]
     other: bool = False
+    of_trainer: bool = False
 
 
 def holds_adapter(names: Iterable[str]) -> bool:
@@ -220,20 +223,23 @@ def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:
         NameMismatch: Two tensors would have one name.
     """
     stored = {new: old for old, new in mapped.renamed}
+    mapped_names = {m.name for m in mapped.made}
     rows, names, renamed = list[int](), list[str](), list[tuple[str, str]]()
     dropped = list(mapped.dropped)
     for row, spec in enumerate(mapped.manifest.tensors):
         old, new = stored.get(spec.fqn, spec.fqn), adapter.hub.get(spec.fqn)
         if new is None:
-            dropped.append(Dropped(old, _BASE))
+            dropped.append(Dropped(old, BASE_WEIGHT))
             continue
         if new in names:
             raise NameMismatch(f"two tensors of the adapter would both be called {new}")
         rows.append(row)
         names.append(new)
-        renamed += [(old, new)] if old != new else []
+        is_stored = spec.fqn in stored or spec.fqn not in mapped_names
+        renamed += [(old, new)] if old != new and is_stored else []
+    made = tuple(m._replace(name=adapter.hub[m.name]) for m in mapped.made)
     kept = select(mapped.manifest, rows, names)
-    return replace(mapped, manifest=kept, renamed=tuple(renamed), dropped=tuple(dropped))
+    return replace(mapped, manifest=kept, renamed=tuple(renamed), dropped=tuple(dropped), made=made)
 
 
 def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import matches as matches
 
-# Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, DDP.
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+# Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, adapters of Megatron, DDP.
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "to_wrap.")
 LEADING_WRAPPERS = ("module.",)
 _EVERY_WRAPPER = LEADING_WRAPPERS + WRAPPERS
 
@@ -204,8 +204,8 @@ def strip_wrappers(name: str) -> str:
 
     >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.w")
     'layers.0.w'
-    >>> strip_wrappers("_orig_mod.module.layers.0.w")
-    'layers.0.w'
+    >>> strip_wrappers("_orig_mod.module.layers.0.w"), strip_wrappers("auto_wrap.w")
+    ('layers.0.w', 'auto_wrap.w')
     """
     for part in _EVERY_WRAPPER:
         if part in name:
@@ -214,9 +214,7 @@ def strip_wrappers(name: str) -> str:
         return name
     while part := next((p for p in _EVERY_WRAPPER if name.startswith(p)), ""):
         name = name[len(part) :]
-    for part in WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    return ".".join(part for part in name.split(".") if f"{part}." not in WRAPPERS)
 
 
 def apply_renames(name: str, rules: Sequence[tuple[str, str]]) -> str:

@@ -33,6 +33,7 @@ from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.peft import (
+    BELOW,
     Adapter,
     adapted,
     adapter_config,
@@ -79,6 +80,7 @@ from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.planning.zero_tensors import require_zero
+from ckptcore.store import join_url
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.stage_contents import StageContents
@@ -154,13 +156,17 @@ def compose(
     writer = by_name(format, writes=True).writer
     assert writer is not None  # by_name finds those that write
     export, reshard = request.verb == "export", request.verb == "reshard"
+    if export:
+        _require_one_model(request, manifest)
     beside, adapter = _files_beside(request, manifest) if export else (ModelFiles(), None)
     selected = _selected(request, manifest, adapter)
     by_config = beside.config is not None
     report = require_complete(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
-    layout = _output_layout(request, manifest, writer, adapter)
+    of_diffusers = beside.config is not None and beside.config.of_diffusers
+    of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
+    layout = _output_layout(request, manifest, writer, of_export)
     carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if export else None
     if model is not None:
@@ -297,10 +303,31 @@ def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tup
     return without_activations(manifest) if request.verb == "export" else (manifest, ())
 
 
+def _require_one_model(request: Request, manifest: Manifest) -> None:
+    """Require that an export of a folder with several models names one of them."""
+    models = manifest.origin.get("models", ())
+    if request.model_prefix is None and len(models) > 1:
+        raise AmbiguousModel(
+            f"cannot choose the model of {request.source}: it has a folder for each of several (got "
+            f"{', '.join(models)})",
+            hint=f"export each from its own folder, such as {join_url(request.source, models[0])}",
+            candidates=[f"{name}." for name in models],
+        )
+
+
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
     names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
     has_adapter = holds_adapter(names)
+    of_trainer: Sequence[str] = ()
+    if not has_adapter and any(BELOW in name for name in names):
+        from ckptcore.planning.trainer_adapter import trainer_adapter, trainer_form  # imports pydantic
+
+        of_trainer = trainer_adapter(names)
+    if of_trainer:
+        beside = find_adapter_files(request, manifest, lambda base: trainer_form(manifest, base))
+        hub = {name: name for name in of_trainer}
+        return beside, Adapter("", hub, {}, frozenset(), frozenset(), of_trainer=True)
     if request.names == PEFT and not has_adapter:
         raise UsageError(
             f"cannot export {request.source} under peft's names: its model has no adapter",
@@ -382,6 +409,16 @@ def _adapter_alone(
         unwrap=True,
         rename=request.rename,
     )
+    of_trainer = adapter.of_trainer
+    if of_trainer:
+        from ckptcore.planning.trainer_adapter import under_peft_names
+
+        mapped, warnings = under_peft_names(
+            mapped, adapter.hub, arch=request.arch, source=manifest, base=beside.base
+        )
+        beside = replace(beside, findings=(*beside.findings, *warnings))
+        form = beside.adapter.form if beside.adapter is not None else None
+        adapter = _require_adapter([t.fqn for t in mapped.manifest.tensors], form)
     if beside.adapter is not None:
         tensors = mapped.manifest.tensors
         shapes = {t.fqn: t.shape for t in tensors if t.fqn in adapter.hub or dtypes.get(t.dtype).is_float}
@@ -391,15 +428,22 @@ def _adapter_alone(
     elif request.single is None:
         raise UsageError(
             "cannot export the adapter: no adapter_config.json was found, which records what no shape does",
-            hint="name the one of the training run: --config FILE; or leave the adapter out: "
-            "--exclude '*.lora_*'; or keep all of it under its stored names: --names stored",
+            hint="name the one of the training run: --config FILE; or leave the adapter out: --exclude "
+            f"'*.{'adapter.' if of_trainer else 'lora_'}*'; or keep all of it under its stored names: "
+            "--names stored",
         )
     return adapted(mapped, adapter), beside
 
 
-def _output_layout(request: Request, manifest: Manifest, writer: Writer, adapter: Adapter | None) -> Layout:
+def _require_adapter(names: Sequence[str], form: Mapping[str, Any] | None) -> Adapter:
+    """Return the adapter of names that a map made."""
+    adapter = find_adapter(names, form)
+    assert adapter is not None  # the map makes nothing else
+    return adapter
+
+
+def _output_layout(request: Request, manifest: Manifest, writer: Writer, of_export: Layout | None) -> Layout:
     """Return the layout of the output; raise `UsageError` if the format cannot be written so."""
-    of_export = writer.hub if adapter is None else writer.adapter
     layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
     layout = layouts.get(request.verb, writer.whole)
     if writer.like is not None and request.verb != "export":
@@ -525,10 +569,9 @@ def _fitting_names(
     from ckptcore.planning.config_agreement import require_agreement  # its tables: where there is a config
 
     expected = check_names(config, shapes, request.arch)
-    warnings += [
-        *expected.warnings,
-        *require_agreement(config, manifest, model_names(request, manifest).values()),
-    ]
+    warnings += expected.warnings
+    if not config.of_diffusers:  # its fields have other meanings
+        warnings += require_agreement(config, manifest, model_names(request, manifest).values())
     exact: Mapping[str, str] = {}
     if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
         expected.require_exact(renaming=True)
@@ -566,7 +609,7 @@ def _in_world(
     request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None
 ) -> MappedNames | None:
     """Return the model part in the requested world of names; None if its names stay."""
-    if request.names == STORED:
+    if request.names == STORED or (config is not None and config.of_diffusers):
         return None
     world = suspected(t.fqn for t in bare.manifest.tensors)
     content = None if config is None else config.form

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
+from ckptcore.planning.hub_files import is_of_diffusers
 from ckptcore.planning.kept_answers import ask_once
 from ckptcore.planning.transformers_process import Answer
 from ckptcore.utils.dataclass import dataclass
@@ -47,6 +48,11 @@ class ConfigFolder:
     def form(self) -> dict[str, Any]:
         """Content of config.json; raises `InvalidText` if it is no JSON object."""
         return load_json_object(self.content["config.json"])
+
+    @property
+    def of_diffusers(self) -> bool:
+        """Whether diffusers opens the model, and not transformers."""
+        return is_of_diffusers(self.form)
 
     def files(self, dtype: str | None, *, plain: bool = False) -> dict[str, bytes]:
         """Return the files to publish.
@@ -141,19 +147,23 @@ def check_names(
         NameMismatch: With the names that are missing, unexpected, of another shape, or cannot be combined.
         UsageError: transformers builds no model from the config, or would build too many modules.
     """
-    if find_spec("transformers") is None:
-        return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
+    library = "diffusers" if config.of_diffusers else "transformers"
+    if find_spec(library) is None:
+        hint = "pip install diffusers" if config.of_diffusers else "pip install 'ckptcore[hf]'"
+        return _unchecked(f"{library} is not installed", hint)
     require_possible(config.form, f"--config {config.url}", (s for s in found.values() if s is not None))
     answer = _ask_model(config, found, arch)
     if "rejected" in answer:
         raise UsageError(
-            f"--config {config.url}: transformers builds no model from config.json: {answer['rejected']}",
+            f"--config {config.url}: {library} builds no model from config.json: {answer['rejected']}",
             hint="name the folder of the model that was trained, or leave --config out",
         )
     if "unknown" in answer:
-        return _unchecked(answer["unknown"], "install a transformers that knows it, and retry the export")
+        return _unchecked(
+            answer["unknown"], f"install a release of {library} that knows it, and retry the export"
+        )
     if "error" in answer:
-        return _unchecked(answer["error"], "check them by opening the result with transformers")
+        return _unchecked(answer["error"], f"check them by opening the result with {library}")
     shapes = [f"{n} {list(got)} (config says {list(right)})" for n, got, right in answer["shapes"]]
     kinds = {
         "missing": answer["missing"],
@@ -195,10 +205,14 @@ def _ask_model(
 ) -> Answer:
     """Ask the model of a config; the dtype that the config names makes no other question."""
     form = deepcopy(config.form)
+    asked: dict[str, Any]
+    if config.of_diffusers:
+        asked = {"config": form, "tensors": found}
+        return ask_once("ckptcore.planning.diffusers_model", asked, seconds=_SECONDS)
     for part in _with_nested(form):
         for name in _DTYPES:
             part.pop(name, None)
-    asked: dict[str, Any] = {"config": form, "tensors": found}
+    asked = {"config": form, "tensors": found}
     if not form.get("architectures") and arch.isidentifier() and not arch.islower():  # a class
         asked["class"] = arch
     return ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
@@ -216,7 +230,7 @@ def exact_prefixes(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -
     Raises:
         UsageError: transformers would build too many modules.
     """
-    if find_spec("transformers") is None:
+    if find_spec("diffusers" if config.of_diffusers else "transformers") is None:
         return []
     require_possible(config.form, f"--config {config.url}", found.values())
     prefixes: list[str] = _ask_model(config, found).get("prefixes", [])

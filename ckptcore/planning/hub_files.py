@@ -102,9 +102,9 @@ class HubFolder:
     _content: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def has_config(self) -> bool:
-        """Return whether it has a model's config.json: a JSON object with a ``model_type``."""
+        """Return whether it has a model's config.json, of transformers or diffusers."""
         form = self.json(CONFIG)
-        return form is not None and isinstance(form.get("model_type"), str)
+        return form is not None and (isinstance(form.get("model_type"), str) or is_of_diffusers(form))
 
     def has_adapter(self) -> bool:
         """Return whether it has an adapter's config: a JSON object with a ``peft_type``."""
@@ -163,6 +163,11 @@ class HubFolder:
         names = {n: v for n, v in self.names.items() if v[1] != OTHER}
         left_out = (*self.left_out, *(n for n in self.names if n not in names))
         return HubFolder(self.url, names, self.too_large, left_out, self._content)
+
+
+def is_of_diffusers(form: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a diffusers model: it names a class, and no type of transformers."""
+    return isinstance(form.get("_class_name"), str) and "model_type" not in form
 
 
 def json_object(data: bytes) -> dict[str, Any] | None:

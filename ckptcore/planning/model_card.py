@@ -110,7 +110,9 @@ def _head(files: ModelFiles) -> Iterator[str]:
     """Yield the lines of YAML that hubs read."""
     if files.config is None and files.adapter is None:
         return
-    yield f"library_name: {'transformers' if files.adapter is None else 'peft'}"
+    of_diffusers = files.config is not None and files.config.of_diffusers
+    of_model = "diffusers" if of_diffusers else "transformers"
+    yield f"library_name: {of_model if files.adapter is None else 'peft'}"
     if files.base_model:
         yield f"base_model: {yaml_text(files.base_model)}"
     if files.licence:
@@ -128,7 +130,7 @@ def _facts(
         total[dtype] += spec.numel
     yield "dtype", ", ".join(f"{dtype} ({count:,})" for dtype, count in total.most_common())
     form = files.config.form if files.config is not None else {}
-    names = form.get("architectures")
+    names = form.get("architectures") or [form.get("_class_name")]
     texts = [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
     named = ", ".join(_span(n) for n in texts[:_MOST_NAMES])
     kind = form.get("model_type")

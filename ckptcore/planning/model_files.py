@@ -149,8 +149,19 @@ def has_lora_of_its_own(request: Request) -> bool:
     return form.get("model_type") in _OWN_LORA
 
 
-def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
-    """Find files as `find_files` does, for a LoRA adapter: adapter_config.json in place of config.json."""
+def find_adapter_files(
+    request: Request,
+    manifest: Manifest,
+    trainer_form: Callable[[str], Mapping[str, Any] | None] | None = None,
+) -> ModelFiles:
+    """Find files as `find_files` does, for a LoRA adapter: adapter_config.json in place of config.json.
+
+    Args:
+        request: The export.
+        manifest: The checkpoint.
+        trainer_form: Called with the base model's name, "" if unknown, where there is no adapter_config.json.
+            It returns that file's content from the trainer's own config, or None.
+    """
     findings = []
     single, places = request.single is not None, _Places(request, manifest)
     named = None if request.config in (None, NONE) else read_named("--config", str(request.config), ADAPTER)
@@ -161,7 +172,7 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
             config = _nearest("adapter config", places.every())
             if config is not None:
                 findings.append(_found_finding("adapter_config.json", config))
-        if config is None and named is not None:
+        if config is None and named is not None and trainer_form is None:
             raise UsageError(
                 f"cannot use --config {request.config}: it has no adapter_config.json, and the model is a "
                 "LoRA adapter",
@@ -175,14 +186,21 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
     if tokenizer is not None:
         findings += _too_large(tokenizer, [TOKENIZER, LEGAL])
     form = (config.json(ADAPTER) if config is not None else None) or {}
+    base_config = _base_config(request, named, places)
+    adapter = AdapterConfig(config.url, form) if config is not None else None
+    if adapter is None and trainer_form is not None:
+        hub_name = base_config.form.get("_name_or_path") if base_config is not None else None
+        of_trainer = trainer_form(str(hub_name) if _is_hub_name(hub_name) else "")
+        adapter = None if of_trainer is None else AdapterConfig(manifest.root, of_trainer)
+        form = dict(of_trainer or {})
     base = str(form.get("base_model_name_or_path") or "")
     return ModelFiles(
         tokenizer=tokenizer.of(TOKENIZER, LEGAL) if tokenizer is not None else None,
         taken_from=tokenizer.url if tokenizer is not None else "",
         findings=tuple(findings),
         base_model=base if _is_hub_name(base) else "",
-        adapter=AdapterConfig(config.url, form) if config is not None else None,
-        base=_base_config(request, named, places),
+        adapter=adapter,
+        base=base_config,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.naming.maps.adapters import adapter_maps
 from ckptcore.naming.maps.agreement import agreed
 from ckptcore.naming.maps.conversion import MappedManifest, converted
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
@@ -22,7 +23,7 @@ from ckptcore.naming.maps.numbers import NUMBERS, Config
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
-from ckptcore.naming.worlds import HUB
+from ckptcore.naming.worlds import HUB, PEFT
 from ckptcore.naming.wrapper_prefix import prefix_of_taken
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.utils.dataclass import dataclass
@@ -146,6 +147,7 @@ def _choose(
 ) -> tuple[Matched, str]:
     """Return the only map that fits, and why."""
     maps = [m for m in built_in_maps() if (m.world, m.to) == (world, to)]
+    maps += adapter_maps(world) if to == PEFT else ()
     tensors = manifest.tensors
     templates = Templates.of(t.fqn for t in tensors)
     if arch != "auto":

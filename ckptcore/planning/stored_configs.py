@@ -15,7 +15,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
 from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.worlds import HUB
-from ckptcore.store import open_source_store
+from ckptcore.store import Store, open_source_store
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.plain_yaml import MAX_YAML, load_yaml
@@ -59,19 +59,38 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
         yield Config("the checkpoint's `args`", "megatron", args)
     with closing(open_source_store(source.root)) as store:
         for path, spelled, key in _CONFIGS:
-            try:
-                size = store.size(path)
-                most = _MOST if path.endswith(".json") else MAX_YAML
-                data = store.read(path, 0, size) if size is not None and size <= most else None
-            except CkptError:  # a folder, or not readable: no evidence
-                continue
-            content = None if data is None else _parsed_config(path, data)
+            content = _read_config(store, path)
             if content is None:
                 continue
             below = content.get(key) if key else None
             content = below if isinstance(below, dict) else content
             kind = spelled or (HUB if isinstance(content.get("model_type"), str) else world)
             yield Config(path, kind, content)
+
+
+def stored_section(source: Manifest, path: str, key: str) -> Mapping[str, Any]:
+    """Return what a trainer's config says below a key; empty where it says nothing.
+
+    Args:
+        source: The checkpoint.
+        path: Of the config, below the checkpoint's folder.
+        key: At its top level.
+    """
+    with closing(open_source_store(source.root)) as store:
+        content = _read_config(store, path) or {}
+    section = content.get(key)
+    return section if isinstance(section, dict) else {}
+
+
+def _read_config(store: Store, path: str) -> Mapping[str, Any] | None:
+    """Return a config's content; None where it cannot be read, is too large, or is no mapping."""
+    try:
+        size = store.size(path)
+        most = _MOST if path.endswith(".json") else MAX_YAML
+        data = store.read(path, 0, size) if size is not None and size <= most else None
+    except CkptError:  # a folder, or not readable: no evidence
+        return None
+    return None if data is None else _parsed_config(path, data)
 
 
 def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | None:

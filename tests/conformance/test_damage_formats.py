@@ -53,6 +53,7 @@ SHORT = frozenset(
         "meta_llama3_tp2",
         "tc_safetensors_2r",
         "nanotron_tp2",
+        "dit_pipeline",
     }
 )
 SEEDS = 12  # of places, until one is found that stays silent

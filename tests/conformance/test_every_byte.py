@@ -65,6 +65,8 @@ FILES = (
     ("tc_default_2r", "model_1.pt"),
     ("tc_safetensors_2r", "model_0.safetensors"),
     ("nanotron_tp2", "checkpoint_metadata.json"),
+    ("dit_pipeline", "model_index.json"),
+    ("dit_pipeline", "vae/diffusion_pytorch_model.safetensors"),
     ("nanotron_tp2", f"{QKV}/model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors"),
 )
 

@@ -80,7 +80,9 @@ def run(source: Path, folder: Path) -> Run:
     except BaseException:
         out.trouble.append(f"validate: {traceback.format_exc(limit=-4)}")
     try:
-        done = ckptcore.convert(str(source), str(out.file), to="torch_save", settings=_SETTINGS)
+        done = ckptcore.convert(
+            str(source), str(out.file), to="torch_save", settings=_SETTINGS, catalog=False
+        )
         _hear(out, done.warnings)
     except CkptError as error:
         out.refused = error.code

@@ -66,12 +66,12 @@ ROWS = (
         f"soak, {TITAN}",
     ),
     Resumed(
-        "dcp (the two parts of a folder)",
+        "accelerate",
         "Accelerate 1.15: `load_state` under FSDP2",
         "2",
-        "fsdp 1, 3 and 4",
-        f"{STEPS}; scheduler",
-        "formats/accelerate/test_accelerate_resume.py::test_load_state_resumes_from_resharded_parts",
+        "fsdp 1, 2, 3 and 4",
+        f"{STEPS}; scheduler, random states",
+        "formats/accelerate/test_accelerate_resume.py::test_load_state_resumes_on_another_world",
         "soak",
     ),
     Resumed(

@@ -32,7 +32,9 @@ TRIED: dict[str, Tried] = {
         "pickles of torch 2.1 to 2.12 are made by form",
     ),
     "torch_dist": Tried(
-        "Megatron-Core 0.9.0, 0.12.3, 0.16.1, 0.19.2", "tensors, optimizer, objects", "other releases"
+        "Megatron-Core 0.9.0, 0.12.3, 0.16.1, 0.19.2; Megatron-Bridge 0.3.1 (LoRA)",
+        "tensors, optimizer, objects; logits of LoRA adapters, opened by peft",
+        "other releases; adapters of NeMo 2 are made by form",
     ),
     "zarr": Tried("Megatron-Core 0.12.3", "tensors and objects", "other releases"),
     "fsdp_dtensor": Tried("Megatron-Core 0.19.2", "tensors", "other releases"),
@@ -51,6 +53,11 @@ TRIED: dict[str, Tried] = {
         "tensors of two tensor-parallel ranks; missing ranks, tensors and layers",
         "pipelines, experts and version 1.2 are made by form; optimizer state is not read",
     ),
+    "diffusers": Tried(
+        "diffusers 0.42.1",
+        "components of a pipeline, also of one that lacks a part; its load of exports: UNet, DiT, Flux, VAE",
+        "other releases; it is not written as one folder",
+    ),
     "hf_quantized": Tried("made by form", "values by transformers' formulas", "files of other libraries"),
     "safetensors": Tried(
         "transformers 4.57 and 5.23, torchtune 0.6.1", "tensors; loads of what is written", ""
@@ -61,7 +68,11 @@ TRIED: dict[str, Tried] = {
         "tensors of Llama 1 to 4",
         "Meta's own files; an export of Llama 4",
     ),
-    "accelerate": Tried("Accelerate 1.15.0", "tensors and optimizer", "it is not written"),
+    "accelerate": Tried(
+        "Accelerate 1.15.0",
+        "tensors and optimizer; `load_state` of what is written, on 1 to 4 ranks",
+        "folders of the Trainer are written by form",
+    ),
     "torch_checkpointing": Tried(
         "torch_checkpointing 0.1.1", "both layouts of an FSDP2 job", "layouts of a user"
     ),

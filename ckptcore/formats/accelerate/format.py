@@ -14,12 +14,19 @@ from typing import Any
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import encode
-from ckptcore.core.tree_paths import Paths
+from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.limits import absent
-from ckptcore.errors import AmbiguousModel, CkptError, MalformedCheckpoint, MetadataTooLarge, finding
+from ckptcore.errors import (
+    AmbiguousModel,
+    CkptError,
+    MalformedCheckpoint,
+    MetadataTooLarge,
+    UnsupportedFormat,
+    finding,
+)
 from ckptcore.formats.accelerate import file_names as names
-from ckptcore.formats.base import Evidence, Format, Reader, Source
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import read_folder
 from ckptcore.utils.foreign_text import InvalidText
@@ -134,10 +141,34 @@ def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> 
         origin["step"] = state["global_step"]
 
 
+def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
+    """Return the mapping of paths: every path stays as it is.
+
+    Raises:
+        UnsupportedFormat: The source is not of a job under Accelerate's FSDP.
+    """
+    if not (source.origin.get("parts") and Paths.of(source)):
+        raise UnsupportedFormat(
+            f"{source.root} must be a folder of Accelerate or the Trainer (got {source.format}, without "
+            "pytorch_model_fsdp_0 beside its optimizer)",
+            hint="--to dcp writes rank files from any source",
+        )
+    return lambda path: path
+
+
+def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
+    """Lay out the folder that `load_state` opens, on the requested mesh."""
+    from ckptcore.formats.accelerate.writer import arrange as arrange_parts
+
+    return arrange_parts(request)
+
+
+_LAYOUT = Layout(arrange, nests=True, place=keeps_its_place, values="libraries", flattens=True)
 FORMAT = Format(
     name=_NAME,
     title="Accelerate or Hugging Face Trainer checkpoint of an FSDP job",
     recognised_by="`pytorch_model_fsdp_N/` or `pytorch_model_fsdp*.bin`, beside `optimizer_N/`",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
 )

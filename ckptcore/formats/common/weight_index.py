@@ -27,6 +27,15 @@ _FILES, _ABOUT, _TOTAL, _PARAMETERS = "weight_map", "metadata", "total_size", "t
 _NAME = late_pattern(r"^[^/]+?(?:\.(?P<kind>safetensors|bin|h5|msgpack))?\.index(?:\.[^./]+)?\.json$")
 
 
+def index_name(stem: str) -> str:
+    """Return the name of the index of files with a stem.
+
+    >>> index_name("model") == INDEX
+    True
+    """
+    return f"{stem}.safetensors.index.json"
+
+
 def indexes_of(source: Source, kind: str) -> list[str]:
     """Return the indexes of a folder's files of one suffix, ``safetensors`` or ``bin``."""
     if source.name is not None:

@@ -32,11 +32,12 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
-from ckptcore.formats.common.weight_index import INDEX, fits_index
-from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION, SINGLE, read_folder, recognised
+from ckptcore.formats.common.weight_index import INDEX, fits_index, index_name
+from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION, read_folder, recognised
 from ckptcore.formats.huggingface.quantized import lost_scales
 
 ADAPTER = "adapter_model.safetensors"
+COMPONENT = "diffusion_pytorch_model"  # of diffusers (diffusers/utils/constants.py)
 
 
 def detect(source: Source) -> Evidence | None:
@@ -64,12 +65,12 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             )
     limit = request.max_file_bytes if request.single is None else None
     groups = pack(request.tensors, limit)
-    single = request.single or SINGLE
+    single = request.single or f"{request.stem}.safetensors"
     count = len(groups)
     objects, texts, more = _in_place(request.objects, indexed=count > 1)
     layouts = []
     for number, group in enumerate(groups):
-        path = single if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        path = single if count == 1 else f"{request.stem}-{number + 1:05d}-of-{count:05d}.safetensors"
         metadata = dict([FOR_TORCH])
         if number == 0:
             metadata |= texts
@@ -78,7 +79,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             metadata[OBJECTS_VERSION] = str(VERSION)
         layouts.append(_file_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
-        layouts.append(_index(layouts, request.tensors, {}, more))
+        layouts.append(_index(index_name(request.stem), layouts, request.tensors, {}, more))
     return tuple(layouts)
 
 
@@ -108,8 +109,13 @@ def arrange_for_hub(request: Arrangement) -> tuple[FileLayout, ...]:
     *layouts, last = arrange(request)
     if last.path == INDEX:
         parameters = sum(t.numel for t in request.tensors)
-        last = _index(layouts, request.tensors, {"total_parameters": parameters})
+        last = _index(INDEX, layouts, request.tensors, {"total_parameters": parameters})
     return (*layouts, last)
+
+
+def arrange_component(request: Arrangement) -> tuple[FileLayout, ...]:
+    """Lay out the files of a diffusers model, which finds them by their stem, as `arrange` does."""
+    return arrange(replace(request, stem=COMPONENT))
 
 
 def arrange_adapter(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -174,6 +180,7 @@ def _file_layout(
 
 
 def _index(
+    path: str,
     layouts: Sequence[FileLayout],
     tensors: Sequence[TensorSpec],
     counts: Mapping[str, int],
@@ -187,7 +194,7 @@ def _index(
         "weight_map": {name: places[name] for name in sorted(places, key=natural)},
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-    return FileLayout(INDEX, len(data), (), (), (Literal(0, data),), commit=True)
+    return FileLayout(path, len(data), (), (), (Literal(0, data),), commit=True)
 
 
 FORMAT = Format(
@@ -196,5 +203,10 @@ FORMAT = Format(
     recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
     detect=detect,
     reader=Reader(read, objects=True),
-    writer=Writer(Layout(arrange), hub=Layout(arrange_for_hub), adapter=Layout(arrange_adapter)),
+    writer=Writer(
+        Layout(arrange),
+        hub=Layout(arrange_for_hub),
+        adapter=Layout(arrange_adapter),
+        component=Layout(arrange_component),
+    ),
 )

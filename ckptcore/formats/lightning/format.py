@@ -12,7 +12,7 @@ folder again (`writer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,7 @@ from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.lightning.optimizer_names import parameter_names
-from ckptcore.formats.lightning.tree import VERSION, Contents, contents, read_tree
-from ckptcore.formats.lightning.writer import META, arrange_sharded, keeps_its_place, lightning_facts
+from ckptcore.formats.lightning.tree import META, VERSION, Contents, contents, read_tree
 from ckptcore.formats.torch_save.layout import torch_file
 from ckptcore.utils.late_pattern import late_pattern
 
@@ -150,6 +149,13 @@ def place(source: Manifest) -> Callable[[Path], Path]:
     return trainer
 
 
+def arrange_sharded(request: Arrangement) -> tuple[FileLayout, ...]:
+    """Lay out the files that the ranks of a mesh write: those of the DCP folder, then `meta.pt`."""
+    from ckptcore.formats.lightning.writer import arrange_sharded as arrange_ranks
+
+    return arrange_ranks(request)
+
+
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """Lay out one file with the nested dict; raise `NameMismatch` for names that do not nest."""
     order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
@@ -161,6 +167,46 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     tree = built((n, request.paths.get(n, (n,)), trees.get(n, TensorRef(n))) for n in names)
     path = request.single or DEFAULT
     return (torch_file(path, tree, request.tensors, order, commit=True, classes=Classes.TRAINERS),)
+
+
+def lightning_facts(source: Manifest, hint: str) -> Mapping[str, Any]:
+    """Return what a Lightning checkpoint records about itself.
+
+    Args:
+        source: The checkpoint.
+        hint: The next step if it is none.
+
+    Raises:
+        UnsupportedFormat: The source is not a Lightning checkpoint.
+    """
+    facts: Mapping[str, Any] | None = source.origin.get("lightning")
+    if facts is None:
+        raise UnsupportedFormat(
+            f"{source.root} must be a Lightning checkpoint (got {source.format}, without the {META} that a "
+            "Trainer or Fabric writes)",
+            hint=hint,
+        )
+    return facts
+
+
+def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
+    """Return the mapping of paths for a sharded checkpoint: every path stays as it is.
+
+    Raises:
+        UnsupportedFormat: The source is not a sharded Lightning checkpoint, or does not record its paths.
+    """
+    facts = lightning_facts(source, "--to dcp writes rank files from any source")
+    if facts.get("full"):
+        raise UnsupportedFormat(
+            f"{source.root} is a full checkpoint, whose optimizers number their parameters",
+            hint="Lightning loads a full checkpoint on any number of ranks",
+        )
+    if not Paths.of(source):
+        raise UnsupportedFormat(
+            f"{source.root}: .metadata does not record which names are nested in which",
+            hint="--to dcp keeps the names as they are",
+        )
+    return lambda path: path
 
 
 def _file(source: Source) -> str | None:

@@ -28,7 +28,7 @@ from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
 
-VERSION = "pytorch-lightning_version"
+META, VERSION = "meta.pt", "pytorch-lightning_version"
 _MAX_LISTED = 100
 _MODELS = ("state_dict", "model")
 

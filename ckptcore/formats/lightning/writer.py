@@ -8,60 +8,14 @@ open `meta.pt` first, and it is written last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import decode, references, tensors_in
-from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.pickle.writer import Classes
-from ckptcore.errors import UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, natural
 from ckptcore.formats.dcp.writer import arrange_folder
+from ckptcore.formats.lightning.tree import META
 from ckptcore.formats.torch_save.layout import torch_file
-
-META = "meta.pt"
-
-
-def lightning_facts(source: Manifest, hint: str) -> Mapping[str, Any]:
-    """Return what a Lightning checkpoint records about itself.
-
-    Args:
-        source: The checkpoint.
-        hint: The next step if it is none.
-
-    Raises:
-        UnsupportedFormat: The source is not a Lightning checkpoint.
-    """
-    facts: Mapping[str, Any] | None = source.origin.get("lightning")
-    if facts is None:
-        raise UnsupportedFormat(
-            f"{source.root} must be a Lightning checkpoint (got {source.format}, without the {META} that a "
-            "Trainer or Fabric writes)",
-            hint=hint,
-        )
-    return facts
-
-
-def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
-    """Return the mapping of paths for a sharded checkpoint: every path stays as it is.
-
-    Raises:
-        UnsupportedFormat: The source is not a sharded Lightning checkpoint, or does not record its paths.
-    """
-    facts = lightning_facts(source, "--to dcp writes rank files from any source")
-    if facts.get("full"):
-        raise UnsupportedFormat(
-            f"{source.root} is a full checkpoint, whose optimizers number their parameters",
-            hint="Lightning loads a full checkpoint on any number of ranks",
-        )
-    if not Paths.of(source):
-        raise UnsupportedFormat(
-            f"{source.root}: .metadata does not record which names are nested in which",
-            hint="--to dcp keeps the names as they are",
-        )
-    return lambda path: path
 
 
 def arrange_sharded(request: Arrangement) -> tuple[FileLayout, ...]:

@@ -353,7 +353,7 @@ def _gated(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
         for name, value in chunk.state.items():
             second = name.replace("linear_fc1", "linear_fc2").replace("experts.weight1", "experts.weight2")
             other = chunk.state.get(second)
-            if second == name or "bias" in name or not isinstance(value, StoredView):
+            if second == name or "bias" in name or ".adapter." in name or not isinstance(value, StoredView):
                 continue
             if not isinstance(other, StoredView) or len(value.shape) != 2 or len(other.shape) != 2:
                 continue

@@ -140,7 +140,8 @@ def legacy(folder: Path, name: str) -> None:
 class Odd:
     """A sample, the folder of its checkpoint, and what is odd.
 
-    edit: gets the folder below it, and the stored name. fqn: of the tensor, or of those made from it.
+    edit: gets the folder below it, and the stored name. fqn: of the tensor, or of those made from it. export:
+    options that name the model, where the checkpoint has several.
     """
 
     sample: str
@@ -149,6 +150,7 @@ class Odd:
     name: str
     fqn: tuple[str, ...]
     below: str = ""
+    export: tuple[tuple[str, str], ...] = ()
 
 
 NORM = "model.final_layer_norm.pp_block.weight"
@@ -220,6 +222,14 @@ FORMATS_WITH: dict[str, Odd] = {
     ),
     "torch_checkpointing": Odd("tc_safetensors_2r", "ckpt", header, "norm.weight", ("model.norm.weight",)),
     "nanotron": Odd("nanotron_tp2", "ckpt", named_file, NORM, (NORM,)),
+    "diffusers": Odd(
+        "dit_pipeline",
+        "ckpt",
+        header,
+        "quant_conv.weight",
+        ("vae.quant_conv.weight",),
+        export=(("model_prefix", "vae."), ("config", "none")),
+    ),
     "torch_ranks": Odd(
         "verl_fsdp2_4r",
         "ckpt",
@@ -271,11 +281,12 @@ def test_an_odd_tensor(
     assert main(["validate", str(source), "--output", "json"]) == 1
     assert names == {f["fqn"] for f in json.loads(capsys.readouterr().out)["findings"] if f["fqn"] in names}
     for verb in ("consolidate", "export"):
+        options: dict[str, Any] = dict(odd.export) if verb == "export" else {}
         with pytest.raises(UnreadablePart) as caught:
-            ckptcore.plan(manifest, str(tmp_path / "out"), verb=verb)
+            ckptcore.plan(manifest, str(tmp_path / "out"), verb=verb, **options)
         assert caught.value.exit_code == 27
         # Stored names: not every sample is a model that an architecture's map knows.
-        options = {"names": "stored"} if verb == "export" else {}
+        options |= {"names": "stored"} if verb == "export" else {}
         planned = ckptcore.plan(manifest, str(tmp_path / "out"), verb=verb, exclude=list(odd.fqn), **options)
         assert sum(f.tensors for f in planned.plan.files)
     assert main(["consolidate", str(source), str(tmp_path / "no")]) == 27
