@@ -54,8 +54,8 @@ def initial() -> State:
     choices = {name: default for name, (default, _) in CHOICES.items()}
     passwords = {f"{name}_PASSWORD": secrets.token_urlsafe(24) for name in PASSWORDS}
     signing = "whsec_" + base64.b64encode(secrets.token_bytes(24)).decode()
-    token = secrets.token_urlsafe(24)
-    return choices | passwords | {"CKPTCORE_HOOK_TOKEN": token, "CKPTCORE_HOOK_SECRET": signing}
+    tokens = {f"CKPTCORE_{name}_TOKEN": secrets.token_urlsafe(24) for name in ("HOOK", "PAGE")}
+    return choices | passwords | tokens | {"CKPTCORE_HOOK_SECRET": signing}
 
 
 def complete(folder: Path, stored: State) -> State:
@@ -81,8 +81,8 @@ def settle(folder: Path, chosen: State) -> State:
     folder.chmod(0o711 if os.geteuid() == 0 else 0o700)
     for name in ("log", "run", "tmp", "postgres"):
         (folder / name).mkdir(mode=0o700 if name == "postgres" else 0o777, exist_ok=True)
-    earlier = load(folder) or initial()
-    stored = {name: earlier[name] for name in initial()} | dict(chosen)
+    new, earlier = initial(), load(folder) or {}
+    stored = {name: earlier.get(name, new[name]) for name in new} | dict(chosen)
     with ExitStack() as probes:  # all open at once, or the same port could be picked twice
         for name in (name for name in stored if name.endswith("_port") and stored[name] == 0):
             probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))

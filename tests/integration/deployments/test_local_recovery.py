@@ -19,6 +19,7 @@ from ckptcore.errors import UsageError
 from deployments.local import system
 from deployments.local.state import State
 from deployments.processes import having
+from deployments.receiver.settings import load
 
 FREE = dict.fromkeys(("prefect_port", "receiver_port", "postgres_port", "worker_port"), 0)
 Programs = Callable[[Mapping[str, str]], None]
@@ -125,6 +126,20 @@ def test_env_sh_has_what_the_senders_need() -> None:
     lines = system.filled("env.sh", state)
     assert f"export CKPTCORE_HOOK_URL='{state['receiver']}/hooks/trainer'\n" in lines
     assert "export CKPTCORE_HOOK_SECRET='whsec_x'\n" in lines
+
+
+def test_the_page_is_served_and_its_address_is_printed_with_the_others(folder: Path) -> None:
+    """`status` in another shell finds the folder by what `env.sh` says."""
+    state = new_state(folder=folder)
+    assert f"export CKPTCORE_STATE='{folder}'\n" in system.filled("env.sh", state)
+    addresses = system.filled("next_steps.txt", state).split("Announce")[0]
+    for address in (f"{state['receiver']}/catalog", state["prefect"], f"{state['receiver']}/hooks/trainer"):
+        assert address in addresses
+    file = folder / "receiver.toml"
+    file.write_text(system.filled("receiver.toml", state))
+    settings, _ = load(file, state)
+    assert settings.page is not None
+    assert settings.page.path == "/catalog"
 
 
 @pytest.mark.soak
