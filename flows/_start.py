@@ -16,12 +16,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import MutableMapping
+import tempfile
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from ckptcore.utils.command_process import start_quickly
 
@@ -54,6 +55,7 @@ class EarlyServer:
 
     port: int
     process: subprocess.Popen[Any]
+    log: str
 
     @property
     def address(self) -> str:
@@ -93,12 +95,13 @@ def start_command(server_configured: bool, env: MutableMapping[str, str] = os.en
         # Ctrl-C would end the server too, and the run could not report its final state.
         with_signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process = subprocess.Popen(
-                command, env={**SERVER, **env, **EPHEMERAL}, pass_fds=[listening.fileno()]
-            )
+            with _log_of_server(env) as log:
+                process = subprocess.Popen(
+                    command, env={**SERVER, **env, **EPHEMERAL}, pass_fds=[listening.fileno()], stderr=log
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, with_signals)
-        _early = EarlyServer(listening.getsockname()[1], process)
+        _early = EarlyServer(listening.getsockname()[1], process, log.name)
     env["PREFECT_API_URL"] = _early.api_url
     atexit.register(_end, _early)
     end_with_this_process(process.pid)
@@ -125,11 +128,11 @@ def wait_for(server: EarlyServer, seconds: float) -> None:
         asking.request("GET", "/api/health")
         status = asking.getresponse().status
     except (OSError, http.client.HTTPException) as error:
-        _start_anew(f"{type(error).__name__}: {error}")
+        _start_anew(f"{type(error).__name__}: {error}; see {server.log}")
     finally:
         asking.close()
     if status != http.client.OK:
-        _start_anew(f"status {status}")
+        _start_anew(f"status {status}; see {server.log}")
 
 
 def end_with_this_process(pid: int) -> None:
@@ -161,6 +164,16 @@ def _end(server: EarlyServer) -> None:
     except subprocess.TimeoutExpired:
         server.process.kill()
         server.process.wait()
+
+
+def _log_of_server(env: Mapping[str, str]) -> IO[bytes]:
+    """Open the file that gets what the server writes, such as a traceback where it is slow to end."""
+    home = env.get("PREFECT_HOME", "")
+    try:
+        os.makedirs(home, exist_ok=True)
+        return open(os.path.join(home, "ckptcore-server.log"), "wb")
+    except OSError:  # a folder of the user that cannot be written
+        return tempfile.NamedTemporaryFile(prefix="ckptcore-server-", suffix=".log", delete=False)
 
 
 def _settings_here() -> bool:
