@@ -117,7 +117,7 @@ def test_where_the_early_server_does_not_start_prefect_starts_its_own(
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "flows.convert", "a", "b"])
     with socket.create_server(("127.0.0.1", 0)) as listening, subprocess.Popen(["true"]) as ended:
-        early = _start.EarlyServer(listening.getsockname()[1], ended)
+        early = _start.EarlyServer(listening.getsockname()[1], ended, "server.log")
         monkeypatch.setenv("PREFECT_API_URL", early.api_url)
         if answers:
             threading.Thread(target=answer, args=(listening,), daemon=True).start()
@@ -138,7 +138,7 @@ def test_where_the_early_server_does_not_start_prefect_starts_its_own(
 
 def test_the_early_server_is_not_one_for_workers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["true"]) as ended:
-        early = _start.EarlyServer(4200, ended)
+        early = _start.EarlyServer(4200, ended, "server.log")
     monkeypatch.setattr(_start, "_early", early)
     with temporary_settings({PREFECT_API_URL: early.api_url}):
         with (
