@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import field, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from sqlalchemy import and_, case, func, or_, select
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LIMIT = 50
 MOST = 500  # rows of one page
-_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
+NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _CURSOR = re.compile(r"[0-9]{1,18}")
 _Row = TypeVar("_Row")
 
@@ -132,12 +132,22 @@ class CatalogComparison:
 
 
 def runs(
-    conn: Connection, *, name: str = "", after: str | None = None, limit: int = LIMIT
+    conn: Connection, *, name: str = "", part: str = "", after: str | None = None, limit: int = LIMIT
 ) -> Page[RunSummary]:
-    """Return training runs by name. name: the beginning of their names. after: the last name of a page."""
+    """Return training runs by name.
+
+    Args:
+        conn: a transaction.
+        name: the beginning of their names.
+        part: any part of their names.
+        after: the last name of a page.
+        limit: the most runs.
+    """
     wanted = select(TrainingRun.id, TrainingRun.name).order_by(TrainingRun.name).limit(_checked(limit) + 1)
     if name:
         wanted = wanted.where(TrainingRun.name >= name, TrainingRun.name.startswith(name, autoescape=True))
+    if part:
+        wanted = wanted.where(part_of(conn, TrainingRun.name, part))
     if after:
         wanted = wanted.where(TrainingRun.name > after)
     named = {row.id: str(row.name) for row in conn.execute(wanted)}
@@ -155,7 +165,7 @@ def runs(
             func.max(Checkpoint.step).label("last_step"),
             func.max(Checkpoint.created_at).label("last_at"),
         )
-        .where(Checkpoint.run_id.in_(ids), Checkpoint.state.not_in(_NOT_CURRENT))
+        .where(Checkpoint.run_id.in_(ids), Checkpoint.state.not_in(NOT_CURRENT))
         .group_by(Checkpoint.run_id)
     )
     summaries = {row.run_id: _summary(named[row.run_id], row) for row in counted}
@@ -200,7 +210,7 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
     run_id = conn.execute(select(TrainingRun.id).where(TrainingRun.name == run)).scalar()
     if run_id is None:
         raise UsageError(f"the catalog has no training run {run!r}", hint="the page of runs lists them")
-    here = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(_NOT_CURRENT))
+    here = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(NOT_CURRENT))
     limit = _checked(limit)
     rows: list[Any] = []
     step = None if before is None else _cursor(conn, Checkpoint.step, Checkpoint.id, before)
@@ -319,6 +329,13 @@ def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
     rows = conn.execute(checkpoint_rows().where(Checkpoint.uuid.in_(list(refs)))).all()
     found = {each.checkpoint.id: each for each in _listed(conn, rows)}
     return tuple(found[ref] for ref in refs if ref in found)
+
+
+def part_of(conn: Connection, column: Any, text: str) -> ColumnElement[bool]:
+    """Return the condition that a text is a part of a column, in any case of ASCII letters."""
+    if conn.dialect.name == "sqlite":  # its LIKE ignores case; lower() of both sides takes twice as long
+        return cast("ColumnElement[bool]", column.contains(text, autoescape=True))
+    return cast("ColumnElement[bool]", column.icontains(text, autoescape=True))
 
 
 def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:

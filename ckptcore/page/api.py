@@ -13,13 +13,14 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from ckptcore.catalog import aliases, as_dict, audit, browse, lineage, queues, training_rows
+from ckptcore.catalog.search import search as find
 from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.page.access import require_reader
 from ckptcore.page.display import finite
 from ckptcore.page.shards import shard_map
-from ckptcore.page.views import Ref, Site, find
+from ckptcore.page.views import Ref, Site
 
 Limit = Annotated[int, Query(ge=1, le=browse.MOST)]
 Cursor = Annotated[str | None, Query(max_length=100)]
@@ -177,14 +178,18 @@ def api(site: Site) -> APIRouter:
 
     @router.get("/search", response_model=dict[str, Any])
     def search(request: Request, q: Text) -> Any:
-        """Find checkpoints by id, alias, URI, fingerprint, digest of a file; and training runs by name."""
+        """Find checkpoints by id, fingerprint, digest of a file, or any part of a name, place, alias or step.
+
+        Training runs are found by any part of their names. `more`: there are more checkpoints than these.
+        """
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = find(conn, q.strip())
+            found = find(conn, q)
         return finite(
             {
                 "checkpoints": [as_dict(each) for each in found.places],
                 "runs": [as_dict(each) for each in found.runs],
+                "more": found.more,
             }
         )
 

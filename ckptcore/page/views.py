@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path as FilePath
 from typing import Annotated, Any
@@ -12,12 +11,13 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ckptcore.catalog import aliases, audit, browse, holds, lineage, query, queues, training_rows
+from ckptcore.catalog import aliases, audit, browse, holds, lineage, queues, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.row_values import row_findings
-from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail, Origin
+from ckptcore.catalog.search import search as find
+from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.page import display, pictures
@@ -219,10 +219,10 @@ def pages(site: Site) -> APIRouter:
 
     @router.get("/search")
     def search(request: Request, q: Name = "") -> Response:
-        """Find checkpoints by id, alias, URI, fingerprint, and digest or name of a file."""
+        """Find checkpoints by any part of their names, fingerprint, and digest or name of a file."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = find(conn, q.strip())
+            found = find(conn, q)
         return site.page(request, "search.html", user, q=q, found=found)
 
     @router.get("/best")
@@ -295,47 +295,6 @@ def pages(site: Site) -> APIRouter:
         return site.page(request, "audit.html", user, found=found)
 
     return router
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a text finds. places: (checkpoint, file, why) each."""
-
-    places: tuple[Mapping[str, Any], ...] = ()
-    runs: tuple[browse.RunSummary, ...] = ()
-
-
-def find(conn: Any, what: str) -> Found:
-    """Find places in the catalog that match a text, and training runs.
-
-    Only the catalog is searched: no file of this machine is opened, whatever the text names.
-    """
-    if not what:
-        return Found()
-    places: dict[str, dict[str, Any]] = {}
-
-    def add(look: Callable[[Any, str], Any], why: Callable[[Any], str]) -> None:
-        try:
-            origins = look(conn, what)
-        except UsageError:  # no id, alias or place: the lists say what was found
-            return
-        for origin in origins[:100]:
-            row = {"row": origin.checkpoint, "file": origin.file, "why": why(origin)}
-            places.setdefault(origin.checkpoint.id, row)
-
-    if lineage.is_digest(what):
-        add(lineage.with_fingerprint, lambda o: "fingerprint")
-        add(lineage.which, lambda o: "digest of a file" if o.file else "place")
-    elif "/" in what:
-        add(lineage.which, lambda o: "file" if o.file else "place")
-    add(_by_reference, lambda o: "id, alias or place")
-    runs = browse.runs(conn, name=what, limit=20)
-    return Found(tuple(places.values()), runs.rows)
-
-
-def _by_reference(conn: Any, what: str) -> list[Origin]:
-    detail = query.show(conn, what, tensors=False)
-    return [Origin(detail.checkpoint, None, None, ())] if isinstance(detail, CheckpointDetail) else []
 
 
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
