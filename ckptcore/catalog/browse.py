@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import field, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy import and_, case, func, or_, select
 
@@ -29,6 +29,7 @@ from ckptcore.catalog.query import (
     conversion_row,
     file_row,
     loadable,
+    part_of,
     resolve_checkpoint,
     tensor_row,
 )
@@ -329,13 +330,6 @@ def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
     rows = conn.execute(checkpoint_rows().where(Checkpoint.uuid.in_(list(refs)))).all()
     found = {each.checkpoint.id: each for each in _listed(conn, rows)}
     return tuple(found[ref] for ref in refs if ref in found)
-
-
-def part_of(conn: Connection, column: Any, text: str) -> ColumnElement[bool]:
-    """Return the condition that a text is a part of a column, in any case of ASCII letters."""
-    if conn.dialect.name == "sqlite":  # its LIKE ignores case; lower() of both sides takes twice as long
-        return cast("ColumnElement[bool]", column.contains(text, autoescape=True))
-    return cast("ColumnElement[bool]", column.icontains(text, autoescape=True))
 
 
 def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:

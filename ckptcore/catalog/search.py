@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import case, or_, select
 
 from ckptcore.catalog import lineage
-from ckptcore.catalog.browse import NOT_CURRENT, RunSummary, part_of, runs
+from ckptcore.catalog.browse import NOT_CURRENT, RunSummary, runs
 from ckptcore.catalog.models import Alias, Checkpoint, TrainingRun
 from ckptcore.catalog.normalize import storable
-from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, show
+from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, part_of, show
 from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, FileRow, Origin
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass

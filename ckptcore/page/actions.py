@@ -19,7 +19,7 @@ from ckptcore.page.access import (
     uses_tls,
 )
 from ckptcore.page.access import session_of as new_session
-from ckptcore.page.views import Ref, Site
+from ckptcore.page.views import QueueName, Ref, Site
 
 
 def actions(site: Site) -> APIRouter:
@@ -53,12 +53,20 @@ def actions(site: Site) -> APIRouter:
         row = await asyncio.to_thread(changes.release_hold, site.catalog, user, hold)
         return back("checkpoints", row.checkpoint, done="release")
 
-    @router.post("/inbox/{ref}/retry")
-    async def retry(request: Request, ref: Ref) -> Response:
-        """Make a failed event due again."""
+    @router.post("/aliases/rollback")
+    async def roll_back(request: Request) -> Response:
+        """Let an alias refer to what it referred to before, if it still is what the user saw."""
+        user, fields = await require_writer(request, site.access)
+        name, force = fields.get("name", ""), fields.get("force") == "yes"
+        await asyncio.to_thread(changes.roll_back, site.catalog, user, name, fields.get("expect"), force)
+        return back("aliases", name, done="rollback")
+
+    @router.post("/{queue}/{ref}/retry")
+    async def retry(request: Request, queue: QueueName, ref: Ref) -> Response:
+        """Make a failed event or message due again."""
         user, _ = await require_writer(request, site.access)
-        await asyncio.to_thread(changes.retry_event, site.catalog, user, ref)
-        return back("inbox", done="retry")
+        await asyncio.to_thread(changes.retry, site.catalog, user, queue, ref)
+        return back(queue, done="retry")
 
     @router.get("/login")
     def login(request: Request) -> Response:

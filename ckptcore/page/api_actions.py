@@ -36,6 +36,22 @@ class AliasChange(BaseModel):
     force: bool = False
 
 
+class AliasRollback(BaseModel):
+    """An alias to set back.
+
+    Attributes:
+        name: the alias.
+        expect: the checkpoint that it must refer to now; absent for any.
+        force: set it though the earlier checkpoint is damaged, a source, or unproven.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(max_length=200)]
+    expect: Annotated[str, Field(min_length=4, max_length=1000)] | None = None
+    force: bool = False
+
+
 class NewHold(BaseModel):
     """A hold to place. until: the day on which it ends, ``YYYY-MM-DD``; absent for no end."""
 
@@ -87,11 +103,27 @@ def api_actions(site: Site) -> APIRouter:
         user = require_token(request, site.access)
         return as_dict(await asyncio.to_thread(changes.release_hold, site.catalog, user, hold))
 
+    @router.post("/aliases/rollback", response_model=dict[str, Any], openapi_extra=_described(AliasRollback))
+    async def roll_back(request: Request) -> Any:
+        """Let an alias refer to the checkpoint that it referred to before its last change."""
+        user = require_token(request, site.access)
+        given = await _read(request, AliasRollback)
+        row = await asyncio.to_thread(
+            changes.roll_back, site.catalog, user, given.name, given.expect, given.force
+        )
+        return as_dict(row)
+
     @router.post("/inbox/{ref}/retry", response_model=dict[str, list[str]])
-    async def retry(request: Request, ref: Ref) -> Any:
+    async def retry_event(request: Request, ref: Ref) -> Any:
         """Make a failed event due again."""
         user = require_token(request, site.access)
-        return {"events": list(await asyncio.to_thread(changes.retry_event, site.catalog, user, ref))}
+        return {"events": list(await asyncio.to_thread(changes.retry, site.catalog, user, "inbox", ref))}
+
+    @router.post("/outbox/{ref}/retry", response_model=dict[str, list[str]])
+    async def retry_message(request: Request, ref: Ref) -> Any:
+        """Make a failed message due again."""
+        user = require_token(request, site.access)
+        return {"messages": list(await asyncio.to_thread(changes.retry, site.catalog, user, "outbox", ref))}
 
     return router
 

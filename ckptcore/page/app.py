@@ -17,6 +17,7 @@ from ckptcore.page.access import Guard, PageRefused, user_of
 from ckptcore.page.actions import actions
 from ckptcore.page.api import api
 from ckptcore.page.api_actions import api_actions
+from ckptcore.page.operator_views import operator_pages
 from ckptcore.page.settings import PageAccess
 from ckptcore.page.views import FOLDER, Site, pages
 
@@ -25,21 +26,23 @@ _MISSING = ("has no", "there is no", "no checkpoint")
 _log = logging.getLogger("ckptcore.page")
 
 
-def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:
+def make_page(catalog: Catalog, access: PageAccess, root: str = "", prefect_ui: str = "") -> FastAPI:
     """Return the application.
 
     Args:
         catalog: the open catalog.
         access: who may read and change what.
         root: the path below which it is mounted, or "".
+        prefect_ui: the address of Prefect's pages, to which flow runs are links; "" if unknown.
     """
-    site = Site(catalog, access, root)
+    site = Site(catalog, access, root, prefect_ui=prefect_ui.rstrip("/"))
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="ckptcore catalog", docs_url=None, redoc_url=None, version="1")
     app.include_router(api(site))
     app.include_router(api_actions(site))
     app.include_router(actions(site))
     app.include_router(pages(site))
+    app.include_router(operator_pages(site))
 
     @app.get("/static/{name}", include_in_schema=False)
     def static(name: str) -> Response:

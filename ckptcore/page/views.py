@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from pathlib import Path as FilePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ckptcore.catalog import aliases, audit, browse, holds, lineage, queues, training_rows
+from ckptcore.catalog import aliases, audit, browse, holds, lineage, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import clock
@@ -22,6 +23,7 @@ from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.page import display, pictures
 from ckptcore.page.access import csrf_of, require_reader
+from ckptcore.page.explained import next_step, stated
 from ckptcore.page.retiring import Retiring, command, number
 from ckptcore.page.settings import PageAccess
 from ckptcore.page.shards import Manifests, shard_map
@@ -29,29 +31,35 @@ from ckptcore.utils.dataclass import dataclass
 
 FOLDER = FilePath(__file__).parent
 FILES = 200
+_FLOW_RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
 Name = Annotated[str, Query(max_length=1000)]
+QueueName = Literal["inbox", "outbox"]
 
 # The result of an action, by the parameter `done` of the page behind it.
 DONE = {
     "alias": "The alias was set.",
     "hold": "The hold was placed.",
     "release": "The hold was released.",
-    "retry": "The event is due again.",
-    "meta": "The facts were recorded.",
+    "rollback": "The alias was rolled back.",
+    "retry": "It is due again.",
 }
 
 
 @dataclass(frozen=True)
 class Site:
-    """What all pages share. root: the path below which they are."""
+    """What all pages share.
+
+    root: the path below which they are. prefect_ui: the address of Prefect's pages, or "".
+    """
 
     catalog: Catalog
     access: PageAccess
     root: str = ""
     manifests: Manifests = field(default_factory=Manifests)
     retiring: Retiring = field(default_factory=Retiring)
+    prefect_ui: str = ""
 
     def link(self, *parts: str, **query: Any) -> str:
         """Return the address of a page."""
@@ -62,6 +70,11 @@ class Site:
     def of(self, row: CheckpointRow) -> str:
         """Return the address of a checkpoint."""
         return self.link("checkpoints", row.id)
+
+    def flow_run(self, id: str | None) -> str:
+        """Return the address of a flow run in Prefect, or "" if that or the run is unknown."""
+        known = self.prefect_ui and id is not None and _FLOW_RUN.fullmatch(id)
+        return f"{self.prefect_ui}/runs/flow-run/{id}" if known else ""
 
     def page(
         self, request: Request, template: str, user: str | None, status: int = 200, **values: Any
@@ -96,6 +109,7 @@ def _environment() -> Environment:
         "pretty": display.pretty,
     }
     made.globals |= {"took": display.took, "bar": pictures.bar, "odd_rows": row_findings}
+    made.globals |= {"next_step": next_step, "stated": stated}
     return made
 
 
@@ -148,6 +162,7 @@ def pages(site: Site) -> APIRouter:
             kept = holds.active(conn, clock(conn), detail.checkpoint.id)
             named = aliases.of_checkpoint(conn, detail.checkpoint.id)
             changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
+            objection = aliases.objections(conn, {detail.checkpoint.id: detail.checkpoint.id[:8]})
         return site.page(
             request,
             "checkpoint.html",
@@ -161,6 +176,7 @@ def pages(site: Site) -> APIRouter:
             holds=kept,
             aliases=named,
             changes=changes,
+            objection=objection.get(detail.checkpoint.id),
             search=search,
         )
 
@@ -276,23 +292,6 @@ def pages(site: Site) -> APIRouter:
         return site.page(
             request, "retire.html", user, scope=scope, accept_loss=accept_loss, part=part, **values
         )
-
-    @router.get("/inbox")
-    def inbox(request: Request) -> Response:
-        """List events that are not done."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            found = queues.inbox.listed(conn, None, 200)
-            waiting = queues.inbox.postponed(conn, clock(conn))
-        return site.page(request, "inbox.html", user, found=found, waiting=waiting)
-
-    @router.get("/audit")
-    def changes(request: Request, before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None) -> Response:
-        """List changes, newest first."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            found = audit.listed(conn, before=before, limit=100)
-        return site.page(request, "audit.html", user, found=found)
 
     return router
 

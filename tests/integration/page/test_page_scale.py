@@ -28,6 +28,12 @@ FACTS = (
     "INSERT INTO training_facts (checkpoint_id, git_commit, user_name, config, extra, sources, updated_at)"
     " SELECT id, '3f9a', 'ada', '{}', '{}', '{}', created_at FROM checkpoint"
 )
+SIGHTINGS = (
+    "INSERT INTO sightings (uri, root, step, state, stamp, source_digest, findings, first_seen_at,"
+    " last_seen_at, changed_at) SELECT uri, '/runs', step, CASE state WHEN 'present' THEN 'whole' ELSE"
+    " 'broken' END, 's', manifest_digest, '[]', created_at, created_at, created_at FROM checkpoint"
+    " WHERE kind = 'source'"
+)
 
 # n: an even number, of a derived checkpoint.
 PAGES = {
@@ -62,6 +68,15 @@ PAGES = {
     "retire a run": lambda n: f"/retire?scope=run-{(n + 1) % 200}&keep_last=2&keep_every=100",
     "retire a root": lambda n: "/retire?scope=all",
     "retire a root, further": lambda n: f"/retire?scope=all&after={uuid_of('c', n + 1)}",
+    "aliases": lambda n: "/aliases",
+    "aliases, further": lambda n: f"/aliases?part=best&after=run-{n % 200}/best",
+    "alias": lambda n: f"/aliases/run-{n % 199 + 1}%2Fbest",
+    "roots": lambda n: "/roots",
+    "root": lambda n: "/roots/all",
+    "outbox": lambda n: "/outbox",
+    "api: alias": lambda n: f"/api/v1/aliases/run-{n % 199 + 1}%2Fbest",
+    "api: roots": lambda n: "/api/v1/roots",
+    "api: root": lambda n: "/api/v1/roots/all",
     "inbox": lambda n: "/inbox",
     "conversions, last": lambda n: "/conversions?before=1767236000.000000:1000",
     "best, highest": lambda n: "/best?metric=mmlu&goal=max",
@@ -108,6 +123,7 @@ def _fill(url: str) -> None:
         for name in ("loss", "eval_loss", "grad_norm", "mmlu"):
             conn.execute(sa.text(METRICS.format(name=name)))
         conn.exec_driver_sql(FACTS)
+        conn.exec_driver_sql(SIGHTINGS)
         roots.add(conn, datetime.now(UTC), "all", "/runs", retention={"keep_last": 5, "rest": "weights"})
         conn.exec_driver_sql("ANALYZE")
 
