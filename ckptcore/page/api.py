@@ -12,7 +12,17 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from ckptcore.catalog import aliases, as_dict, audit, browse, lineage, queues, root_status, training_rows
+from ckptcore.catalog import (
+    aliases,
+    as_dict,
+    audit,
+    browse,
+    lineage,
+    queues,
+    root_status,
+    tensor_differences,
+    training_rows,
+)
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.search import search as find
 from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
@@ -20,6 +30,7 @@ from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.page.access import require_reader
 from ckptcore.page.display import finite
+from ckptcore.page.mapped_names import mapping_between
 from ckptcore.page.shards import shard_map
 from ckptcore.page.views import Ref, Site
 
@@ -157,10 +168,24 @@ def api(site: Site) -> APIRouter:
 
     @router.get("/compare", response_model=dict[str, Any])
     def compare(request: Request, left: Text, right: Text) -> Any:
-        """Compare the tensors of two checkpoints, by what the catalog knows."""
+        """Compare the tensors of two checkpoints, by what the catalog knows.
+
+        If one was exported from the other, tensors are compared under the names that the export gives them.
+        `unmapped` says why that was not possible.
+        """
+        require_reader(request, site.access)
+        sides = [_checkpoint(site, side) for side in (left, right)]
+        mapping = mapping_between(site.manifests, sides)
+        with site.catalog.reading() as conn:
+            ids = (sides[0].checkpoint.id, sides[1].checkpoint.id)
+            return as_dict(tensor_differences.compare(conn, *ids, mapping=mapping))
+
+    @router.get("/metrics", response_model=dict[str, Any])
+    def metrics(request: Request, run: Text, name: Annotated[list[str] | None, Query()] = None) -> Any:
+        """Return metrics over the steps of a run: `series` has [step, value] by name, of the newest steps."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            return as_dict(browse.compare(conn, left, right))
+            return {"series": finite(as_dict(training_rows.over_steps(conn, run, name or ())))}
 
     @router.get("/best", response_model=JsonRows)
     def best(

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ckptcore.catalog import aliases, audit, browse, holds, lineage, training_rows
+from ckptcore.catalog import aliases, audit, browse, holds, lineage, tensor_differences, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import clock
@@ -24,6 +24,7 @@ from ckptcore.operations.options import RetireOptions
 from ckptcore.page import display, pictures
 from ckptcore.page.access import csrf_of, require_reader
 from ckptcore.page.explained import next_step, stated
+from ckptcore.page.mapped_names import mapping_between
 from ckptcore.page.retiring import Retiring, command, number
 from ckptcore.page.settings import PageAccess
 from ckptcore.page.shards import Manifests, shard_map
@@ -31,6 +32,7 @@ from ckptcore.utils.dataclass import dataclass
 
 FOLDER = FilePath(__file__).parent
 FILES = 200
+RUNS_TO_COMPARE = 20
 _FLOW_RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
@@ -137,8 +139,15 @@ def pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             found = browse.steps_of(conn, run, before=before)
-            names = _metric_names(found.rows)
-        return site.page(request, "run.html", user, run=run, found=found, names=names)
+            names = _metric_names(found.rows, training_rows.MOST_SERIES)
+            series = training_rows.over_steps(conn, run, names) if names and before is None else {}
+            pair = browse.newest_steps(conn, run)
+        drawn = ((name, pictures.chart(name, points)) for name, points in series.items())
+        charts = [(name, picture) for name, picture in drawn if picture]
+        shown = _metric_names(found.rows)
+        return site.page(
+            request, "run.html", user, run=run, found=found, names=shown, charts=charts, pair=pair
+        )
 
     @router.get("/checkpoints")
     def checkpoints(request: Request, kind: Name = "", state: Name = "", before: Cursor = None) -> Response:
@@ -162,6 +171,7 @@ def pages(site: Site) -> APIRouter:
             kept = holds.active(conn, clock(conn), detail.checkpoint.id)
             named = aliases.of_checkpoint(conn, detail.checkpoint.id)
             changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
+            earlier = browse.earlier_step(conn, detail.checkpoint)
             objection = aliases.objections(conn, {detail.checkpoint.id: detail.checkpoint.id[:8]})
         return site.page(
             request,
@@ -177,6 +187,8 @@ def pages(site: Site) -> APIRouter:
             aliases=named,
             changes=changes,
             objection=objection.get(detail.checkpoint.id),
+            earlier=earlier,
+            origins=[step.source for step in steps.ancestors if step.depth == 1],
             search=search,
         )
 
@@ -208,13 +220,14 @@ def pages(site: Site) -> APIRouter:
         """Show two checkpoints side by side."""
         user = reader(request)
         if not left or not right:
-            raise UsageError(
-                "a comparison needs two checkpoints", hint="give an id, an alias or a URI for both"
-            )
+            return _choices_to_compare(site, request, user, left or right)
         sides = [_checkpoint(site, side) for side in (left, right)]
+        mapping = mapping_between(site.manifests, sides)
         with site.catalog.reading() as conn:
-            found = browse.compare(conn, sides[0].checkpoint.id, sides[1].checkpoint.id)
-        return site.page(request, "compare.html", user, sides=sides, found=found, facts=_facts(sides))
+            ids = (sides[0].checkpoint.id, sides[1].checkpoint.id)
+            found = tensor_differences.compare(conn, *ids, mapping=mapping)
+        values: dict[str, Any] = {"sides": sides, "found": found, "facts": _facts(sides)}
+        return site.page(request, "compare.html", user, **values)
 
     @router.get("/conversions")
     def conversions(request: Request, state: Name = "", before: Cursor = None) -> Response:
@@ -247,8 +260,9 @@ def pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             names = training_rows.names_of_metrics(conn)
+            some = browse.runs(conn).rows
             best = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
-        values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run}
+        values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run, "runs": some}
         return site.page(request, "best.html", user, names=names, found=best, **values)
 
     @router.get("/retire")
@@ -271,6 +285,7 @@ def pages(site: Site) -> APIRouter:
         )
         with site.catalog.reading() as conn:
             every = roots.every(conn)
+            some = () if scope else browse.runs(conn).rows
         part = site.retiring.part(site.catalog, asked, scope, after=after) if scope else None
         form = {
             "scope": scope,
@@ -283,6 +298,7 @@ def pages(site: Site) -> APIRouter:
         values: dict[str, Any] = {
             "scopes": [root.name for root in every],
             "roots": every,
+            "runs": some,
             "own": next((root.retention for root in every if root.name == scope), {}),
             "options": asked,
             "command": command(scope, asked),
@@ -296,6 +312,26 @@ def pages(site: Site) -> APIRouter:
     return router
 
 
+def _choices_to_compare(site: Site, request: Request, user: str | None, side: str) -> Response:
+    """Return the page that offers what can be compared: steps of runs, or what is near one checkpoint."""
+    pairs: list[tuple[str, CheckpointRow, CheckpointRow]] = []
+    with site.catalog.reading() as conn:
+        if side:
+            row = _checkpoint(site, side).checkpoint
+            earlier = browse.earlier_step(conn, row)
+            pairs += [("the step before", earlier, row)] if earlier is not None else []
+            steps = lineage.lineage(conn, row.id, up=True, down=True)
+            near = [step for step in (*steps.ancestors, *steps.descendants) if step.depth == 1]
+            pairs += [(step.conversion.made_for, step.source, step.derived) for step in near]
+        else:
+            for run in browse.runs(conn, limit=RUNS_TO_COMPARE).rows:
+                newest = browse.newest_steps(conn, run.name)
+                pairs += [(run.name, *newest)] if newest is not None else []
+        named = aliases.every(conn, limit=browse.LIMIT)
+    values: dict[str, Any] = {"side": side, "pairs": pairs[: browse.LIMIT], "names": named}
+    return site.page(request, "compare_choices.html", user, **values)
+
+
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
     detail = site.catalog.show(ref, tensors=False)
     if isinstance(detail, ConversionDetail):
@@ -303,13 +339,13 @@ def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
     return detail
 
 
-def _metric_names(rows: tuple[browse.Listed, ...]) -> list[str]:
+def _metric_names(rows: tuple[browse.Listed, ...], most: int = 3) -> list[str]:
     """Return the metrics that a list shows: those that most of its rows have."""
     seen: dict[str, int] = {}
     for row in rows:
         for name in row.metrics:
             seen[name] = seen.get(name, 0) + 1
-    return sorted(sorted(seen, key=lambda n: (-seen[n], len(n), n))[:3])
+    return sorted(sorted(seen, key=lambda n: (-seen[n], len(n), n))[:most])
 
 
 def _facts(sides: list[CheckpointDetail]) -> list[tuple[str, list[Any]]]:

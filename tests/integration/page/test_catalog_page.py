@@ -113,6 +113,7 @@ def test_every_page_shows_what_is_recorded(client: TestClient, filled: dict[str,
         "/aliases",
         "/roots",
         "/outbox",
+        "/compare",
     ):
         assert client.get(path).status_code == 200, path
 
