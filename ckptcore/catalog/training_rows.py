@@ -165,15 +165,15 @@ def over_steps(
         .limit(limit)
         .subquery()
     )
-    wanted = select(Metric, newest.c.step.label("of_step")).join(newest, newest.c.id == Metric.checkpoint_id)
+    columns = (Metric.name, Metric.value, Metric.step, newest.c.step.label("of_step"))
+    wanted = select(*columns).join(newest, newest.c.id == Metric.checkpoint_id)
     if names:
         wanted = wanted.where(Metric.name.in_([storable(name) for name in names]))
     series: dict[str, dict[int, float | None]] = {}
-    for row in conn.execute(wanted.order_by(Metric.checkpoint_id)):
-        measured = _measured(row)
-        step = row.of_step if measured.step is None else measured.step
-        if isinstance(step, int) and not measured.trouble:
-            series.setdefault(row.name, {}).setdefault(step, measured.value)
+    for name, value, own_step, of_step in conn.execute(wanted.order_by(Metric.checkpoint_id)):
+        step = of_step if own_step is None else own_step
+        if isinstance(step, int) and isinstance(value, float | None):  # lists name odd rows
+            series.setdefault(name, {}).setdefault(step, value)
     chosen = sorted(series)[: len(names) or MOST_SERIES]
     return {name: tuple(sorted(series[name].items())) for name in chosen}
 

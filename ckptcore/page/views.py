@@ -108,6 +108,7 @@ def _environment() -> Environment:
         "size": display.size,
         "when": display.when,
         "broken": display.broken,
+        "shell": display.shell,
         "pretty": display.pretty,
     }
     made.globals |= {"took": display.took, "bar": pictures.bar, "odd_rows": row_findings}
