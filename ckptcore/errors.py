@@ -683,6 +683,8 @@ def ended_by(error: BaseException) -> CkptError:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, Exception):
         return InternalError(text)
+    if isinstance(error, SystemExit):
+        return WorkerLost(f"its worker told the process to end (exit code {error.code}), and it was not done")
     return WorkerLost(f"the working process was ended ({text})")
 
 

@@ -9,7 +9,9 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,8 @@ from sqlalchemy import delete, insert, select, update
 from ckptcore.catalog import audit
 from ckptcore.catalog.audit import AuditRow
 from ckptcore.catalog.models import Alias, AuditRecord, Checkpoint
-from ckptcore.catalog.query import PREFIX, loadable, require_kept, resolve_checkpoint
+from ckptcore.catalog.normalize import storable
+from ckptcore.catalog.query import PREFIX, loadable, part_of, require_kept, resolve_checkpoint
 from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.types import Kind, State
 from ckptcore.errors import Conflict, UsageError
@@ -78,37 +81,61 @@ def promote(
             the alias refers to another one than `expect`.
         UsageError: `name` cannot be an alias, or `ref` names no checkpoint.
     """
-    unfit = _unfit(conn, require_kept(conn, ref), ref)
-    if unfit is not None and not force:
-        reason, step = unfit
+    wanted = conn.execute(
+        select(Checkpoint.uuid).where(Checkpoint.id == require_kept(conn, ref))
+    ).scalar_one()
+    objection = objections(conn, {wanted: ref}).get(wanted)
+    if objection is not None and not force:
         raise Conflict(
-            f"cannot set alias {name}: {reason}",
-            hint=f"{step}; --force sets the alias all the same",
+            f"cannot set alias {name}: {objection.reason}",
+            hint=f"{objection.step}; --force sets the alias all the same",
             name=name,
         )
     before = next((row.checkpoint for row in every(conn) if row.name == name), None)
     row = set_alias(conn, now, name, ref, expect)
-    forced = {} if unfit is None else {"forced": unfit[0]}
+    forced = {} if objection is None else {"forced": objection.reason}
     detail = {"alias": name, "before": before, **forced}
     audit.note(conn, now, "alias.set", row.checkpoint, detail, actor=actor, via=via)
     return row
 
 
-def _unfit(conn: Connection, checkpoint: int, ref: str) -> tuple[str, str] | None:
-    """Return why a checkpoint should not be served, and the next step; None if nothing speaks against it."""
-    columns = (Checkpoint.uri, Checkpoint.state, Checkpoint.kind, Checkpoint.verified_at)
-    row = conn.execute(select(*columns).where(Checkpoint.id == checkpoint)).one()
-    opens = loadable(conn, (checkpoint,)).get(checkpoint)
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """Why a checkpoint should not be served, and the next step."""
+
+    reason: str
+    step: str
+
+
+def objections(conn: Connection, refs: Mapping[str, str]) -> dict[str, Objection]:
+    """Return what speaks against serving checkpoints, by public id; nothing for those that are fit.
+
+    refs: public id -> how the next step calls the checkpoint.
+    """
+    columns = (Checkpoint.id, Checkpoint.uuid, Checkpoint.uri, Checkpoint.state, Checkpoint.kind)
+    wanted = select(*columns, Checkpoint.verified_at).where(Checkpoint.uuid.in_(list(refs)))
+    rows = conn.execute(wanted).all()
+    opens = loadable(conn, [row.id for row in rows])
+    found = {row.uuid: _objection(row, opens.get(row.id), refs[row.uuid]) for row in rows}
+    return {id: objection for id, objection in found.items() if objection is not None}
+
+
+def _objection(row: Any, opens: str | None, ref: str) -> Objection | None:
     if row.state != State.PRESENT:
-        return f"{row.uri} is {row.state}", f"`ckptcore catalog show {ref}` shows its findings"
+        return Objection(f"{row.uri} is {row.state}", f"`ckptcore catalog show {ref}` shows its findings")
     if row.kind == Kind.SOURCE:
-        return f"{row.uri} is a source, as its trainer wrote it", "name what was made from it"
+        return Objection(f"{row.uri} is a source, as its trainer wrote it", "name what was made from it")
     if opens == "no":
-        return f"no engine opens {row.uri}", f"`ckptcore catalog show {ref}` says what it lacks, or failed"
+        step = f"`ckptcore catalog show {ref}` says what it lacks, or failed"
+        return Objection(f"no engine opens {row.uri}", step)
     if opens == "unproven":
-        return f"nothing has proved the export {row.uri}", f"prove it: ckptcore verify-export {ref}"
+        return Objection(
+            f"nothing has proved the export {row.uri}", f"prove it: ckptcore verify-export {ref}"
+        )
     if row.verified_at is None:
-        return f"nothing has verified {row.uri}", f"verify it: ckptcore validate {ref} --level bytes"
+        return Objection(
+            f"nothing has verified {row.uri}", f"verify it: ckptcore validate {ref} --level bytes"
+        )
     return None
 
 
@@ -116,7 +143,10 @@ def history(conn: Connection, name: str) -> tuple[AuditRow, ...]:
     """Return the changes of an alias, newest first."""
     changes = (
         select(AuditRecord)
-        .where(AuditRecord.action.in_(("alias.set", "alias.remove")))
+        .where(
+            AuditRecord.action.in_(("alias.set", "alias.remove")),
+            AuditRecord.detail.contains(f'"alias":{json.dumps(name)}', autoescape=True),
+        )
         .order_by(AuditRecord.id.desc())
     )
     return tuple(row for row in map(audit.row_of, conn.execute(changes)) if row.detail.get("alias") == name)
@@ -128,16 +158,20 @@ def previous(conn: Connection, name: str) -> str:
     Raises:
         UsageError: there is no such alias, or it referred to no other one.
     """
-    current = get(conn, name)
-    before = next(
-        (row.detail.get("before") for row in history(conn, name) if row.action == "alias.set"), None
-    )
-    if not isinstance(before, str) or before == current.checkpoint:
+    before = perhaps_previous(conn, get(conn, name))
+    if before is None:
         raise UsageError(
             f"{name} referred to no other checkpoint before",
             hint=f"`ckptcore catalog alias history {name}` lists its changes",
         )
     return before
+
+
+def perhaps_previous(conn: Connection, row: AliasRow) -> str | None:
+    """Return the id of the checkpoint that an alias referred to before its last change, or None."""
+    changes = (change for change in history(conn, row.name) if change.action == "alias.set")
+    before = next((change.detail.get("before") for change in changes), None)
+    return before if isinstance(before, str) and before != row.checkpoint else None
 
 
 def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str | None = None) -> AliasRow:
@@ -189,15 +223,35 @@ def remove(conn: Connection, name: str) -> None:
 
 def get(conn: Connection, name: str) -> AliasRow:
     """Return an alias. Raises `UsageError` if it does not exist."""
-    row = conn.execute(_alias_rows().where(Alias.name == name)).first()
+    row = perhaps(conn, name)
     if row is None:
         raise UsageError(f"there is no alias {name}", hint="`ckptcore catalog alias list` lists all aliases")
-    return _alias_row(row)
+    return row
 
 
-def every(conn: Connection) -> tuple[AliasRow, ...]:
-    """Return all aliases, sorted by name."""
-    return tuple(map(_alias_row, conn.execute(_alias_rows())))
+def perhaps(conn: Connection, name: str) -> AliasRow | None:
+    """Return an alias, or None."""
+    row = conn.execute(_alias_rows().where(Alias.name == storable(name))).first()
+    return None if row is None else _alias_row(row)
+
+
+def every(
+    conn: Connection, *, part: str = "", after: str | None = None, limit: int | None = None
+) -> tuple[AliasRow, ...]:
+    """Return all aliases, sorted by name.
+
+    Args:
+        conn: a transaction.
+        part: only those with this text in their names.
+        after: only those behind this name.
+        limit: the most aliases.
+    """
+    wanted = _alias_rows().limit(limit)
+    if part:
+        wanted = wanted.where(part_of(conn, Alias.name, storable(part)))
+    if after:
+        wanted = wanted.where(Alias.name > storable(after))
+    return tuple(map(_alias_row, conn.execute(wanted)))
 
 
 def of_checkpoint(conn: Connection, ref: str) -> tuple[AliasRow, ...]:

@@ -29,6 +29,7 @@ from ckptcore.catalog.query import (
     conversion_row,
     file_row,
     loadable,
+    part_of,
     resolve_checkpoint,
     tensor_row,
 )
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 LIMIT = 50
 MOST = 500  # rows of one page
-_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
+NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _CURSOR = re.compile(r"[0-9]{1,18}")
 _Row = TypeVar("_Row")
 
@@ -108,36 +109,23 @@ class TensorCounts:
     sizes: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorChange:
-    """A tensor that differs between two checkpoints, or cannot be compared.
-
-    what: added, removed, dtype, shape, values or unknown (a side has no fingerprint). left, right: None where
-    it is missing.
-    """
-
-    fqn: str
-    what: str
-    left: TensorRow | None
-    right: TensorRow | None
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogComparison:
-    """Two checkpoints side by side, by what the catalog knows. equal: tensors with equal fingerprints."""
-
-    counts: dict[str, int]
-    equal: int
-    changes: tuple[TensorChange, ...]
-
-
 def runs(
-    conn: Connection, *, name: str = "", after: str | None = None, limit: int = LIMIT
+    conn: Connection, *, name: str = "", part: str = "", after: str | None = None, limit: int = LIMIT
 ) -> Page[RunSummary]:
-    """Return training runs by name. name: the beginning of their names. after: the last name of a page."""
+    """Return training runs by name.
+
+    Args:
+        conn: a transaction.
+        name: the beginning of their names.
+        part: any part of their names.
+        after: the last name of a page.
+        limit: the most runs.
+    """
     wanted = select(TrainingRun.id, TrainingRun.name).order_by(TrainingRun.name).limit(_checked(limit) + 1)
     if name:
         wanted = wanted.where(TrainingRun.name >= name, TrainingRun.name.startswith(name, autoescape=True))
+    if part:
+        wanted = wanted.where(part_of(conn, TrainingRun.name, part))
     if after:
         wanted = wanted.where(TrainingRun.name > after)
     named = {row.id: str(row.name) for row in conn.execute(wanted)}
@@ -155,7 +143,7 @@ def runs(
             func.max(Checkpoint.step).label("last_step"),
             func.max(Checkpoint.created_at).label("last_at"),
         )
-        .where(Checkpoint.run_id.in_(ids), Checkpoint.state.not_in(_NOT_CURRENT))
+        .where(Checkpoint.run_id.in_(ids), Checkpoint.state.not_in(NOT_CURRENT))
         .group_by(Checkpoint.run_id)
     )
     summaries = {row.run_id: _summary(named[row.run_id], row) for row in counted}
@@ -200,7 +188,7 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
     run_id = conn.execute(select(TrainingRun.id).where(TrainingRun.name == run)).scalar()
     if run_id is None:
         raise UsageError(f"the catalog has no training run {run!r}", hint="the page of runs lists them")
-    here = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(_NOT_CURRENT))
+    here = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(NOT_CURRENT))
     limit = _checked(limit)
     rows: list[Any] = []
     step = None if before is None else _cursor(conn, Checkpoint.step, Checkpoint.id, before)
@@ -286,32 +274,26 @@ def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
     )
 
 
-def compare(conn: Connection, left: str, right: str, limit: int = MOST) -> CatalogComparison:
-    """Compare two checkpoints by the names, dtypes, shapes and fingerprints of their tensors.
+def earlier_step(conn: Connection, row: CheckpointRow) -> CheckpointRow | None:
+    """Return the current checkpoint of the same run and kind with the next lower step, or None."""
+    if row.run is None or row.step is None:
+        return None
+    run = select(TrainingRun.id).where(TrainingRun.name == row.run).scalar_subquery()
+    earlier = (Checkpoint.run_id == run, Checkpoint.step < row.step, Checkpoint.kind == row.kind)
+    wanted = checkpoint_rows().where(*earlier, Checkpoint.state.not_in(NOT_CURRENT))
+    found = conn.execute(wanted.order_by(Checkpoint.step.desc(), Checkpoint.id.desc()).limit(1)).first()
+    return None if found is None else checkpoint_row(found)
 
-    No tensor is read: where a side has no fingerprint, the comparison is unknown.
-    """
-    sides = [
-        {
-            t.fqn: t
-            for r in conn.execute(select(Tensor).where(Tensor.checkpoint_id == row))
-            for t in [tensor_row(r)]
-        }
-        for row in (resolve_checkpoint(conn, left), resolve_checkpoint(conn, right))
-    ]
-    counts: dict[str, int] = {}
-    changes: list[TensorChange] = []
-    equal = 0
-    for fqn in sorted(sides[0].keys() | sides[1].keys()):
-        a, b = sides[0].get(fqn), sides[1].get(fqn)
-        what = _difference(a, b)
-        if what is None:
-            equal += 1
-            continue
-        counts[what] = counts.get(what, 0) + 1
-        if len(changes) < limit:
-            changes.append(TensorChange(fqn, what, a, b))
-    return CatalogComparison(counts, equal, tuple(changes))
+
+def newest_steps(conn: Connection, run: str) -> tuple[CheckpointRow, CheckpointRow] | None:
+    """Return the two newest steps of a run, the newer one last; None if it has fewer."""
+    of_run = select(TrainingRun.id).where(TrainingRun.name == run).scalar_subquery()
+    sources = checkpoint_rows().where(Checkpoint.run_id == of_run, Checkpoint.kind == Kind.SOURCE.value)
+    current = sources.where(Checkpoint.step.is_not(None), Checkpoint.state.not_in(NOT_CURRENT))
+    newest = conn.execute(current.order_by(Checkpoint.step.desc(), Checkpoint.id.desc()).limit(1)).first()
+    row = None if newest is None else checkpoint_row(newest)
+    before = None if row is None else earlier_step(conn, row)
+    return None if row is None or before is None else (before, row)
 
 
 def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
@@ -319,20 +301,6 @@ def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
     rows = conn.execute(checkpoint_rows().where(Checkpoint.uuid.in_(list(refs)))).all()
     found = {each.checkpoint.id: each for each in _listed(conn, rows)}
     return tuple(found[ref] for ref in refs if ref in found)
-
-
-def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:
-    if a is None or b is None:
-        return "added" if a is None else "removed"
-    if a.trouble or b.trouble:
-        return "unknown"
-    if a.shape != b.shape:
-        return "shape"
-    if a.dtype != b.dtype:
-        return "dtype"
-    if a.fingerprint is None or b.fingerprint is None:
-        return "unknown"
-    return None if a.fingerprint == b.fingerprint else "values"
 
 
 def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:

@@ -78,9 +78,9 @@ def note(conn: Connection, seen: SightingRow) -> None:
 
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:
     """Return the sightings below a root, by URI."""
-    wanted = select(Sighting.__table__).where(_is_below_root(Sighting.uri, normal_uri(root)))
+    wanted = select(Sighting.__table__).where(is_below(Sighting.uri, normal_uri(root)))
     # An odd row counts as none: what is there is looked at, and recorded anew.
-    return {r.uri: sighting for r in conn.execute(wanted) if not (sighting := _sighting_row(r)).trouble}
+    return {r.uri: sighting for r in conn.execute(wanted) if not (sighting := sighting_row(r)).trouble}
 
 
 def outputs_below(conn: Connection, root: str) -> frozenset[str]:
@@ -88,9 +88,9 @@ def outputs_below(conn: Connection, root: str) -> frozenset[str]:
     found = set[str]()
     top, *others = same_places(root)
     for each in (top, *others):
-        begun = select(Conversion.destination_uri).where(_is_below_root(Conversion.destination_uri, each))
+        begun = select(Conversion.destination_uri).where(is_below(Conversion.destination_uri, each))
         known = select(Checkpoint.uri).where(
-            _is_below_root(Checkpoint.uri, each), Checkpoint.kind == Kind.DERIVED.value
+            is_below(Checkpoint.uri, each), Checkpoint.kind == Kind.DERIVED.value
         )
         uris = (*conn.execute(begun).scalars(), *conn.execute(known).scalars())
         found.update(f"{top}{uri.removeprefix(each)}" for uri in uris)
@@ -103,12 +103,14 @@ def outputs(conn: Connection) -> tuple[str, ...]:
     return tuple(conn.execute(union(select(Conversion.destination_uri), known)).scalars())
 
 
-def _is_below_root(column: Any, root: str) -> ColumnElement[bool]:
+def is_below(column: Any, root: str) -> ColumnElement[bool]:
+    """Return the condition that a URI in a column is a root, or below it."""
     above = root.rstrip("/") + "/"
     return or_(column == root, column.startswith(above, autoescape=True))
 
 
-def _sighting_row(row: Any) -> SightingRow:
+def sighting_row(row: Any) -> SightingRow:
+    """Convert a row of ``select(Sighting.__table__)``."""
     sighting = sound(
         SightingRow,
         uri=row.uri,

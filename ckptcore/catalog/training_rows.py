@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, func, insert, or_, select, update
 
 from ckptcore.catalog.models import Checkpoint, ConversionIO, Metric, TrainingFactsRow, TrainingRun
-from ckptcore.catalog.normalize import clean_json
+from ckptcore.catalog.normalize import clean_json, storable
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
 from ckptcore.catalog.row_values import checked, parsed, sound
 from ckptcore.catalog.training import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
 GOALS = ("min", "max")
+MOST_STEPS, MOST_SERIES = 500, 6  # of metrics over steps
 _LARGEST = 1.7976931348623157e308  # SQLite sorts texts behind all numbers
 _JSON = ("config", "extra")
 # field -> column
@@ -140,6 +141,41 @@ def names_of_metrics(conn: Connection, run: int | None = None, limit: int = 200)
         names.append(found)
         last = found
     return tuple(names)
+
+
+def over_steps(
+    conn: Connection, run: str, names: Sequence[str] = (), limit: int = MOST_STEPS
+) -> dict[str, tuple[tuple[int, float | None], ...]]:
+    """Return metrics over the steps of a run: name -> (step, value), the lowest step first.
+
+    A value is None if it is not finite. Of a step with several checkpoints, the oldest one counts: what is
+    made of it inherits its metrics.
+
+    Args:
+        conn: a transaction.
+        run: the name of the run.
+        names: only these metrics; () means the first `MOST_SERIES` by name.
+        limit: the most checkpoints, of the newest steps.
+    """
+    of_run = select(TrainingRun.id).where(TrainingRun.name == storable(run)).scalar_subquery()
+    newest = (
+        select(Checkpoint.id, Checkpoint.step)
+        .where(Checkpoint.run_id == of_run, Checkpoint.step.is_not(None))
+        .order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
+        .limit(limit)
+        .subquery()
+    )
+    columns = (Metric.name, Metric.value, Metric.step, newest.c.step.label("of_step"))
+    wanted = select(*columns).join(newest, newest.c.id == Metric.checkpoint_id)
+    if names:
+        wanted = wanted.where(Metric.name.in_([storable(name) for name in names]))
+    series: dict[str, dict[int, float | None]] = {}
+    for name, value, own_step, of_step in conn.execute(wanted.order_by(Metric.checkpoint_id)):
+        step = of_step if own_step is None else own_step
+        if isinstance(step, int) and isinstance(value, float | None):  # lists name odd rows
+            series.setdefault(name, {}).setdefault(step, value)
+    chosen = sorted(series)[: len(names) or MOST_SERIES]
+    return {name: tuple(sorted(series[name].items())) for name in chosen}
 
 
 def best(

@@ -12,14 +12,27 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from ckptcore.catalog import aliases, as_dict, audit, browse, lineage, queues, training_rows
+from ckptcore.catalog import (
+    aliases,
+    as_dict,
+    audit,
+    browse,
+    lineage,
+    queues,
+    root_status,
+    tensor_differences,
+    training_rows,
+)
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.search import search as find
 from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.page.access import require_reader
 from ckptcore.page.display import finite
+from ckptcore.page.mapped_names import mapping_between
 from ckptcore.page.shards import shard_map
-from ckptcore.page.views import Ref, Site, find
+from ckptcore.page.views import Ref, Site
 
 Limit = Annotated[int, Query(ge=1, le=browse.MOST)]
 Cursor = Annotated[str | None, Query(max_length=100)]
@@ -155,10 +168,24 @@ def api(site: Site) -> APIRouter:
 
     @router.get("/compare", response_model=dict[str, Any])
     def compare(request: Request, left: Text, right: Text) -> Any:
-        """Compare the tensors of two checkpoints, by what the catalog knows."""
+        """Compare the tensors of two checkpoints, by what the catalog knows.
+
+        If one was exported from the other, tensors are compared under the names that the export gives them.
+        `unmapped` says why that was not possible.
+        """
+        require_reader(request, site.access)
+        sides = [_checkpoint(site, side) for side in (left, right)]
+        mapping = mapping_between(site.manifests, sides)
+        with site.catalog.reading() as conn:
+            ids = (sides[0].checkpoint.id, sides[1].checkpoint.id)
+            return as_dict(tensor_differences.compare(conn, *ids, mapping=mapping))
+
+    @router.get("/metrics", response_model=dict[str, Any])
+    def metrics(request: Request, run: Text, name: Annotated[list[str] | None, Query()] = None) -> Any:
+        """Return metrics over the steps of a run: `series` has [step, value] by name, of the newest steps."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            return as_dict(browse.compare(conn, left, right))
+            return {"series": finite(as_dict(training_rows.over_steps(conn, run, name or ())))}
 
     @router.get("/best", response_model=JsonRows)
     def best(
@@ -177,14 +204,18 @@ def api(site: Site) -> APIRouter:
 
     @router.get("/search", response_model=dict[str, Any])
     def search(request: Request, q: Text) -> Any:
-        """Find checkpoints by id, alias, URI, fingerprint, digest of a file; and training runs by name."""
+        """Find checkpoints by id, fingerprint, digest of a file, or any part of a name, place, alias or step.
+
+        Training runs are found by any part of their names. `more`: there are more checkpoints than these.
+        """
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = find(conn, q.strip())
+            found = find(conn, q)
         return finite(
             {
                 "checkpoints": [as_dict(each) for each in found.places],
                 "runs": [as_dict(each) for each in found.runs],
+                "more": found.more,
             }
         )
 
@@ -232,13 +263,61 @@ def api(site: Site) -> APIRouter:
         page = rows(browse.Page(found))
         return page | {"rows": [{k: v for k, v in row.items() if k != "body"} for row in page["rows"]]}
 
-    @router.get("/aliases", response_model=JsonRows)
-    def names(request: Request) -> Any:
-        """List all aliases."""
+    @router.get("/outbox", response_model=JsonRows)
+    def outbox(
+        request: Request,
+        state: Literal["waiting", "taken", "done", "failed"] | None = None,
+        limit: Limit = browse.LIMIT,
+    ) -> Any:
+        """List the newest messages to endpoints of a state; without one, those that are not done."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = aliases.every(conn)
-        return rows(browse.Page(found))
+            return rows(browse.Page(queues.outbox.listed(conn, state, limit)))
+
+    @router.get("/aliases", response_model=JsonRows)
+    def names(request: Request, part: Text = "", after: Text = "", limit: Limit = browse.MOST) -> Any:
+        """List aliases by name; `part` is any part of it, `after` the cursor."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            found = aliases.every(conn, part=part, after=after or None, limit=limit + 1)
+        return rows(browse.Page(found[:limit], found[limit - 1].name if len(found) > limit else None))
+
+    @router.get("/aliases/{name:path}", response_model=dict[str, Any])
+    def alias(request: Request, name: str) -> Any:
+        """Return an alias, its changes, and what speaks against serving what it refers to."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            row = aliases.get(conn, name)
+            objection = aliases.objections(conn, {row.checkpoint: row.checkpoint}).get(row.checkpoint)
+            history = aliases.history(conn, name)
+            before = aliases.perhaps_previous(conn, row)
+        return finite(
+            {
+                "alias": as_dict(row),
+                "before": before,
+                "objection": None if objection is None else as_dict(objection),
+                "history": [as_dict(change) for change in history],
+            }
+        )
+
+    @router.get("/roots", response_model=JsonRows)
+    def watched(request: Request) -> Any:
+        """List watched roots with what sweeps saw below them."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            found = roots.every(conn)
+            counts = root_status.counts_of(conn, found)
+        page = [as_dict(root) | {"counts": as_dict(counts[root.name])} for root in found]
+        return {"rows": [finite(row) for row in page], "next": None}
+
+    @router.get("/roots/{name:path}", response_model=dict[str, Any])
+    def root(request: Request, name: str) -> Any:
+        """Return a watched root: its settings, its last sweep, its lag, and what waits there and why."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            row = roots.get(conn, name)
+            found = root_status.status(conn, row)
+        return finite({"root": as_dict(row), "status": as_dict(found)})
 
     @router.get("/audit", response_model=JsonRows)
     def changes(

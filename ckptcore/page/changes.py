@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from ckptcore.catalog import aliases, audit, holds, queues
 from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.holds import HoldRow
+from ckptcore.catalog.queues import Queue
 from ckptcore.errors import UsageError
 from ckptcore.utils.foreign_text import InvalidText, parse_date
 
@@ -19,6 +21,15 @@ def set_alias(
     """Set an alias, if it still refers to the checkpoint that the user expects; None expects nothing."""
     with catalog.writing() as conn:
         return aliases.promote(conn, clock(conn), name, ref, expect, force=force, actor=user, via=audit.PAGE)
+
+
+def roll_back(catalog: Catalog, user: str, name: str, expect: str | None, force: bool = False) -> AliasRow:
+    """Let an alias refer to what it referred to before its last change, if it still is what the user saw."""
+    with catalog.writing() as conn:
+        before = aliases.previous(conn, name)
+        expected = expect or aliases.get(conn, name).checkpoint
+        now = clock(conn)
+        return aliases.promote(conn, now, name, before, expected, force=force, actor=user, via=audit.PAGE)
 
 
 def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: datetime | None) -> HoldRow:
@@ -43,14 +54,15 @@ def release_hold(catalog: Catalog, user: str, hold: str) -> HoldRow:
     return row
 
 
-def retry_event(catalog: Catalog, user: str, ref: str) -> tuple[str, ...]:
-    """Make a failed event due again, and return its id."""
+def retry(catalog: Catalog, user: str, name: str, ref: str) -> tuple[str, ...]:
+    """Make a failed row of a queue due again, and return its id. name: ``inbox`` or ``outbox``."""
+    queue: Queue[Any] = queues.inbox if name == "inbox" else queues.outbox
     with catalog.writing() as conn:
         now = clock(conn)
-        found = queues.inbox.retry(conn, now, ref)
-        for each in found:
-            audit.note(conn, now, "inbox.retry", each, {}, actor=user, via=audit.PAGE)
-    return found
+        reopened = queue.retry(conn, now, ref)
+        for each in reopened:
+            audit.note(conn, now, f"{name}.retry", each, {}, actor=user, via=audit.PAGE)
+    return reopened
 
 
 def day(text: str) -> datetime | None:

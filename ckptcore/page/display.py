@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import unicodedata
 from datetime import UTC, datetime
 from typing import Any
@@ -52,6 +53,15 @@ def broken(text: object) -> Markup:
     for mark in ("/", ".", "_"):
         parts = Markup(str(parts).replace(mark, f"{mark}<wbr>"))  # escaped above
     return parts
+
+
+def shell(text: object) -> str:
+    """Return a text as one word of a command line that can be copied.
+
+    >>> shell("runs of ada"), shell("$(id)")
+    ("'runs of ada'", "'$(id)'")
+    """
+    return shlex.quote(plain(text))
 
 
 def pretty(value: Any) -> str:

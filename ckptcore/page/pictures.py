@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
@@ -15,6 +16,10 @@ COLOURS = 12  # classes c0 to c11
 MOST_NODES = 200
 _WIDTH = 640
 _NODE, _GAP = (190, 50), (66, 18)
+_CHART = (340.0, 150.0)
+_PLOT = (70.0, 14.0, 255.0, 100.0)  # left, top, width, height
+_MOST_DOTS = 60
+_DOT = Markup('<circle class="dot" cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>')
 _SVG = Markup(
     '<svg class="{}" role="{}" viewBox="0 0 {:.0f} {:.0f}" width="{:.0f}" height="{:.0f}"><title>{}</title>'
 )
@@ -65,6 +70,48 @@ def shards(found: ShardMap) -> Markup:
     wrong = f"{found.holes} elements missing, {found.overlaps} stored more than once"
     title = f"{len(found.boxes)} boxes of {plain(found.fqn)}, {wrong}"
     return _svg("shards", _WIDTH, height, title, parts)
+
+
+def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
+    """Return a metric over steps as a line, with its lowest and highest value; "" without two finite values.
+
+    The line is broken where a value is not finite.
+    """
+    finite = [(step, value) for step, value in points if value is not None and math.isfinite(value)]
+    if len(finite) < 2:
+        return Markup("")
+    low, high = min(value for _, value in finite), max(value for _, value in finite)
+    first, last = points[0][0], points[-1][0]
+    # Halves: the difference of the largest numbers is infinite.
+    height = (high / 2 - low / 2) or 1.0
+
+    def place(step: int, value: float) -> tuple[float, float]:
+        across = (step - first) / ((last - first) or 1)
+        down = (high / 2 - value / 2) / height if high > low else 0.5
+        return _PLOT[0] + across * _PLOT[2], _PLOT[1] + down * _PLOT[3]
+
+    lines: list[list[str]] = [[]]
+    dots = []
+    for step, value in points:
+        if value is None or not math.isfinite(value):
+            lines.append([])
+            continue
+        x, y = place(step, value)
+        lines[-1].append(f"{x:.1f},{y:.1f}")
+        if len(points) <= _MOST_DOTS or not lines[-1][:-1]:
+            dots.append(_DOT.format(x, y, f"step {step}: {value:.6g}"))
+    parts = [Markup('<polyline class="line" points="{}"/>').format(" ".join(line)) for line in lines if line]
+    label = Markup('<text class="{}" x="{:.0f}" y="{:.0f}">{}</text>')
+    bottom = _PLOT[1] + _PLOT[3]
+    parts += [
+        *dots,
+        label.format("value", _PLOT[0] - 6, _PLOT[1] + 4, f"{high:.4g}"),
+        label.format("value", _PLOT[0] - 6, bottom + 4, f"{low:.4g}"),
+        label.format("step", _PLOT[0], bottom + 22, f"step {first}"),
+        label.format("step last", _PLOT[0] + _PLOT[2], bottom + 22, last),
+    ]
+    title = f"{plain(name)} over steps {first} to {last}: from {low:.6g} to {high:.6g}"
+    return _svg("chart", _CHART[0], _CHART[1], title, parts)
 
 
 def lineage(found: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:

@@ -8,7 +8,7 @@ from ckptcore.catalog import audit, default_url, open_catalog
 from ckptcore.errors import UsageError
 from ckptcore.page import http_server
 from ckptcore.page.app import make_page
-from ckptcore.page.settings import LOOPBACK, MIN_TOKEN, PageAccess, session_key
+from ckptcore.page.settings import LOOPBACK, MIN_TOKEN, PageAccess, prefect_address, session_key
 
 ADDRESSES = ("127.0.0.1", "::1", "localhost")
 CONNECTIONS = 200  # open at a time
@@ -44,7 +44,7 @@ def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: t
         open_catalog(catalog or default_url(), create=False) as opened,
         http_server.listening(host, port) as listener,
     ):
-        app = make_page(opened, access)
+        app = make_page(opened, access, prefect_ui=prefect_address())
         number = listener.getsockname()[1]
         lines = [f"the catalog page is at http://{f'[{host}]' if ':' in host else host}:{number}/"]
         if token is None:

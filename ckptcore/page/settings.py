@@ -69,6 +69,7 @@ def _network(address: str) -> str:
 MIN_TOKEN = 16  # characters: shorter tokens could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?|\[[0-9a-f:.]{2,45}\]")
+_WEB = re.compile(r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
 _HEADER = re.compile(r"[a-z][a-z0-9-]{0,60}")
 
 
@@ -83,6 +84,8 @@ class PageTable(BaseModel):
         user_header: The header in which these proxies name the user.
         secret: The environment variable with the key of sessions, if several receivers share them; by default
             it is derived from the tokens.
+        prefect_ui: The address of Prefect's pages, to which flow runs are links; by default that of the
+            environment variable PREFECT_UI_URL.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -93,6 +96,7 @@ class PageTable(BaseModel):
     proxies: list[str] = []
     user_header: str = "x-forwarded-user"
     secret: str | None = None
+    prefect_ui: str | None = Field(default=None, pattern=_WEB.pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,20 @@ def access_of(table: PageTable, env: Mapping[str, str] = os.environ) -> PageAcce
         table.user_header.lower(),
         session_key(secret) if secret else secrets.token_bytes(32),
     )
+
+
+def prefect_address(stated: str | None = None, env: Mapping[str, str] = os.environ) -> str:
+    """Return the address of Prefect's pages: as stated, else that of the environment, else "".
+
+    What is no plain web address is no link: it counts as none.
+
+    >>> prefect_address(None, {"PREFECT_UI_URL": "http://prefect.example:4200"})
+    'http://prefect.example:4200'
+    >>> prefect_address(None, {"PREFECT_UI_URL": "javascript:alert(1)"})
+    ''
+    """
+    address = stated or env.get("PREFECT_UI_URL", "")
+    return address if _WEB.fullmatch(address) else ""
 
 
 def plain_address(text: str) -> str:

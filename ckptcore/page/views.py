@@ -1,165 +1,67 @@
-"""The pages in HTML. Each reads one snapshot of the catalog, and shows what the command line would.
-
-What `retire` would free is found in parts: each takes little time, however many sources a root has.
-"""
+"""The pages in HTML. Each reads one snapshot of the catalog, and shows what the command line would."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ckptcore.catalog import aliases, audit, browse, holds, lineage, query, queues, training_rows
+from ckptcore.catalog import aliases, audit, browse, holds, lineage, tensor_differences, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import clock
-from ckptcore.catalog.retirements import totals
 from ckptcore.catalog.row_values import row_findings
-from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail, Origin
+from ckptcore.catalog.search import search as find
+from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.retire import Fate, Retired, plan
-from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.page import display, pictures
 from ckptcore.page.access import csrf_of, require_reader
+from ckptcore.page.explained import next_step, stated
+from ckptcore.page.mapped_names import mapping_between
+from ckptcore.page.retiring import Retiring, command, number
 from ckptcore.page.settings import PageAccess
 from ckptcore.page.shards import Manifests, shard_map
 from ckptcore.utils.dataclass import dataclass
 
-if TYPE_CHECKING:
-    from ckptcore.catalog.catalog import Catalog
-
-LIMIT = 50
-# A part ends with the source that is looked at then. The time of this thread: a busy machine has the same
-# parts; and of the clock: slow storage has short ones.
-CPU_SECONDS, SECONDS = 0.12, 1.0
-WAIT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class RetirePart:
-    """A part of a plan. next: the public id of its last source, if more follow."""
-
-    items: tuple[Retired, ...]
-    next: str | None = None
-
-    @property
-    def count(self) -> int:
-        """The number of sources that would be deleted."""
-        return sum(item.fate is Fate.LET_GO for item in self.items)
-
-    @property
-    def freed(self) -> int:
-        """Bytes of files that would be freed."""
-        return sum(item.freed for item in self.items)
-
-    @property
-    def given_up(self) -> dict[str, dict[str, int]]:
-        """Kind -> names and bytes that would be lost, as it is allowed."""
-        return totals(each for item in self.items if item.fate is Fate.LET_GO for each in item.given_up)
-
-
-@dataclass
-class Retiring:
-    """Plans of one process: one at a time, because each reads folders of checkpoints."""
-
-    turn: threading.Lock = field(default_factory=threading.Lock)
-
-    def part(
-        self,
-        catalog: Catalog,
-        asked: RetireOptions,
-        scope: str,
-        *,
-        after: str | None = None,
-        limit: int = LIMIT,
-    ) -> RetirePart:
-        """Return the part of a plan behind a source, with the retention that each root has of its own.
-
-        Raises:
-            UsageError: There is no such root or run, a value is invalid, or another plan takes long.
-        """
-        policy, allowed = rules(asked)
-        if not self.turn.acquire(timeout=WAIT_SECONDS):
-            raise UsageError("another plan is being made", hint="try again in a minute")
-        try:
-            found = plan(
-                catalog, policy, scope, allowed=allowed, of_root=of_root(asked), after=after, limit=limit + 1
-            )
-            return _part(found, limit)
-        finally:
-            self.turn.release()
-
-
-def _part(found: Iterable[Retired], limit: int) -> RetirePart:
-    items: list[Retired] = []
-    cpu, clock = time.thread_time() + CPU_SECONDS, time.monotonic() + SECONDS
-    for item in found:
-        late = time.thread_time() > cpu or time.monotonic() > clock
-        if len(items) == limit or (items and late):
-            return RetirePart(tuple(items), items[-1].source.id)
-        items.append(item)
-    return RetirePart(tuple(items))
-
-
-def command(scope: str, asked: RetireOptions) -> str:
-    """Return the command line that deletes what a plan shows."""
-    terms = ["ckptcore", "retire", scope]
-    for option, value in (
-        ("--keep-last", asked.keep_last),
-        ("--keep-every", asked.keep_every),
-        ("--rest", asked.rest),
-        *(("--accept-loss", each) for each in asked.accept_loss or ()),
-    ):
-        if value is not None:
-            terms += [option, str(value)]
-    return shlex.join([*terms, "--yes"])
-
-
-def number(name: str, text: str) -> int | None:
-    """Return the number in a field of a form, which is empty for none. Raises `UsageError`."""
-    if not text.strip():
-        return None
-    if not re.fullmatch(r"[0-9]{1,12}", text.strip()):
-        raise UsageError(f"{name} must be a number (got {text[:40]!r})")
-    return int(text)
-
-
 FOLDER = FilePath(__file__).parent
 FILES = 200
+RUNS_TO_COMPARE = 20
+_FLOW_RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
 Name = Annotated[str, Query(max_length=1000)]
+QueueName = Literal["inbox", "outbox"]
 
 # The result of an action, by the parameter `done` of the page behind it.
 DONE = {
     "alias": "The alias was set.",
     "hold": "The hold was placed.",
     "release": "The hold was released.",
-    "retry": "The event is due again.",
-    "meta": "The facts were recorded.",
+    "rollback": "The alias was rolled back.",
+    "retry": "It is due again.",
 }
 
 
 @dataclass(frozen=True)
 class Site:
-    """What all pages share. root: the path below which they are."""
+    """What all pages share.
+
+    root: the path below which they are. prefect_ui: the address of Prefect's pages, or "".
+    """
 
     catalog: Catalog
     access: PageAccess
     root: str = ""
     manifests: Manifests = field(default_factory=Manifests)
     retiring: Retiring = field(default_factory=Retiring)
+    prefect_ui: str = ""
 
     def link(self, *parts: str, **query: Any) -> str:
         """Return the address of a page."""
@@ -170,6 +72,11 @@ class Site:
     def of(self, row: CheckpointRow) -> str:
         """Return the address of a checkpoint."""
         return self.link("checkpoints", row.id)
+
+    def flow_run(self, id: str | None) -> str:
+        """Return the address of a flow run in Prefect, or "" if that or the run is unknown."""
+        known = self.prefect_ui and id is not None and _FLOW_RUN.fullmatch(id)
+        return f"{self.prefect_ui}/runs/flow-run/{id}" if known else ""
 
     def page(
         self, request: Request, template: str, user: str | None, status: int = 200, **values: Any
@@ -201,9 +108,11 @@ def _environment() -> Environment:
         "size": display.size,
         "when": display.when,
         "broken": display.broken,
+        "shell": display.shell,
         "pretty": display.pretty,
     }
     made.globals |= {"took": display.took, "bar": pictures.bar, "odd_rows": row_findings}
+    made.globals |= {"next_step": next_step, "stated": stated}
     return made
 
 
@@ -231,8 +140,15 @@ def pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             found = browse.steps_of(conn, run, before=before)
-            names = _metric_names(found.rows)
-        return site.page(request, "run.html", user, run=run, found=found, names=names)
+            names = _metric_names(found.rows, training_rows.MOST_SERIES)
+            series = training_rows.over_steps(conn, run, names) if names and before is None else {}
+            pair = browse.newest_steps(conn, run)
+        drawn = ((name, pictures.chart(name, points)) for name, points in series.items())
+        charts = [(name, picture) for name, picture in drawn if picture]
+        columns = _metric_names(found.rows)
+        return site.page(
+            request, "run.html", user, run=run, found=found, names=columns, charts=charts, pair=pair
+        )
 
     @router.get("/checkpoints")
     def checkpoints(request: Request, kind: Name = "", state: Name = "", before: Cursor = None) -> Response:
@@ -256,6 +172,8 @@ def pages(site: Site) -> APIRouter:
             kept = holds.active(conn, clock(conn), detail.checkpoint.id)
             named = aliases.of_checkpoint(conn, detail.checkpoint.id)
             changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
+            earlier = browse.earlier_step(conn, detail.checkpoint)
+            objection = aliases.objections(conn, {detail.checkpoint.id: detail.checkpoint.id[:8]})
         return site.page(
             request,
             "checkpoint.html",
@@ -269,6 +187,9 @@ def pages(site: Site) -> APIRouter:
             holds=kept,
             aliases=named,
             changes=changes,
+            objection=objection.get(detail.checkpoint.id),
+            earlier=earlier,
+            origins=[step.source for step in steps.ancestors if step.depth == 1],
             search=search,
         )
 
@@ -300,13 +221,14 @@ def pages(site: Site) -> APIRouter:
         """Show two checkpoints side by side."""
         user = reader(request)
         if not left or not right:
-            raise UsageError(
-                "a comparison needs two checkpoints", hint="give an id, an alias or a URI for both"
-            )
+            return _choices_to_compare(site, request, user, left or right)
         sides = [_checkpoint(site, side) for side in (left, right)]
+        mapping = mapping_between(site.manifests, sides)
         with site.catalog.reading() as conn:
-            found = browse.compare(conn, sides[0].checkpoint.id, sides[1].checkpoint.id)
-        return site.page(request, "compare.html", user, sides=sides, found=found, facts=_facts(sides))
+            ids = (sides[0].checkpoint.id, sides[1].checkpoint.id)
+            found = tensor_differences.compare(conn, *ids, mapping=mapping)
+        values: dict[str, Any] = {"sides": sides, "found": found, "facts": _facts(sides)}
+        return site.page(request, "compare.html", user, **values)
 
     @router.get("/conversions")
     def conversions(request: Request, state: Name = "", before: Cursor = None) -> Response:
@@ -327,10 +249,10 @@ def pages(site: Site) -> APIRouter:
 
     @router.get("/search")
     def search(request: Request, q: Name = "") -> Response:
-        """Find checkpoints by id, alias, URI, fingerprint, and digest or name of a file."""
+        """Find checkpoints by any part of their names, fingerprint, and digest or name of a file."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = find(conn, q.strip())
+            found = find(conn, q)
         return site.page(request, "search.html", user, q=q, found=found)
 
     @router.get("/best")
@@ -339,8 +261,9 @@ def pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             names = training_rows.names_of_metrics(conn)
+            some = browse.runs(conn).rows
             best = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
-        values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run}
+        values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run, "runs": some}
         return site.page(request, "best.html", user, names=names, found=best, **values)
 
     @router.get("/retire")
@@ -363,6 +286,7 @@ def pages(site: Site) -> APIRouter:
         )
         with site.catalog.reading() as conn:
             every = roots.every(conn)
+            some = () if scope else browse.runs(conn).rows
         part = site.retiring.part(site.catalog, asked, scope, after=after) if scope else None
         form = {
             "scope": scope,
@@ -375,6 +299,7 @@ def pages(site: Site) -> APIRouter:
         values: dict[str, Any] = {
             "scopes": [root.name for root in every],
             "roots": every,
+            "runs": some,
             "own": next((root.retention for root in every if root.name == scope), {}),
             "options": asked,
             "command": command(scope, asked),
@@ -385,65 +310,27 @@ def pages(site: Site) -> APIRouter:
             request, "retire.html", user, scope=scope, accept_loss=accept_loss, part=part, **values
         )
 
-    @router.get("/inbox")
-    def inbox(request: Request) -> Response:
-        """List events that are not done."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            found = queues.inbox.listed(conn, None, 200)
-            waiting = queues.inbox.postponed(conn, clock(conn))
-        return site.page(request, "inbox.html", user, found=found, waiting=waiting)
-
-    @router.get("/audit")
-    def changes(request: Request, before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None) -> Response:
-        """List changes, newest first."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            found = audit.listed(conn, before=before, limit=100)
-        return site.page(request, "audit.html", user, found=found)
-
     return router
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a text finds. places: (checkpoint, file, why) each."""
-
-    places: tuple[Mapping[str, Any], ...] = ()
-    runs: tuple[browse.RunSummary, ...] = ()
-
-
-def find(conn: Any, what: str) -> Found:
-    """Find places in the catalog that match a text, and training runs.
-
-    Only the catalog is searched: no file of this machine is opened, whatever the text names.
-    """
-    if not what:
-        return Found()
-    places: dict[str, dict[str, Any]] = {}
-
-    def add(look: Callable[[Any, str], Any], why: Callable[[Any], str]) -> None:
-        try:
-            origins = look(conn, what)
-        except UsageError:  # no id, alias or place: the lists say what was found
-            return
-        for origin in origins[:100]:
-            row = {"row": origin.checkpoint, "file": origin.file, "why": why(origin)}
-            places.setdefault(origin.checkpoint.id, row)
-
-    if lineage.is_digest(what):
-        add(lineage.with_fingerprint, lambda o: "fingerprint")
-        add(lineage.which, lambda o: "digest of a file" if o.file else "place")
-    elif "/" in what:
-        add(lineage.which, lambda o: "file" if o.file else "place")
-    add(_by_reference, lambda o: "id, alias or place")
-    runs = browse.runs(conn, name=what, limit=20)
-    return Found(tuple(places.values()), runs.rows)
-
-
-def _by_reference(conn: Any, what: str) -> list[Origin]:
-    detail = query.show(conn, what, tensors=False)
-    return [Origin(detail.checkpoint, None, None, ())] if isinstance(detail, CheckpointDetail) else []
+def _choices_to_compare(site: Site, request: Request, user: str | None, side: str) -> Response:
+    """Return the page that offers what can be compared: steps of runs, or what is near one checkpoint."""
+    pairs: list[tuple[str, CheckpointRow, CheckpointRow]] = []
+    with site.catalog.reading() as conn:
+        if side:
+            row = _checkpoint(site, side).checkpoint
+            earlier = browse.earlier_step(conn, row)
+            pairs += [("the step before", earlier, row)] if earlier is not None else []
+            steps = lineage.lineage(conn, row.id, up=True, down=True)
+            near = [step for step in (*steps.ancestors, *steps.descendants) if step.depth == 1]
+            pairs += [(step.conversion.made_for, step.source, step.derived) for step in near]
+        else:
+            for run in browse.runs(conn, limit=RUNS_TO_COMPARE).rows:
+                newest = browse.newest_steps(conn, run.name)
+                pairs += [(run.name, *newest)] if newest is not None else []
+        named = aliases.every(conn, limit=browse.LIMIT)
+    values: dict[str, Any] = {"side": side, "pairs": pairs[: browse.LIMIT], "names": named}
+    return site.page(request, "compare_choices.html", user, **values)
 
 
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
@@ -453,13 +340,13 @@ def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
     return detail
 
 
-def _metric_names(rows: tuple[browse.Listed, ...]) -> list[str]:
+def _metric_names(rows: tuple[browse.Listed, ...], most: int = 3) -> list[str]:
     """Return the metrics that a list shows: those that most of its rows have."""
     seen: dict[str, int] = {}
     for row in rows:
         for name in row.metrics:
             seen[name] = seen.get(name, 0) + 1
-    return sorted(sorted(seen, key=lambda n: (-seen[n], len(n), n))[:3])
+    return sorted(sorted(seen, key=lambda n: (-seen[n], len(n), n))[:most])
 
 
 def _facts(sides: list[CheckpointDetail]) -> list[tuple[str, list[Any]]]:

@@ -114,10 +114,11 @@ def _page(settings: ReceiverSettings) -> tuple[str, FastAPI] | None:
         return None
     from ckptcore.catalog import open_catalog
     from ckptcore.page.app import make_page
-    from ckptcore.page.settings import access_of
+    from ckptcore.page.settings import access_of, prefect_address
 
-    catalog = open_catalog(settings.catalog)
-    return settings.page.path, make_page(catalog, access_of(settings.page), settings.page.path)
+    catalog, path = open_catalog(settings.catalog), settings.page.path
+    prefect_ui = prefect_address(settings.page.prefect_ui)
+    return path, make_page(catalog, access_of(settings.page), path, prefect_ui)
 
 
 def _warn(settings: ReceiverSettings) -> None:

@@ -10,7 +10,16 @@ import pytest
 from checkpoints import save
 from sqlalchemy import text
 
-from ckptcore.catalog import as_dict, audit, browse, maintenance, open_catalog, queues, upgrade
+from ckptcore.catalog import (
+    as_dict,
+    audit,
+    browse,
+    maintenance,
+    open_catalog,
+    queues,
+    tensor_differences,
+    upgrade,
+)
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.figures import figures
 from ckptcore.catalog.queues import inbox, outbox
@@ -137,7 +146,7 @@ def _look_at_all(url, capsys, tmp_path, table):
             browse.tensors(conn, row.checkpoint.id)
             browse.files(conn, row.checkpoint.id)
             browse.tensor_counts(conn, row.checkpoint.id)
-        browse.compare(conn, *sources)
+        tensor_differences.compare(conn, *sources)
         for run_row in browse.runs(conn).rows:
             assert paged(browse.steps_of, conn, run_row.name) in (2, 4)
     upgrade(url)

@@ -10,7 +10,7 @@ import pytest
 from catalog_page import Facts, browser
 from fastapi.testclient import TestClient
 
-from ckptcore.catalog import CheckpointFacts, open_catalog
+from ckptcore.catalog import CheckpointFacts, open_catalog, upgrade
 from ckptcore.catalog.catalog import Catalog
 
 
@@ -41,6 +41,19 @@ def facts() -> Facts:
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
     with open_catalog(str(tmp_path / "catalog.sqlite")) as opened:
         yield opened
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Catalog]:
+    """An empty catalog on each database, for a page with a query of its own."""
+    if request.param == "sqlite":
+        with open_catalog(str(tmp_path / "catalog.sqlite")) as opened:
+            yield opened
+        return
+    with request.getfixturevalue("postgres").database() as url:
+        upgrade(url)
+        with open_catalog(url) as opened:
+            yield opened
 
 
 @pytest.fixture

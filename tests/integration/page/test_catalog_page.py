@@ -77,7 +77,7 @@ def test_every_page_shows_what_is_recorded(client: TestClient, filled: dict[str,
     assert "10 to 30" in runs
     run = client.get("/runs/llama").text
     assert "1 error" in run
-    assert run.count("nothing loads it") == 1
+    assert run.count("no engine opens it") == 1
     assert ">2.5<" in run
     page = text_of(client.get(f"/checkpoints/{filled['export 20']}").text)
     for text in (
@@ -91,7 +91,7 @@ def test_every_page_shows_what_is_recorded(client: TestClient, filled: dict[str,
         "bfloat16",
     ):
         assert text in page, text
-    assert "No engine can load this export" in text_of(client.get(f"/checkpoints/{filled['export 10']}").text)
+    assert "No engine opens this export" in text_of(client.get(f"/checkpoints/{filled['export 10']}").text)
     damaged = text_of(client.get(f"/checkpoints/{filled['damaged']}").text)
     assert "rows 2 to 4 are missing" in damaged
     conversion = text_of(client.get(f"/conversions/{filled['conversion 20']}").text)
@@ -102,7 +102,19 @@ def test_every_page_shows_what_is_recorded(client: TestClient, filled: dict[str,
     assert "4 not comparable without fingerprints" in compared
     best = text_of(client.get("/best?metric=loss").text)
     assert best.index("/r/llama/step-20") < best.index("/r/llama/step-10")
-    for path in ("/checkpoints", "/conversions", "/inbox", "/audit", "/retire", "/login", "/best"):
+    for path in (
+        "/checkpoints",
+        "/conversions",
+        "/inbox",
+        "/audit",
+        "/retire",
+        "/login",
+        "/best",
+        "/aliases",
+        "/roots",
+        "/outbox",
+        "/compare",
+    ):
         assert client.get(path).status_code == 200, path
 
 
@@ -383,7 +395,9 @@ def test_openapi_describes_the_api(client: TestClient) -> None:
         "/api/v1/checkpoints/{ref}/aliases",
         "/api/v1/checkpoints/{ref}/holds",
         "/api/v1/holds/{hold}/release",
+        "/api/v1/aliases/rollback",
         "/api/v1/inbox/{ref}/retry",
+        "/api/v1/outbox/{ref}/retry",
     }
     assert all(set(methods) == {"get"} for path, methods in schema["paths"].items() if path not in changing)
 

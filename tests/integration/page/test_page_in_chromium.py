@@ -99,6 +99,12 @@ def test_pages_run_without_a_refusal(served: tuple[str, str], tmp_path: Path) ->
         f"/checkpoints/{ref}",
         f"/checkpoints/{ref}/shards?tensor=w0",
         "/login",
+        "/search?q=step",
+        "/roots",
+        "/aliases",
+        "/outbox",
+        "/compare",
+        "/best",
     ):
         document, log = browse(tmp_path, root + path, "--dump-dom")
         assert "Refused" not in log, log

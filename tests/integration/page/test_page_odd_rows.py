@@ -13,9 +13,11 @@ from catalog_page import TOKEN, Facts, browser, text_of
 from fastapi.testclient import TestClient
 from sqlalchemy import text
 
-from ckptcore.catalog import ConversionFacts, open_catalog, upgrade
+from ckptcore.catalog import ConversionFacts, open_catalog, sightings, upgrade
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.queues import NewEvent, Queue, inbox, outbox
+from ckptcore.catalog.sightings import SightingRow
 from ckptcore.catalog.training import ANNOUNCED, read_facts
 from ckptcore.page import changes
 
@@ -48,6 +50,12 @@ ODD = [
     ("aliases", "version", "x"),
     ("aliases", "updated_at", "x"),
     ("metric", "value", "x"),
+    ("outbox", "body", "{"),
+    ("outbox", "created_at", "x"),
+    ("watched_roots", "target", "{"),
+    ("watched_roots", "swept_at", "x"),
+    ("sightings", "findings", "{"),
+    ("sightings", "changed_at", "x"),
 ]
 ODD_ON_POSTGRESQL = [
     ("checkpoint", "origin", "{"),
@@ -67,7 +75,10 @@ LISTS = {
     "checkpoint_file": (["/api/v1/checkpoints/{ref}/files"], "file-{n}"),
     "inbox": (["/inbox", "/api/v1/inbox"], "/announced/{n}"),
     "audit": (["/audit", "/api/v1/audit"], "name-{n}"),
-    "aliases": (["/api/v1/aliases"], "name-{n}"),
+    "aliases": (["/aliases", "/api/v1/aliases"], "name-{n}"),
+    "outbox": (["/outbox", "/api/v1/outbox"], "type-{n}"),
+    "watched_roots": (["/roots", "/api/v1/roots"], "root-{n}"),
+    "sightings": (["/roots/root-0", "/api/v1/roots/root-0"], "/seen/step-{n}"),
     "metric": (["/best?metric=loss", "/api/v1/best?metric=loss"], "/r/llama/step-{n}"),
 }
 
@@ -94,6 +105,11 @@ def fill(catalog: Catalog, facts: Facts) -> str:
         changes.set_alias(catalog, "ada", source.uri, f"name-{n}", None, True)
         with catalog.queueing() as conn:
             inbox.accept(conn, NOW, NewEvent("s", f"e{n}", uri=f"/announced/{n}", body="{}"))
+            outbox.put(conn, NOW, "team", f"filled-{n}", type=f"type-{n}", body={})
+        with catalog.writing() as conn:
+            roots.add(conn, NOW, f"root-{n}", f"/seen{'' if n == 0 else n}")
+            seen = ("/seen", n, "writing", "s", None, None, (), NOW, NOW, NOW)
+            sightings.note(conn, SightingRow(f"/seen/step-{n}", *seen))
     return catalog.show("/r/llama/step-0").checkpoint.id
 
 
@@ -137,7 +153,19 @@ def pages_of(catalog: Catalog) -> list[str]:
     with catalog.reading() as conn:
         ids = conn.execute(text("SELECT uuid FROM checkpoint ORDER BY id")).scalars().all()
         conversions = conn.execute(text("SELECT uuid FROM conversion")).scalars().all()
-    lists = ["/", "/checkpoints", "/conversions", "/inbox", "/audit", "/runs/llama", "/retire"]
+    lists = [
+        "/",
+        "/checkpoints",
+        "/conversions",
+        "/inbox",
+        "/audit",
+        "/runs/llama",
+        "/retire",
+        "/aliases",
+        "/outbox",
+        "/roots",
+    ]
+    lists += ["/roots/root-0", "/aliases/name-1"]
     asked = ["/search?q=runs", "/search?q=/r/llama/step-1", "/best?metric=loss"]
     apis = ["runs", "steps?run=llama", "checkpoints", "conversions", "inbox", "audit", "aliases"]
     parts = ("", "/tensors", "/files", "/counts", "/lineage", "/shards")
@@ -194,9 +222,6 @@ def test_an_odd_row_of_a_queue_fails_and_the_others_are_taken(
     queue: Queue[Any], catalog: Catalog, facts: Facts
 ) -> None:
     fill(catalog, facts)
-    with catalog.queueing() as conn:
-        for n in range(3):
-            outbox.put(conn, NOW, "team", f"k{n}", type="t", body={"n": n})
     table, column, value = ("inbox", "step", "x") if queue is inbox else ("outbox", "body", "{")
     with odd(catalog, table, column, value):
         with catalog.queueing() as conn:

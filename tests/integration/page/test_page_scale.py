@@ -28,15 +28,21 @@ FACTS = (
     "INSERT INTO training_facts (checkpoint_id, git_commit, user_name, config, extra, sources, updated_at)"
     " SELECT id, '3f9a', 'ada', '{}', '{}', '{}', created_at FROM checkpoint"
 )
+SIGHTINGS = (
+    "INSERT INTO sightings (uri, root, step, state, stamp, source_digest, findings, first_seen_at,"
+    " last_seen_at, changed_at) SELECT uri, '/runs', step, CASE state WHEN 'present' THEN 'whole' ELSE"
+    " 'broken' END, 's', manifest_digest, '[]', created_at, created_at, created_at FROM checkpoint"
+    " WHERE kind = 'source'"
+)
 
 # n: an even number, of a derived checkpoint.
 PAGES = {
     "runs": lambda n: "/",
     "runs, further": lambda n: f"/?after=run-{n % 200}",
     "run": lambda n: f"/runs/run-{n % 200}",
-    "run, further": lambda n: f"/runs/run-{n % 200}?before=s:{n // 400}:{n}",
+    "run, further": lambda n: f"/runs/run-{n % 200}?before={n}",
     "checkpoints": lambda n: "/checkpoints",
-    "checkpoints, last": lambda n: "/checkpoints?before=1767226000.000000:1000",
+    "checkpoints, last": lambda n: "/checkpoints?before=1000",
     "checkpoints of a state": lambda n: "/checkpoints?state=damaged",
     "checkpoints of a kind": lambda n: "/checkpoints?kind=derived",
     "checkpoint": lambda n: f"/checkpoints/{uuid_of('c', n)}",
@@ -48,6 +54,17 @@ PAGES = {
     "search by the beginning of a digest": lambda n: f"/search?q={digest_of('file', 2 * n)[:16]}",
     "search by fingerprint": lambda n: f"/search?q={digest_of('f', n // 2)}",
     "search by place": lambda n: f"/search?q=/out/run-{n % 200}/step-{n // 200}",
+    "search by a part of many": lambda n: "/search?q=run",
+    "search by a part of none": lambda n: f"/search?q=nothing-{n}",
+    "search by a step": lambda n: f"/search?q=step-{n // 200}",
+    "search by words": lambda n: f"/search?q=Run-{n % 200}+out+step+{n // 200}",
+    "search by a part of an alias": lambda n: f"/search?q={n % 200}/be",
+    "api: search by a part": lambda n: f"/api/v1/search?q=out/run-{n % 20}",
+    "best, choices": lambda n: "/best",
+    "compare, choices": lambda n: "/compare",
+    "compare, choices of one": lambda n: f"/compare?left={uuid_of('c', n)}",
+    "compare with the source": lambda n: f"/compare?left={uuid_of('c', n - 1)}&right={uuid_of('c', n)}",
+    "api: metrics": lambda n: f"/api/v1/metrics?run=run-{n % 200}",
     "best": lambda n: "/best?metric=loss",
     "best of a run": lambda n: f"/best?metric=loss&run=run-{n % 200}",
     "compare": lambda n: f"/compare?left={uuid_of('c', n)}&right={uuid_of('c', n + 2)}",
@@ -56,8 +73,17 @@ PAGES = {
     "retire a run": lambda n: f"/retire?scope=run-{(n + 1) % 200}&keep_last=2&keep_every=100",
     "retire a root": lambda n: "/retire?scope=all",
     "retire a root, further": lambda n: f"/retire?scope=all&after={uuid_of('c', n + 1)}",
+    "aliases": lambda n: "/aliases",
+    "aliases, further": lambda n: f"/aliases?part=best&after=run-{n % 200}/best",
+    "alias": lambda n: f"/aliases/run-{n % 199 + 1}%2Fbest",
+    "roots": lambda n: "/roots",
+    "root": lambda n: "/roots/all",
+    "outbox": lambda n: "/outbox",
+    "api: alias": lambda n: f"/api/v1/aliases/run-{n % 199 + 1}%2Fbest",
+    "api: roots": lambda n: "/api/v1/roots",
+    "api: root": lambda n: "/api/v1/roots/all",
     "inbox": lambda n: "/inbox",
-    "conversions, last": lambda n: "/conversions?before=1767236000.000000:1000",
+    "conversions, last": lambda n: "/conversions?before=1000",
     "best, highest": lambda n: "/best?metric=mmlu&goal=max",
     "search by id": lambda n: f"/search?q={uuid_of('c', n)}",
     "search by run": lambda n: f"/search?q=run-{n % 200}",
@@ -102,6 +128,7 @@ def _fill(url: str) -> None:
         for name in ("loss", "eval_loss", "grad_norm", "mmlu"):
             conn.execute(sa.text(METRICS.format(name=name)))
         conn.exec_driver_sql(FACTS)
+        conn.exec_driver_sql(SIGHTINGS)
         roots.add(conn, datetime.now(UTC), "all", "/runs", retention={"keep_last": 5, "rest": "weights"})
         conn.exec_driver_sql("ANALYZE")
 

@@ -12,14 +12,14 @@ from fastapi.testclient import TestClient
 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.page import views
+from ckptcore.page import retiring
 
 
 @pytest.fixture
 def watched(catalog: Catalog, facts: Facts, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     """Seven steps of a run below a root that keeps two, and each fourth."""
     for name in ("CPU_SECONDS", "SECONDS"):
-        monkeypatch.setattr(views, name, 600.0)  # a slow machine ends no part
+        monkeypatch.setattr(retiring, name, 600.0)  # a slow machine ends no part
     for step in range(1, 8):
         catalog.record_validation(facts(f"/r/llama/step-{step}", run="llama", step=step))
     with catalog.writing() as conn:
@@ -62,7 +62,7 @@ def test_a_plan_of_many_sources_comes_in_parts(
     client: TestClient, watched: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = client.get("/api/v1/retire", params={"scope": "llama"}).json()
-    monkeypatch.setattr(views, "SECONDS", -1.0)  # each source takes too long
+    monkeypatch.setattr(retiring, "SECONDS", -1.0)  # each source takes too long
     seen, address = [], "/retire?scope=llama"
     while address:
         page = client.get(address).text

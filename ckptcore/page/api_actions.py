@@ -1,0 +1,150 @@
+"""The changes of the pages as a JSON API, for programs with a token.
+
+Only ``Authorization: Bearer TOKEN`` counts here: a browser adds neither that header nor a body of JSON to a
+request of another site, so these routes need no token of a form. Who asks is checked before the body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckptcore.catalog import as_dict
+from ckptcore.page import changes
+from ckptcore.page.access import PageRefused, body_of, require_token
+from ckptcore.page.api import ERRORS, JsonError
+from ckptcore.page.views import Ref, Site
+
+
+class AliasChange(BaseModel):
+    """An alias to set.
+
+    Attributes:
+        name: the alias.
+        expect: the checkpoint that it must refer to now; "" for a new name; absent for any.
+        force: set it though the checkpoint is damaged, a source, or unproven.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(max_length=200)]
+    expect: Annotated[str, Field(max_length=1000)] | None = None
+    force: bool = False
+
+
+class AliasRollback(BaseModel):
+    """An alias to set back.
+
+    Attributes:
+        name: the alias.
+        expect: the checkpoint that it must refer to now; absent for any.
+        force: set it though the earlier checkpoint is damaged, a source, or unproven.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(max_length=200)]
+    expect: Annotated[str, Field(min_length=4, max_length=1000)] | None = None
+    force: bool = False
+
+
+class NewHold(BaseModel):
+    """A hold to place. until: the day on which it ends, ``YYYY-MM-DD``; absent for no end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: Annotated[str, Field(max_length=1000)]
+    until: Annotated[str, Field(max_length=10)] | None = None
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_CHANGES: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    403: {"model": JsonError, "description": "the request comes from another site"},
+    409: {"model": JsonError, "description": "the catalog has changed since"},
+    413: {"model": JsonError, "description": "the body is too large"},
+    415: {"model": JsonError, "description": "the body is not JSON"},
+}
+
+
+def api_actions(site: Site) -> APIRouter:
+    """Return the routes that change something."""
+    router = APIRouter(prefix="/api/v1", responses=_CHANGES, default_response_class=JSONResponse)
+
+    @router.post(
+        "/checkpoints/{ref}/aliases", response_model=dict[str, Any], openapi_extra=_described(AliasChange)
+    )
+    async def set_alias(request: Request, ref: Ref) -> Any:
+        """Set an alias to a checkpoint; it is recorded with the token's user."""
+        user = require_token(request, site.access)
+        given = await _read(request, AliasChange)
+        row = await asyncio.to_thread(
+            changes.set_alias, site.catalog, user, ref, given.name, given.expect, given.force
+        )
+        return as_dict(row)
+
+    @router.post("/checkpoints/{ref}/holds", response_model=dict[str, Any], openapi_extra=_described(NewHold))
+    async def place_hold(request: Request, ref: Ref) -> Any:
+        """Keep a checkpoint from being deleted."""
+        user = require_token(request, site.access)
+        given = await _read(request, NewHold)
+        until = changes.day(given.until or "")
+        return as_dict(
+            await asyncio.to_thread(changes.place_hold, site.catalog, user, ref, given.reason, until)
+        )
+
+    @router.post("/holds/{hold}/release", response_model=dict[str, Any])
+    async def release_hold(request: Request, hold: Ref) -> Any:
+        """End a hold; returns it as it was."""
+        user = require_token(request, site.access)
+        return as_dict(await asyncio.to_thread(changes.release_hold, site.catalog, user, hold))
+
+    @router.post("/aliases/rollback", response_model=dict[str, Any], openapi_extra=_described(AliasRollback))
+    async def roll_back(request: Request) -> Any:
+        """Let an alias refer to the checkpoint that it referred to before its last change."""
+        user = require_token(request, site.access)
+        given = await _read(request, AliasRollback)
+        row = await asyncio.to_thread(
+            changes.roll_back, site.catalog, user, given.name, given.expect, given.force
+        )
+        return as_dict(row)
+
+    @router.post("/inbox/{ref}/retry", response_model=dict[str, list[str]])
+    async def retry_event(request: Request, ref: Ref) -> Any:
+        """Make a failed event due again."""
+        user = require_token(request, site.access)
+        return {"events": list(await asyncio.to_thread(changes.retry, site.catalog, user, "inbox", ref))}
+
+    @router.post("/outbox/{ref}/retry", response_model=dict[str, list[str]])
+    async def retry_message(request: Request, ref: Ref) -> Any:
+        """Make a failed message due again."""
+        user = require_token(request, site.access)
+        return {"messages": list(await asyncio.to_thread(changes.retry, site.catalog, user, "outbox", ref))}
+
+    return router
+
+
+async def _read(request: Request, kind: type[_Body]) -> _Body:
+    """Return the body of a request. Raises `PageRefused`."""
+    body = await body_of(request, "application/json")
+    try:
+        return kind.model_validate_json(bytes(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise PageRefused(
+            400, f"the body cannot be used: {place}: {first['msg']}".replace(": :", ":")
+        ) from error
+
+
+def _described(kind: type[BaseModel]) -> dict[str, Any]:
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": kind.model_json_schema()}},
+        }
+    }

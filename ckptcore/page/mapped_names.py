@@ -1,0 +1,52 @@
+"""Find how the tensors of a source are called in an export of it, as the conversion mapped them.
+
+The map is that of `ckptcore.planning.compose.map_export`, from the source's metadata and the recorded
+options. No tensor is read. A cast changes no name, so it is left out: it would ask for the model's classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptcore.catalog.tensor_differences import NameMapping
+from ckptcore.catalog.types import CheckpointDetail, ConversionRow
+from ckptcore.errors import CkptError
+from ckptcore.page.shards import Manifests
+from ckptcore.planning.compose import map_export
+from ckptcore.planning.request import Request
+
+
+def mapping_between(manifests: Manifests, sides: Sequence[CheckpointDetail]) -> NameMapping | None:
+    """Return how names map between two checkpoints if one was exported from the other; None if not.
+
+    Args:
+        manifests: Reads the source's metadata.
+        sides: The two checkpoints.
+    """
+    for number, (source, output) in enumerate((tuple(sides), tuple(reversed(sides)))):
+        read = {row.id for row in source.used_by}
+        exports = [row for row in output.written_by if row.id in read and row.verb == "export"]
+        if exports:
+            return _mapping(manifests, number, source, exports[-1])
+    return None
+
+
+def _mapping(
+    manifests: Manifests, number: int, source: CheckpointDetail, conversion: ConversionRow
+) -> NameMapping:
+    row = source.checkpoint
+    try:
+        request = Request.from_dict(conversion.request)
+        manifest = manifests.read(row.uri, row.manifest_digest)
+        mapped = map_export(replace(request, dtype=None, dtype_for=()), manifest).mapped
+    except CkptError as error:
+        return NameMapping(number, unmapped=error.message)
+    except TypeError:  # a field is missing
+        return NameMapping(number, unmapped="the options of the conversion are not recorded")
+    # Of a tensor that is dropped in part, the rest is in the output.
+    dropped = {each.fqn: each.rule for each in mapped.dropped if each.part is None}
+    dropped |= {gone: f"equal to {kept}" for gone, kept in mapped.ties}
+    whole = {made.sources[0]: made.name for made in mapped.made if made.same}
+    others = {made.name: made.sources for made in mapped.made if not made.same}
+    return NameMapping(number, dict(mapped.renamed) | whole, others, dropped)
