@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 MOST = 50  # places of one answer
 MOST_RUNS = 20
-MOST_WORDS = 4  # the last one is the rest of the text
+MOST_TERMS = 4  # the last one is the rest of the text
 # As trainers and people write a step: step-20, global_step20, iter_0000020, checkpoint-20, 20.
 _STEP = late_pattern(r"(?:[a-z_]*(?:step|iter|iteration|checkpoint|ckpt))?[-_=:]?0*([0-9]{1,18})")
-_STEP_IN_WORDS = late_pattern(r"\b(step|iter|iteration|checkpoint)\s+(?=[0-9])")
+_STEP_BY_NAME = late_pattern(r"\b(step|iter|iteration|checkpoint)\s+(?=[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,14 @@ def _by_reference(conn: Connection, text: str) -> list[Origin]:
 
 def _by_parts(conn: Connection, text: str, limit: int) -> tuple[CheckpointRow, ...]:
     """Return checkpoints that have every word of a text, in one pass over them."""
-    words = _STEP_IN_WORDS.sub(r"\1-", text.lower()).split(maxsplit=MOST_WORDS - 1)
-    meant = [step for step in map(_step, words) if step is not None]
+    terms = _STEP_BY_NAME.sub(r"\1-", text.lower()).split(maxsplit=MOST_TERMS - 1)
+    meant = [step for step in map(_step, terms) if step is not None]
     later: ColumnElement[int] = case((Checkpoint.state.in_(NOT_CURRENT), 1), else_=0)
     if meant:
         later += case((Checkpoint.step.in_(meant), 0), else_=2)
     chosen = (
         select(Checkpoint.id, later.label("later"))
-        .where(*(_has(conn, word) for word in words))
+        .where(*(_has(conn, term) for term in terms))
         .order_by(later, Checkpoint.id.desc())
         .limit(limit)
         .subquery()

@@ -145,9 +145,9 @@ def pages(site: Site) -> APIRouter:
             pair = browse.newest_steps(conn, run)
         drawn = ((name, pictures.chart(name, points)) for name, points in series.items())
         charts = [(name, picture) for name, picture in drawn if picture]
-        shown = _metric_names(found.rows)
+        columns = _metric_names(found.rows)
         return site.page(
-            request, "run.html", user, run=run, found=found, names=shown, charts=charts, pair=pair
+            request, "run.html", user, run=run, found=found, names=columns, charts=charts, pair=pair
         )
 
     @router.get("/checkpoints")
