@@ -1,4 +1,4 @@
-"""How watched roots stand: what sweeps saw there, what of it is converted, and what waits and why.
+"""The state of watched roots: what sweeps saw there, what of it is converted, and what waits and why.
 
 All of it is read from what sweeps, claims, conversions and the inbox record; no folder is opened. A root may
 have any number of checkpoints, so its newest `NEWEST` complete ones are compared with what was made of them.
@@ -60,7 +60,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class RootStatus:
-    """How one root stands.
+    """The state of one root.
 
     Attributes:
         counts: What sweeps saw.
@@ -92,12 +92,12 @@ def counts_of(conn: Connection, roots: Sequence[RootRow]) -> dict[str, RootCount
 
 
 def status(conn: Connection, root: RootRow) -> RootStatus:
-    """Return how a root stands."""
+    """Return the state of a root."""
     here = select(Sighting.__table__).where(Sighting.root == normal_uri(root.uri))
-    whole = here.where(Sighting.state == Condition.COMPLETE.value)
+    finished = here.where(Sighting.state == Condition.COMPLETE.value)
     # The newest were seen first last: sweeps see lower steps first. By its step, each row would be read.
     newest = Sighting.id.desc()
-    complete = [sighting_row(row) for row in conn.execute(whole.order_by(newest).limit(NEWEST))]
+    complete = [sighting_row(row) for row in conn.execute(finished.order_by(newest).limit(NEWEST))]
     complete.sort(key=_by_step, reverse=True)
     states = [state.value for state in Condition if state is not Condition.COMPLETE]
     others = here.where(Sighting.state.in_(states)).order_by(newest).limit(MOST_WAITING)

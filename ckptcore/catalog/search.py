@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 MOST = 50  # places of one answer
 MOST_RUNS = 20
-MOST_WORDS = 4  # the last one is the rest of the text
+MOST_TERMS = 4  # the last one is the rest of the text
 # As trainers and people write a step: step-20, global_step20, iter_0000020, checkpoint-20, 20.
 _STEP = late_pattern(r"(?:[a-z_]*(?:step|iter|iteration|checkpoint|ckpt))?[-_=:]?0*([0-9]{1,18})")
-_STEP_IN_WORDS = late_pattern(r"\b(step|iter|iteration|checkpoint)\s+(?=[0-9])")
+_STEP_BY_NAME = late_pattern(r"\b(step|iter|iteration|checkpoint)\s+(?=[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SearchHit:
     """A checkpoint that a text finds. file: its file with the digest of the text. why: what matched."""
 
     row: CheckpointRow
@@ -43,37 +43,37 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Hits:
+class SearchResult:
     """What a text finds. more: whether there are more places than these."""
 
-    places: tuple[Place, ...] = ()
+    places: tuple[SearchHit, ...] = ()
     runs: tuple[RunSummary, ...] = ()
     more: bool = False
 
 
-def search(conn: Connection, text: str) -> Hits:
+def search(conn: Connection, text: str) -> SearchResult:
     """Return the checkpoints and training runs that a text finds; none for an empty text."""
     text = storable(text.strip())
     if not text:
-        return Hits()
+        return SearchResult()
     places = {place.row.id: place for place in _exact(conn, text)}
     if not (places and lineage.is_digest(text.replace("-", ""))):  # digests and ids are part of no name
         for row in _by_parts(conn, text, MOST + 1):
-            places.setdefault(row.id, Place(row, None, "part of a name, place, alias or step"))
+            places.setdefault(row.id, SearchHit(row, None, "part of a name, place, alias or step"))
     named = runs(conn, part=text, limit=MOST_RUNS)
-    return Hits(tuple(places.values())[:MOST], named.rows, len(places) > MOST)
+    return SearchResult(tuple(places.values())[:MOST], named.rows, len(places) > MOST)
 
 
-def _exact(conn: Connection, text: str) -> list[Place]:
+def _exact(conn: Connection, text: str) -> list[SearchHit]:
     """Return what a text names as a whole."""
-    found: list[Place] = []
+    found: list[SearchHit] = []
 
     def add(look: Callable[[Any, str], Sequence[Origin]], why: Callable[[Origin], str]) -> None:
         try:
             origins = look(conn, text)
         except UsageError:  # no id, alias or place: the words are looked for
             return
-        found.extend(Place(origin.checkpoint, origin.file, why(origin)) for origin in origins[:MOST])
+        found.extend(SearchHit(origin.checkpoint, origin.file, why(origin)) for origin in origins[:MOST])
 
     if lineage.is_digest(text):
         add(lineage.with_fingerprint, lambda _: "fingerprint")
@@ -91,14 +91,14 @@ def _by_reference(conn: Connection, text: str) -> list[Origin]:
 
 def _by_parts(conn: Connection, text: str, limit: int) -> tuple[CheckpointRow, ...]:
     """Return checkpoints that have every word of a text, in one pass over them."""
-    words = _STEP_IN_WORDS.sub(r"\1-", text.lower()).split(maxsplit=MOST_WORDS - 1)
-    meant = [step for step in map(_step, words) if step is not None]
+    terms = _STEP_BY_NAME.sub(r"\1-", text.lower()).split(maxsplit=MOST_TERMS - 1)
+    meant = [step for step in map(_step, terms) if step is not None]
     later: ColumnElement[int] = case((Checkpoint.state.in_(NOT_CURRENT), 1), else_=0)
     if meant:
         later += case((Checkpoint.step.in_(meant), 0), else_=2)
     chosen = (
         select(Checkpoint.id, later.label("later"))
-        .where(*(_has(conn, word) for word in words))
+        .where(*(_has(conn, term) for term in terms))
         .order_by(later, Checkpoint.id.desc())
         .limit(limit)
         .subquery()

@@ -14,16 +14,16 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 
 _CODE = late_pattern(r"(?:^|[\s(])([a-z]+(?:-[a-z0-9]+)*)(?=:\s|$)")
-_SHOWN_BEFORE = ("source", "destination", "verb")  # the page has them above
+_DISPLAYED_ABOVE = ("source", "destination", "verb")  # the page has them above
 
 
 @dataclass(frozen=True, slots=True)
 class StatedOption:
-    """An option that is not at its default, as the command line calls it. words: what it does."""
+    """An option that is not at its default, as the command line calls it. effect: what it does."""
 
     name: str
     value: str
-    words: str
+    effect: str
 
 
 def stated(request: Mapping[str, Any]) -> list[StatedOption]:
@@ -38,12 +38,14 @@ def stated(request: Mapping[str, Any]) -> list[StatedOption]:
     for field, value in request.items():
         default = defaults.get(field)
         plain = tuple(map(_frozen, value)) if isinstance(value, list) else value
-        if field in _SHOWN_BEFORE or plain == default or plain in (None, (), ""):
+        if field in _DISPLAYED_ABOVE or plain == default or plain in (None, (), ""):
             continue
         name = names.get(field, field)
-        words = options_of(Options)[name][1].help if name in options_of(Options) else ""
+        effect = options_of(Options)[name][1].help if name in options_of(Options) else ""
         off = value is False
-        found.append(StatedOption(f"--{'no-' if off else ''}{name.replace('_', '-')}", _shown(value), words))
+        found.append(
+            StatedOption(f"--{'no-' if off else ''}{name.replace('_', '-')}", _rendered(value), effect)
+        )
     return found
 
 
@@ -73,7 +75,7 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _shown(value: Any) -> str:
+def _rendered(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

@@ -47,6 +47,6 @@ def _mapping(
     # Of a tensor that is dropped in part, the rest is in the output.
     dropped = {each.fqn: each.rule for each in mapped.dropped if each.part is None}
     dropped |= {gone: f"equal to {kept}" for gone, kept in mapped.ties}
-    whole = {made.sources[0]: made.name for made in mapped.made if made.same}
+    unchanged = {made.sources[0]: made.name for made in mapped.made if made.same}
     others = {made.name: made.sources for made in mapped.made if not made.same}
-    return NameMapping(number, dict(mapped.renamed) | whole, others, dropped)
+    return NameMapping(number, dict(mapped.renamed) | unchanged, others, dropped)

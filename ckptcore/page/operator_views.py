@@ -48,7 +48,7 @@ def operator_pages(site: Site) -> APIRouter:
             before = None if row is None else aliases.perhaps_previous(conn, row)
             ids = {row.checkpoint} if row else set()
             ids |= {before} if before else set()
-            shown = {each.checkpoint.id: each for each in browse.listed(conn, sorted(ids))}
+            checkpoints = {each.checkpoint.id: each for each in browse.listed(conn, sorted(ids))}
             objections = aliases.objections(conn, {id: id[:8] for id in ids})
         return site.page(
             request,
@@ -57,7 +57,7 @@ def operator_pages(site: Site) -> APIRouter:
             name=name,
             row=row,
             before=before,
-            shown=shown,
+            checkpoints=checkpoints,
             history=history,
             objections=objections,
         )

@@ -58,7 +58,7 @@ def promoted(either: Catalog, facts: Facts) -> dict[str, str]:
     return ids
 
 
-def test_an_alias_has_its_history_the_gate_s_words_and_a_rollback(
+def test_an_alias_has_its_history_objections_and_a_rollback(
     either: Catalog, promoted: dict[str, str]
 ) -> None:
     client = browser(either)
@@ -95,7 +95,7 @@ def test_an_alias_has_its_history_the_gate_s_words_and_a_rollback(
     assert client.get("/api/v1/aliases/nobody").status_code == 404
 
 
-def test_the_alias_form_stands_above_the_tensors_with_what_the_gate_says(
+def test_the_alias_form_is_above_the_tensors_beside_the_gate_s_objection(
     either: Catalog, promoted: dict[str, str]
 ) -> None:
     client = browser(either)
@@ -159,7 +159,7 @@ def test_a_root_says_what_waits_and_why(watched: Catalog) -> None:
     assert "the root is paused" in client.get("/roots/runs%20of%20ada").text
 
 
-def test_messages_are_listed_and_sent_again(either: Catalog) -> None:
+def test_messages_are_listed_and_retried(either: Catalog) -> None:
     with either.queueing() as conn:
         for key in ("a", "b"):
             outbox.put(conn, NOW, "team", key, type="checkpoint.exported", body={"data": key})
@@ -175,8 +175,8 @@ def test_messages_are_listed_and_sent_again(either: Catalog) -> None:
     assert [each["error_message"] for each in rows] == ["answered 500"]
     csrf = log_in(client)
     assert client.post(f"/outbox/{row.id}/retry", data={"csrf": "0" * 64}).status_code == 403
-    again = client.post(f"/outbox/{row.id}/retry", data={"csrf": csrf})
-    assert (again.status_code, again.headers["location"]) == (303, "/outbox?done=retry")
+    retried = client.post(f"/outbox/{row.id}/retry", data={"csrf": csrf})
+    assert (retried.status_code, retried.headers["location"]) == (303, "/outbox?done=retry")
     assert client.post(f"/api/v1/outbox/{row.id}/retry", headers=LOGIN).status_code in (400, 404)
     assert "outbox.retry" in client.get("/audit").text
 
@@ -230,7 +230,7 @@ def test_flow_runs_are_links_where_prefect_is_known(catalog: Catalog) -> None:
         assert 'href="javascript:' not in page
 
 
-def test_short_words_of_the_catalog_are_explained(catalog: Catalog) -> None:
+def test_short_texts_of_the_catalog_are_explained(catalog: Catalog) -> None:
     ids = [
         catalog.begin(
             {"verb": "export", "recover": True, "dtype": "bf16", "resume": True},

@@ -59,11 +59,11 @@ def test_the_step_that_is_meant_and_what_is_current_come_first(either: Catalog, 
         either.record_validation(facts(f"/r/step-{step}", run="r", step=step))
     either.record_validation(facts("/r/step-20", run="r", step=20, manifest_digest="f" * 64))
     rows = browser(either).get("/api/v1/search?q=step-20").json()["checkpoints"]
-    shown = [(row["row"]["step"], row["row"]["state"]) for row in rows]
-    assert shown == [(20, "present"), (20, "replaced"), (201, "present"), (200, "present")]
+    listed = [(row["row"]["step"], row["row"]["state"]) for row in rows]
+    assert listed == [(20, "present"), (20, "replaced"), (201, "present"), (200, "present")]
 
 
-def test_more_than_a_list_holds_is_said(remembered: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_is_cut_says_so(remembered: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "MOST", 3)
     client = browser(remembered)
     answer = client.get("/api/v1/search?q=data").json()

@@ -52,10 +52,10 @@ def test_forms_offer_what_the_catalog_has(either: Catalog, facts: Facts) -> None
     page = client.get("/compare").text
     link = re.search(r'href="(/compare\?left=[^"]+)" aria-label="compare llama"', page)
     assert link is not None
-    shown = text_of(client.get(html.unescape(link[1])).text)
-    assert "/r/llama/step-20" in shown
-    assert "/r/llama/step-30" in shown
-    assert "/r/llama/step-10" not in shown
+    compared = text_of(client.get(html.unescape(link[1])).text)
+    assert "/r/llama/step-20" in compared
+    assert "/r/llama/step-30" in compared
+    assert "/r/llama/step-10" not in compared
     run = client.get("/runs/llama").text
     assert "Compare the two newest steps, 20 and 30" in run
     one_side = client.get("/compare?left=/r/llama/step-20").text
@@ -122,7 +122,7 @@ def test_an_export_is_compared_with_its_source_under_its_names(tmp_path: Path) -
             assert "left out by the export" in page
 
 
-def test_names_without_a_mapping_are_said_in_words(catalog: Catalog, facts: Facts) -> None:
+def test_names_without_a_mapping_get_a_reason(catalog: Catalog, facts: Facts) -> None:
     from ckptcore.catalog import ConversionFacts
 
     tensors = [("model.a", "bfloat16", (4,), 8), ("model.b", "bfloat16", (4,), 8)]
