@@ -567,7 +567,7 @@ def _fitting_names(
     warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
     if config is None or model is None or _of_trainer(request.names):
         mapped = named.tied(manifest, request.tie)
-        if config is not None:
+        if config is not None and model is not None:
             from ckptcore.planning.config_agreement import require_agreement
 
             warnings += require_agreement(config, manifest, model_names(request, manifest).values())
@@ -820,7 +820,7 @@ def _extra(
     files = dict(beside.tokenizer or {})
     if beside.adapter is not None:
         files[ADAPTER] = dumped(beside.adapter.form)
-    if beside.config is not None:
+    if beside.config is not None and not _of_trainer(request.names):  # transformers opens no such names
         plain = bool(mapped.manifest.derived)
         files |= beside.config.files(_loaded_as(request, mapped, target), plain=plain)
     files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)

@@ -173,7 +173,7 @@ def map_names(
         world == HUB and not matched.map.loaded_by,
         matched.map.left_out,
     )
-    warnings = (*_assumed(found), *_untried(how), *lacking(matched))
+    warnings = (*_assumed(found), *_of_way_back(how), *lacking(matched))
     return MappedNames(composed(mapped, found), how, found, warnings)
 
 
@@ -454,7 +454,10 @@ def _assumed(found: MappedManifest) -> Iterator[Finding]:
         yield finding("assumed-size", "coverage", message)
 
 
-def _untried(how: NameMap) -> Iterator[Finding]:
+def _of_way_back(how: NameMap) -> Iterator[Finding]:
+    if how.world == HUB:
+        message = f"{how.to} finds no optimizer state in the output, no step and no data loader: a run begins"
+        yield finding("no-optimizer", "coverage", message)
     if how.untried:
         message = f"no code of {how.to} has loaded what the map of {how.arch} makes"
         yield finding("untried-map", "coverage", message)

@@ -263,11 +263,14 @@ def _promised(manifest: Manifest, ranks: Ints, parts: Sequence[tuple[int, Pieces
     if not len(rows):
         return known
     rank = stored.shape.shape[1]
-    found = np.full((len(manifest.items), 1 + rank), -1, np.int64)
+    width = (
+        1 + rank if known is None else max(1 + rank, known.shape[1])
+    )  # an earlier map cut items of more dims
+    found = np.full((len(manifest.items), width), -1, np.int64)
     if known is not None:
-        found[:, : known.shape[1]] = known[:, : 1 + rank]
+        found[:, : known.shape[1]] = known
     found[stored.item[rows], 0] = ranks[stored.tensor[rows]]
-    found[stored.item[rows], 1:] = stored.shape[rows]
+    found[stored.item[rows], 1 : 1 + rank] = stored.shape[rows]
     return found
 
 

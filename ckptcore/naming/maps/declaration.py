@@ -207,7 +207,8 @@ class ArchMap:
         target_requires: The same as ``requires`` for a config of ``to``.
         by_name: Whether only ``--arch`` or a config selects it, never names and shapes.
         generations: Generations of the names of ``world`` that it has; none where there is one.
-        loaded_by: The trainer whose own code has loaded what the inverse makes, with its release, or "".
+        loaded_by: The trainer whose own code has loaded what the inverse makes, in its newest names, with the
+            release; or "".
         generation: Generation of the names that an inverse makes, or "".
         left_out: (rule, reason) of what an inverse does not make.
         zeros: Rules of an inverse that make zeros, which it takes no tensor for.
@@ -256,7 +257,8 @@ class ArchMap:
                 f"cannot map {self.arch} from {self.to} to {self.world}: {'; '.join(lost)}",
                 hint="import the model with the trainer's own converter",
             )
-        generation = generation or next(iter(self.generations), "")
+        newest = next(iter(self.generations), "")
+        generation = generation or newest
         turned = [(r, r.inverted(generation)) for r in self.rules]
         left_out = dict.fromkeys((r.name, r.drop) for r, back in turned if r.drop and back is None)
         digest = blake3(f"inverse {self.digest} {generation}".encode()).hexdigest()
@@ -270,6 +272,7 @@ class ArchMap:
             requires=self.target_requires,
             target_requires=self.requires,
             generation=generation,
+            loaded_by=self.loaded_by if generation == newest else "",
             left_out=tuple(left_out),
         )
 
