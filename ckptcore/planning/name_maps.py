@@ -70,7 +70,7 @@ class NameMap:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         numbers = {k: {"value": v, "source": s} for k, (v, s) in sorted(self.numbers.items())}
-        form = {
+        form: dict[str, Any] = {
             "arch": self.arch,
             "from": self.world,
             "to": self.to,

@@ -4,7 +4,8 @@ python torchtitan_logits_job.py ASKED ANSWER
 
 ASKED is a file of torch with a list of questions: ``config``, as the hub has it; ``ids``; ``zero``, ends of
 names whose tensors are 0; ``folder``, of DCP, which the model loads in place of random weights. ANSWER will
-hold a list of ``state`` and ``logits``, and of ``left``, names in the folder that the model has not. torchtitan compiles its
+hold a list of ``state`` and ``logits``, and of ``left``, names in the folder that the model has not.
+torchtitan compiles its
 attention for GPUs: the same function of torch, not compiled, replaces it; and it multiplies by experts with a
 kernel of GPUs in bfloat16, which a loop in float32 replaces. A module that defines kernels and runs none
 (mcore_job.py) replaces Triton, where it is not installed. What norms add to a variance is what the config

@@ -157,11 +157,9 @@ class Rule:
         """Return the spelling that a generation of names has; None where it has none."""
         if not self.spelled:
             return self.spellings[0]
-        for wanted in (lambda labels: generation in labels, lambda labels: not labels):
-            for side, labels in zip(self.spellings, self.spelled, strict=True):
-                if wanted(labels):
-                    return side
-        return None
+        spelled = list(zip(self.spellings, self.spelled, strict=True))
+        named = (side for side, labels in spelled if generation in labels)
+        return next(named, next((side for side, labels in spelled if not labels), None))
 
     def inverted(self, generation: str = "") -> Rule | None:
         """Return the inverse, which makes the spelling of a generation; None where it makes nothing.
