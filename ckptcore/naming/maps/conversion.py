@@ -124,8 +124,8 @@ def with_zeros(found: MappedManifest, source: Manifest, numbers: Mapping[str, in
     }
     inputs = below.tensors if below is not None else ()
     chunks = below.chunks if below is not None else _without_chunks(made.chunks)
-    whole = replace(made, tensors=(*made.tensors, *specs), chunks=replace(made.chunks, first=first))
-    return replace(found, manifest=whole.deriving(nodes, inputs, chunks), zeros=tuple(zeros))
+    extended = replace(made, tensors=(*made.tensors, *specs), chunks=replace(made.chunks, first=first))
+    return replace(found, manifest=extended.deriving(nodes, inputs, chunks), zeros=tuple(zeros))
 
 
 def _without_chunks(chunks: Chunks) -> Chunks:
