@@ -561,6 +561,16 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "a name map assumed a size that neither a config nor a shape states",
         "name the model's folder with --config",
     ),
+    "no-optimizer": (
+        "info",
+        "a trainer that begins from the output finds a model alone: no optimizer, no step, no data loader",
+        "",
+    ),
+    "untried-map": (
+        "warning",
+        "no code of the trainer has loaded what the map of names makes",
+        "load it with the trainer, and compare a step with one that began with the trainer's own converter",
+    ),
     "fused-names": (
         "warning",
         "parameters have names of the live model or of earlier versions, not those of hub files",

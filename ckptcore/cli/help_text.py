@@ -13,7 +13,7 @@ _FIRST = "config dtype to mesh include exclude max_file_size if_exists allow_inc
 FIRST = frozenset(_FIRST.split(" "))
 SECTIONS = {
     "Tensors and names": "model model_prefix include exclude rename tie weights keep_quantized keep_object "
-    "allow_incomplete names arch",
+    "allow_incomplete names arch allow_untried",
     "Files beside them": "config tokenizer",
     "Form of the output": "to dtype dtype_for max_file_size mesh sharding serialization",
     "Where the output exists": "if_exists overwrite overwrite_foreign overwrite_in_place resume wait",

@@ -213,7 +213,10 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, 
         out.print(terminal.text(f"model: {value.model.because}"))
     if value.naming:
         n = value.naming
-        out.print(terminal.text(f"names: {n.world} to {n.to}, {n.arch} ({n.because})"))
+        for each in (*([n.via] if n.via is not None else []), n):
+            to = f"{each.to}:{each.generation}" if each.generation else each.to
+            untried = ", untried" if each.untried else ""
+            out.print(terminal.text(f"names: {each.world} to {to}, {each.arch}{untried} ({each.because})"))
         for name, (number, source) in sorted(n.numbers.items()):
             out.print(terminal.text(f"  {name} = {number:g} ({source})"))
     out.print(

@@ -29,6 +29,7 @@ cut into boxes changes no bit.
   float64) and rounded once to the dtype, like torch's ``weight + c``.
 - ``sum_DTYPE``, ``mean_DTYPE``: n inputs of that dtype and of one shape; params (n,). out = ((a + b) + c)
   and so on, each sum rounded to the dtype, and divided by n for the mean (convert_neox_to_hf.py of GPT-NeoX).
+- ``zeros_float32``: no input; params: the shape. Biases that a trainer begins with.
 """
 
 from __future__ import annotations
@@ -383,6 +384,14 @@ FUNCTIONS: dict[str, Function] = {
     "flat_scaled": _flat_function("values times the scale of their run", 8, 0),
     "flat_mapped": _flat_function("values of 8-bit codes times the scale of their run", 8, 256),
     "flat_mapped_4bit": _flat_function("values of 4-bit codes times the scale of their run", 4, 16),
+    "zeros_float32": Function(
+        "zeros, of no stored tensor",
+        "float32",
+        lambda inputs, params: None if inputs else params,
+        lambda box, params: (),
+        lambda dtypes: 0,
+        lambda torch, box, inputs, params, out: out.zero_(),
+    ),
     **{
         f"add_{dtype}": Function(
             "weights and a constant",

@@ -80,7 +80,8 @@ def describe_derived(manifest: Manifest, tensor: int) -> str:
     """Return the function and the inputs of a derived tensor, for people."""
     node = manifest.derived[tensor]
     assert manifest.inputs is not None  # a manifest with derived tensors has inputs
-    return f"{node.fn} of {', '.join(manifest.inputs.tensors[i].fqn for i in node.inputs)}"
+    inputs = ", ".join(manifest.inputs.tensors[i].fqn for i in node.inputs)
+    return f"{node.fn} of {inputs}" if inputs else node.fn
 
 
 def _of_rank(chunks: Chunks, rank: int) -> Chunks:

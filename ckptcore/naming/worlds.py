@@ -7,7 +7,7 @@ they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # Patterns of no other world, each with a part of every name that it matches. torchtitan's names are those of
 # Meta's Llama.
@@ -35,6 +35,15 @@ _MARKS: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
 HUB = "hf-hub"
 LIVE = "hf-live"
 PEFT = "peft"
+# World -> generations of its names, the newest first: a map to it makes that one unless another is named.
+# torchtitan's are called like its projections of queries, Megatron's and GPT-NeoX's like how they store
+# layers, OLMo-core's like its modules of experts.
+GENERATIONS: Mapping[str, tuple[str, ...]] = {
+    "torchtitan": ("qkv_linear", "wqkv", "wq"),
+    "megatron": ("stacked", "fused", "layers", "grouped", "sequential"),
+    "gpt_neox": ("pipeline", "sequential"),
+    "olmo_core": ("default", "dropless"),
+}
 _WORLDS = {HUB, LIVE, PEFT, "verl", *(world for world, *_ in _MARKS)}
 
 
@@ -56,3 +65,13 @@ def suspected(names: Iterable[str]) -> str | None:
             if part in name and mark.fullmatch(name):
                 votes[world] = votes.get(world, 0) + 1
     return max(votes, key=lambda w: votes[w], default=None)
+
+
+def parse_world(text: str) -> tuple[str, str]:
+    """Return (world, generation of its names or "") of ``WORLD[:GENERATION]``.
+
+    >>> parse_world("torchtitan:wq"), parse_world("hf-hub")
+    (('torchtitan', 'wq'), ('hf-hub', ''))
+    """
+    world, _, generation = text.partition(":")
+    return world, generation

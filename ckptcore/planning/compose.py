@@ -56,7 +56,7 @@ from ckptcore.naming.rename import (
     with_names,
     without_tensors,
 )
-from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
+from ckptcore.naming.worlds import HUB, LIVE, PEFT, parse_world, suspected
 from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
 from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
@@ -156,9 +156,9 @@ def compose(
     writer = by_name(format, writes=True).writer
     assert writer is not None  # by_name finds those that write
     export, reshard = request.verb == "export", request.verb == "reshard"
-    if export:
+    if request.takes_model:
         _require_one_model(request, manifest)
-    beside, adapter = _files_beside(request, manifest) if export else (ModelFiles(), None)
+    beside, adapter = _files_beside(request, manifest) if request.takes_model else (ModelFiles(), None)
     selected = _selected(request, manifest, adapter)
     by_config = beside.config is not None
     report = require_complete(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
@@ -168,7 +168,7 @@ def compose(
     of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
     layout = _output_layout(request, manifest, writer, of_export)
     carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
-    model = find_model(manifest, request.model_prefix) if export else None
+    model = find_model(manifest, request.model_prefix) if request.takes_model else None
     if model is not None:
         require_decided(request, manifest, model)
     free, bound = _without_unused(request, manifest)
@@ -183,11 +183,9 @@ def compose(
         require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings, *found, *unused_renames(request, manifest)]
     if model is not None:
-        warnings += [
-            *_other_parts(model),
-            *left_out_findings(request, manifest, model),
-            *unopened(request, beside, [t.fqn for t in mapped.manifest.tensors]),
-        ]
+        warnings += [*_other_parts(model), *left_out_findings(request, manifest, model)]
+    if export:
+        warnings += unopened(request, beside, [t.fqn for t in mapped.manifest.tensors])
     require_zero(free, mapped.dropped)
     cast = find_casts(request, manifest, mapped, fitted.float32)
     warnings += cast.findings
@@ -218,6 +216,7 @@ def compose(
                 hint="`ckptcore inspect SRC` shows what it has",
             )
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
+    written_prefix = request.model_prefix if model is None else ""
     if not reshard:
         topology = None
     else:
@@ -225,11 +224,18 @@ def compose(
         require_cut(manifest, [stored.get(t.fqn, t.fqn) for t in mapped.manifest.tensors])
         ruled = topology is None
         if topology is None:
-            topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
+            topology = lay_out(mapped.manifest, request.mesh, request.sharding, written_prefix)
         elif not isinstance(topology, Topology):
             topology = topology(mapped.manifest)
         written, repads = mapped.manifest, layout.repads
-        warnings += reshard_findings(request, manifest, written, bound, ruled=ruled, repads=repads)
+        warnings += reshard_findings(
+            replace(request, model_prefix=written_prefix),
+            manifest,
+            written,
+            bound,
+            ruled=ruled,
+            repads=repads,
+        )
     extra = {**carried, **_extra(request, mapped, target, beside, manifest)}
     plan, files = make_plan(
         replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in bound))),
@@ -243,7 +249,7 @@ def compose(
     plan = replace(plan, map_digest=digest_of_map(manifest, mapped), made=mapped.made)
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
-    stages = () if topology is None else stages_of(mapped.manifest, topology, request.model_prefix)
+    stages = () if topology is None else stages_of(mapped.manifest, topology, written_prefix)
     return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks, stages, naming)
 
 
@@ -317,7 +323,8 @@ def _require_one_model(request: Request, manifest: Manifest) -> None:
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
-    names = model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
+    of_export = request.verb == "export" and request.names in (HUB, PEFT)
+    names = model_names(request, manifest).values() if of_export else ()
     has_adapter = holds_adapter(names)
     of_trainer: Sequence[str] = ()
     if not has_adapter and any(BELOW in name for name in names):
@@ -490,7 +497,7 @@ def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> 
     """Return the test whether a tensor or object of a name is requested."""
     if adapter is not None:
         return {old for old, new in model_names(request, manifest).items() if new in adapter.hub}.__contains__
-    inside = in_model(manifest, request.model_prefix) if request.verb == "export" else str
+    inside = in_model(manifest, request.model_prefix) if request.takes_model else str
 
     def selected(name: str) -> bool:
         return is_kept(name, request.include, request.exclude) and inside(name) is not None
@@ -558,8 +565,12 @@ def _fitting_names(
     named = _named_tensors(request, manifest, model, config)
     found = named.found
     warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
-    if config is None or model is None:
+    if config is None or model is None or _of_trainer(request.names):
         mapped = named.tied(manifest, request.tie)
+        if config is not None and model is not None:
+            from ckptcore.planning.config_agreement import require_agreement
+
+            warnings += require_agreement(config, manifest, model_names(request, manifest).values())
         return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request, naming, None, mapped))
     names = {t.fqn for t in named.tied(manifest, ()).manifest.tensors}
     mapped = named.tied(manifest, [tie for tie in request.tie if names.issuperset(tie)])
@@ -605,32 +616,77 @@ def _first(names: Mapping[str, str]) -> str:
     return f"{old} is {new}"
 
 
+def _of_trainer(names: str) -> bool:
+    """Return whether names are those of a trainer's own modules, which no config of transformers proves."""
+    return names not in (STORED, PEFT) and _target(names)[0] not in (HUB, LIVE)
+
+
+def _target(names: str) -> tuple[str, str]:
+    """Return the world and the generation of names; verl's actors are transformers' modules."""
+    world, generation = parse_world(names)
+    return LIVE if world == "verl" else world, generation
+
+
 def _in_world(
     request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None
 ) -> MappedNames | None:
-    """Return the model part in the requested world of names; None if its names stay."""
-    if request.names == STORED or (config is not None and config.of_diffusers):
+    """Return the model part in the requested world of names; None if its names stay.
+
+    Between two trainers, and from a trainer to modules of transformers, the hub's names are on the way.
+    """
+    if request.names == STORED or (config is not None and config.of_diffusers and request.names == HUB):
         return None
+    to, generation = _target(request.names)
     world = suspected(t.fqn for t in bare.manifest.tensors)
-    content = None if config is None else config.form
-    options: dict[str, Any] = {
+    if to == HUB or (to == LIVE and world is None):
+        return _mapped_to(request, source, bare, config, world, to)
+    first = _mapped_to(request, source, bare, config, world, HUB)
+    on_hub = bare if first is None else first.mapped
+    if to == LIVE:
+        second = _mapped_to(request, source, on_hub, config, None, LIVE)
+    else:
+        from ckptcore.planning.name_maps import map_names
+
+        options = _map_options(request, source, config, to)
+        if first is not None:
+            options |= {"arch": first.map.arch, "because": first.map.because}
+        second = map_names(on_hub, HUB, **options, generation=generation, untried=request.allow_untried)
+    if first is None or second is None:
+        return second or first
+    return replace(
+        second, map=replace(second.map, via=first.map), warnings=(*first.warnings, *second.warnings)
+    )
+
+
+def _map_options(request: Request, source: Manifest, config: ConfigFolder | None, to: str) -> dict[str, Any]:
+    return {
         "arch": request.arch,
-        "to": request.names,
+        "to": to,
         "source": source,
-        "config": content,
+        "config": None if config is None else config.form,
         "url": config.url if config is not None else "",
         "part": bool(request.include or request.exclude),
     }
-    if world is not None or request.names not in (HUB, LIVE):
+
+
+def _mapped_to(
+    request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None, world: str | None, to: str
+) -> MappedNames | None:
+    """Return a model part in the names of the hub or of modules; None if its names stay.
+
+    world: the trainer's world of its names, or None.
+    """
+    options = _map_options(request, source, config, to)
+    if world is not None:
         from ckptcore.planning.name_maps import map_names
 
         try:
-            return map_names(bare, world or HUB, **options)
+            return map_names(bare, world, **options)
         except NameMismatch:  # a model of the hub may have a trainer's names itself
             shapes = {t.fqn: t.shape for t in bare.manifest.tensors}
-            if config is None or request.names not in (HUB, LIVE) or "" not in exact_prefixes(config, shapes):
+            if config is None or "" not in exact_prefixes(config, shapes):
                 raise
-    asked = request.names == LIVE or request.arch != "auto" or config is not None
+    asked = to == LIVE or request.arch != "auto" or config is not None
     if not asked and not any(c.architectures for c in stored_configs(source, HUB)):
         return None  # unknown model
     from ckptcore.planning.live_maps import map_live_names  # imports pydantic
@@ -710,8 +766,9 @@ def _carried_objects(
 
     An object with an unknown tree is dropped; the reader has reported it.
     """
-    if request.verb == "export":
-        return {}, [Dropped(b.key, "an export holds the model only") for b in manifest.blobs], []
+    if request.takes_model:
+        why = "an export holds the model only" if request.verb == "export" else f"no names of {request.names}"
+        return {}, [Dropped(b.key, why) for b in manifest.blobs], []
     names = {t.fqn for t in manifest.tensors if not matches(t.fqn, request.exclude)}
     kept: dict[str, Any] = {}
     warnings: list[Finding] = []
@@ -763,7 +820,7 @@ def _extra(
     files = dict(beside.tokenizer or {})
     if beside.adapter is not None:
         files[ADAPTER] = dumped(beside.adapter.form)
-    if beside.config is not None:
+    if beside.config is not None and not _of_trainer(request.names):  # transformers opens no such names
         plain = bool(mapped.manifest.derived)
         files |= beside.config.files(_loaded_as(request, mapped, target), plain=plain)
     files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
@@ -832,7 +889,7 @@ def unused_renames(request: Request, manifest: Manifest) -> Iterator[Finding]:
 
 def _names(request: Request, manifest: Manifest) -> Iterable[str]:
     """Yield the names that renames see: of an export those in the model, without wrappers."""
-    inside = in_model(manifest, request.model_prefix) if request.verb == "export" else None
+    inside = in_model(manifest, request.model_prefix) if request.takes_model else None
     for spec in manifest.tensors:
         if is_kept(spec.fqn, request.include, request.exclude):
             inner = spec.fqn if inside is None else inside(spec.fqn)

@@ -98,7 +98,7 @@ class _Planner:
         planned, boxes = self._tensors(layout, form)
         columns, spread, first, op = self._reads(form, boxes)
         nodes, specs, spans = derived_in(layout.tensors, manifest)
-        if manifest.inputs is not None and self._copied_inputs is not None and nodes:
+        if manifest.inputs is not None and self._copied_inputs is not None and spans:
             columns = behind(columns, manifest.inputs.chunks, spans)
             op = np.concatenate([op, *(self._copied_inputs[span].astype(np.int8) for span in spans)])
             ends = first[-1] + np.cumsum([len(span) for span in spans])

@@ -1,4 +1,4 @@
-"""Refuse an output whose loaders look for other names than the hub's, where no map leads back to theirs."""
+"""Refuse an output whose loaders look for other names than the hub's."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def require_loaded_names(
             display = some(hub or [*names])
             raise UsageError(
                 f"cannot write {request.to or request.format} with names of the hub ({display}): "
-                f"its loaders look for those of {writer.world}, and no map leads back to them",
-                hint="import the model with the trainer's own converter, or write another format: --to dcp",
+                f"its loaders look for those of {writer.world}",
+                hint=f"add --names {writer.world}, or write another format: --to dcp",
             )
     if request.verb != "export" or request.names != HUB or writer.hub is not None or config is None:
         return

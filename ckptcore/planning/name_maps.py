@@ -3,32 +3,39 @@
 The architecture comes from ``--arch``, else from a config of transformers (``--config``, or one beside the
 checkpoint), else from names and shapes alone: the maps that account for every tensor. Numbers that shapes do
 not give come from configs. Configs that contradict each other are an error.
+
+Maps are declared from a trainer's names to the hub's. The way back is their inverse, in the names of one
+generation; many architectures share the hub's names, so a config or ``--arch`` must name one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
+from functools import cache
 from typing import Any
+
+from blake3 import blake3
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.maps.adapters import adapter_maps
 from ckptcore.naming.maps.agreement import agreed
-from ckptcore.naming.maps.conversion import MappedManifest, converted
+from ckptcore.naming.maps.conversion import MappedManifest, converted, with_zeros
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
 from ckptcore.naming.maps.matching import Matched, match, require_fit
 from ckptcore.naming.maps.numbers import NUMBERS, Config
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
-from ckptcore.naming.worlds import HUB, PEFT
+from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT
 from ckptcore.naming.wrapper_prefix import prefix_of_taken
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
+_HEADS = ("lm_head.weight", "embed_out.weight")  # of causal language models on the hub
 _INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no tensor's shape depends on
 
 
@@ -43,6 +50,10 @@ class NameMap:
         because: Why this map was chosen.
         numbers: Number -> (value, config and key that give it).
         digest: Digest of the map.
+        generation: Generation of the target's names, or "".
+        via: The map to the hub's names before this one; None where the source has them, or the target.
+        untried: Whether no code of the trainer has loaded what this map makes.
+        left_out: (rule, reason) of what the trainer stores and the map does not make.
     """
 
     arch: str
@@ -51,11 +62,15 @@ class NameMap:
     because: str
     numbers: Mapping[str, tuple[int | float, str]]
     digest: str
+    generation: str = ""
+    via: NameMap | None = None
+    untried: bool = False
+    left_out: tuple[tuple[str, str], ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         numbers = {k: {"value": v, "source": s} for k, (v, s) in sorted(self.numbers.items())}
-        return {
+        form: dict[str, Any] = {
             "arch": self.arch,
             "from": self.world,
             "to": self.to,
@@ -63,6 +78,13 @@ class NameMap:
             "numbers": numbers,
             "digest": self.digest,
         }
+        if self.world == HUB:  # a way back
+            form |= {
+                "generation": self.generation,
+                "untried": self.untried,
+                "left_out": [list(each) for each in self.left_out],
+            }
+        return form | ({"via": self.via.as_dict()} if self.via is not None else {})
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,9 @@ def map_names(
     config: Mapping[str, Any] | None,
     url: str,
     part: bool = False,
+    generation: str = "",
+    untried: bool = False,
+    because: str = "",
 ) -> MappedNames:
     """Map a model part to another world of names.
 
@@ -97,26 +122,36 @@ def map_names(
         config: Content of ``--config``, or None.
         url: Value of ``--config``, for messages.
         part: Whether a part of the model was requested, so that tensors may be missing.
+        generation: Of the names of ``to``; "" for the newest.
+        untried: Whether a map may be used that no code of the trainer has loaded.
+        because: Why this architecture, where ``arch`` is none of the user's.
 
     Raises:
         NameMismatch: No map fits, or configs contradict each other.
-        UsageError: The architecture is unknown, not supported, or ambiguous.
+        UsageError: The architecture is unknown, not supported, or ambiguous; weights are quantised; the map
+            is untried.
     """
     configs = [
         *([Config(f"--config {url}", HUB, config)] if config is not None else []),
         *stored_configs(source, world),
     ]
     numbers = agreed(configs)
+    if world == HUB:
+        _require_plain(mapped.manifest, to)
     sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
-    matched, because = _choose(mapped.manifest, world, arch, to, configs, sizes, part)
+    maps = _maps(world, to, generation)
+    matched, chosen_by = _choose(mapped.manifest, maps, world, arch, to, configs, sizes, part)
     if matched.map.refused:
         raise UsageError(
             f"cannot map {world} names of {matched.map.arch}: {matched.map.refused}",
             hint="try --names stored to keep the names as they are",
         )
     _require_agreed(matched.map, configs)
+    if world == HUB:
+        _require_tried(matched.map, untried)
+        _require_one_head(mapped.manifest, to, configs)
     require_fit(matched, mapped.manifest.tensors, part=part, hint=_part_hint(matched, mapped))
-    found = converted(mapped.manifest, matched)
+    found = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
     used = {a for of in matched.classes for a in of.sizes} | {
         name for of in matched.classes for name in _axis_names(of.rule.axes)
     }
@@ -126,9 +161,72 @@ def map_names(
     for of in matched.classes:
         for name in (of.sizes.keys() & NUMBERS) - used_numbers.keys():
             used_numbers[name] = of.sizes[name], "names and shapes"
-    how = NameMap(matched.map.arch, world, to, because, used_numbers, matched.map.digest)
-    warnings = (*_assumed(found), *lacking(matched))
+    how = NameMap(
+        matched.map.arch,
+        world,
+        to,
+        because or chosen_by,
+        used_numbers,
+        matched.map.digest,
+        matched.map.generation,
+        None,
+        world == HUB and not matched.map.loaded_by,
+        matched.map.left_out,
+    )
+    warnings = (*_assumed(found), *_of_way_back(how), *lacking(matched))
     return MappedNames(composed(mapped, found), how, found, warnings)
+
+
+@cache
+def _maps(world: str, to: str, generation: str) -> tuple[ArchMap, ...]:
+    """Return the maps from one world to another: declared ones, or inverses in the names of a generation."""
+    if world != HUB:
+        declared = tuple(m for m in built_in_maps() if (m.world, m.to) == (world, to))
+        return (*declared, *adapter_maps(world)) if to == PEFT else declared
+    back = [m for m in built_in_maps() if (m.world, m.to) == (to, HUB)]
+    order = [generation] if generation else list(GENERATIONS.get(to, ("",)))
+    out = []
+    for arch in dict.fromkeys(m.arch for m in back):
+        own = [m for m in back if m.arch == arch]
+        first = next((g for g in order if any(g in m.generations or not g for m in own)), None)
+        for each in own:
+            if each.refused:
+                out.append(replace(each, world=HUB, to=to, signs=()))
+            elif first is not None and (not first or first in each.generations):
+                out.append(each.inverted(first))
+    return tuple(out)
+
+
+def _require_plain(manifest: Manifest, to: str) -> None:
+    """Require weights that are stored as a trainer loads them."""
+    if manifest.derived:
+        first = manifest.tensors[min(manifest.derived)].fqn
+        raise UsageError(
+            f"cannot map quantised weights to {to} ({first} and {len(manifest.derived) - 1} more): trainers "
+            "load plain ones",
+            hint="export them in a dtype first: ckptcore export SRC PLAIN --dtype bf16",
+        )
+
+
+def _require_tried(rules: ArchMap, untried: bool) -> None:
+    """Require a map whose result the trainer's own code has loaded, or the user's word."""
+    if not rules.loaded_by and not untried:
+        raise UsageError(
+            f"the map of {rules.arch} from {HUB} to {rules.to} is untried: no code of {rules.to} has loaded "
+            "what it makes",
+            hint="add --allow-untried, and compare a step of the trainer before you rely on it",
+        )
+
+
+def _require_one_head(manifest: Manifest, to: str, configs: Sequence[Config]) -> None:
+    """Require that a model with tied embeddings has no head of its own: nothing says which one counts."""
+    tied = next((c.name for c in configs if c.world == HUB and c.at("tie_word_embeddings") is True), "")
+    head = next((t.fqn for t in manifest.tensors if t.fqn in _HEADS), "")
+    if tied and head:
+        raise NameMismatch(
+            f"cannot map to {to}: {tied} says tie_word_embeddings = true, and there is {head}",
+            hint=f"try --exclude {head}, or a config of the model whose head this is",
+        )
 
 
 def _axis_names(axes: Mapping[str, str]) -> Iterator[str]:
@@ -138,6 +236,7 @@ def _axis_names(axes: Mapping[str, str]) -> Iterator[str]:
 
 def _choose(
     manifest: Manifest,
+    maps: Sequence[ArchMap],
     world: str,
     arch: str,
     to: str,
@@ -146,8 +245,6 @@ def _choose(
     part: bool,
 ) -> tuple[Matched, str]:
     """Return the only map that fits, and why."""
-    maps = [m for m in built_in_maps() if (m.world, m.to) == (world, to)]
-    maps += adapter_maps(world) if to == PEFT else ()
     tensors = manifest.tensors
     templates = Templates.of(t.fqn for t in tensors)
     if arch != "auto":
@@ -159,6 +256,11 @@ def _choose(
         because = f"--arch {arch}"
     else:
         named = next((c for c in configs if c.architectures), None)
+        if named is None and world == HUB:
+            raise UsageError(
+                f"cannot map to {to}: nothing says which architecture this is, and many share their names",
+                hint="try --config FOLDER with the model's config.json, or --arch",
+            )
         if named is None:
             return _fitting(manifest, maps, world, to, configs, sizes, templates, part)
         calls = named.architectures
@@ -313,25 +415,36 @@ def _archs(maps: Sequence[ArchMap]) -> str:
 
 
 def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
-    """Combine renaming by the user's rules and the map after it."""
+    """Combine renaming by the user's rules, or a map before this one, and the map after it."""
     before = {new: old for old, new in mapped.renamed}
-    renamed = [(before.get(old, old), new) for new, old in found.moved.items()]
+    earlier = {m.name: m for m in mapped.made}
+
+    def stored(name: str) -> tuple[str, ...]:
+        return earlier[name].sources if name in earlier else (before.get(name, name),)
+
+    moved = {new: old for new, old in found.moved.items() if old not in earlier or earlier[old].same}
+    renamed = [(*stored(old), new) for new, old in moved.items()]
     gone = [
         Dropped(before.get(name, name), rule, only_zero=found.only_zero.get(name, ""))
         for name, rule in found.dropped
     ]
     gone += [Dropped(before.get(name, name), rule, part=count) for name, rule, count in found.parts]
     made = tuple(
-        MadeTensor(new, rule, tuple(before.get(s, s) for s in found.sources[new]), new in found.moved)
+        MadeTensor(
+            new, rule, tuple(dict.fromkeys(o for s in found.sources[new] for o in stored(s))), new in moved
+        )
         for new, rule in found.rules.items()
     )
+    made += tuple(MadeTensor(new, rule, stored(beside), False) for new, rule, beside in found.zeros)
     return replace(
         mapped,
         manifest=found.manifest,
         renamed=tuple((old, new) for old, new in renamed if old != new),
         dropped=(*mapped.dropped, *gone),
         made=made,
-        map=found.map.digest,
+        map=blake3(f"{mapped.map} {found.map.digest}".encode()).hexdigest()
+        if mapped.map
+        else found.map.digest,
     )
 
 
@@ -339,6 +452,15 @@ def _assumed(found: MappedManifest) -> Iterator[Finding]:
     for axis, size in found.guessed:
         message = f"the size of {axis} in the map of {found.map.arch} is unknown: {size} was assumed"
         yield finding("assumed-size", "coverage", message)
+
+
+def _of_way_back(how: NameMap) -> Iterator[Finding]:
+    if how.world == HUB:
+        message = f"{how.to} finds no optimizer state in the output, no step and no data loader: a run begins"
+        yield finding("no-optimizer", "coverage", message)
+    if how.untried:
+        message = f"no code of {how.to} has loaded what the map of {how.arch} makes"
+        yield finding("untried-map", "coverage", message)
 
 
 def lacking(matched: Matched) -> Iterator[Finding]:

@@ -80,15 +80,16 @@ CONTENT = (
     "keep_quantized",
     "weights",
 )
-MODEL = ("model_prefix", "config", "tokenizer", "names", "arch")
-SHARDS = ("mesh", "sharding", "serialization", "model_prefix", "config", "tokenizer", "keep_object")
+NAMES = ("model_prefix", "config", "names", "arch", "allow_untried")
+MODEL = (*NAMES, "tokenizer")
+SHARDS = (*NAMES, "tokenizer", "mesh", "sharding", "serialization", "keep_object")
 MEANS = ("memory", "workers")
 PLACE = ("resume", "overwrite", "overwrite_foreign", "overwrite_in_place")
 PROOF = ("verify", "digest", "fingerprint")
 RECORD = ("catalog", "no_catalog")
 _EVERY = (*CONTENT, *MEANS, "device", *PLACE, *PROOF, *RECORD, "meta")
 OF_VERB: Mapping[str, tuple[str, ...]] = {
-    "consolidate": _EVERY,
+    "consolidate": (*NAMES, *_EVERY),
     "export": (*MODEL, *_EVERY),
     "reshard": (*SHARDS, *_EVERY),
 }
@@ -171,16 +172,20 @@ class Options:
         ),
     ] = None
     names: Annotated[
-        str,
+        str | None,
         Option(
             "Names of the output: hf-hub for those on the Hugging Face hub, stored for the stored names, or "
-            "another naming scheme.",
-            "WORLD",
+            "a trainer's, such as torchtitan or torchtitan:wq. Default: hf-hub for export, stored for the "
+            "other commands. All but stored take the model alone: no optimizer is written.",
+            "WORLD[:GENERATION]",
         ),
-    ] = "hf-hub"
+    ] = None
     arch: Annotated[
         str, Option("Architecture whose names are mapped; auto detects it from configs and names.", "NAME")
     ] = "auto"
+    allow_untried: Annotated[
+        bool, Option("Write a trainer's names although no code of the trainer has loaded such an output.")
+    ] = False
     mesh: Mesh = ""
     sharding: Annotated[
         str | None, Option("TOML file with sharding rules. Default: the built-in rules.", "FILE")
@@ -286,8 +291,9 @@ class Options:
             serialization=self.serialization,
             overwrite_foreign=self.overwrite_foreign,
             overwrite_in_place=self.overwrite_in_place,
-            names=self.names,
+            names=self.names or "",
             arch=self.arch,
+            allow_untried=self.allow_untried,
             keep_object=tuple(self.keep_object or ()),
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckptcore.core import dtype as dtypes
 from ckptcore.errors import UsageError
 from ckptcore.formats import FORMATS, registry
-from ckptcore.naming.worlds import is_world, worlds
+from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT, is_world, parse_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.utils.dataclass import dataclass
@@ -36,11 +36,11 @@ MADE_ELSEWHERE = {
 # and keeps claims and saved plans valid.
 _LATER: dict[str, Any] = {
     "tokenizer": None,
-    "names": "hf-hub",
     "arch": "auto",
     "weights": "auto",
     "keep_object": [],
     "overwrite_in_place": False,
+    "allow_untried": False,
 }
 WEIGHTS = ("auto", "master", "module")
 # Bytes of the budget for each worker where nobody says how many: four buffers of large steps (`Budget`).
@@ -80,11 +80,13 @@ class Request:
         overwrite_in_place: Replace a folder on an object store, object by object; no reader can use it
             meanwhile.
         tokenizer: Folder with the tokenizer; None and ``none`` as in ``config``.
-        names: For export, the world whose names tensors get, or ``stored``.
+        names: The world whose names tensors of the model get, with a generation of them behind a colon, or
+            ``stored``; empty: the hub's for export, ``stored`` for other verbs.
         arch: The architecture whose names are mapped, or ``auto``.
         weights: Where a format stores trained weights twice (DeepSpeed): ``master``, ``module``, or ``auto``
             for the copy that the format prefers.
         keep_object: Globs on names: state bound to the ranks that saved it, which a reshard carries anyway.
+        allow_untried: Take a map to a trainer's names whose result no code of the trainer has loaded.
     """
 
     source: str
@@ -109,13 +111,16 @@ class Request:
     serialization: str = "torch_save"
     overwrite_foreign: bool = False
     tokenizer: str | None = None
-    names: str = "hf-hub"
+    names: str = ""
     arch: str = "auto"
     weights: str = "auto"
     keep_object: tuple[str, ...] = ()
     overwrite_in_place: bool = False
+    allow_untried: bool = False
 
     def __post_init__(self) -> None:
+        if not self.names:
+            object.__setattr__(self, "names", _usual_names(self.verb))
         if self.verb not in VERBS:
             raise UsageError(f"the verb must be one of {', '.join(VERBS)} (got {self.verb!r})")
         if self.max_file_size < 1:
@@ -143,11 +148,19 @@ class Request:
                 f"cannot write {self.destination}: no such file is written here",
                 hint=how.format(name=split_url(self.destination)[1]),
             )
-        if self.names != STORED and not is_world(self.names):
+        world, generation = parse_world(self.names)
+        if self.names != STORED and not is_world(world):
             raise UsageError(
                 f"--names must be {STORED} or one of {', '.join(worlds())} (got {self.names!r})",
                 hint="leave it out for names as on the hub",
             )
+        if world != self.names and generation not in GENERATIONS.get(world, ()):
+            raise UsageError(
+                f"--names {world} has no generation {generation!r}",
+                hint=f"one of: {', '.join(f'{world}:{g}' for g in GENERATIONS.get(world, ())) or world}",
+            )
+        if world == PEFT and self.verb != "export":
+            raise UsageError("--names peft is for export", hint="try export, which takes the adapter")
         if self.weights not in WEIGHTS:
             raise UsageError(f"--weights must be one of {', '.join(WEIGHTS)} (got {self.weights!r})")
         for dtype in (self.dtype, *(dtype for _, dtype in self.dtype_for if dtype != "keep")):
@@ -175,6 +188,11 @@ class Request:
         return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), (default,))[0]
 
     @property
+    def takes_model(self) -> bool:
+        """Whether only the model part is written, under names of its own."""
+        return self.verb == "export" or self.names != STORED
+
+    @property
     def replaces(self) -> bool:
         """Whether an existing destination may be replaced."""
         return self.overwrite or self.overwrite_foreign
@@ -190,7 +208,8 @@ class Request:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, without later fields at their defaults."""
         form = {k: _lists(v) for k, v in asdict(self).items()}
-        return {k: v for k, v in form.items() if k not in _LATER or v != _LATER[k]}
+        usual = {**_LATER, "names": _usual_names(self.verb)}
+        return {k: v for k, v in form.items() if k not in usual or v != usual[k]}
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Request:
@@ -258,6 +277,10 @@ class Settings:
     def from_dict(cls, form: dict[str, Any]) -> Settings:
         """Return the settings of `as_dict`'s form."""
         return cls(**form)
+
+
+def _usual_names(verb: str) -> str:
+    return HUB if verb == "export" else STORED
 
 
 def _is_one_file(format: str) -> bool:

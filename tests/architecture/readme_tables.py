@@ -32,6 +32,7 @@ from ckptcore.checking.export_proof import CHECKS
 from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.formats import FORMATS, KNOWN
 from ckptcore.naming.maps import live_families
+from ckptcore.naming.maps.declaration import built_in_maps
 from ckptcore.naming.trainer_keys import KINDS_OF_KEYS
 from ckptcore.naming.worlds import HUB
 from tests.simulation.mutants import MUTANTS
@@ -51,7 +52,11 @@ def tables() -> dict[str, dict[str, str]]:
             "simulated_programs": simulated_programs(),
             "known_faults": known_faults(),
         },
-        "docs/reference/families.md": {"sources": sources(), "families": families()},
+        "docs/reference/families.md": {
+            "sources": sources(),
+            "families": families(),
+            "ways_back": ways_back(),
+        },
         "docs/how-to/verify.md": {"checks": checks(), "wrong_exports": wrong_exports(), "configs": configs()},
         "docs/reference/dcp-scenarios.md": scenarios(),
         "docs/reference/resumed-jobs.md": resumes(),
@@ -199,6 +204,22 @@ def families() -> str:
     """What comes of the export of every family from every source."""
     head = ("family", *(f"`{s}`" for s in export_results.SOURCES), "transformers 4.57")
     return table(head, map(export_results.row, FAMILIES))
+
+
+def ways_back() -> str:
+    """Which maps lead from the hub to which names of a trainer, and whose code has loaded the result."""
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}
+    for each in built_in_maps():
+        if each.refused:
+            rows[each.arch, each.world] = f"`{each.arch}`", f"`{each.world}`", "", f"refused ({each.refused})"
+            continue
+        back = each.inverted()
+        names = [f"`{g}`" for g in each.generations]
+        _, _, before, _ = rows.get((each.arch, each.world), ("", "", "", ""))
+        names = [n for n in (before, *names) if n]
+        loaded = back.loaded_by or "no code yet: `--allow-untried`"
+        rows[each.arch, each.world] = f"`{each.arch}`", f"`{each.world}`", ", ".join(names), loaded
+    return table(("family", "`--names`", "generations, the default first", "loaded by"), list(rows.values()))
 
 
 def strict() -> dict[str, str]:

@@ -3,7 +3,9 @@
 python torchtitan_logits_job.py ASKED ANSWER
 
 ASKED is a file of torch with a list of questions: ``config``, as the hub has it; ``ids``; ``zero``, ends of
-names whose tensors are 0. ANSWER will hold a list of ``state`` and ``logits``. torchtitan compiles its
+names whose tensors are 0; ``folder``, of DCP, which the model loads in place of random weights. ANSWER will
+hold a list of ``state`` and ``logits``, and of ``left``, names in the folder that the model has not.
+torchtitan compiles its
 attention for GPUs: the same function of torch, not compiled, replaces it; and it multiplies by experts with a
 kernel of GPUs in bfloat16, which a loop in float32 replaces. A module that defines kernels and runs none
 (mcore_job.py) replaces Triton, where it is not installed. What norms add to a variance is what the config
@@ -17,6 +19,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from mcore_job import stand_in_for_triton
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -111,12 +114,19 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     for name, module in model.named_modules():
         if hasattr(module, "eps"):  # latent norms of the hub's DeepSeek have 1e-6, whatever the config says
             module.eps = 1e-6 if name.endswith(("q_norm", "kv_norm")) else config["rms_norm_eps"]
-    given = {n: _random(n, t) for n, t in model.state_dict().items()}
-    given |= {n: torch.zeros_like(t) for n, t in given.items() if n.endswith(asked["zero"])}
+    left: list[str] = []
+    if "folder" in asked:
+        given = dict(model.state_dict())
+        stored = dcp.FileSystemReader(asked["folder"]).read_metadata().state_dict_metadata
+        dcp.load(given, checkpoint_id=asked["folder"], no_dist=True)  # it raises for a name that is not there
+        left = sorted(stored.keys() - given.keys())
+    else:
+        given = {n: _random(n, t) for n, t in model.state_dict().items()}
+        given |= {n: torch.zeros_like(t) for n, t in given.items() if n.endswith(asked["zero"])}
     model.load_state_dict(given)
     positions = torch.arange(ids.shape[1])[None].expand_as(ids).contiguous()
     logits = model(ids, positions, model.get_attention_masks(positions))
-    return {"state": given, "logits": logits.float()}
+    return {"state": given, "logits": logits.float(), "left": left}
 
 
 def _random(name: str, tensor: torch.Tensor) -> torch.Tensor:

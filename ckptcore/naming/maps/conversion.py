@@ -17,10 +17,11 @@ from ckptcore.core.dequantize import ADDED
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Derived, Envelope, Ints, Manifest, TensorSpec, with_dims
 from ckptcore.errors import UsageError
-from ckptcore.naming.maps.classes import Class, keys_in, placed
+from ckptcore.naming.maps.classes import Class, Takers, keys_in, placed, sizes_of
 from ckptcore.naming.maps.declaration import ArchMap
 from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
 from ckptcore.naming.maps.matching import Matched, match, require_fit
+from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among, distinct
 
@@ -39,6 +40,7 @@ class MappedManifest:
         only_zero: Old name of a dropped tensor -> why it must be all zero.
         parts: (old name, reason, elements) of tensors of which a part is dropped.
         guessed: (axis, size) that a rule assumes, because neither numbers nor shapes give it.
+        zeros: (new name, why zeros are right, the tensor beside which it is).
     """
 
     manifest: Manifest
@@ -50,6 +52,7 @@ class MappedManifest:
     parts: tuple[tuple[str, str, int], ...]
     guessed: tuple[tuple[str, int], ...]
     only_zero: Mapping[str, str] = field(default_factory=dict)
+    zeros: tuple[tuple[str, str, str], ...] = ()
 
 
 def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> MappedManifest:
@@ -88,6 +91,47 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
         matched.guessed,
         {names[t]: reason for t, reason in matched.only_zero.items()},
     )
+
+
+def with_zeros(found: MappedManifest, source: Manifest, numbers: Mapping[str, int]) -> MappedManifest:
+    """Return the result of an inverse with the tensors that it makes of nothing: zeros in float32.
+
+    Args:
+        found: The result, without them.
+        source: The tensors that were mapped.
+        numbers: The model's sizes, by the names that rules use.
+    """
+    if not found.map.zeros:
+        return found
+    rules = replace(found.map, rules=found.map.zeros, zeros=())
+    taken = Takers(rules, source.tensors, numbers, Templates.of(t.fqn for t in source.tensors))
+    specs: list[TensorSpec] = []
+    zeros: list[tuple[str, str, str]] = []
+    for of in taken.classes:
+        (term,) = of.rule.to
+        for name, row in zip(
+            term.name.spell(of.index, of.wild, of.inside, len(of.rows)), of.rows.tolist(), strict=True
+        ):
+            specs.append(TensorSpec(name, "float32", sizes_of(term.layout.filled(0), of.sizes)))
+            zeros.append((name, of.rule.name, source.tensors[row].fqn))
+    if not specs:
+        return found
+    made = found.manifest
+    below = made.inputs
+    first = np.concatenate([made.chunks.first, np.full(len(specs), made.chunks.first[-1], np.int64)])
+    nodes = dict(made.derived) | {
+        len(made.tensors) + n: Derived("zeros_float32", (), spec.shape) for n, spec in enumerate(specs)
+    }
+    inputs = below.tensors if below is not None else ()
+    chunks = below.chunks if below is not None else _without_chunks(made.chunks)
+    extended = replace(made, tensors=(*made.tensors, *specs), chunks=replace(made.chunks, first=first))
+    return replace(found, manifest=extended.deriving(nodes, inputs, chunks), zeros=tuple(zeros))
+
+
+def _without_chunks(chunks: Chunks) -> Chunks:
+    """Return a table of no tensors, with the columns of another."""
+    view = None if chunks.view is None else chunks.view[:0]
+    return Chunks(chunks.first[:1] * 0, chunks.lo[:0], chunks.shape[:0], chunks.item[:0], view)
 
 
 def _require_stored(manifest: Manifest, matched: Matched) -> None:
@@ -219,11 +263,14 @@ def _promised(manifest: Manifest, ranks: Ints, parts: Sequence[tuple[int, Pieces
     if not len(rows):
         return known
     rank = stored.shape.shape[1]
-    found = np.full((len(manifest.items), 1 + rank), -1, np.int64)
+    width = (
+        1 + rank if known is None else max(1 + rank, known.shape[1])
+    )  # an earlier map cut items of more dims
+    found = np.full((len(manifest.items), width), -1, np.int64)
     if known is not None:
-        found[:, : known.shape[1]] = known[:, : 1 + rank]
+        found[:, : known.shape[1]] = known
     found[stored.item[rows], 0] = ranks[stored.tensor[rows]]
-    found[stored.item[rows], 1:] = stored.shape[rows]
+    found[stored.item[rows], 1 : 1 + rank] = stored.shape[rows]
     return found
 
 

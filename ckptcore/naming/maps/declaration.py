@@ -34,11 +34,19 @@ More fields of a rule:
 - ``presence``: ``every`` (the default: for all indices of the first name), ``some``, or ``optional``.
 - ``part``: rules of one part are all needed if one of them takes something, and none of them otherwise.
 - ``one_way = "reason"``: why there is no inverse, where neither a drop nor ``add`` is the reason.
+- ``spelled = ["wq", "qkv_linear|wqkv"]``: the generations of the trainer's names
+  (`naming.worlds.GENERATIONS`) that have each spelling, for the way back; "" for all, "-" for none. Without
+  it all have the first one.
+- ``back = "every"``: the presence of the inverse, where it is another one.
+- ``beside = "term"`` with ``only_zero``: a term of the other world; the way back makes zeros for each tensor
+  of it.
 
 More fields of a map: ``requires = {"model.block.name" = ["default"]}``, values that the trainer's own config
 must have if there is one (``[]`` for a key that must be unset: null, 0, or a list of these);
-``target_requires``, the same for the config of the other world; ``refused = "reason"`` instead of rules, with
-``signs``, patterns of its names. ``by_name = true`` is for a map that only ``--arch`` or a config selects,
+``target_requires``, the same for the config of the other world; ``refused = "reason"`` instead of rules,
+with ``signs``, patterns of its names. ``generations = ["wq"]`` are those of the trainer's names that it has,
+all by default; ``loaded_by = "torchtitan 0.3.0"`` is the release of the trainer whose own code has loaded
+what the way back makes, in tests. ``by_name = true`` is for a map that only ``--arch`` or a config selects,
 because its names and shapes are those of another family. ``stacked = {layer = "decoder.layers."}``, also of a
 group: names below that prefix may also come without their index, with the layers in a first dim of their own.
 
@@ -65,12 +73,14 @@ from ckptcore.errors import UsageError
 from ckptcore.naming.maps.layout import ELLIPSIS, Axis, AxisLayout, parse_layout
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
-from ckptcore.naming.worlds import is_world
+from ckptcore.naming.worlds import GENERATIONS, is_world
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import load_toml
 from ckptcore.utils.text import short_repr
 
 _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
+_ALL, _NONE = frozenset[str](), frozenset({"-"})  # generations of names that have a spelling
+STACKED = "stacked"  # the generation of names in which one tensor holds all layers
 _ADDING = "adding to a weight rounds: adding the opposite need not give it back"
 
 
@@ -110,6 +120,9 @@ class Rule:
         one_way: Why it has no inverse; "" where it has one.
         part: Part of the model that may be absent; "" for what every model has.
         only_zero: Why dropped tensors must be all zero; "" where values do not matter.
+        spelled: Generations of names that have each spelling; none where all have the first.
+        beside: The way back makes zeros for each tensor of this term; None where it makes none.
+        back: Presence of the inverse; "" for the same.
     """
 
     name: str
@@ -126,15 +139,51 @@ class Rule:
     one_way: str = ""
     part: str = ""
     only_zero: str = ""
+    spelled: tuple[frozenset[str], ...] = ()
+    beside: Term | None = None
+    back: str = ""
 
     @property
     def invertible(self) -> bool:
         """Whether the inverted rule restores the tensors."""
         return not self.one_way
 
-    def inverted(self) -> Rule:
-        """Return the inverse, which makes the first spelling."""
-        return replace(self, spellings=(self.to,), to=self.spellings[0])
+    @property
+    def loses(self) -> str:
+        """Why nothing can be made of what it makes, "" where the inverse makes all but dropped parts."""
+        return "" if self.drop or self.drops else self.one_way
+
+    def spelling_of(self, generation: str) -> tuple[Term, ...] | None:
+        """Return the spelling that a generation of names has; None where it has none."""
+        if not self.spelled:
+            return self.spellings[0]
+        spelled = list(zip(self.spellings, self.spelled, strict=True))
+        named = (side for side, labels in spelled if generation in labels)
+        return next(named, next((side for side, labels in spelled if not labels), None))
+
+    def inverted(self, generation: str = "") -> Rule | None:
+        """Return the inverse, which makes the spelling of a generation; None where it makes nothing.
+
+        Parts that are dropped have no elements in it: no rows pad a vocabulary.
+        """
+        side = self.spelling_of(generation)
+        if side is None or (self.drop and self.beside is None):
+            return None
+        if self.beside is not None:
+            return replace(self, spellings=((self.beside,),), to=side, drop="", one_way="", spelled=())
+        axes = {a: e for a, e in self.axes.items() if a not in self.drops} | dict.fromkeys(self.drops, "0")
+        default = {a: n for a, n in self.default.items() if a not in self.drops}
+        return replace(
+            self,
+            spellings=(self.to,),
+            to=side,
+            presence=self.back or self.presence,
+            axes=axes,
+            default=default,
+            drops={},
+            one_way="",
+            spelled=(),
+        )
 
 
 @dataclass(frozen=True)
@@ -155,6 +204,12 @@ class ArchMap:
         version: Version of the library that the rules come from, or "".
         target_requires: The same as ``requires`` for a config of ``to``.
         by_name: Whether only ``--arch`` or a config selects it, never names and shapes.
+        generations: Generations of the names of ``world`` that it has; none where there is one.
+        loaded_by: The trainer whose own code has loaded what the inverse makes, in its newest names, with the
+            release; or "".
+        generation: Generation of the names that an inverse makes, or "".
+        left_out: (rule, reason) of what an inverse does not make.
+        zeros: Rules of an inverse that make zeros, which it takes no tensor for.
     """
 
     arch: str
@@ -170,31 +225,53 @@ class ArchMap:
     version: str = ""
     target_requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     by_name: bool = False
+    generations: tuple[str, ...] = ()
+    loaded_by: str = ""
+    generation: str = ""
+    left_out: tuple[tuple[str, str], ...] = ()
+    zeros: tuple[Rule, ...] = ()
 
     @property
     def invertible(self) -> bool:
         """Whether every rule is."""
         return all(r.invertible for r in self.rules)
 
-    def inverted(self) -> ArchMap:
+    def inverted(self, generation: str = "") -> ArchMap:
         """Return the map of the other direction.
 
+        Args:
+            generation: Of the names that it makes; "" for the newest.
+
         Raises:
-            UsageError: With the rules that have no inverse.
+            UsageError: With the rules that have no inverse, or the generations that there are.
         """
-        lost = [f"{r.name} ({r.one_way})" for r in self.rules if not r.invertible]
-        if lost:
-            raise UsageError(f"cannot map {self.arch} from {self.to} to {self.world}: {'; '.join(lost)}")
-        turned = tuple(r.inverted() for r in self.rules)
-        digest = blake3(f"inverse {self.digest}".encode()).hexdigest()
+        if generation and generation not in self.generations:
+            raise UsageError(
+                f"cannot map {self.arch} to {self.world}:{generation}: it has no such names",
+                hint=f"one of: {', '.join(f'{self.world}:{g}' for g in self.generations) or self.world}",
+            )
+        if lost := [f"{r.name} ({r.loses})" for r in self.rules if r.loses]:
+            raise UsageError(
+                f"cannot map {self.arch} from {self.to} to {self.world}: {'; '.join(lost)}",
+                hint="import the model with the trainer's own converter",
+            )
+        newest = next(iter(self.generations), "")
+        generation = generation or newest
+        turned = [(r, r.inverted(generation)) for r in self.rules]
+        left_out = dict.fromkeys((r.name, r.drop) for r, back in turned if r.drop and back is None)
+        digest = blake3(f"inverse {self.digest} {generation}".encode()).hexdigest()
         return replace(
             self,
             world=self.to,
             to=self.world,
-            rules=turned,
+            rules=tuple(back for _, back in turned if back is not None and back.beside is None),
+            zeros=tuple(back for _, back in turned if back is not None and back.beside is not None),
             digest=digest,
             requires=self.target_requires,
             target_requires=self.requires,
+            generation=generation,
+            loaded_by=self.loaded_by if generation == newest else "",
+            left_out=tuple(left_out),
         )
 
 
@@ -232,8 +309,11 @@ class RuleForm(_Form):
     presence: Literal["every", "some", "optional"] = "every"
     one_way: str = ""
     part: str = ""
-    # It changes no output, only what is an error: no part of a map's digest.
+    # They change no output of the map: no part of its digest.
     only_zero: str = Field("", exclude=True)
+    spelled: tuple[str, ...] = Field((), exclude=True)
+    beside: str = Field("", exclude=True)
+    back: Literal["", "every", "some", "optional"] = Field("", exclude=True)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RuleForm:
@@ -241,6 +321,10 @@ class RuleForm(_Form):
             raise ValueError("a rule has either `to` or `drop`")
         if self.only_zero and not self.drop:
             raise ValueError("`only_zero` is for a rule with `drop`")
+        if bool(self.beside) != bool(self.only_zero):
+            raise ValueError("a rule with `only_zero` says in `beside` what the way back makes zeros for")
+        if self.spelled and len(self.spelled) != 1 + len(self.spellings):
+            raise ValueError("`spelled` has a text for `from` and for each spelling of `or`")
         for expression in (*self.axes.values(), *([self.where] if self.where else [])):
             names_in(expression)
         if self.repeats and not self.one_way:
@@ -278,7 +362,14 @@ class AlikeForm(_Form):
             for side in sides
         ]
         to = form.to and tuple(self.to[1] + t.removeprefix(self.to[0]) for t in form.to)
-        update = {"source": others[0], "spellings": tuple(others[1:]), "to": to, "part": self.name}
+        spelled = form.spelled and form.spelled + ("-",) * (len(others) - len(form.spelled))
+        update = {
+            "source": others[0],
+            "spellings": tuple(others[1:]),
+            "to": to,
+            "part": self.name,
+            "spelled": spelled,
+        }
         return form.model_copy(update=update)
 
 
@@ -300,6 +391,9 @@ class MapForm(_Form):
     by_name: bool = False
     signs: tuple[str, ...] = ()
     version: str = ""
+    # They change no output of the map: no part of its digest.
+    generations: tuple[str, ...] = Field((), exclude=True)
+    loaded_by: str = Field("", exclude=True)
 
 
 class FamilyForm(_Form):
@@ -412,6 +506,8 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         form.version,
         form.target_requires,
         form.by_name,
+        form.generations or GENERATIONS.get(form.world, ()),
+        form.loaded_by,
     )
 
 
@@ -438,7 +534,8 @@ def _rules_of_form(
     name = f"{group}/{form.name}" if group else form.name
     try:
         ends = [
-            [_with_texts(t, texts) for t in side] for side in (form.source, *form.spellings, form.to or ())
+            [_with_texts(t, texts) for t in side]
+            for side in (form.source, *form.spellings, form.to or (), (form.beside,) * bool(form.beside))
         ]
         parsed = [[_terms(t) for t in side] for side in ends]
         labels: dict[str, dict[str, None]] = {}
@@ -450,11 +547,17 @@ def _rules_of_form(
         for n, values in enumerate(product(*labels.values())):
             chosen = dict(zip(labels, values, strict=True))
             sides = [tuple(_chosen(term, chosen) for term in side) for side in parsed]
-            spellings = [s for side in sides[:-1] for s in _stacked(side, stacked)]
+            *written, to, beside = sides
+            labels_of = [_labels(text) for text in form.spelled] or [_ALL, *[_NONE] * (len(written) - 1)]
+            spellings = [
+                each
+                for side, own in zip(written, labels_of, strict=True)
+                for each in _stacked(side, stacked, own)
+            ]
             rule = Rule(
                 name,
-                tuple(spellings),
-                sides[-1],
+                tuple(side for side, _ in spellings),
+                to,
                 form.presence if n == 0 else "optional",
                 dict(axes) | form.axes,
                 form.default,
@@ -466,6 +569,9 @@ def _rules_of_form(
                 form.one_way or form.drop or "; ".join(form.drops.values()) or (_ADDING if form.add else ""),
                 form.part,
                 form.only_zero,
+                tuple(own for _, own in spellings),
+                next(iter(beside), None),
+                form.back if n == 0 else "",
             )
             _require_bijective(rule)
             yield rule
@@ -498,13 +604,23 @@ def _chosen(terms: Sequence[tuple[Term, dict[str, str]]], chosen: Mapping[str, s
     raise ValueError(f"{{{label}:...}} has other texts elsewhere in the rule")
 
 
-def _stacked(side: tuple[Term, ...], stacked: Mapping[str, str]) -> list[tuple[Term, ...]]:
-    """Return a spelling, and the same with layers in the tensors' first dim."""
-    out = [side]
-    for axis, prefix in stacked.items():
-        if all(_is_below(t, axis, prefix) for t in side):
-            out.append(tuple(_with_stacked_axis(t, axis) for t in side))
-    return out
+def _labels(text: str) -> frozenset[str]:
+    return frozenset(text.split("|")) if text else _ALL
+
+
+def _stacked(
+    side: tuple[Term, ...], stacked: Mapping[str, str], labels: frozenset[str]
+) -> list[tuple[tuple[Term, ...], frozenset[str]]]:
+    """Return a spelling, and the same with layers in the tensors' first dim, each with its generations."""
+    others = [
+        tuple(_with_stacked_axis(t, axis) for t in side)
+        for axis, prefix in stacked.items()
+        if all(_is_below(t, axis, prefix) for t in side)
+    ]
+    if not others:
+        return [(side, labels)]
+    own = frozenset({STACKED}) if not labels or STACKED in labels else _NONE
+    return [(side, labels - own or _ALL if labels != _NONE else _NONE), *((other, own) for other in others)]
 
 
 def _is_below(term: Term, axis: str, prefix: str) -> bool:

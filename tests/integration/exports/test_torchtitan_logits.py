@@ -19,6 +19,7 @@ import trainer_names
 from paths import JOBS
 
 import ckptcore
+from ckptcore.naming.maps.declaration import built_in_maps
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 
@@ -55,16 +56,22 @@ def hub_config(arch: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def titan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What torchtitan answers, from one process."""
-    python, folder = os.environ.get(VARIABLE), tmp_path_factory.mktemp("titan")
+    asked = [{"config": hub_config(a), "ids": IDS, "zero": DROPPED.get(a, ())} for a in FAMILIES]
+    return dict(zip(FAMILIES, answers(asked, tmp_path_factory.mktemp("titan")), strict=True))
+
+
+def answers(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What torchtitan answers to questions of its job, which has files in the folder."""
+    python = os.environ.get(VARIABLE)
     if not python:
         pytest.skip(f"no interpreter with torchtitan 0.3.0: {VARIABLE} can name one")
-    asked = [{"config": hub_config(a), "ids": IDS, "zero": DROPPED.get(a, ())} for a in FAMILIES]
     torch.save(asked, folder / "asked.pt")
     argv = [python, "-W", "ignore", str(JOBS / "torchtitan_logits_job.py")]
     argv += [str(folder / "asked.pt"), str(folder / "answer.pt")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(FAMILIES, torch.load(folder / "answer.pt", weights_only=True), strict=True))
+    found: list[dict[str, Any]] = torch.load(folder / "answer.pt", weights_only=True)
+    return found
 
 
 @pytest.mark.usefixtures("asked_here")
@@ -85,3 +92,27 @@ def test_torchtitans_own_model_agrees_with_the_export(
     difference = float((found - titan[arch]["logits"]).abs().max())
     print(f"logits differ by {difference:.1e}")
     assert difference < LIMIT
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_torchtitans_own_model_loads_what_the_way_back_makes(tmp_path: Path, arch: str) -> None:
+    """And computes the logits of the model on the hub."""
+    config = transformers.CONFIG_MAPPING[hub_config(arch)["model_type"]].from_dict(hub_config(arch))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            drawn = torch.randn(tensor.shape)
+            tensor.copy_(1 + drawn / 8 if "norm" in name else drawn / 4)
+        expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "hub")
+    maps = [m for m in built_in_maps() if (m.arch, m.world) == (arch, "torchtitan")]
+    options = {"verb": "reshard", "mesh": "fsdp=2", "names": "torchtitan", "catalog": False}
+    ckptcore.convert(str(tmp_path / "hub"), str(tmp_path / "dcp"), **options)
+    asked = {"config": hub_config(arch), "ids": IDS, "zero": (), "folder": str(tmp_path / "dcp")}
+    (found,) = answers([asked], tmp_path)
+    assert found["left"] == []
+    assert expected.std() > 0.05
+    assert float((expected - found["logits"]).abs().max()) < LIMIT
+    assert [m.loaded_by for m in maps] == ["torchtitan 0.3.0"]

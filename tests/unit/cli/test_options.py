@@ -25,20 +25,21 @@ WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --
     --keep-quantized --max-file-size --memory --meta --no-catalog --no-digest --no-fingerprint --no-resume
     --no-verify --output --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --tie
     --to --verify --if-exists --wait --weights --workers"""
+NAMES = " --allow-untried --arch --config --model-prefix --names"
 OPTIONS = {
     "inspect": "--allow-incomplete --exclude --include --keep-quantized --output --weights",
     "validate": """--allow-incomplete --catalog --keep-quantized --level --no-catalog --output --weights
         --workers""",
     "diff": """--exclude --ignore-dropped --include --keep-quantized --memory --model --model-prefix --output
         --record --rename --tie --weights --workers""",
-    "consolidate": WRITE,
-    "export": WRITE + " --arch --config --model-prefix --names --tokenizer",
-    "reshard": WRITE + " --config --keep-object --mesh --model-prefix --serialization --sharding --tokenizer",
+    "consolidate": WRITE + NAMES,
+    "export": WRITE + NAMES + " --tokenizer",
+    "reshard": WRITE + NAMES + " --keep-object --mesh --serialization --sharding --tokenizer",
     "verify-export": """--against --allow-incomplete --any-memory --catalog --device --dtype --dtype-for
         --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near
         --near-threshold --no-catalog --output --reference --rename --tie --weights --workers""",
-    "plan": """--allow-incomplete --arch --config --dtype --dtype-for --exclude --include
+    "plan": """--allow-incomplete --allow-untried --arch --config --dtype --dtype-for --exclude --include
         --keep-object --keep-quantized --max-file-size --memory --mesh --model-prefix --names
         --no-catalog --no-resume --output
         --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --save --serialization

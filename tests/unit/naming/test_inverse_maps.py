@@ -1,0 +1,230 @@
+"""Inverse maps: what the hub has comes out as each trainer has it, and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptcore
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.naming.rename import Mapped, remap
+from ckptcore.naming.worlds import parse_world
+from ckptcore.planning.name_maps import MappedNames, map_names
+
+pytest.importorskip("transformers", minversion="5.0")
+
+import trainer_names
+from families import FAMILIES, forms
+from samples import FIXTURES, unpack
+from trainer_names import WORLDS, State
+
+hub_model = cache(trainer_names.hub_model)
+
+# Form of a trainer's checkpoint in `trainer_names` -> generation of its names.
+GENERATION_OF = {
+    "torchtitan": {"old": "wq", "linear": "qkv_linear", "fused": "wqkv"},
+    "olmo_core": {"one": "default", "dropless": "dropless"},
+    "olmo": {"one": ""},
+}
+PADDED = {
+    "megatron": ("embedding.word_embeddings.weight", "output_layer.weight"),
+    "olmo_core": ("embeddings.weight", "lm_head.w_out.weight"),
+}
+# In torch_dist, norms are called like the linear layers behind them.
+FUSED_NORMS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+# Layers that are not alike have no first dim of their own: each stacked tensor would lack layers.
+MIXED = {"glm4_moe", "deepseek_v3", "deepseek_v32", "llama4"}
+
+
+def pairs() -> Iterator[tuple[str, str, str]]:
+    for family, (_, _, worlds) in FAMILIES.items():
+        yield from ((family, world, form) for world in worlds for form in forms(family, world))
+
+
+def generation(family: str, world: str, form: str) -> str:
+    if family == "gpt2":
+        return "fused"
+    return GENERATION_OF.get(world, {}).get(form, form)
+
+
+def hub_manifest(folder: Path, family: str, state: State | None = None) -> Manifest:
+    config, hub = hub_model(family)
+    folder.mkdir(exist_ok=True)
+    tensors = {n: t.contiguous() for n, t in (hub if state is None else state).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return ckptcore.open(str(folder))
+
+
+def to_trainer(mapped: Mapped, source: Manifest, to: str, **options: Any) -> MappedNames:
+    world, of = parse_world(to)
+    options = {"arch": "auto", "config": None, "url": "", "untried": True, "generation": of} | options
+    return map_names(mapped, "hf-hub", to=world, source=source, **options)
+
+
+def equal(manifest: Manifest, state: State) -> None:
+    assert {t.fqn: t.shape for t in manifest.tensors} == {n: tuple(t.shape) for n, t in state.items()}
+    for name, tensor in state.items():
+        assert torch.equal(ckptcore.read(manifest, name), tensor), name
+
+
+def trainer_state(family: str, world: str, form: str) -> State:
+    """What a trainer has of the hub's model: no rows pad its vocabulary, and biases of experts are zero."""
+    config, hub = hub_model(family)
+    state = WORLDS[world][0](config, dict(hub), form)
+    for name in PADDED.get(world, ()):
+        if name in state:
+            state[name] = state[name][: config["vocab_size"]]
+    if form == "stacked":
+        for old, new in FUSED_NORMS.items():
+            state = {n.replace(old, new): t for n, t in state.items()}
+    return state
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("family", "world", "form"), list(pairs()))
+def test_comes_out_as_the_trainer_has_it_and_back(tmp_path: Path, family: str, world: str, form: str) -> None:
+    source = hub_manifest(tmp_path / "hub", family)
+    bare = remap(source)
+    if form == "stacked" and family in MIXED:
+        with pytest.raises(NameMismatch, match=f"no map takes hf-hub names of {FAMILIES[family][0]}"):
+            to_trainer(bare, source, f"{world}:{form}")
+        return
+    found = to_trainer(bare, source, f"{world}:{generation(family, world, form)}".rstrip(":"))
+    names = {t.fqn for t in found.mapped.manifest.tensors}
+    state = trainer_state(family, world, form)
+    for name, _, _ in found.conversion.zeros:  # routers of the hub have none
+        state[name] = torch.zeros(4)
+    equal(found.mapped.manifest, state)
+    assert names == state.keys()
+    options = {"arch": found.map.arch, "to": "hf-hub", "source": source, "config": None, "url": ""}
+    back = map_names(found.mapped, world, **options)
+    equal(back.mapped.manifest, hub_model(family)[1])
+
+
+def tensors(folder: Path) -> State:
+    manifest = ckptcore.open(str(folder))
+    return {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
+
+
+def converted(source: Path, target: Path, names: str, **options: Any) -> ckptcore.Result:
+    options = {"verb": "consolidate", "to": "dcp", "allow_untried": True, "catalog": False} | options
+    return ckptcore.convert(str(source), str(target), names=names, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    [
+        ("qwen3_moe", "torchtitan", "megatron"),
+        ("llama", "torchtitan:wqkv", "olmo_core"),
+        ("olmoe", "olmo_core:dropless", "megatron:grouped"),
+        ("olmo2", "olmo", "olmo_core"),
+    ],
+)
+def test_from_one_trainer_to_another_and_back(tmp_path: Path, family: str, first: str, second: str) -> None:
+    """In one plan each way: the files between them are the trainers' alone."""
+    hub_manifest(tmp_path / "hub", family)
+    options = {"arch": family, "config": str(tmp_path / "hub")}
+    converted(tmp_path / "hub", tmp_path / "one", first)
+    done = converted(tmp_path / "one", tmp_path / "other", second, **options)
+    converted(tmp_path / "other", tmp_path / "back", first, **options)
+    before, after = tensors(tmp_path / "one"), tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(t, after[n]) for n, t in before.items())
+    assert {"no-optimizer", "untried-map"} <= {w.code for w in done.warnings}
+
+
+def test_the_ranks_of_a_mesh_begin_from_the_hub(tmp_path: Path) -> None:
+    hub_manifest(tmp_path / "hub", "qwen3_moe")
+    converted(tmp_path / "hub", tmp_path / "out", "torchtitan", verb="reshard", mesh="fsdp=2,ep=2,tp=2")
+    state = trainer_state("qwen3_moe", "torchtitan", "linear")
+    state |= {f"layers.{n}.moe.expert_bias_E": torch.zeros(4) for n in range(2)}
+    found = tensors(tmp_path / "out")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(t, found[n]) for n, t in state.items())
+
+
+@pytest.mark.parametrize(
+    ("hub", "trained"),
+    [
+        ("hf_llama", "gpt_llama_tp2pp2_0.19.2"),
+        ("hf_qwen2", "gpt_qwen2_tied_bias_tp2pp2_0.19.2"),
+        ("hf_deepseekv3", "gpt_deepseekv3_tp2pp2_0.19.2"),
+    ],
+)
+def test_the_newest_names_are_those_that_megatron_wrote(
+    request: pytest.FixtureRequest, hub: str, trained: str
+) -> None:
+    """Of the same model, but for rows that pad its vocabulary, and states of generators."""
+    truths = unpack(request.config.rootpath / ".pytest_cache/samples", FIXTURES / "maps/truths.tar.zst")
+    source = ckptcore.open(str(truths / hub))
+    found = to_trainer(remap(source), source, "megatron").mapped.manifest
+    wrote = {n: t for n, t in tensors(truths / trained / "ckpt").items() if not n.startswith("rng_state")}
+    assert {t.fqn for t in found.tensors} == wrote.keys()
+    for name, tensor in wrote.items():
+        own = ckptcore.read(found, name)
+        assert torch.equal(own, tensor[: len(own)] if name in PADDED["megatron"] else tensor), name
+
+
+def _refused(folder: Path, match: str, names: str = "torchtitan", **options: Any) -> None:
+    with pytest.raises((NameMismatch, UsageError), match=match):
+        converted(folder, folder.parent / "out", names, **options)
+    assert not (folder.parent / "out").exists()
+
+
+def test_what_cannot_be_mapped_is_refused_by_name(tmp_path: Path) -> None:
+    config, hub = hub_model("llama")
+    folder = tmp_path / "hub"
+
+    def write(state: State = hub, **more: Any) -> None:
+        hub_manifest(folder, "llama", state)
+        form = {k: v for k, v in (config | more).items() if v is not None}
+        (folder / "config.json").write_text(json.dumps(form))
+
+    write()
+    _refused(folder, "is untried: no code of megatron", "megatron", allow_untried=False)
+    _refused(folder, "is untried", "torchtitan:wq", allow_untried=False)
+    _refused(folder, "has no generation 'newer'", "torchtitan:newer")
+    _refused(folder, "no map takes hf-hub names of llama to olmo", "olmo")
+    mesh = {"verb": "reshard", "mesh": "tp=3"}
+    _refused(folder, "cannot run 4 attention heads with tp=3", **mesh)
+    write(num_attention_heads=None, num_key_value_heads=None)
+    _refused(folder, r"q_proj.weight \[16, 16\] does not fit torchtitan/rotary-pairs/qkv")  # the class has 32
+    write(num_key_value_heads=3)
+    _refused(folder, "does not fit the numbers: 4 is not a multiple of 3")
+    write(architectures=["CohereForCausalLM"], model_type="cohere")
+    _refused(folder, "no map takes hf-hub names of cohere")
+    write(tie_word_embeddings=True)
+    _refused(folder, "tie_word_embeddings = true, and there is lm_head.weight")
+    write({n: t for n, t in hub.items() if n != "lm_head.weight"}, tie_word_embeddings=True)
+    _refused(folder, r"nothing for the rules torchtitan/model/head \(lm_head.weight\)")
+    write({n: t for n, t in hub.items() if n != "model.layers.1.self_attn.k_proj.weight"})
+    _refused(folder, "nothing makes layers.1.attention.qkv_linear.wk.weight")
+    write()
+    (folder / "config.json").unlink()
+    _refused(folder, "nothing says which architecture this is")
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config, hub = hub_model("qwen3")
+    state = dict(hub)
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = hub[name].to(torch.float8_e4m3fn)
+    state[f"{name}_scale_inv"] = torch.ones(1, 1)
+    hub_manifest(tmp_path / "hub", "qwen3", state)
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    form = config | {"quantization_config": how}
+    (tmp_path / "hub/config.json").write_text(json.dumps(form))
+    _refused(tmp_path / "hub", f"cannot map quantised weights to torchtitan .{name}")
+    _refused(tmp_path / "hub", "no rule for .*scale_inv", keep_quantized=True)
