@@ -21,6 +21,7 @@ _WHERE = {
     "open": "ckptcore.api",
     "read": "ckptcore.api",
     "load_into": "ckptcore.api",
+    "StorageReader": "ckptcore.storage_reader",
     "check": "ckptcore.api",
     "plan": "ckptcore.api",
     "prepare": "ckptcore.api",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from ckptcore.execution.receipts import Receipt
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.request import Request, Settings
+    from ckptcore.storage_reader import StorageReader
     from ckptcore.utils.version import __version__ as __version__
 
 __all__ = [
@@ -90,6 +92,7 @@ __all__ = [
     "Request",
     "Result",
     "Settings",
+    "StorageReader",
     "TensorSpec",
     "check",
     "convert",

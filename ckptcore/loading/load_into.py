@@ -64,7 +64,7 @@ def load_into(manifest: Manifest, state_dict: Any, *, prefix: str, strict: bool,
     parts = [(row, pieces(leaf.fqn, fresh.get(id(leaf), leaf.value))) for leaf, row in plan.tensors]
     with closing(open_source_store(manifest.root, manifest.versions)) as store:
         # New values come first: until then, a wrong checksum has changed nothing.
-        full = partial(_full_tensor, manifest, store, verify)
+        full = partial(full_tensor, manifest, store, verify)
         values = [(leaf, built(form, full)) for leaf, form in plan.values]
         fills = [Fill(row, want, local) for row, filled in parts for local, want in filled]
         fill_memory(manifest, store, fills, verify=verify)
@@ -145,17 +145,22 @@ def _require_all(plan: _Plan, count: int, strict: bool, manifest: Manifest, pref
         _log.warning("not loaded, because the checkpoint has no value for them: %s", ", ".join(left))
 
 
-def _require_values(manifest: Manifest, plan: _Plan) -> None:
-    """Require that no quantised values are cast without their scales."""
+def require_decoded(manifest: Manifest, live: Sequence[tuple[str, int, Any]]) -> None:
+    """Require that no quantised values are cast without their scales.
+
+    Args:
+        manifest: The checkpoint.
+        live: (name, row of its tensor, torch dtype of the memory) of what is filled.
+    """
     import torch
 
-    pairs = [(leaf, manifest.tensors[row]) for leaf, row in plan.tensors]
-    codes = [(x, t) for x, t in pairs if is_code(t.dtype) and x.value.dtype != getattr(torch, t.dtype)]
+    rows = [(name, manifest.tensors[row], dtype) for name, row, dtype in live]
+    codes = [(n, t, d) for n, t, d in rows if is_code(t.dtype) and d != getattr(torch, t.dtype)]
     partners = bound(manifest.tensors) if codes else {}
-    for leaf, spec in codes:
+    for name, spec, dtype in codes:
         if spec.fqn in partners:
             raise UsageError(
-                f"cannot load {leaf.fqn} into a tensor of {leaf.value.dtype}: it is {spec.dtype}, and its "
+                f"cannot load {name} into a tensor of {dtype}: it is {spec.dtype}, and its "
                 f"values need {partners[spec.fqn]}",
                 hint="open the checkpoint without keep_quantized, if its weights are decoded here",
             )
@@ -165,7 +170,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
     """Require that everything can be filled, and that every element of it is in the checkpoint."""
     import torch
 
-    _require_values(manifest, plan)
+    require_decoded(manifest, [(leaf.fqn, row, leaf.value.dtype) for leaf, row in plan.tensors])
     for leaf, row in plan.tensors:
         spec: TensorSpec = manifest.tensors[row]
         memory: Sequence[Any] = ()
@@ -217,7 +222,7 @@ def _referenced_names(plan: _Plan) -> set[str]:
     return {name for _, form in plan.values for name in references(form)}
 
 
-def _full_tensor(manifest: Manifest, store: Store, verify: bool, name: str) -> Any:
+def full_tensor(manifest: Manifest, store: Store, verify: bool, name: str) -> Any:
     """Build a tensor that is inside a plain value."""
     import torch
 
