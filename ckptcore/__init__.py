@@ -31,7 +31,8 @@ _WHERE = {
     "diff": "ckptcore.api",
     "Difference": "ckptcore.comparison.result",
     "fingerprint": "ckptcore.api",
-    "Fingerprints": "ckptcore.comparison.fingerprint",
+    "fingerprint_state": "ckptcore.api",
+    "Fingerprints": "ckptcore.fingerprints.result",
     "verify_export": "ckptcore.api",
     "ExportProof": "ckptcore.checking.export_proof",
     "Composed": "ckptcore.planning.compose",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         diff,
         execute,
         fingerprint,
+        fingerprint_state,
         load_into,
         open,
         plan,
@@ -65,13 +67,13 @@ if TYPE_CHECKING:
     )
     from ckptcore.checking.check import Report
     from ckptcore.checking.export_proof import ExportProof
-    from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference
     from ckptcore.conversion.pipeline import Prepared, Result
     from ckptcore.core.box import Box
     from ckptcore.core.manifest import Manifest, TensorSpec
     from ckptcore.errors import CkptError, Finding
     from ckptcore.execution.receipts import Receipt
+    from ckptcore.fingerprints.result import Fingerprints
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.request import Request, Settings
     from ckptcore.storage_reader import StorageReader
@@ -99,6 +101,7 @@ __all__ = [
     "diff",
     "execute",
     "fingerprint",
+    "fingerprint_state",
     "load_into",
     "open",
     "plan",

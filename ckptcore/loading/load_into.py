@@ -22,7 +22,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.object_tree import references
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_cast
+from ckptcore.loading.live_tensors import FILL, Use, on_memory, on_meta, pieces, require_cast
 from ckptcore.loading.plain_values import NotBuilt, built, find
 from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.reading.fill_memory import Fill, fill_memory
@@ -258,8 +258,12 @@ class LiveState:
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
-def live_state(state_dict: Any) -> LiveState:
+def live_state(state_dict: Any, use: Use = FILL) -> LiveState:
     """Return every leaf of a state dict, or of an object; objects return their state, and nothing is changed.
+
+    Args:
+        state_dict: A mapping, or an object with ``state_dict`` and ``load_state_dict``.
+        use: What is done with its tensors.
 
     Raises:
         NameMismatch: Two leaves have one name.
@@ -272,13 +276,13 @@ def live_state(state_dict: Any) -> LiveState:
         _visit(state, state_dict, "", None, None)
     else:
         raise UsageError(
-            f"cannot load into a {type(state_dict).__name__}",
+            f"cannot {use.verb} a {type(state_dict).__name__}",
             hint="name a state dict, a module, or a dict of them: {'model': model}",
         )
     twice = [n for n, count in Counter(leaf.fqn for leaf in state.leaves).items() if count > 1]
     if twice:
         raise NameMismatch(
-            f"cannot load into two leaves of one name: {some(twice)}",
+            f"cannot {use.verb} two leaves of one name: {some(twice)}",
             hint="try other keys: `{'a.b': ...}` and `{'a': {'b': ...}}` have one name in a checkpoint",
         )
     return state
@@ -309,7 +313,7 @@ def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any)
         inside = value.state_dict()
         if not isinstance(inside, Mapping):
             raise UsageError(
-                f"cannot load into {path or type(value).__name__}: its state_dict() must be a mapping "
+                f"state_dict() of {path or type(value).__name__} must return a mapping "
                 f"(got {type(inside).__name__})",
                 hint="try to return a dict of tensors and plain values",
             )
