@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 Piece = tuple["torch.Tensor", Box]
 
 
-class Use(NamedTuple):
+class MemoryUse(NamedTuple):
     """What is done with memory: the verb of its errors, and whether it is written."""
 
     verb: str
     writes: bool
 
 
-FILL, SUM = Use("load into", True), Use("fingerprint", False)
+FILL, SUM = MemoryUse("load into", True), MemoryUse("fingerprint", False)
 
 
-def pieces(fqn: str, tensor: Any, use: Use = FILL) -> list[Piece]:
+def pieces(fqn: str, tensor: Any, use: MemoryUse = FILL) -> list[Piece]:
     """Return this rank's memory of a tensor, in pieces, each with its box of the full tensor.
 
     The list is empty for a rank that holds nothing of it.
@@ -118,7 +118,7 @@ def _current_device() -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _shards(fqn: str, tensor: Any, use: Use) -> list[Piece]:
+def _shards(fqn: str, tensor: Any, use: MemoryUse) -> list[Piece]:
     """Return one piece per local shard; the offsets of a shard within a shard add up."""
     found: list[Piece] = []
     for shard in tensor.local_shards():
@@ -137,7 +137,7 @@ def _shards(fqn: str, tensor: Any, use: Use) -> list[Piece]:
     return found
 
 
-def _own_chunks(fqn: str, tensor: Any, local: Any, use: Use) -> list[Piece]:
+def _own_chunks(fqn: str, tensor: Any, local: Any, use: MemoryUse) -> list[Piece]:
     """Return one piece per chunk that a tensor lists itself, as torch/distributed/_checkpointable.py says.
 
     Args:
@@ -170,7 +170,7 @@ def _own_chunks(fqn: str, tensor: Any, local: Any, use: Use) -> list[Piece]:
     return found
 
 
-def require_kind(fqn: str, tensor: Any, use: Use = FILL) -> None:
+def require_kind(fqn: str, tensor: Any, use: MemoryUse = FILL) -> None:
     """Raise `UsageError` for a tensor whose memory cannot be used so; None passes."""
     import torch
     from torch._subclasses import FakeTensor

@@ -22,7 +22,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.object_tree import references
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.loading.live_tensors import FILL, Use, on_memory, on_meta, pieces, require_cast
+from ckptcore.loading.live_tensors import FILL, MemoryUse, on_memory, on_meta, pieces, require_cast
 from ckptcore.loading.plain_values import NotBuilt, built, find
 from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.reading.fill_memory import Fill, fill_memory
@@ -258,7 +258,7 @@ class LiveState:
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
-def live_state(state_dict: Any, use: Use = FILL) -> LiveState:
+def live_state(state_dict: Any, use: MemoryUse = FILL) -> LiveState:
     """Return every leaf of a state dict, or of an object; objects return their state, and nothing is changed.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from odd_tensors import KINDS, W
 from paths import FIXTURES
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import ckptcore
 from ckptcore import errors
@@ -23,6 +25,29 @@ WEIGHT, STEPS = torch.arange(2_000_000.0).reshape(1000, 2000), torch.arange(8)
 
 class NotPlain:
     """A class that no reader looks up."""
+
+
+class OneChunk(torch.Tensor):
+    """A tensor of which one chunk is in memory, as `torch.distributed.checkpoint` lets tensors say it."""
+
+    offset: tuple[int, ...]
+    memory: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, offset: tuple[int, ...], memory: torch.Tensor) -> OneChunk:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=memory.dtype)
+        tensor.offset, tensor.memory = offset, memory
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.offset), self.memory.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.memory
 
 
 def values() -> dict[str, Any]:
@@ -73,6 +98,23 @@ def test_memory_is_filled_in_place_and_cast(folder: Path) -> None:
     dcp.load(state, storage_reader=ckptcore.StorageReader(folder / "all.pt"), no_dist=True)
     assert torch.equal(half, WEIGHT.half())
     assert state["model"]["weight"] is half
+
+
+def test_one_chunk_of_a_large_tensor(tmp_path: Path) -> None:
+    """Only its box is read, and memory is that of the buffers."""
+    large = torch.arange(48 << 20, dtype=torch.int32).reshape(-1, 1 << 20)  # 192 MiB
+    torch.save({"large": large}, tmp_path / "all.pt")
+    chunk = torch.zeros(1, 5, dtype=torch.int32)
+    state = {"large": OneChunk(large.shape, (40, 7), chunk)}
+    reader = ckptcore.StorageReader(tmp_path / "all.pt")
+    tracemalloc.start()
+    try:
+        dcp.load(state, storage_reader=reader)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(chunk, large[40:41, 7:12])
+    assert peak < 64 << 20
 
 
 def test_missing_names(folder: Path) -> None:
