@@ -103,17 +103,17 @@ def test_what_has_no_fingerprint(state: Any, error: type[Exception]) -> None:
 
 
 def part(*boxes: tuple[Sequence[int], Sequence[int], int], rank: int = 0, shape: int = 8) -> dict[str, Any]:
-    held = [BoxSum(ckptcore.Box(tuple(at), tuple(size)), (total, 1), rank) for at, size, total in boxes]
-    return {"w": SummedTensor("float32", (shape,), held)}
+    box_sums = [BoxSum(ckptcore.Box(tuple(at), tuple(size)), (total, 1), rank) for at, size, total in boxes]
+    return {"w": SummedTensor("float32", (shape,), box_sums)}
 
 
 def test_parts_of_ranks() -> None:
     """Equal boxes count once, and must be equal; together they are exactly the tensor's elements."""
     first, second = ([0], [4], 7), ([4], [4], 9)
     merged = live_fingerprint._merged([part(first), part(second, rank=1), part(first, rank=2), part(rank=3)])
-    whole = live_fingerprint._fingerprints(merged)
-    assert whole == live_fingerprint._fingerprints(part(first, second))
-    assert whole != live_fingerprint._fingerprints(part(first, ([4], [4], 10)))
+    full = live_fingerprint._fingerprints(merged)
+    assert full == live_fingerprint._fingerprints(part(first, second))
+    assert full != live_fingerprint._fingerprints(part(first, ([4], [4], 10)))
     with pytest.raises(DamagedCheckpoint, match=r"cannot fingerprint w: ranks 0 and 5 "):
         live_fingerprint._merged([part(first), part(([0], [4], 8), rank=5)])
     with pytest.raises(NameMismatch, match="cannot fingerprint w: it is"):
