@@ -21,6 +21,7 @@ _WHERE = {
     "open": "ckptcore.api",
     "read": "ckptcore.api",
     "load_into": "ckptcore.api",
+    "StorageReader": "ckptcore.storage_reader",
     "check": "ckptcore.api",
     "plan": "ckptcore.api",
     "prepare": "ckptcore.api",
@@ -30,7 +31,8 @@ _WHERE = {
     "diff": "ckptcore.api",
     "Difference": "ckptcore.comparison.result",
     "fingerprint": "ckptcore.api",
-    "Fingerprints": "ckptcore.comparison.fingerprint",
+    "fingerprint_state": "ckptcore.api",
+    "Fingerprints": "ckptcore.fingerprints.result",
     "verify_export": "ckptcore.api",
     "ExportProof": "ckptcore.checking.export_proof",
     "Composed": "ckptcore.planning.compose",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         diff,
         execute,
         fingerprint,
+        fingerprint_state,
         load_into,
         open,
         plan,
@@ -64,15 +67,16 @@ if TYPE_CHECKING:
     )
     from ckptcore.checking.check import Report
     from ckptcore.checking.export_proof import ExportProof
-    from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference
     from ckptcore.conversion.pipeline import Prepared, Result
     from ckptcore.core.box import Box
     from ckptcore.core.manifest import Manifest, TensorSpec
     from ckptcore.errors import CkptError, Finding
     from ckptcore.execution.receipts import Receipt
+    from ckptcore.fingerprints.result import Fingerprints
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.request import Request, Settings
+    from ckptcore.storage_reader import StorageReader
     from ckptcore.utils.version import __version__ as __version__
 
 __all__ = [
@@ -90,12 +94,14 @@ __all__ = [
     "Request",
     "Result",
     "Settings",
+    "StorageReader",
     "TensorSpec",
     "check",
     "convert",
     "diff",
     "execute",
     "fingerprint",
+    "fingerprint_state",
     "load_into",
     "open",
     "plan",

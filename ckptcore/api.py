@@ -28,11 +28,12 @@ from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ckptcore.checking.export_proof import ExportProof
-    from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference
     from ckptcore.core.box import Box
+    from ckptcore.fingerprints.result import Fingerprints
     from ckptcore.planning.export_source import KnownExport
 
 
@@ -233,6 +234,36 @@ def fingerprint(
         else open(source, keep_quantized=keep_quantized, weights=weights)
     )
     return run(manifest, settings or Settings(), progress, rules)
+
+
+def fingerprint_state(
+    state_dict: Mapping[str, Any] | torch.nn.Module, mesh: DeviceMesh | None = None
+) -> Fingerprints:
+    """Fingerprint the tensors of a running job, as `fingerprint` does those of the checkpoint it would save.
+
+    Every rank sums its own boxes where they are: plain tensors, DTensors (FSDP2, HSDP, tensor parallelism)
+    and ShardedTensors (FSDP1). Then ranks exchange sums, once a mesh axis; all of them must call it. Equal
+    boxes of several ranks count once, and must be equal. Nothing is cast: a job in float32 and its export in
+    bfloat16 differ. It detects accidents, not forgery.
+
+    Args:
+        state_dict: What `load_into` takes, for example the state dict that is saved. Only tensors count.
+        mesh: The ranks that hold it together; None: all ranks of the default process group, or this process
+            alone where there is none. With a mesh of several axes, fewer sums are exchanged.
+
+    Returns:
+        The fingerprint, and one for each tensor, on every rank. ``differing`` names what differs from another
+        one.
+
+    Raises:
+        DamagedCheckpoint: Ranks have different values in equal boxes; the first tensor is named.
+        NameMismatch: Ranks have different tensors of one name, or two leaves have one.
+        UsageError: A tensor has no values here (meta, fake, a partial sum), or ranks do not hold all of it.
+        UnsupportedDtype: No checkpoint has tensors of this dtype.
+    """
+    from ckptcore.loading.live_fingerprint import fingerprint_state as run
+
+    return run(state_dict, mesh)
 
 
 def verify_export(

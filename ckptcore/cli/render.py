@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ckptcore.checking.check import Report
     from ckptcore.checking.export_proof import ExportProof
     from ckptcore.checking.summary import Placement, Summary
-    from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
     from ckptcore.conversion.request_costs import RequestCosts
     from ckptcore.core.manifest import Manifest
+    from ckptcore.fingerprints.result import Fingerprints
     from ckptcore.formats import Format
     from ckptcore.planning.compose import Composed
     from ckptcore.utils.workers import Progress

@@ -22,6 +22,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, UsageError, finding
+from ckptcore.fingerprints.result import Fingerprints
 from ckptcore.fingerprints.sums import (
     ZERO,
     Fingerprinted,
@@ -62,41 +63,6 @@ class FingerprintRules:
 
 
 EVERYTHING = FingerprintRules()
-
-
-@dataclass(frozen=True)
-class Fingerprints:
-    """The fingerprints of a checkpoint and of its tensors.
-
-    Attributes:
-        fingerprint: Of all selected tensors together.
-        map_digest: Of the renames and the excluded names.
-        tensors: (FQN, dtype, shape, fingerprint) of each.
-        renamed: (stored name, name).
-        unverified: Number of stored items that were read and have no checksum.
-        warnings: Options that had no effect.
-    """
-
-    fingerprint: str
-    map_digest: str
-    tensors: tuple[Fingerprinted, ...]
-    renamed: tuple[tuple[str, str], ...]
-    unverified: int
-    warnings: tuple[Finding, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        rows = [
-            {"fqn": fqn, "dtype": dtype, "shape": list(shape), "fingerprint": each}
-            for fqn, dtype, shape, each in self.tensors
-        ]
-        return {
-            "fingerprint": self.fingerprint,
-            "map_digest": self.map_digest,
-            "unverified": self.unverified,
-            "tensors": rows,
-            "warnings": [w.as_dict() for w in self.warnings],
-        }
 
 
 @rereading

@@ -11,6 +11,8 @@ The exact hole is computed for a report, only where something is wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -53,6 +55,21 @@ def coverage(manifest: Manifest) -> list[Finding]:
             close = explained <= _MAX_EXPLAINED
             found += _explain(manifest, t, lo, shape) if close else [_untiled(tensors[t], lo, shape)]
     return found
+
+
+def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Report whether boxes hold each element of a tensor exactly once; equal boxes count once.
+
+    >>> is_tiled((4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (1, 2))]), is_tiled((4,), [Box((0,), (3,))])
+    (True, False)
+    """
+    if not boxes:
+        return 0 in shape
+    lo, sizes = (
+        np.array([(first, *of) for of in rows], np.int64)
+        for first, rows in ((0, [box.offset for box in boxes]), (1, [box.shape for box in boxes]))
+    )
+    return _covers(lo, sizes, np.array((1, *shape), np.int64))
 
 
 def replicas(manifest: Manifest) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Find which memory of this rank to fill with which boxes of the stored tensor.
+"""Find which memory of this rank holds, or gets, which boxes of a tensor.
 
 Every kind of tensor is either supported here or refused before anything is filled: kinds that torch writes to
 in another way (sparse, quantised, fake, expanded), or that have no memory. A tensor, or the local part of a
@@ -7,7 +7,7 @@ DTensor, may list its own chunks, as it does for `torch.distributed.checkpoint`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptcore.core.box import Box
 from ckptcore.errors import NameMismatch, UnsupportedDtype, UsageError
@@ -19,31 +19,46 @@ if TYPE_CHECKING:
 Piece = tuple["torch.Tensor", Box]
 
 
-def pieces(fqn: str, tensor: Any) -> list[Piece]:
+class MemoryUse(NamedTuple):
+    """What is done with memory: the verb of its errors, and whether it is written."""
+
+    verb: str
+    writes: bool
+
+
+FILL, SUM = MemoryUse("load into", True), MemoryUse("fingerprint", False)
+
+
+def pieces(fqn: str, tensor: Any, use: MemoryUse = FILL) -> list[Piece]:
     """Return this rank's memory of a tensor, in pieces, each with its box of the full tensor.
 
     The list is empty for a rank that holds nothing of it.
 
+    Args:
+        fqn: Name of the tensor.
+        tensor: The global tensor.
+        use: What is done with its memory.
+
     Raises:
-        UsageError: This kind of tensor cannot be filled.
+        UsageError: This kind of tensor cannot be used so.
         NameMismatch: The tensor contradicts its own metadata.
     """
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, ShardedTensor):
-        return _shards(fqn, tensor)
+        return _shards(fqn, tensor, use)
     local = tensor
     if isinstance(tensor, DTensor):
         local = tensor.to_local() if tensor.device_mesh.get_coordinate() is not None else None
     if hasattr(local, "__create_chunk_list__"):
-        return _own_chunks(fqn, tensor, local)
-    require_kind(fqn, local)
+        return _own_chunks(fqn, tensor, local, use)
+    require_kind(fqn, local, use)
     try:
         return local_parts(tensor)
     except (UsageError, NameMismatch) as error:
         raise type(error)(
-            f"cannot load into {fqn}: {error.message}",
+            f"cannot {use.verb} {fqn}: {error.message}",
             hint="try a tensor with memory of its own for this rank's part",
         ) from error
 
@@ -103,7 +118,7 @@ def _current_device() -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _shards(fqn: str, tensor: Any) -> list[Piece]:
+def _shards(fqn: str, tensor: Any, use: MemoryUse) -> list[Piece]:
     """Return one piece per local shard; the offsets of a shard within a shard add up."""
     found: list[Piece] = []
     for shard in tensor.local_shards():
@@ -112,29 +127,30 @@ def _shards(fqn: str, tensor: Any) -> list[Piece]:
             Box(offset, sizes)
         ):
             raise NameMismatch(
-                f"cannot load into {fqn}: its shard at {list(offset)} of {list(tensor.size())} must be "
+                f"cannot {use.verb} {fqn}: its shard at {list(offset)} of {list(tensor.size())} must be "
                 f"{list(sizes)} (got {list(shard.tensor.shape)})",
                 hint="try a ShardedTensor whose shards match its metadata",
             )
         found += [
-            (local, Box(_sum(offset, box.offset), box.shape)) for local, box in pieces(fqn, shard.tensor)
+            (local, Box(_sum(offset, box.offset), box.shape)) for local, box in pieces(fqn, shard.tensor, use)
         ]
     return found
 
 
-def _own_chunks(fqn: str, tensor: Any, local: Any) -> list[Piece]:
+def _own_chunks(fqn: str, tensor: Any, local: Any, use: MemoryUse) -> list[Piece]:
     """Return one piece per chunk that a tensor lists itself, as torch/distributed/_checkpointable.py says.
 
     Args:
         fqn: Name of the tensor.
         tensor: The global tensor.
         local: The same, or its local part: whichever lists chunks, such as torch's `LocalShardsWrapper`.
+        use: What is done with its memory.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     if getattr(tensor, "placements", None) and any(p.is_partial() for p in tensor.placements):
         raise UsageError(
-            f"cannot load into {fqn}: it holds a summand (Partial), not its values",
+            f"cannot {use.verb} {fqn}: it holds a summand (Partial), not its values",
             hint="try a Shard or Replicate placement",
         )
     found: list[Piece] = []
@@ -146,16 +162,16 @@ def _own_chunks(fqn: str, tensor: Any, local: Any) -> list[Piece]:
         inside = len(offset) == tensor.dim() and Box.full(tuple(tensor.size())).contains(Box(offset, sizes))
         if tuple(memory.shape) != sizes or not inside:
             raise NameMismatch(
-                f"cannot load into {fqn}: its chunk at {list(offset)} of {list(tensor.size())} must be "
+                f"cannot {use.verb} {fqn}: its chunk at {list(offset)} of {list(tensor.size())} must be "
                 f"{list(sizes)} (got {list(memory.shape)})",
                 hint="try a tensor whose chunks match what it lists",
             )
-        found += [(part, Box(_sum(offset, box.offset), box.shape)) for part, box in pieces(fqn, memory)]
+        found += [(part, Box(_sum(offset, box.offset), box.shape)) for part, box in pieces(fqn, memory, use)]
     return found
 
 
-def require_kind(fqn: str, tensor: Any) -> None:
-    """Raise `UsageError` for a tensor whose memory cannot be filled; None passes."""
+def require_kind(fqn: str, tensor: Any, use: MemoryUse = FILL) -> None:
+    """Raise `UsageError` for a tensor whose memory cannot be used so; None passes."""
     import torch
     from torch._subclasses import FakeTensor
 
@@ -172,13 +188,13 @@ def require_kind(fqn: str, tensor: Any) -> None:
         reason = f"it is quantised ({tensor.dtype})"
     elif tensor.is_nested or tensor.layout != torch.strided:
         reason = f"its layout is {'nested' if tensor.is_nested else tensor.layout}"
-    elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+    elif use.writes and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         reason = "several of its elements share one place in memory (an expanded tensor)"
-    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+    elif use.writes and tensor.is_inference() and not torch.is_inference_mode_enabled():
         reason = "it was made in inference mode, and cannot be changed outside"
     if reason:
         raise UsageError(
-            f"cannot load into {fqn}: {reason}",
+            f"cannot {use.verb} {fqn}: {reason}",
             hint="try a tensor with memory of its own, or leave it out of the state dict",
         )
 

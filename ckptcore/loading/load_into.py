@@ -22,7 +22,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.object_tree import references
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_cast
+from ckptcore.loading.live_tensors import FILL, MemoryUse, on_memory, on_meta, pieces, require_cast
 from ckptcore.loading.plain_values import NotBuilt, built, find
 from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.reading.fill_memory import Fill, fill_memory
@@ -64,7 +64,7 @@ def load_into(manifest: Manifest, state_dict: Any, *, prefix: str, strict: bool,
     parts = [(row, pieces(leaf.fqn, fresh.get(id(leaf), leaf.value))) for leaf, row in plan.tensors]
     with closing(open_source_store(manifest.root, manifest.versions)) as store:
         # New values come first: until then, a wrong checksum has changed nothing.
-        full = partial(_full_tensor, manifest, store, verify)
+        full = partial(full_tensor, manifest, store, verify)
         values = [(leaf, built(form, full)) for leaf, form in plan.values]
         fills = [Fill(row, want, local) for row, filled in parts for local, want in filled]
         fill_memory(manifest, store, fills, verify=verify)
@@ -145,17 +145,22 @@ def _require_all(plan: _Plan, count: int, strict: bool, manifest: Manifest, pref
         _log.warning("not loaded, because the checkpoint has no value for them: %s", ", ".join(left))
 
 
-def _require_values(manifest: Manifest, plan: _Plan) -> None:
-    """Require that no quantised values are cast without their scales."""
+def require_decoded(manifest: Manifest, live: Sequence[tuple[str, int, Any]]) -> None:
+    """Require that no quantised values are cast without their scales.
+
+    Args:
+        manifest: The checkpoint.
+        live: (name, row of its tensor, torch dtype of the memory) of what is filled.
+    """
     import torch
 
-    pairs = [(leaf, manifest.tensors[row]) for leaf, row in plan.tensors]
-    codes = [(x, t) for x, t in pairs if is_code(t.dtype) and x.value.dtype != getattr(torch, t.dtype)]
+    rows = [(name, manifest.tensors[row], dtype) for name, row, dtype in live]
+    codes = [(n, t, d) for n, t, d in rows if is_code(t.dtype) and d != getattr(torch, t.dtype)]
     partners = bound(manifest.tensors) if codes else {}
-    for leaf, spec in codes:
+    for name, spec, dtype in codes:
         if spec.fqn in partners:
             raise UsageError(
-                f"cannot load {leaf.fqn} into a tensor of {leaf.value.dtype}: it is {spec.dtype}, and its "
+                f"cannot load {name} into a tensor of {dtype}: it is {spec.dtype}, and its "
                 f"values need {partners[spec.fqn]}",
                 hint="open the checkpoint without keep_quantized, if its weights are decoded here",
             )
@@ -165,7 +170,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
     """Require that everything can be filled, and that every element of it is in the checkpoint."""
     import torch
 
-    _require_values(manifest, plan)
+    require_decoded(manifest, [(leaf.fqn, row, leaf.value.dtype) for leaf, row in plan.tensors])
     for leaf, row in plan.tensors:
         spec: TensorSpec = manifest.tensors[row]
         memory: Sequence[Any] = ()
@@ -217,7 +222,7 @@ def _referenced_names(plan: _Plan) -> set[str]:
     return {name for _, form in plan.values for name in references(form)}
 
 
-def _full_tensor(manifest: Manifest, store: Store, verify: bool, name: str) -> Any:
+def full_tensor(manifest: Manifest, store: Store, verify: bool, name: str) -> Any:
     """Build a tensor that is inside a plain value."""
     import torch
 
@@ -253,8 +258,12 @@ class LiveState:
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
-def live_state(state_dict: Any) -> LiveState:
+def live_state(state_dict: Any, use: MemoryUse = FILL) -> LiveState:
     """Return every leaf of a state dict, or of an object; objects return their state, and nothing is changed.
+
+    Args:
+        state_dict: A mapping, or an object with ``state_dict`` and ``load_state_dict``.
+        use: What is done with its tensors.
 
     Raises:
         NameMismatch: Two leaves have one name.
@@ -267,13 +276,13 @@ def live_state(state_dict: Any) -> LiveState:
         _visit(state, state_dict, "", None, None)
     else:
         raise UsageError(
-            f"cannot load into a {type(state_dict).__name__}",
+            f"cannot {use.verb} a {type(state_dict).__name__}",
             hint="name a state dict, a module, or a dict of them: {'model': model}",
         )
     twice = [n for n, count in Counter(leaf.fqn for leaf in state.leaves).items() if count > 1]
     if twice:
         raise NameMismatch(
-            f"cannot load into two leaves of one name: {some(twice)}",
+            f"cannot {use.verb} two leaves of one name: {some(twice)}",
             hint="try other keys: `{'a.b': ...}` and `{'a': {'b': ...}}` have one name in a checkpoint",
         )
     return state
@@ -304,7 +313,7 @@ def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any)
         inside = value.state_dict()
         if not isinstance(inside, Mapping):
             raise UsageError(
-                f"cannot load into {path or type(value).__name__}: its state_dict() must be a mapping "
+                f"state_dict() of {path or type(value).__name__} must return a mapping "
                 f"(got {type(inside).__name__})",
                 hint="try to return a dict of tensors and plain values",
             )

@@ -25,6 +25,7 @@ from ckptcore.core.named_values import CONTAINERS, content_of, moment_of, uuid_o
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
 
 Forms = Mapping[str, Blob]
+_MAPPINGS = (None, "dict", "odict", "defaultdict", "counter")  # kinds of forms that are mappings
 ReadTensor = Callable[[str], Any]
 
 
@@ -49,6 +50,26 @@ def find(objects: Forms, fqn: str) -> tuple[str, Any] | None:
                 return blob.key, form[0]
         at = fqn.rfind(".", 0, at)
     return None
+
+
+def leaf_names(blob: Blob) -> Iterator[str]:
+    """Yield the names of an object's values as `torch.distributed.checkpoint` flattens a state dict.
+
+    torch enters dicts, and lists that hold a tensor or a dict. Tensors in an object have names of their own.
+    """
+    queue = [(blob.key, blob.tree if blob.known else None)]
+    while queue:
+        name, form = queue.pop()
+        if _is_entered(form):
+            queue += [(f"{name}.{key}", value) for key, value in _entries(form)]
+        elif not (isinstance(form, dict) and form.get("$") == "tensor"):
+            yield name
+
+
+def _is_entered(form: Any) -> bool:
+    if isinstance(form, list):
+        return any(_is_entered(v) or (isinstance(v, dict) and v.get("$") == "tensor") for v in form)
+    return isinstance(form, dict) and form.get("$") in _MAPPINGS
 
 
 def built(form: Any, read: ReadTensor) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -53,16 +53,16 @@ def fill_memory(manifest: Manifest, store: Store, fills: Sequence[Fill], *, veri
     fills = [fill for fill in fills if fill.want.numel]
     records = Records(store, len(manifest.items), verify)
     apart, shared = _apart(fills)
-    for some, threads in ((apart, _threads(apart)), (shared, 1)):
+    for some, threads in ((apart, threads_for(fill.out for fill in apart)), (shared, 1)):
         if some:
             _run(manifest, store, records, some, threads)
 
 
-def _threads(fills: Sequence[Fill]) -> int:
-    """Return the number of threads: the cores, shared by the processes of a job on this machine."""
+def threads_for(tensors: Iterable[Any]) -> int:
+    """Return the number of threads for some memory: the cores, shared by the processes of a job here."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun has it
     cores = usable_cores() // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
-    nbytes: int = sum(fill.out.numel() * fill.out.element_size() for fill in fills)
+    nbytes: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return max(1, min(cores, _MOST_THREADS, nbytes // PIECE))
 
 
@@ -170,7 +170,7 @@ class _Lane:
         _, want, memory = each.fill
         out, kind = memory[index_of(box, want)], getattr(torch, each.dtype)
         if out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _holds_its_values(out):
-            each.reader.read(box, _integers(out, each.dtype), self._scratch)
+            each.reader.read(box, integers_of(out, each.dtype), self._scratch)
             return
         ring = self._rings.get(out.device)
         if ring is None:
@@ -178,7 +178,7 @@ class _Lane:
         staged = ring.next(box.shape, out.dtype)
         # Values of another dtype are cast here, as `Tensor.copy_` does it for memory of a device.
         values = staged if out.dtype == kind else _tensor(self._plain, box.shape, kind)
-        each.reader.read(box, _integers(values, each.dtype), self._scratch)
+        each.reader.read(box, integers_of(values, each.dtype), self._scratch)
         if values is not staged:
             staged.copy_(values)
         ring.send(staged, out)
@@ -254,7 +254,7 @@ def _holds_its_values(tensor: Any) -> bool:
     return not (tensor.is_conj() or tensor.is_neg())
 
 
-def _integers(tensor: Any, dtype: str) -> npt.NDArray[Any]:
+def integers_of(tensor: Any, dtype: str) -> npt.NDArray[Any]:
     """Return a numpy view of a contiguous CPU tensor's memory, as integers of the element's width."""
     import torch
 

@@ -288,18 +288,18 @@ def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]
 
     Raises:
         NameMismatch: A DTensor's memory is not the shard of its placements.
-        UsageError: The memory cannot be filled: meta tensors, partial sums.
+        UsageError: There is no memory of its values: meta tensors, partial sums.
     """
     from torch.distributed.tensor import DTensor
 
     shape = tuple(tensor.shape)
     if tensor.is_meta:
-        raise UsageError(f"cannot fill a tensor of {list(shape)}: it is on the meta device")
+        raise UsageError(f"a tensor of {list(shape)} has no memory: it is on the meta device")
     if not isinstance(tensor, DTensor):
         return [(tensor.detach(), Box.full(shape))]
     places = [p for p in tensor.placements if not p.is_replicate()]
     if any(p.is_partial() for p in places):
-        raise UsageError("cannot fill a DTensor with a Partial placement: it holds a summand, not its values")
+        raise UsageError("a DTensor with a Partial placement holds a summand, not its values")
     coordinate = tensor.device_mesh.get_coordinate()
     local = tensor.to_local().detach()
     if coordinate is None:  # this rank is outside the mesh

@@ -112,9 +112,9 @@ def test_pieces_of_a_record_add_up_to_its_checksum(source: Path) -> None:
 
 
 def test_ranks_of_a_machine_share_its_cores(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fills = [module.Fill(0, Box.full(SHAPE), torch.zeros(SHAPE))]
-    assert module._threads(fills) == 4
+    memory = [torch.zeros(SHAPE)]
+    assert module.threads_for(memory) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert module._threads(fills) == 2
+    assert module.threads_for(memory) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert module._threads(fills) == 1
+    assert module.threads_for(memory) == 1
