@@ -26,7 +26,7 @@ _RANKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartSummary:
     """The tensors of one kind.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class HeldPieces:
     """Tensors that are cut alike, and whose pieces are in the files of the same ranks.
 
     Attributes:
@@ -94,9 +94,9 @@ class Summary:
         placements: How tensors are cut and where their pieces are, the most frequent first.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartSummary, ...]
     ranks: tuple[str, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[HeldPieces, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -132,7 +132,7 @@ def natural(text: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", text))
 
 
-def _parts(manifest: Manifest) -> Iterable[Part]:
+def _parts(manifest: Manifest) -> Iterable[PartSummary]:
     if not manifest.tensors:
         return
     try:
@@ -156,10 +156,10 @@ def _parts(manifest: Manifest) -> Iterable[Part]:
             dtypes[spec.dtype] += spec.nbytes
         elements, nbytes = sum(spec.numel for spec in specs), dtypes.total()
         note_of_kind = note if kind in first else ""
-        yield Part(kind, len(specs), elements, nbytes, dict(dtypes.most_common()), note_of_kind)
+        yield PartSummary(kind, len(specs), elements, nbytes, dict(dtypes.most_common()), note_of_kind)
 
 
-def _placements(manifest: Manifest) -> tuple[Placement, ...]:
+def _placements(manifest: Manifest) -> tuple[HeldPieces, ...]:
     """Return how the first tensors are placed, those of several pieces and of several ranks."""
     first, chunks, files = manifest.chunks.first.tolist(), manifest.chunks, manifest.items.file
     owner = [rank_of(file.path) or file.path for file in manifest.files]
@@ -175,7 +175,7 @@ def _placements(manifest: Manifest) -> tuple[Placement, ...]:
         cuts = tuple((dim, number) for dim, number in enumerate(counts) if number > 1)
         owners = tuple("+".join(dict.fromkeys(names)) for names in boxes.values())
         alike.setdefault((cuts, owners), []).append(spec.fqn)
-    placed = [Placement(cuts, owners, len(names), names[0]) for (cuts, owners), names in alike.items()]
+    placed = [HeldPieces(cuts, owners, len(names), names[0]) for (cuts, owners), names in alike.items()]
     return tuple(sorted(placed, key=lambda placement: (not placement.cuts, -placement.tensors)))
 
 

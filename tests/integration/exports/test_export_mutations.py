@@ -138,7 +138,7 @@ def try_without_each_rule(tinies: Tinies, folder: Path, family: str, world: str)
     source = written(tiny, world, folder / "source")
     target, config = str(folder / "out"), str(tiny.hub)
     rules = {made.rule for made in ckptcore.plan(source, target, verb="export", config=config).plan.made}
-    assert len(rules) > 4
+    assert len(rules) > 3  # gpt_neox: blocks, embedding, final-norm, head
     for rule in rules:
         with wrong.mapped_by(wrong.without(family, world, rule)):
             assert refusal(lambda: ckptcore.plan(source, target, verb="export", config=config)), rule
