@@ -694,7 +694,7 @@ def ended_by(error: BaseException) -> CkptError:
     if isinstance(error, Exception):
         return InternalError(text)
     if isinstance(error, SystemExit):
-        return WorkerLost(f"its worker ended the process (exit code {error.code}) before it was done")
+        return WorkerLost(f"its worker ended the process before it was done ({text})")
     return WorkerLost(f"the working process was ended ({text})")
 
 
