@@ -59,7 +59,7 @@ class PartSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPieces:
+class PieceOwners:
     """Tensors that are cut alike, and whose pieces are in the files of the same ranks.
 
     Attributes:
@@ -96,7 +96,7 @@ class Summary:
 
     parts: tuple[PartSummary, ...]
     ranks: tuple[str, ...]
-    placements: tuple[HeldPieces, ...]
+    placements: tuple[PieceOwners, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -159,7 +159,7 @@ def _parts(manifest: Manifest) -> Iterable[PartSummary]:
         yield PartSummary(kind, len(specs), elements, nbytes, dict(dtypes.most_common()), note_of_kind)
 
 
-def _placements(manifest: Manifest) -> tuple[HeldPieces, ...]:
+def _placements(manifest: Manifest) -> tuple[PieceOwners, ...]:
     """Return how the first tensors are placed, those of several pieces and of several ranks."""
     first, chunks, files = manifest.chunks.first.tolist(), manifest.chunks, manifest.items.file
     owner = [rank_of(file.path) or file.path for file in manifest.files]
@@ -175,7 +175,7 @@ def _placements(manifest: Manifest) -> tuple[HeldPieces, ...]:
         cuts = tuple((dim, number) for dim, number in enumerate(counts) if number > 1)
         owners = tuple("+".join(dict.fromkeys(names)) for names in boxes.values())
         alike.setdefault((cuts, owners), []).append(spec.fqn)
-    placed = [HeldPieces(cuts, owners, len(names), names[0]) for (cuts, owners), names in alike.items()]
+    placed = [PieceOwners(cuts, owners, len(names), names[0]) for (cuts, owners), names in alike.items()]
     return tuple(sorted(placed, key=lambda placement: (not placement.cuts, -placement.tensors)))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckptcore.checking.check import Report
     from ckptcore.checking.export_proof import ExportProof
-    from ckptcore.checking.summary import HeldPieces, Summary
+    from ckptcore.checking.summary import PieceOwners, Summary
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
     from ckptcore.conversion.request_costs import RequestCosts
@@ -132,7 +132,7 @@ def _print_summary(out: Console, summary: Summary) -> None:
         out.print(f"and {count(len(summary.placements) - _WAYS, 'more way')} to cut (--output json)")
 
 
-def owners_text(placement: HeldPieces, ranks: Sequence[str]) -> str:
+def owners_text(placement: PieceOwners, ranks: Sequence[str]) -> str:
     """Return the ranks that hold the pieces of tensors: a row for each piece of all dims but the last one.
 
     A piece that several ranks hold names all of them.

@@ -27,11 +27,11 @@ FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", 
 # Where a fault may befall a group of processes -> how often, and how many of these calls there are. A call
 # shows if it changes a name that users see, and records if a record is in its place by it.
 PLACES = {
-    "shows": (40, 2),
-    "records": (25, 9),
+    "shows": (34, 2),
+    "records": (20, 9),
     "commit": (15, 5),
-    "rename": (4, 8),
-    "unlink": (6, 12),
+    "rename": (5, 8),
+    "unlink": (16, 8),
     "fsync": (5, 26),
     "": (5, 80),
 }
@@ -78,7 +78,7 @@ FAULTS = {
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
     "hand": Kind(
         0,
-        "somebody writes to a source that a process removes, or to an output that it replaces, before it is "
+        "another process writes to a source that is removed, or to an output that is replaced, before it is "
         "moved away",
         "nobody writes through a descriptor that was open before",
     ),
@@ -202,7 +202,7 @@ class World:
         log: Every call, if a list.
         inline: Run every work in this process, undisturbed: what it imports, no fork imports again.
         exchanges: Whether the file system exchanges two names in one step.
-        hand: Lets somebody write to what the process of this index works on; whether it has written to a
+        hand: Lets another process write to what the one of this index works on; whether it has written to a
             file, and a number, follow.
     """
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.checking.summary import HeldPieces
+from ckptcore.checking.summary import PieceOwners
 from ckptcore.cli.main import run
 from ckptcore.cli.render import owners_text
 from ckptcore.formats import FORMATS
@@ -105,10 +105,10 @@ def test_inspect_says_what_is_in_it_and_which_rank_holds_what(
 
 def test_the_grid_of_ranks() -> None:
     """Of a tensor that is cut along two dims: a row of ranks for each piece of the first one."""
-    placement = HeldPieces(((0, 2), (1, 2)), ("0", "1", "2", "3"), 1, "w")
+    placement = PieceOwners(((0, 2), (1, 2)), ("0", "1", "2", "3"), 1, "w")
     assert owners_text(placement, ["0", "1", "2", "3"]) == "0 1 / 2 3"
-    everywhere = HeldPieces((), ("0+1",), 1, "b")
+    everywhere = PieceOwners((), ("0+1",), 1, "b")
     assert owners_text(everywhere, ["0", "1"]) == "every rank"
     assert owners_text(everywhere, ["0", "1", "2"]) == "0+1"
-    many = HeldPieces(((0, 64),), tuple(map(str, range(64))), 1, "w")
+    many = PieceOwners(((0, 64),), tuple(map(str, range(64))), 1, "w")
     assert owners_text(many, [*map(str, range(64))]) == "0 to 63"
