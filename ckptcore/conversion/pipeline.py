@@ -35,11 +35,14 @@ from ckptcore.custody.judged import Replacer
 from ckptcore.errors import (
     CkptError,
     DamagedCheckpoint,
+    DestinationUnwritable,
+    DiskFull,
     Finding,
     Interrupted,
     NameMismatch,
     SourceChanged,
     StagingForeign,
+    StorageTrouble,
     finding,
 )
 from ckptcore.execution.execute import execute_files
@@ -400,7 +403,7 @@ def publishing(
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
         warnings = (*prepared.warnings, *result.warnings)
         yield replace(result, files=receipts, timings=timings, warnings=warnings, source_digests=digests)
-        staging.remove()
+        _remove_published(staging)
 
 
 def stopped(error: BaseException) -> BaseException:
@@ -683,6 +686,14 @@ def digests_of_source(manifest: Manifest, read: Iterable[FileSums] = ()) -> dict
         manifest.sums.add(each)
     with closing(open_source_store(manifest.root, manifest.versions)) as source:
         return file_digests(manifest, source)
+
+
+def _remove_published(staging: Staging) -> None:
+    """Remove the staging folder of a recorded output; one that cannot be removed is left to a later run."""
+    try:
+        staging.remove()
+    except (DestinationUnwritable, DiskFull, StorageTrouble) as error:
+        _log.warning("%s is complete, and its staging folder is left: %s", staging.destination, error.message)
 
 
 def _remove_if_unused(staging: Staging) -> None:

@@ -36,6 +36,7 @@ from ckptcore.naming.trainer_keys import KINDS_OF_KEYS
 from ckptcore.naming.worlds import HUB
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.scheduler import FAULTS
+from tests.simulation.themes import THEMES
 
 ROOT = Path(__file__).parents[2]
 SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -47,6 +48,7 @@ def tables() -> dict[str, dict[str, str]]:
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
         "docs/explanation/simulation.md": {
             "simulated_faults": simulated_faults(),
+            "simulated_programs": simulated_programs(),
             "known_faults": known_faults(),
         },
         "docs/reference/families.md": {"sources": sources(), "families": families()},
@@ -96,12 +98,20 @@ def simulated_faults() -> str:
     return table(("fault", "what happens", "what is assumed"), rows)
 
 
+def simulated_programs() -> str:
+    """What programs are about."""
+    rows = [(f"`{name}`", str(theme.often), theme.means) for name, theme in THEMES.items()]
+    return table(("theme", "of a hundred", "what its programs are about"), rows)
+
+
 def known_faults() -> str:
     """What is restored into the product, and which program finds it."""
-    rows = [
-        (f"`{name}`", mutant.what, f"`{mutant.where}`", "" if mutant.seed is None else str(mutant.seed))
-        for name, mutant in MUTANTS.items()
-    ]
+    rows = []
+    for name, mutant in MUTANTS.items():
+        pieces = dict.fromkeys((mutant.where, *(piece[0] for piece in mutant.also)))
+        where = ", ".join(f"`{piece}`" for piece in pieces)
+        seed = "" if mutant.seed is None else str(mutant.seed)
+        rows.append((f"`{name}`", mutant.what, where, seed))
     return table(("fault", "what is wrong", "where", "seed"), rows)
 
 

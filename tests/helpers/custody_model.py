@@ -130,7 +130,8 @@ def places(tree: Tree) -> dict[str, dict[str, bytes]]:
         above, _, name = path.rpartition("/")
         if HIDDEN.fullmatch(above.rpartition("/")[2]) and name.endswith(".json"):
             continue  # a record of ckptcore's
-        if name.endswith(".pt"):
+        replaced = name == "replaced" and above.endswith(".pt.ckptcore")  # of a destination that is one file
+        if name.endswith(".pt") or replaced:
             found[path] = {"": data}
         else:
             found.setdefault(above, {})[name] = data
@@ -163,6 +164,8 @@ class LocalDisk:
         for folder, _, names in os.walk(self.root):
             for name in names:
                 path = os.path.join(folder, name)
+                if os.path.islink(path):
+                    continue  # it holds nothing of its own
                 found[os.path.relpath(path, self.root)] = Path(path).read_bytes()
         return dict(sorted(found.items()))
 
@@ -193,6 +196,12 @@ class LocalDisk:
         (self.root / new).parent.mkdir(parents=True, exist_ok=True)
         source = self.root / old
         (shutil.copytree if source.is_dir() else shutil.copy2)(source, self.root / new)
+
+    def link(self, old: str, new: str) -> None:
+        """A folder of links to the files of another one."""
+        (self.root / new).mkdir(parents=True)
+        for file in (self.root / old).iterdir():
+            (self.root / new / file.name).symlink_to(file)
 
 
 class BucketDisk:

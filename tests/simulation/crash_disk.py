@@ -78,8 +78,8 @@ class CrashDisk:
 
     def cut(self, draw: random.Random) -> str:
         """Let the power fail; return what it did, for people."""
-        times = {inode: os.stat(path).st_mtime_ns for inode, path in self._paths.items()}
-        chance, stopped, undone = draw.choice([0.0, 0.1, 0.5, 1.0]), set[int](), list[list[Change]]()
+        times = {inode: os.lstat(path).st_mtime_ns for inode, path in self._paths.items()}
+        chance, stopped, undone = draw.choice([0.05, 0.2, 0.5, 1.0]), set[int](), list[list[Change]]()
         for change in self._pending:
             if _folders_of(change) & stopped or draw.random() < chance:
                 stopped |= _folders_of(change)
@@ -96,7 +96,7 @@ class CrashDisk:
         }
         for inode, path in self._paths.items():
             if inode in times:
-                os.utime(path, ns=(times[inode], times[inode]))
+                os.utime(path, ns=(times[inode], times[inode]), follow_symlinks=False)
         self._bytes = self._files()
         return f"{len(undone)} names undone, {torn} files torn"
 

@@ -1,7 +1,8 @@
 """Known faults that are restored into the product, one at a time: the simulation must find each of them.
 
-A mutant replaces a piece of one function's source. The seed of the first program that finds it is beside
-it; `tests/simulation/test_simulation.py` runs these programs, and `make docs` writes the table.
+A mutant replaces a piece of one function's source, or of several where one guard would hide that another is
+missing. The seed of a program that finds it is beside it; `tests/simulation/test_simulation.py` runs these
+programs, and `make docs` writes the table.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +24,9 @@ class Mutant:
         where: ``module:function`` or ``module:Class.method``, without ``ckptcore.``.
         old: A piece of the function.
         new: What is there instead.
-        seed: Of the first program that finds it, from 0 on; None if none of those that were run did.
+        seed: Of a program that finds it, below 2000; None if none of those that were run did.
         disk: Where that program runs.
+        also: (where, old, new) of other guards that are left out with it, so that it shows.
     """
 
     what: str
@@ -32,11 +35,14 @@ class Mutant:
     new: str
     seed: int | None = None
     disk: str = "local"
+    also: tuple[tuple[str, str, str], ...] = ()
 
 
 PUBLICATION, STAGING = "conversion.local_publication", "conversion.local_staging"
 WRITER, GATE, PURGE = "store.local_writer", "custody.gate", "operations.purge"
 ASIDE, REPLACING = "custody.set_aside", "custody.replacing"
+
+UNLOCKED = (f"{ASIDE}:LocalSetAside.opened", "host.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")
 
 MUTANTS = {
     # Durability.
@@ -45,31 +51,42 @@ MUTANTS = {
         f"{WRITER}:LocalWriter._sync",
         "if not self._in_memory:",
         "if False:",
-        seed=4,
+        seed=1,
     ),
     "unsynced-publish": Mutant(
         "the folder of the destination is not synced after the output is moved there",
         f"{PUBLICATION}:publish_local",
         'sync_folder(".", paths.target.at)',
         "pass",
+        seed=1,
     ),
     "unsynced-record-of-set-aside": Mutant(
         "the record of what is set aside is renamed before it is synced",
         f"{ASIDE}:_written",
         "host.fsync(file.fileno())",
         "pass",
+        seed=9,
     ),
     "unsynced-obligation": Mutant(
         "the record of an obligation is renamed before it is synced",
         "custody.obligation_records:_put_local",
         "host.fsync(file.fileno())",
         "pass",
+        seed=9,
     ),
     "purged-without-flush": Mutant(
         "what is set aside is moved without syncing either folder",
         f"{ASIDE}:LocalSetAside.move_in",
-        "host.fsync(self._above)",
+        "host.fsync(self._at)\n        host.fsync(self._above)",
         "pass",
+    ),
+    "unsynced-name-of-an-obligation": Mutant(
+        "no folder is synced after the record of an obligation is put there",
+        "custody.obligation_records:_put_local",
+        "host.fsync(at)",
+        "pass",
+        also=(("custody.obligation_records:_put_local", "host.fsync(above)", "pass"),),
+        seed=10,
     ),
     # Publishing.
     "no-exchange": Mutant(
@@ -77,13 +94,14 @@ MUTANTS = {
         f"{PUBLICATION}:_move",
         "if _exchange(staged, target):",
         "if False:",
+        seed=3,
     ),
     "removed-before-move": Mutant(
         "the old output is removed before the new one is in its place",
         f"{PUBLICATION}:_move",
         "if _exchange(staged, target):",
         "_discard(replace(paths, aside=target), replaces.inventory)\n    if _exchange(staged, target):",
-        seed=3,
+        seed=1,
     ),
     "move-without-record": Mutant(
         "an output is moved before the record of its publication is written",
@@ -110,16 +128,17 @@ MUTANTS = {
         "pass",
     ),
     "lock-of-a-removed-folder": Mutant(
-        "a lock is not looked at again: its folder may have been removed by the run before",
+        "a lock is not looked at again, nor when the output is published: its folder may have been removed",
         f"{STAGING}:LocalStaging._lock_file",
         "if named is not None and os.path.samestat(named, os.fstat(fd)) and self._home.in_place():",
         "if True:",
-    ),
-    "published-without-its-last-file": Mutant(
-        "an output is read back before its files are compared with their receipts, and not after",
-        "conversion.publish:_publish_staged",
-        "_require_written(staging, plan, receipts, iter(()))",
-        "pass",
+        also=(
+            (
+                f"{STAGING}:LocalStaging.publish",
+                "staged_output is None or not self._home.in_place()",
+                "False",
+            ),
+        ),
     ),
     "resume-trusts-names": Mutant(
         "a resumed run takes a staged file for written without reading it",
@@ -128,9 +147,24 @@ MUTANTS = {
         "return True",
     ),
     "changed-destination-is-replaced": Mutant(
-        "a destination is not looked at again right before it is replaced",
+        "a destination is not looked at again before it is replaced, nor before it is removed",
         f"{PUBLICATION}:_move",
         "if name is not None:",
+        "if False:",
+        also=(
+            (f"{PUBLICATION}:_remove_aside", "if not strangers or (", "if True or ("),
+            (f"{PUBLICATION}:_remove_recorded", "if not same_content(", "if False and not same_content("),
+            (
+                f"{PUBLICATION}:_discard",
+                'elif same_content(inventory.get("")',
+                'elif True or same_content(inventory.get("")',
+            ),
+        ),
+    ),
+    "old-output-not-kept": Mutant(
+        "an old output that was to be set aside is removed after it was moved away",
+        f"{PUBLICATION}:_remove_aside",
+        "if not strangers and replaces.home:",
         "if False:",
     ),
     "staging-in-place-removed": Mutant(
@@ -154,10 +188,11 @@ MUTANTS = {
         "pass",
     ),
     "gate-same-place": Mutant(
-        "a place under another name, or inside, counts as another place",
+        "a place under another name, or inside, counts as another place, and so do its own files",
         f"{GATE}:_read_apart",
         "if relation(identify(place), identify(row.uri)) is not Relation.APART:",
         "if False:",
+        also=((f"{GATE}:_read_apart", "require_apart(place, things, row.uri, files)", "pass"),),
     ),
     "gate-counts-on-a-target": Mutant(
         "a copy counts although a conversion is about to replace it",
@@ -165,11 +200,17 @@ MUTANTS = {
         "if writer_of_place(conn, row.uri) is not None:",
         "if False:",
     ),
-    "judged-once": Mutant(
-        "what may be replaced is decided when it is planned, and not again",
-        f"{REPLACING}:admit",
-        "or duties_beside(place)",
-        "",
+    "gate-without-records": Mutant(
+        "obligations in records beside a place are not read",
+        f"{GATE}:duties_at",
+        "read = [duties_beside(place), *(read_duties(each) for each in sorted(filter(None, inside)))]",
+        "read = []",
+    ),
+    "gate-without-catalog": Mutant(
+        "obligations of the catalog count only where they were recorded",
+        f"{GATE}:duties_at",
+        "listed[key] = known[key] if isinstance(duty, CkptError) else duty",
+        "pass",
     ),
     "not-admitted": Mutant(
         "an output is replaced without asking what counts on it",
@@ -188,6 +229,12 @@ MUTANTS = {
         f"{REPLACING}:move_obligations",
         "if not moves:",
         "if True:",
+    ),
+    "record-stays-behind": Mutant(
+        "the record of an obligation does not move with what it counts on",
+        f"{REPLACING}:move_obligations",
+        "add_duties(where, [duties[key] for key, places in left.items() if where in places])",
+        "pass",
     ),
     "no-obligation": Mutant(
         "a purge puts no obligation into the catalog",
@@ -214,10 +261,11 @@ MUTANTS = {
         "pass",
     ),
     "child-being-written": Mutant(
-        "a purge counts on a copy that a conversion is about to replace",
+        "a purge counts on a copy that a conversion is about to replace, and does not lock it",
         f"{PURGE}:_require_at_rest",
         "if writer := writer_of_place(conn, child.uri):",
         "if False:",
+        also=((f"{PURGE}:_give_to_child", "with open_staging(child.uri).lock(shared=True):", "if True:"),),
     ),
     "child-not-locked": Mutant(
         "a purge does not lock the copy's staging folder",
@@ -226,10 +274,17 @@ MUTANTS = {
         "if True:",
     ),
     "purge-before-decision": Mutant(
-        "a removal begins before it is recorded as decided",
+        "a removal begins before it is recorded as decided, and without a lock",
         f"{PURGE}:_decide",
         "if not set_aside.purging(conn, aside.home):",
         "if False:",
+        also=(UNLOCKED,),
+    ),
+    "purged-unjudged": Mutant(
+        "what a conversion has set aside is purged without asking what counts on it",
+        f"{PURGE}:purge_one",
+        "judged = judge(catalog, aside.place, means, record.uri)",
+        "from ckptcore.custody.judged import Judged; judged = Judged()",
     ),
     "unlisted-is-removed": Mutant(
         "what a killed run had set aside is removed instead of restored",
@@ -238,19 +293,24 @@ MUTANTS = {
         "aside.remove()\n    return None",
     ),
     "restored-while-purged": Mutant(
-        "what is being purged may be restored",
+        "what is being purged may be restored, without a lock",
         f"{PURGE}:restore",
         "if row is not None and row.purging:",
         "if False:",
+        also=(UNLOCKED,),
     ),
     "half-restored": Mutant(
-        "what is partly removed may be restored", f"{PURGE}:restore", "if partly_gone(aside):", "if False:"
+        "what is partly removed may be restored, as decided or not",
+        f"{PURGE}:restore",
+        "if partly_gone(aside):",
+        "if False:",
+        also=((f"{PURGE}:restore", "if row is not None and row.purging:", "if False:"),),
     ),
-    "set-aside-unlocked": Mutant(
-        "what is set aside is opened without a lock",
-        f"{ASIDE}:LocalSetAside.opened",
-        "host.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "pass",
+    "record-forgotten-first": Mutant(
+        "the record of what is set aside is removed before that is restored",
+        f"{ASIDE}:LocalSetAside.restore",
+        "if self.holds:",
+        "_forget(os.path.basename(self.home), self._at, self._above)\n    if self.holds:",
     ),
     "restored-over-another": Mutant(
         "what is set aside is restored over what is at its place now",
@@ -270,9 +330,16 @@ MUTANTS = {
 }
 
 
-def changed(mutant: Mutant) -> tuple[Any, Any]:
-    """Return the function of a mutant as it is, and with its fault; raise `ValueError` if it does not fit."""
-    module_name, _, path = mutant.where.partition(":")
+def changed(mutant: Mutant) -> list[tuple[Any, Any]]:
+    """Return a mutant's functions as they are, and with the fault; raise `ValueError` if one does not fit."""
+    pieces: dict[str, list[tuple[str, str]]] = {}
+    for where, old, new in ((mutant.where, mutant.old, mutant.new), *mutant.also):
+        pieces.setdefault(where, []).append((old, new))
+    return [_changed(where, changes) for where, changes in pieces.items()]
+
+
+def _changed(where: str, changes: Sequence[tuple[str, str]]) -> tuple[Any, Any]:
+    module_name, _, path = where.partition(":")
     module = importlib.import_module(f"ckptcore.{module_name}")
     function: Any = module
     for part in path.split("."):
@@ -280,17 +347,18 @@ def changed(mutant: Mutant) -> tuple[Any, Any]:
     function = inspect.unwrap(function)
     function = getattr(function, "__func__", function)
     source = textwrap.dedent(inspect.getsource(function))
-    if source.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.where} has {source.count(mutant.old)} times: {mutant.old}")
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise ValueError(f"{where} has {source.count(old)} times: {old}")
+        source = source.replace(old, new)
     made: dict[str, Any] = {}
-    code = f"from __future__ import annotations\n{source.replace(mutant.old, mutant.new)}"
-    exec(compile(code, f"<{mutant.where}>", "exec"), dict(vars(module)), made)
+    code = f"from __future__ import annotations\n{source}"
+    exec(compile(code, f"<{where}>", "exec"), dict(vars(module)), made)
     fresh = inspect.unwrap(getattr(made[function.__name__], "__func__", made[function.__name__]))
     return function, fresh
 
 
 def mutate(name: str) -> None:
     """Put a known fault into the product, for as long as this process lives; "" for none."""
-    if name:
-        function, fresh = changed(MUTANTS[name])
+    for function, fresh in changed(MUTANTS[name]) if name else ():
         function.__code__ = fresh.__code__  # wherever it was imported

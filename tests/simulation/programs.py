@@ -12,25 +12,22 @@ import functools
 import io
 import json
 import random
+import re
 import uuid
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from fnmatch import fnmatchcase
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from custody_copies import put_rows, rows_of
-from custody_model import HOME, Contents, folders_above, ids_in, is_hidden, logical, places, read_place
+from custody_model import HOME, Contents, LocalDisk, ids_in, is_hidden, logical
 from safetensors.torch import load as safetensors_state
 from safetensors.torch import save as safetensors_bytes
-from sqlalchemy import text
 
 from ckptcore.catalog import holds, open_catalog
 from ckptcore.catalog import watched_roots as roots
@@ -46,53 +43,23 @@ from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Request, Settings
+from tests.simulation.invariants import Act, Broken, Check
+from tests.simulation.records import all_in, beside, ids_in_sight, is_kept, vouched
 from tests.simulation.scheduler import World, drawn_faults
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 NO_SUMS = Settings(memory=32 << 20, workers=1)
 WEEK = timedelta(days=7)
 OUTPUTS = (*(f"{top}/{name}" for top in ("out", "disk") for name in "abcde"), "out/p.pt", "disk/q.pt")
-# Verb -> how often.
-WEIGHTS = {
-    "save": 5,
-    "resave": 1,
-    "make": 6,
-    "together": 12,
-    "copy": 3,
-    "move": 3,
-    "overwrite": 10,
-    "resume": 4,
-    "retire": 10,
-    "purge": 4,
-    "restore": 2,
-    "scrub": 1,
-    "away": 1,
-    "rot": 1,
-    "rewrite": 2,
-    "validate": 2,
-    "backup": 1,
-    "rewind": 1,
-    "lose": 1,
-    "release": 1,
-    "hold": 1,
-}
-START = ("save", "save", "make", "make", "save")  # of every program, undisturbed
-FORGET = ("rewind", "lose")  # behind them less is promised, so half of the programs have none
+PLACES = {"p": "out/p.pt", "q": "disk/q.pt"} | {name: f"out/{name}" for name in "abcde"}
 # What processes that run at the same time do.
 PRODUCT = {"make": 6, "overwrite": 6, "resume": 3, "retire": 4, "purge": 4, "restore": 2, "scrub": 1}
 LATER = "later"
 
 
-class Broken(AssertionError):
-    """Something that must be true after a step is not."""
-
-
-def program(seed: int, length: int) -> list[tuple[str, int]]:
-    """Return a random program."""
-    draw = random.Random(seed)
-    weights = {verb: 0 if seed % 2 and verb in FORGET else often for verb, often in WEIGHTS.items()}
-    verbs = draw.choices(list(weights), list(weights.values()), k=length)
-    return [(verb, draw.getrandbits(40)) for verb in (*START, *verbs)][:length]
+def place_of(name: str) -> str:
+    """Return the place that a step of a program calls by a digit or a letter."""
+    return f"runs/llama/step-{name}" if name.isdigit() else PLACES[name]
 
 
 @dataclass(frozen=True)
@@ -108,16 +75,6 @@ class Conversion:
     catalog: bool
 
 
-@dataclass(frozen=True)
-class Act:
-    """What one process does; see `Run._product`."""
-
-    act: Callable[[Any], object]
-    target: str
-    made: Contents | None
-    catalog: bool
-
-
 def _lived(act: Callable[[Any], object], url: str) -> None:
     with open_catalog(url) as catalog:
         act(catalog)
@@ -130,15 +87,21 @@ class Run:
         self.disk, self.url, self.tmp, self.world, self.calm = disk, url, tmp, world, calm
         self.inline = world.inline
         self.group: list[Act] = []  # what the next processes do
+        self.profile = "calm"  # what befalls the processes of this step: see `scheduler.PROFILES`
+        self.profile = "calm"  # what befalls the processes of this step: see `scheduler.PROFILES`
         self.together: list[tuple[int, Conversion]] | None = None  # while several are gathered
         self.catalog = open_catalog(url)
         self.trace: list[str] = []
         self.owed: set[tuple[str, str, str]] = set()  # (source, name, id) of what purges deleted
         self.accepted: dict[str, set[str]] = {}  # source -> globs that a user said
+        self.unseen: set[tuple[str, str, str]] = set()  # of these, what no place in sight held already
+        self.unvouched: set[tuple[str, str, str]] = set()  # of these, what no record was about already
         self.on_hold: dict[str, Contents] = {}  # source on hold -> what it had
         self.saved = 0
         self.backup: dict[str, list[dict[str, Any]]] | None = None
+        self.replaced: list[tuple[str, Contents]] = []  # what can be restored: its place, and it
         self.killed: Conversion | None = None  # the last one that was
+        self.rotten = False  # whether something was altered by no program
         self.forgot = False  # whether a catalog was lost, or restored from a backup
         self._watch()
 
@@ -149,12 +112,13 @@ class Run:
         """Run a program; raise `Broken` with its trace for the first step after which something is wrong."""
         real = uuid.uuid4
         try:
-            for number, (verb, drawn) in enumerate(steps):
-                self.world.inline = self.inline or number < len(START)
+            for number, (step, drawn) in enumerate(steps):
+                verb, _, self.profile = step.partition("/")
+                self.world.inline = self.inline or self.profile == "setup"
                 self.draw = random.Random(f"{number} {drawn}")
                 names = random.Random(f"names {number} {drawn}")
                 uuid.uuid4 = lambda names=names: uuid.UUID(int=names.getrandbits(128), version=4)  # type: ignore[assignment]
-                self.trace.append(f"{number:3} {verb:10} {drawn}")
+                self.trace.append(f"{number:3} {step:10} {drawn}")
                 self._step(verb)
         except Broken as error:
             raise Broken("\n".join([*self.trace, str(error)])) from error
@@ -166,7 +130,7 @@ class Run:
         run = self.killed
         if run is None or not self._is_up(run.target) or self._visible().get(run.source) != run.contents:
             return
-        there, self.calm = self._all().get(run.target), True
+        there, self.calm, self.profile = self._all().get(run.target), True, "calm"
         if self.disk.exists(run.target) and there is None:
             return  # rot
         if there is not None and set(there.values()) != set(run.made.values()):
@@ -202,16 +166,29 @@ class Run:
         if left:
             raise Broken("\n".join([*self.trace, f"what is left: {left}"]))
 
-    def _step(self, verb: str) -> None:
-        getattr(self, f"_{verb}")()
+    def _step(self, step: str) -> None:
+        """Do a step, in several processes at once if it is of several verbs."""
+        verbs = step.split("+")
+        if len(verbs) == 1:
+            self._do(step)
+            return
+        self.together = []
+        for verb in verbs:
+            self._note(f"\n    {verb:8}")
+            self._do(verb)
+        self._run_together()
+
+    def _do(self, step: str) -> None:
+        verb, _, places = step.partition("=")
+        getattr(self, f"_{verb}")(*filter(None, places.split(">")))
 
     def _note(self, line: str) -> None:
         self.trace[-1] += f"  {line}"
 
     # What is there.
 
-    def _all(self, tree: dict[str, bytes] | None = None) -> dict[str, Contents | None]:
-        return {p: read_place(f) for p, f in places(self.disk.tree() if tree is None else tree).items()}
+    def _all(self) -> dict[str, Contents | None]:
+        return all_in(self.disk.tree())
 
     def _visible(self, *tops: str) -> dict[str, Contents]:
         """Return readable places that a user sees."""
@@ -237,13 +214,15 @@ class Run:
     # The environment: what it destroys is excused.
 
     def _excuse(self) -> None:
+        """What is lost, not vouched for, or not kept now, was destroyed by the environment."""
         tree = self.disk.tree()
-        there = ids_in(tree)
-        self.owed = {each for each in self.owed if each[2] in there}
-        now = self._all(tree)
-        self.on_hold = {
-            place: contents for place, contents in self.on_hold.items() if now.get(place) == contents
-        }
+        there, ids = all_in(tree), ids_in(tree)
+        self.owed = {each for each in self.owed if each[2] in ids}
+        seen, sure = ids_in_sight(tree), vouched(tree)
+        self.unseen = {each for each in self.owed if each[2] not in seen}
+        self.unvouched = {each for each in self.owed if each[2] not in sure}
+        self.on_hold = {p: c for p, c in self.on_hold.items() if is_kept(p, c, there)}
+        self.replaced = [(p, c) for p, c in self.replaced if c in beside(p, there)]
 
     def _save(self, place: str = "") -> None:
         if not place:
@@ -269,9 +248,9 @@ class Run:
             self.disk.put(f"{place}/tokenizer.json", b'{"%d": 1}' % self.draw.getrandbits(30))
         self._note(place)
 
-    def _resave(self) -> None:
+    def _resave(self, which: str = "") -> None:
         """The trainer saves a step again: over it, or where it was before it was set aside."""
-        place = f"runs/llama/step-{self.draw.randint(1, max(self.saved, 1))}"
+        place = place_of(which or str(self.draw.randint(1, max(self.saved, 1))))
         if place in self.on_hold:
             return
         if self.disk.exists(place):
@@ -279,22 +258,44 @@ class Run:
         self._save(place)
         self._excuse()
 
-    def _copy(self) -> None:
-        source, target = self._pick(self._visible("out/", "disk/")), self._free()
+    def _plain(self) -> None:
+        """The file system cannot exchange two names."""
+        self.world.exchanges = False
+
+    def _copy(self, source: str = "", target: str = "") -> None:
+        source, target = self._pair(source, target)
         if source and target and source.endswith(".pt") == target.endswith(".pt"):
             self.disk.copy(source, target)
             self._note(f"{source} -> {target}")
             if self.draw.random() < 0.25:
-                self._write(target, {}, objects=False)
+                self.write(target, {}, objects=False)
             if self.draw.random() < 0.7:
                 self._known(target)
 
-    def _move(self) -> None:
-        source, target = self._pick(self._visible("out/", "disk/")), self._free()
+    def _link(self, source: str = "", target: str = "") -> None:
+        """A user makes a copy of links to the files of another one: it holds nothing of its own."""
+        source, target = self._pair(source, target)
+        if isinstance(self.disk, LocalDisk) and source and target and not source.endswith(".pt"):
+            self.disk.link(source, target)
+            self._note(f"{source} -> {target}")
+            self._known(target)
+
+    def _pair(self, source: str, target: str) -> tuple[str | None, str | None]:
+        """Return an output, and a free place: those that are named, if they are, or any."""
+        if not source:
+            return self._pick(self._visible("out/", "disk/")), self._free()
+        source, target = place_of(source), place_of(target)
+        return (
+            (source, target) if source in self._visible() and not self.disk.exists(target) else (None, None)
+        )
+
+    def _move(self, source: str = "", target: str = "") -> None:
+        source, target = self._pair(source, target)
         if not source or not target or source.endswith(".pt") != target.endswith(".pt"):
             return
         self.disk.move(source, target)
         self._note(f"{source} -> {target}")
+        self._excuse()
         if self.draw.random() < 0.5:
             scrub(self.catalog, share=1)
         if self.draw.random() < 0.6:
@@ -314,12 +315,22 @@ class Run:
                 self.disk.move("disk.away", "disk")
         elif self.disk.exists("disk"):
             self.disk.move("disk", "disk.away")
+            self._excuse()
             if self.draw.random() < 0.7:
                 self._product(lambda catalog: scrub(catalog, share=1))
 
-    def _rot(self) -> None:
+    def _rot(self, which: str = "") -> None:
+        tree, tops = self.disk.tree(), (place_of(which),) if which else ("out/", "disk/")
+        self._rot_one([p for p in tree if tree[p] and not is_hidden(p) and p.startswith(tops)], tree)
+
+    def _rotstaged(self) -> None:
+        """What a killed run staged is altered."""
         tree = self.disk.tree()
-        path = self._pick(p for p in tree if tree[p] and not is_hidden(p) and p.startswith(("out/", "disk/")))
+        staged = re.compile(r".*/\.[^/]+\.ckptcore/files/.*[^/]*(safetensors|distcp|\.pt)")
+        self._rot_one([path for path in tree if staged.fullmatch(path) and tree[path]], tree)
+
+    def _rot_one(self, paths: Sequence[str], tree: dict[str, bytes]) -> None:
+        path, self.rotten = self._pick(paths), True
         if path:
             data = bytearray(tree[path])
             data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
@@ -327,19 +338,19 @@ class Run:
             self._note(path)
             self._excuse()
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, which: str = "") -> None:
         """A user writes one tensor more into a copy, or leaves its objects out."""
-        place = self._pick(self._visible("out/", "disk/"))
-        if place is None:
+        place = place_of(which) if which else self._pick(self._visible("out/", "disk/"))
+        if place not in self._visible():
             return
         extra = {"extra": torch.full((2,), float(self.draw.getrandbits(10)))}
-        self._write(place, extra, objects=self.draw.random() < 0.8)
+        self.write(place, extra, objects=self.draw.random() < 0.8)
         self._note(place)
         self._excuse()
         if self.draw.random() < 0.3:
             self._known(place)
 
-    def _write(self, place: str, more: dict[str, torch.Tensor], *, objects: bool) -> None:
+    def write(self, place: str, more: dict[str, torch.Tensor], *, objects: bool) -> None:
         path = place if place.endswith(".pt") else f"{place}/model.safetensors"
         data = self.disk.tree().get(path)
         if data is None:
@@ -360,18 +371,16 @@ class Run:
         with self.catalog.writing() as conn:
             roots.add(conn, self.catalog.now(), "r", self.disk.url("runs"))
 
-    def _validate(self) -> None:
-        place = self._pick(self._visible())
-        if place:
+    def _validate(self, which: str = "") -> None:
+        place = place_of(which) if which else self._pick(self._visible())
+        if place in self._visible():
             self._note(place)
             self._known(place)
 
     def _known(self, place: str) -> None:
         """Catalog a place: by a validation, with or without its fingerprint, or as an output."""
-        url, how = (
-            self.disk.url(place),
-            self.draw.choice(["validate", "fingerprint", "fingerprint", "rebuild"]),
-        )
+        ways = ["validate", "fingerprint", "fingerprint", "rebuild"][: 3 if place.startswith("runs/") else 4]
+        url, how = self.disk.url(place), self.draw.choice(ways)
         with suppress(CkptError):
             if how == "rebuild":
                 rebuild(self.catalog, [], made=[url], take=MEANS)
@@ -407,24 +416,27 @@ class Run:
                 self._note(f"{row.source} {names}")
                 self.owed = {e for e in self.owed if self.disk.url(e[0]) != row.source or e[1] not in names}
 
-    def _hold(self) -> None:
-        place = self._pick(self._steps())
-        if place is None:
+    def _hold(self, which: str = "") -> None:
+        """A user wants to keep a source, at its place or set aside."""
+        sources = {logical(p): c for p, c in self._all().items() if c and logical(p).startswith("runs/")}
+        place = place_of(which) if which else self._pick(sources)
+        if place not in sources:
             return
-        if self.draw.random() < 0.5:
+        if place in self._visible() and self.draw.random() < 0.5:
             self._known(place)
         with suppress(CkptError), self.catalog.writing() as conn:
             holds.place(conn, self.catalog.now(), self.disk.url(place), "mine")
-            self.on_hold[place] = self._visible()[place]
+            self.on_hold[place] = sources[place]
             self._note(place)
 
     # The product.
 
-    def _make(self) -> None:
+    def _make(self, source: str = "", target: str = "") -> None:
         """A conversion to a free place."""
-        target = self._free()
-        if target:
-            self._convert(self._pick(self._sources()), target, {})
+        if source:
+            self._convert(place_of(source), place_of(target), {})
+        elif free := self._free():
+            self._convert(self._pick(self._sources()), free, {})
 
     def _sources(self) -> list[str]:
         """Return steps more often than copies."""
@@ -432,30 +444,39 @@ class Run:
         steps = [place for place in visible if place.startswith("runs/")]
         return steps if steps and self.draw.random() < 0.7 else list(visible)
 
-    def _overwrite(self) -> None:
-        there = {p for p in OUTPUTS if self.disk.exists(p) and self._is_up(p)}
-        target = self._pick(there)
-        source = self._pick(set(self._sources()) - {target})
+    def _bare(self, source: str, target: str) -> None:
+        """A conversion without the catalog replaces an output."""
+        self._overwrite(source, target, catalog=False)
+
+    def _overwrite(self, source: str = "", target: str = "", *, catalog: bool = True) -> None:
+        if source:
+            source, target = place_of(source), place_of(target)
+        else:
+            target = self._pick({p for p in OUTPUTS if self.disk.exists(p) and self._is_up(p)})
+            source = self._pick(set(self._sources()) - {target})
+            catalog = self.draw.random() < 0.8
         options = {"overwrite": True}
         if self.disk.kind == "bucket":
             options["overwrite_in_place"] = True
         if self.draw.random() < 0.5:
             options["overwrite_foreign"] = True
         if target and source:
-            self._convert(source, target, options, catalog=self.draw.random() < 0.8)
+            self._convert(source, target, options, catalog=catalog)
 
     def _convert(
         self, source: str | None, target: str, options: dict[str, Any], *, catalog: bool = True
     ) -> None:
-        if source is None:
+        visible = self._visible()
+        if source not in visible:
             return
         options["to"] = "torch_save" if target.endswith(".pt") else self.draw.choice(["safetensors", "dcp"])
-        contents = self._visible()[source]
+        contents = visible[source]
         made = {name: id for name, id in contents.items() if not name.startswith("file ")}
-        if self.draw.random() < 0.15 and "shared" in contents:
+        usual = self.profile == "setup"
+        if self.draw.random() < 0.15 and "shared" in contents and not usual:
             options["exclude"] = ("shared",)
             made.pop("shared", None)
-        settings = MEANS if self.draw.random() < 0.85 else NO_SUMS
+        settings = MEANS if usual or self.draw.random() < 0.85 else NO_SUMS
         self._converted(Conversion(source, target, contents, made, options, settings, catalog))
 
     def _converted(self, run: Conversion) -> None:
@@ -472,6 +493,8 @@ class Run:
             self._note_killed(run, outcome)
 
     def _note_killed(self, run: Conversion, outcome: str) -> None:
+        if outcome == "refused: staging-foreign" and not self.rotten:
+            raise Broken(f"a run takes what another one left beside {run.target} for a stranger's")
         if outcome == "killed":
             self.killed = run
         elif run is self.killed:
@@ -483,8 +506,8 @@ class Run:
         if run is not None and self._is_up(run.target) and self._visible().get(run.source) == run.contents:
             self._converted(run)
 
-    def _retire(self) -> None:
-        grace = timedelta(0) if self.draw.random() < 0.6 else WEEK
+    def _retire(self, when: str = "") -> None:
+        grace = timedelta(0) if (when == "now" if when else self.draw.random() < 0.6) else WEEK
         globs = self.draw.choice([(), (), (), ("note",), ("tokenizer.json", "note")])
         for place in self._all():
             self.accepted.setdefault(logical(place), set()).update(globs)
@@ -495,11 +518,11 @@ class Run:
             "purging": self.draw.random() < 0.2,
         }
         self._note(f"grace={grace.days} {globs}")
-        self._product(lambda catalog: retire(catalog, Policy(1), yes=True, **options))
+        self._product(lambda catalog: retire(catalog, Policy(1), yes=True, **options), purges=not grace)
 
     def _purge(self) -> None:
         later = self.catalog.now() + timedelta(days=8)
-        self._product(lambda catalog: tuple(purge(catalog, MEANS, None, due=later)))
+        self._product(lambda catalog: tuple(purge(catalog, MEANS, None, due=later)), purges=True)
 
     def _restore(self) -> None:
         tree = self.disk.tree()
@@ -526,12 +549,14 @@ class Run:
         made: Contents | None = None,
         *,
         catalog: bool = True,
+        purges: bool = False,
     ) -> str:
         """Run a verb in a simulated process, at once or together with others; return how it ended.
 
         target: the place that may change. made: what is there afterwards; None for anything that is complete.
+        purges: it removes what is set aside.
         """
-        self.group.append(Act(act, target, made, catalog))
+        self.group.append(Act(act, target, made, catalog, purges))
         return self._run_group()[0] if self.together is None else LATER
 
     def _together(self) -> None:
@@ -539,8 +564,11 @@ class Run:
         self.together = []
         for verb in self.draw.choices(list(PRODUCT), list(PRODUCT.values()), k=self.draw.choice([2, 2, 3])):
             self._note(f"\n    {verb:8}")
-            self._step(verb)
-        later, self.together = self.together, None
+            self._do(verb)
+        self._run_together()
+
+    def _run_together(self) -> None:
+        later, self.together = self.together or [], None
         if self.group:
             outcomes = self._run_group()
             for act, run in later:
@@ -549,114 +577,16 @@ class Run:
     def _run_group(self) -> list[str]:
         """Run what was gathered, as the faults decide, and check what must be true while and after."""
         group, self.group = self.group, []
-        before = self.disk.tree()
-        strict = all(act.catalog for act in group) and not self.forgot
-        known = frozenset[str]().union(*(self._known_sources(a.target, before, a.catalog) for a in group))
         draw = random.Random(self.draw.getrandbits(60))
-        faults = drawn_faults(draw, calm=self.calm or draw.random() < 0.2, local=self.disk.kind == "local")
-
-        def observe() -> None:
-            after = self.disk.tree()
-            self._require_places(self._all(before), self._all(after), group, [])
-            self._note_deleted(before, after)
-            self._require_owed(ids_in(after), known, strict=strict)
-
+        faults = drawn_faults(draw, "calm" if self.calm else self.profile, local=self.disk.kind == "local")
+        check = Check(self, group)
+        self.world.hand = check.hand
         works = [(draw.randrange(3), functools.partial(_lived, act.act, self.url)) for act in group]
-        outcomes = self.world.run(works, faults, draw, observe)
+        outcomes = self.world.run(works, faults, draw, check.now)
         for word in (*outcomes, self.world.cut):
             self._note(f"[{word}]" if word else "")
         for outcome in outcomes:
             if outcome.startswith("crashed"):
                 raise Broken(outcome)
-        after = self.disk.tree()
-        self._require_places(self._all(before), self._all(after), group, outcomes)
-        self._note_deleted(before, after)
-        self._require_owed(ids_in(after), known, strict=strict)
-        for place, contents in self.on_hold.items():
-            if self._all(after).get(place) != contents:
-                raise Broken(f"{place} is on hold, and gone")
+        check.end(outcomes)
         return outcomes
-
-    # What must be true.
-
-    def _require_places(
-        self,
-        before: dict[str, Contents | None],
-        after: dict[str, Contents | None],
-        group: Sequence[Act],
-        outcomes: Sequence[str],
-    ) -> None:
-        """Every place that a user sees is as it was, or, if it is a target, the new output, complete.
-
-        outcomes: how the acts of the group ended; none while they run.
-        """
-        for place in {*before, *after, *(act.target for act in group if act.made is not None)}:
-            old, new = before.get(place), after.get(place)
-            acts = [
-                (a, o)
-                for a, o in zip_longest(group, outcomes, fillvalue="")
-                if a.target == place or place.startswith(f"{a.target}.kept-")
-            ]  # what cannot be removed is kept beside its place
-            if place not in before and ".kept-" in place and acts:
-                continue
-            wanted = [set(a.made.values()) for a, _ in acts if a.made is not None]
-            if any(o == "done" and a.made is not None for a, o in acts):
-                if new is None or set(new.values()) not in wanted:
-                    raise Broken(f"{place} is not the new output: {new}, not {wanted}")
-                continue
-            torn = place in after and new is None and place not in before
-            if is_hidden(place) or (old == new and not torn):
-                continue
-            halves = self.disk.kind == "bucket" and new is None  # objects are replaced one at a time
-            if not acts:
-                back = any(logical(p) == place and c == new for p, c in before.items())
-                if place.startswith("runs/") and (place not in after or back or halves):
-                    continue  # it is retired; what that loses is counted below. Or it is restored
-                raise Broken(f"{place} changed: {old} -> {new}")
-            if outcomes and old and all(o.startswith("refused") for _, o in acts):
-                raise Broken(f"{place} was refused, and changed: {old} -> {new}")
-            if halves or (
-                new is not None and (set(new.values()) in wanted or None in [a.made for a, _ in acts])
-            ):
-                continue
-            raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
-
-    def _note_deleted(self, before: dict[str, bytes], after: dict[str, bytes]) -> None:
-        """Note what of sources is gone: some place must hold it from now on."""
-        gone = self._source_contents(before) - self._source_contents(after)
-        for place, rows in gone:
-            self.owed |= {
-                (place, name, id)
-                for name, id in rows
-                if not any(fnmatchcase(name.removeprefix("file "), g) for g in self.accepted.get(place, ()))
-            }
-
-    def _source_contents(self, tree: dict[str, bytes]) -> Counter[tuple[str, frozenset[tuple[str, str]]]]:
-        """Return the sources at their places or set aside, by where they belong."""
-        found: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
-        for place, contents in self._all(tree).items():
-            if contents and logical(place).startswith("runs/") and not place.endswith("-back"):
-                found[logical(place), frozenset(contents.items())] += 1
-        return found
-
-    def _require_owed(self, there: frozenset[str], known: frozenset[str], *, strict: bool) -> None:
-        lost = {each for each in self.owed if each[2] not in there}
-        missing = {e for e in lost if strict or self.disk.url(e[0]) in known}
-        if missing:
-            raise Broken(f"lost: {sorted(missing)}")
-        self.owed -= lost  # a catalog that knew was lost, and there is no record
-
-    def _known_sources(self, target: str, tree: dict[str, bytes], catalog: bool) -> frozenset[str]:
-        """Return the sources of the obligations that the catalog, or a record at a place, has."""
-        found: set[str] = set()
-        if catalog:
-            with self.catalog.reading() as conn:
-                found |= set(conn.execute(text("SELECT source FROM obligation")).scalars())
-        for above in (target, *folders_above(target)):
-            parent, _, name = above.rpartition("/")
-            home = f"{parent}/.{name}.obligations.ckptcore/"
-            records = [
-                data for path, data in tree.items() if path.startswith(home) and path.endswith(".json")
-            ]
-            found |= {json.loads(data)["source"] for data in records}
-        return frozenset(found)

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -16,17 +17,24 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from custody_model import BucketDisk, LocalDisk
+from sqlalchemy import Engine
+from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
+from sqlalchemy.util import LRUCache
 
 from ckptcore.catalog import open_catalog
 from ckptcore.utils import host
+from tests.simulation.invariants import Broken
 from tests.simulation.mutants import MUTANTS, mutate
-from tests.simulation.programs import PRODUCT, Broken, Run, program
+from tests.simulation.once_failed import ONCE_FAILED
+from tests.simulation.programs import PRODUCT, Run
 from tests.simulation.scheduler import World
 from tests.simulation.seam import Shared
+from tests.simulation.themes import program
 
-LENGTH = 9
+LENGTH = 0  # of a program: its own
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 EPOCH_NS = 2_208_988_800 * 10**9  # 2040: behind the times of all files, so that no decision depends on today
 
@@ -104,9 +112,23 @@ def _disk(kind: str, folder: Path) -> Iterator[LocalDisk | BucketDisk]:
         yield BucketDisk(server)
 
 
+def _share_statements() -> None:
+    """Let all engines of this process and its forks compile a statement once: it takes most of their time."""
+    shared, begin = LRUCache[Any, Any](2000), Engine.__init__
+
+    def begun(engine: Engine, *given: Any, **options: Any) -> None:
+        begin(engine, *given, **options)
+        engine._compiled_cache = shared
+
+    Engine.__init__ = begun  # type: ignore[method-assign]
+    SQLiteDialect_pysqlite.__eq__ = lambda one, other: type(one) is type(other)  # type: ignore[method-assign]
+    SQLiteDialect_pysqlite.__hash__ = lambda one: hash(type(one))  # type: ignore[method-assign]
+
+
 @functools.cache
 def warm_up() -> None:
     """Import what processes of a simulation use, and keep the collector from touching it in each of them."""
+    _share_statements()
     for seed in (0, 1):
         verbs = ("save", "save", "save", "make", "make", "make", *PRODUCT, "lose", "scrub")
         steps = [(verb, 1000 * seed + number) for number, verb in enumerate(verbs)]
@@ -168,22 +190,34 @@ def _kind(outcome: Outcome) -> str:
     return re.sub(r"[^a-z ].*", "", outcome.broken.splitlines()[-1])
 
 
+def _seed(length: int, disk: str, seed: int) -> tuple[int, Outcome]:
+    return seed, run_steps(program(seed, length), disk=disk)
+
+
 def hunt(
-    seeds: Sequence[int], *, length: int = LENGTH, disk: str = "local", mutant: str = ""
+    seeds: Sequence[int], *, length: int = LENGTH, disk: str = "local", mutant: str = "", jobs: int = 1
 ) -> Iterator[tuple[int, Outcome]]:
     """Run the programs of some seeds, with a known fault in the product if one is named."""
     warm_up()
     mutate(mutant)
-    for seed in seeds:
-        yield seed, run_steps(program(seed, length), disk=disk)
+    one = functools.partial(_seed, length, disk)
+    if jobs == 1:
+        yield from map(one, seeds)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(one, seeds)
 
 
 def main(asked: argparse.Namespace) -> int:
     """Do what the command line asks, and return its exit status."""
     if asked.mutants:
-        return _run_mutants(asked)
+        return _run_mutants(asked.mutants)
+    if asked.suite:
+        return _run_suite(asked.suite)
     seeds, failed, began = range(asked.seed, asked.seed + asked.count), [], time.monotonic()
-    for seed, outcome in hunt(seeds, length=asked.steps, disk=asked.disk, mutant=asked.mutant):
+    for seed, outcome in hunt(
+        seeds, length=asked.steps, disk=asked.disk, mutant=asked.mutant, jobs=asked.jobs
+    ):
         if asked.log:
             print(*outcome.calls, sep="\n")
         if asked.count == 1:
@@ -207,17 +241,36 @@ def _line(seed: int, outcome: Outcome) -> str:
     return f"seed {seed}: {word}, {len(outcome.calls)} calls, digest {outcome.digest}"
 
 
-def _run_mutants(asked: argparse.Namespace) -> int:
-    """Run the program that finds each mutant, in a process of its own; fail if one finds nothing."""
+def _run_suite(count: int) -> int:
+    """Run what `make test` runs: programs on each disk, those that once failed, each fourth known fault."""
+    warm_up()
+    failed = 0
+    for disk, seeds in (("local", range(count)), ("bucket", range(1, 3))):
+        for seed, outcome in hunt(seeds, disk=disk):
+            failed += bool(outcome.broken)
+            print(
+                _line(seed, outcome),
+                *([disk, *outcome.trace, outcome.broken] if outcome.broken else ()),
+                sep="\n",
+            )
+    for what, steps in ONCE_FAILED.items():
+        outcome = run_steps(steps)
+        failed += bool(outcome.broken)
+        print(f"{what}: {outcome.broken or 'held'}")
+    return _run_mutants(4) or bool(failed)
+
+
+def _run_mutants(nth: int) -> int:
+    """Run the program that finds each n-th mutant, in a process of its own; fail if one finds nothing."""
     warm_up()
     missed = []
-    for name, mutant in list(MUTANTS.items())[:: asked.mutants]:
-        if mutant.seed is None:
-            continue
+    found = [name for name, mutant in MUTANTS.items() if mutant.seed is not None]
+    for name in found[::nth]:
         child = os.fork()
         if not child:
+            mutant = MUTANTS[name]
             mutate(name)
-            outcome = run_steps(program(mutant.seed, LENGTH), disk=mutant.disk)
+            outcome = run_steps(program(mutant.seed or 0), disk=mutant.disk)
             os._exit(0 if outcome.broken else 1)
         if os.waitpid(child, 0)[1]:
             missed.append(name)

@@ -14,7 +14,7 @@ import socket
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from tests.simulation.crash_disk import CrashDisk
 from tests.simulation.seam import DIE, GO, HALF, HOSTS, LOST, PROCESSES, Seam, Shared
 
 FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "renameat2", "write"}
-COMMITTING = ("renameat2", "renameat2", "rename", "link", "commit", "unlink")
+# The few calls that make something visible, or durable -> how many a group of processes makes of each.
+COMMITTING = {"renameat2": 5, "rename": 14, "replace": 10, "link": 2, "unlink": 16, "fsync": 26, "commit": 6}
 MOST_CALLS = 5000  # of a process; more is an endless loop
 REAL_S = 120.0  # without a word from a process that has its turn
 
@@ -64,7 +65,26 @@ FAULTS = {
     ),
     "pause": Kind(25, "a process gets no turn while others run, and minutes or days pass on all clocks", "-"),
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
+    "hand": Kind(
+        0,
+        "somebody writes to a source that a process removes, or to an output that it replaces, before it is "
+        "moved away",
+        "nobody writes through a descriptor that was open before",
+    ),
 }
+# The faults of a group of processes, where a program says so -> how many of each kind.
+PROFILES: dict[str, dict[str, tuple[int, ...]]] = {
+    "setup": {},
+    "calm": {},
+    "kill": {"kill": (1,)},
+    "power": {"power": (1,), "catalog-power": (0, 1)},
+    "after": {"power": (1,), "catalog-power": (0, 1)},
+    "error": {"error": (1, 1, 2)},
+    "race": {"pause": (2, 3, 4)},
+    "chaos": {"pause": (1, 2), "kill": (1,), "lost-commit": (0, 0, 1)},
+    "hand": {"hand": (1, 2), "pause": (0, 1)},
+}
+LOCAL_ONLY = ("power", "catalog-power", "error", "hand")
 
 
 @dataclass(frozen=True)
@@ -77,21 +97,30 @@ class Fault:
     call: str = ""
 
 
-def drawn_faults(draw: random.Random, *, calm: bool, local: bool) -> list[Fault]:
-    """Return what befalls a group of processes."""
+def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Fault]:
+    """Return what befalls a group of processes: by a row of `PROFILES`, or by the rates of `FAULTS`."""
     faults = []
-    for kind, each in FAULTS.items():
-        drawn, number = draw.random() * 100 < each.often, draw.getrandbits(30)
-        times = draw.choice([1, 1, 2])
-        if drawn and not calm and (local or kind not in ("power", "catalog-power", "error")):
-            faults += [_fault(kind, number, draw) for _ in range(times)]
-    return faults
+    if profile:
+        kinds = {kind: draw.choice(times) for kind, times in PROFILES[profile].items()}
+    else:
+        calm = draw.random() < 0.2
+        kinds = {
+            kind: draw.choice([1, 1, 2]) * (draw.random() * 100 < each.often and not calm)
+            for kind, each in FAULTS.items()
+        }
+    for kind, times in kinds.items():
+        for _ in range(times if local or kind not in LOCAL_ONLY else 0):
+            at_end = kind == "power" and profile == "after"
+            faults.append(Fault(kind, MOST_CALLS if at_end else 0, draw.getrandbits(30)))
+    return [fault if fault.at else _placed(fault, draw) for fault in faults]
 
 
-def _fault(kind: str, number: int, draw: random.Random) -> Fault:
-    """Return a fault anywhere, or at one of the few calls that make something visible, or durable."""
-    call = draw.choice(["", "", *COMMITTING])
-    return Fault(kind, draw.randint(1, 5 if call else draw.choice([12, 45, 160])), number, call)
+def _placed(fault: Fault, draw: random.Random) -> Fault:
+    """Place a fault anywhere, or at one of the calls that matter."""
+    call = draw.choice(["", *COMMITTING]) if draw.random() < 0.8 else ""
+    call = "commit" if fault.kind == "lost-commit" else call
+    at = draw.randint(1, COMMITTING[call] if call else draw.choice([12, 45, 100]))
+    return replace(fault, call=call, at=at)
 
 
 @dataclass
@@ -102,6 +131,7 @@ class Process:
         outcome: How it ended: ``done``, ``refused: CODE``, ``killed``, ``crashed: TRACEBACK``; "" until then.
         call: What it waits for, and the paths.
         wakes_ns: When it wants to go on, on the clock of the world.
+        wrote: Whether it has written to a file.
         resting: How many turns of others it is paused for.
     """
 
@@ -115,6 +145,7 @@ class Process:
     resting: int = 0
     calls: int = 0
     in_transaction: bool = False
+    wrote: bool = False
 
 
 @dataclass
@@ -127,6 +158,9 @@ class World:
         grave: An empty folder on the file system of the disk.
         log: Every call, if a list.
         inline: Run every work in this process, undisturbed: what it imports, no fork imports again.
+        exchanges: Whether the file system exchanges two names in one step.
+        hand: Lets somebody write to what the process of this index works on; whether it has written to a
+            file, and a number, follow.
     """
 
     shared: Shared
@@ -135,6 +169,8 @@ class World:
     grave: Path
     log: list[str] | None = None
     inline: bool = False
+    exchanges: bool = True
+    hand: Callable[[int, bool, int], None] | None = None
     count: int = 0
     processes: list[Process] = field(default_factory=list)
     cut: str = ""
@@ -188,7 +224,11 @@ class World:
         pid = os.fork()
         if not pid:
             ours.close()
-            _live(Seam(self.shared, theirs, number, home, grave, self.ctimes), f"process {self.count}", work)
+            _live(
+                Seam(self.shared, theirs, number, home, grave, self.ctimes, self.exchanges),
+                f"process {self.count}",
+                work,
+            )
         theirs.close()
         ours.settimeout(REAL_S)
         return Process(number, home, pid, ours)
@@ -246,9 +286,13 @@ class World:
             self._go(process, LOST)
             return True
         if kind == "pause":
-            process.resting = number % 40
-            self.shared.advance((0, 70, 400, 90000)[number // 40 % 4])
+            process.resting = (5, 20, 60, 200)[number % 4]
+            self.shared.advance((0, 0, 0, 70, 400, 90000)[number // 4 % 6])
             return False
+        if kind == "hand" and self.hand is not None:
+            self.hand(self.processes.index(process), process.wrote, number)
+            if self._disk is not None:
+                self._disk.look()
         if kind == "jump":
             self.shared.jump(process.home, (-86400, -600, 600, 86400)[number % 4])
         return False
@@ -291,6 +335,7 @@ class World:
             return
         process.call, process.in_transaction = tuple(heard), heard[1] == "+"
         process.calls += 1
+        process.wrote |= heard[0] == "write"
         if process.calls > MOST_CALLS:
             self._end(process, f"crashed: {MOST_CALLS} calls, the last {heard}")
         elif heard[0] == "sleep":

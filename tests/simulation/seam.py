@@ -35,6 +35,7 @@ from ckptcore.utils import host, processes
 DIED = 9  # exit status of a process that was killed
 HOSTS, PROCESSES = 4, 240
 GO, DIE, HALF, LOST = "go", "die", "half", "lost"  # answers; others are the name of an error
+EXCHANGE = 2  # a flag of renameat2
 _TICK_NS = 1000  # between two looks at a clock
 _CLOCK = struct.Struct("q")
 
@@ -99,6 +100,7 @@ class Seam:
         home: The number of its host.
         grave: Where files go whose last name is removed, so that a power cut can undo it; "" for nowhere.
         ctimes: Inode -> its time of change now, and the one before a power cut.
+        exchanges: Whether the file system exchanges two names in one step.
     """
 
     def __init__(
@@ -109,8 +111,9 @@ class Seam:
         home: int,
         grave: str,
         ctimes: Mapping[int, tuple[int, int]],
+        exchanges: bool,
     ) -> None:
-        self._ctimes = ctimes
+        self._ctimes, self._exchanges = ctimes, exchanges
         self.shared, self.line, self.number, self.home, self.grave = shared, line, number, home, grave
         self._turn, self._marks, self._open = threading.Lock(), 0, set[int]()
 
@@ -196,6 +199,8 @@ class Seam:
     def _file_call(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **folders: Any) -> Any:
             old, new = _paths(name, given, folders)
+            if name == "renameat2" and given[4] == EXCHANGE and not self._exchanges:
+                return errno.EINVAL
             try:
                 self.ask(name, old, new)
             except OSError as error:

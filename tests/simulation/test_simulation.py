@@ -20,11 +20,6 @@ from ckptcore.catalog import upgrade
 from tests.simulation.crash_disk import CrashDisk
 from tests.simulation.mutants import MUTANTS
 
-# Seeds that once failed, by the disk and the number of steps, and what was wrong.
-ONCE_FAILED: dict[tuple[str, int, int], str] = {
-    ("local", 13, 7): "of an old output that a failing disk kept from being removed, one is beside the new"
-}
-
 
 def simulated(*options: object) -> tuple[int, list[str]]:
     """Run the command, and return its exit status and its lines."""
@@ -34,36 +29,28 @@ def simulated(*options: object) -> tuple[int, list[str]]:
     return ended.returncode, ended.stdout.splitlines()
 
 
-def test_programs_hold_and_a_seed_ends_in_the_same_line() -> None:
-    status, lines = simulated("--seed", 0, "--count", 50, "--steps", 4)
-    assert not status, "\n".join(lines)
-    assert simulated("--seed", 33, "--steps", 4)[1][-1] in lines
-
-
-def test_programs_hold_in_a_bucket() -> None:
-    status, lines = simulated("--disk", "bucket", "--seed", 1, "--count", 2)
-    assert not status, "\n".join(lines)
+def test_programs_hold_and_known_faults_are_found() -> None:
+    """In one process, which takes seconds to begin: the programs, those that once failed, and mutants."""
+    status, lines = simulated("--suite", 50)
+    assert not status, "\n".join(line for line in lines if not re.match("seed [0-9]+: held", line))
+    assert simulated("--seed", 33)[1][-1] in lines, "a seed ends in the same line"
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_programs_hold_on_postgresql(count: int, postgres: Any) -> None:
-    from tests.simulation.running import LENGTH, program, run_steps
+    from tests.simulation.running import run_steps
+    from tests.simulation.themes import program
 
     for seed in range(count):
         with postgres.database() as url:
             upgrade(url)
-            assert not run_steps(program(seed, LENGTH), url=url).broken, seed
+            assert not run_steps(program(seed), url=url).broken, seed
 
 
+@pytest.mark.soak
 def test_known_faults_are_found() -> None:
     status, lines = simulated("--mutants", 1)
     assert not status, lines[-1]
-
-
-@pytest.mark.parametrize(("disk", "seed", "steps"), ONCE_FAILED)
-def test_seeds_that_once_failed(disk: str, seed: int, steps: int) -> None:
-    status, lines = simulated("--disk", disk, "--seed", seed, "--steps", steps)
-    assert not status, "\n".join(lines)
 
 
 @pytest.mark.soak
@@ -71,7 +58,7 @@ def test_seeds_that_once_failed(disk: str, seed: int, steps: int) -> None:
 @pytest.mark.parametrize(("disk", "count"), [("local", 9500), ("bucket", 500)])
 def test_ten_thousand_programs_hold(disk: str, count: int, pytestconfig: pytest.Config) -> None:
     first = pytestconfig.getoption("--seed") or 1000
-    status, lines = simulated("--disk", disk, "--seed", first, "--count", count)
+    status, lines = simulated("--disk", disk, "--seed", first, "--count", count, "--jobs", 2)
     assert not status, "\n".join(line for line in lines if not re.match("seed [0-9]+: held", line))
 
 

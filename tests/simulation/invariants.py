@@ -1,0 +1,227 @@
+"""What must be true while processes run, whenever one of them ends, and behind them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from custody_model import Contents, Tree, folders_above, ids_in, is_hidden, logical
+from sqlalchemy import text
+
+from tests.simulation.records import all_in, beside, homes, ids_in_sight, is_kept, obligations, vouched
+
+if TYPE_CHECKING:
+    from tests.simulation.programs import Run
+
+
+class Broken(AssertionError):
+    """Something that must be true after a step is not."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """What one process does.
+
+    Attributes:
+        act: What it does, with an open catalog.
+        target: The place that may change; "" for none.
+        made: What is there afterwards; None for anything that is complete.
+        catalog: Whether the product uses the catalog.
+        purges: Whether it removes what is set aside.
+    """
+
+    act: Callable[[Any], object]
+    target: str
+    made: Contents | None
+    catalog: bool
+    purges: bool
+
+
+class Check:
+    """What must be true of a group of processes; made before they begin."""
+
+    def __init__(self, run: Run, group: Sequence[Act]) -> None:
+        self.run, self.group = run, group
+        self.before = run.disk.tree()
+        self.there = all_in(self.before)
+        self.sources = _sources(self.there)
+        self.owed = frozenset(run.owed)
+        self.strict = all(act.catalog for act in group) and not run.forgot
+        self.listed = self._listed()
+        self.known = frozenset[str]().union(*(self._known_sources(act) for act in group))
+        self.by_hand: set[str] = set()
+
+    def now(self) -> None:
+        """Check what must be true at any time; raise `Broken`."""
+        self._check([])
+
+    def end(self, outcomes: Sequence[str]) -> None:
+        """Check what must be true when the processes have ended; raise `Broken`."""
+        run = self.run
+        tree, there = self._check(outcomes)
+        for place, contents in run.on_hold.items():
+            if not is_kept(place, contents, there):
+                raise Broken(f"{place} is on hold, and gone")
+        lost = self.by_hand - ids_in(tree)
+        if lost and not run.world.cut:
+            raise Broken(f"what somebody wrote meanwhile is gone: {sorted(lost)}")
+        self._require_replaced(there)
+        new = {run.disk.url(each[0]) for each in run.owed - self.owed if each[2] not in _at_sources(there)}
+        forgotten = new - self._listed() if self.strict and not run.world.cut else ()
+        if forgotten:
+            raise Broken(f"the catalog has no obligation of {sorted(forgotten)}")
+
+    def hand(self, index: int, wrote: bool, number: int) -> None:
+        """Let somebody write to what a process has looked at, and has not moved away yet."""
+        act, there = self.group[index], all_in(self.run.disk.tree())
+        if act.made is not None:
+            places = [act.target] if wrote and len(self.group) == 1 else []
+        else:
+            places = sorted(place for place in there if place.startswith("runs/") and not is_hidden(place))
+        places = [
+            p for p in places if there.get(p) and there[p] == self.there.get(p) and p not in self.run.on_hold
+        ]
+        if not places:
+            return
+        place = places[number % len(places)]
+        if number // 8 % 2 or place.endswith(".pt"):
+            self.run.write(place, {"extra": torch.full((2,), float(number))}, objects=True)
+        else:
+            self.run.disk.put(f"{place}/note-{number}.txt", f"{number}".encode())
+        tree = self.run.disk.tree()
+        files = {p: data for p, data in tree.items() if p == place or p.startswith(f"{place}/")}
+        now = all_in(files).get(place) or {}
+        self.by_hand |= set(now.values()) - set((self.there[place] or {}).values())
+        self.before |= files
+        self.there = all_in(self.before)
+        self.sources = _sources(self.there)
+
+    def _check(self, outcomes: Sequence[str]) -> tuple[Tree, dict[str, Contents | None]]:
+        run, tree = self.run, self.run.disk.tree()
+        there = all_in(tree)
+        self._require_places(there, outcomes)
+        self._note_deleted(there)
+        self._require_owed(tree)
+        if run.disk.kind == "local":
+            torn = [home for home, record in homes(tree).items() if record is None]
+            if torn:
+                raise Broken(f"{torn[0]} has no record of what is in it")
+        return tree, there
+
+    def _require_places(self, after: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
+        """Every place that a user sees is as it was, or, if it is a target, the new output, complete.
+
+        outcomes: how the acts of the group ended; none while they run.
+        """
+        before, group, bucket = self.there, self.group, self.run.disk.kind == "bucket"
+        for place in {*before, *after, *(act.target for act in group if act.made is not None)}:
+            old, new = before.get(place), after.get(place)
+            acts = [
+                (a, o)
+                for a, o in zip_longest(group, outcomes, fillvalue="")
+                if a.target == place or place.startswith(f"{a.target}.kept-")
+            ]  # what cannot be removed is kept beside its place
+            if place not in before and ".kept-" in place and acts:
+                continue
+            wanted = [set(a.made.values()) for a, _ in acts if a.made is not None]
+            if any(o == "done" and a.made is not None for a, o in acts):
+                if new is None or set(new.values()) not in wanted:
+                    raise Broken(f"{place} is not the new output: {new}, not {wanted}")
+                continue
+            torn = place in after and new is None and place not in before
+            if is_hidden(place) or (old == new and not torn):
+                continue
+            halves = bucket and new is None  # objects are replaced one at a time
+            if not acts:
+                back = any(logical(p) == place and c == new for p, c in before.items())
+                if place.startswith("runs/") and (place not in after or back or halves):
+                    continue  # it is retired; what that loses is counted below. Or it is restored
+                raise Broken(f"{place} changed: {old} -> {new}")
+            if not self.run.world.exchanges and place not in after and old in beside(place, after):
+                continue  # between two steps; the next run takes either
+            if outcomes and old and all(o.startswith("refused") for _, o in acts):
+                raise Broken(f"{place} was refused, and changed: {old} -> {new}")
+            if place in before and not place.startswith("runs/") and not wanted:
+                raise Broken(f"{place} was there, and another was restored over it: {old} -> {new}")
+            if halves or (
+                new is not None and (set(new.values()) in wanted or None in [a.made for a, _ in acts])
+            ):
+                continue
+            raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
+
+    def _note_deleted(self, there: dict[str, Contents | None]) -> None:
+        """Note what of sources is gone: some place must hold it from now on."""
+        accepted = self.run.accepted
+        for place, rows in self.sources - _sources(there):
+            self.run.owed |= {
+                (place, name, id)
+                for name, id in rows
+                if not any(fnmatchcase(name.removeprefix("file "), g) for g in accepted.get(place, ()))
+            }
+
+    def _require_owed(self, tree: Tree) -> None:
+        run, ids = self.run, ids_in(tree)
+        lost = {each for each in run.owed if each[2] not in ids}
+        missing = {
+            each
+            for each in lost
+            if self.strict or each not in self.owed or run.disk.url(each[0]) in self.known
+        }
+        if missing:
+            raise Broken(f"lost: {sorted(missing)}")
+        run.owed -= lost  # a catalog that knew was lost, and there is no record
+        seen, sure = ids_in_sight(tree), vouched(tree)
+        unseen = {each for each in run.owed - run.unseen if each[2] not in seen}
+        if unseen:
+            raise Broken(f"in sight of nobody: {sorted(unseen)}")
+        unvouched = {each for each in run.owed - run.unvouched if each[2] not in sure}
+        if unvouched:
+            raise Broken(f"no record of an obligation is beside: {sorted(unvouched)}")
+
+    def _require_replaced(self, there: dict[str, Contents | None]) -> None:
+        """What was replaced under an obligation can be restored, until a purge."""
+        run = self.run
+        if any(act.purges or act.made is None for act in self.group):
+            run.replaced = []
+            return
+        owed = {each[2] for each in self.owed if run.disk.url(each[0]) in self.listed}
+        (act, *others) = self.group
+        old, new = self.there.get(act.target), there.get(act.target)
+        alone = self.strict and run.disk.kind == "local" and not others
+        if alone and old and new and old != new and owed & set(old.values()):
+            run.replaced.append((act.target, old))
+        for place, contents in run.replaced:
+            if contents not in beside(place, there):
+                raise Broken(f"{place} was replaced, and cannot be restored: {contents}")
+
+    def _listed(self) -> frozenset[str]:
+        """Return the sources of the obligations that the catalog has."""
+        with self.run.catalog.reading() as conn:
+            return frozenset(conn.execute(text("SELECT source FROM obligation")).scalars())
+
+    def _known_sources(self, act: Act) -> frozenset[str]:
+        """Return the sources of the obligations that the catalog, or a record at a place, has."""
+        above = {act.target, *folders_above(act.target)}
+        records = {one.source for one in obligations(self.before) if one.place in above}
+        return (self.listed if act.catalog else frozenset()) | records
+
+
+def _at_sources(there: dict[str, Contents | None]) -> set[str]:
+    """Return the content ids that sources hold at their places."""
+    return {
+        i for p, c in there.items() if p.startswith("runs/") and not is_hidden(p) for i in (c or {}).values()
+    }
+
+
+def _sources(there: dict[str, Contents | None]) -> Counter[tuple[str, frozenset[tuple[str, str]]]]:
+    """Return the sources at their places or set aside, by where they belong."""
+    found: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
+    for place, contents in there.items():
+        if contents and logical(place).startswith("runs/") and not place.endswith("-back"):
+            found[logical(place), frozenset(contents.items())] += 1
+    return found
