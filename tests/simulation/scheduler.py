@@ -25,6 +25,8 @@ from tests.simulation.seam import DIE, GO, HALF, HOSTS, LOST, PROCESSES, Seam, S
 FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "renameat2", "write"}
 # The few calls that make something visible, or durable -> how many a group of processes makes of each.
 COMMITTING = {"renameat2": 5, "rename": 14, "replace": 10, "link": 2, "unlink": 16, "fsync": 26, "commit": 6}
+# Those around which a guarantee changes hands -> as above: faults also befall the calls behind them.
+TURNING = {"renameat2": 4, "rename": 4, "link": 1, "unlink": 3, "commit": 5}
 MOST_CALLS = 5000  # of a process; more is an endless loop
 REAL_S = 120.0  # without a word from a process that has its turn
 
@@ -89,12 +91,13 @@ LOCAL_ONLY = ("power", "catalog-power", "error", "hand")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault at a call of a group of processes: the ``at``-th of all, or of one kind."""
+    """A fault at a call of a group of processes: the ``at``-th of all or of one kind, or calls behind it."""
 
     kind: str
     at: int
     number: int
     call: str = ""
+    behind: int = 0
 
 
 def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Fault]:
@@ -117,10 +120,16 @@ def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Faul
 
 def _placed(fault: Fault, draw: random.Random) -> Fault:
     """Place a fault anywhere, or at one of the calls that matter."""
-    call = draw.choice(["", *COMMITTING]) if draw.random() < 0.8 else ""
-    call = "commit" if fault.kind == "lost-commit" else call
-    at = draw.randint(1, COMMITTING[call] if call else draw.choice([12, 45, 100]))
-    return replace(fault, call=call, at=at)
+    where = draw.random()
+    if fault.kind == "lost-commit":
+        return replace(fault, call="commit", at=draw.randint(1, COMMITTING["commit"]))
+    if where < 0.55:
+        call = draw.choice(list(TURNING))
+        return replace(fault, call=call, at=draw.randint(1, TURNING[call]), behind=draw.randint(0, 4))
+    if where < 0.85:
+        call = draw.choice(list(COMMITTING))
+        return replace(fault, call=call, at=draw.randint(1, COMMITTING[call]))
+    return replace(fault, at=draw.randint(1, draw.choice([12, 45, 100])))
 
 
 @dataclass
@@ -247,6 +256,9 @@ class World:
             fault = faults.pop(("", turn), None) or faults.pop(
                 (current.call[0], calls[current.call[0]]), None
             )
+            if fault is not None and fault.behind:
+                faults["", turn + fault.behind] = replace(fault, behind=0)
+                fault = None
             if fault is None or not self._befall(fault, current, draw):
                 self._go(current, GO)
             for process in live:

@@ -18,6 +18,7 @@ import stat
 import struct
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -140,6 +141,7 @@ class Seam:
         """Put the calls of the simulation in place of the real ones, in this process."""
         draw = random.Random(seed)
         os.urandom = draw.randbytes
+        uuid.uuid4 = lambda: uuid.UUID(int=draw.getrandbits(128), version=4)
         os.getpid = lambda: self.number
         socket.gethostname = lambda: f"host-{self.home}"
         # A renewer that never gets a turn is a process that was stopped for too long: the hardest case.

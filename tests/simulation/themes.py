@@ -97,13 +97,13 @@ def _replace(draw: Draw) -> Steps:
     """An output is made, and replaced; a run that ends early is followed by the same command."""
     place = draw.choice("aap")
     steps = _start(f"make=1>{place}") if draw.random() < 0.7 else _start()
-    if draw.random() < 0.3:
+    if draw.random() < 0.4:
         steps.insert(0, "plain/setup")
     act = f"overwrite=2>{place}" if steps[-1].startswith("make") else f"make=2>{place}"
     steps.append(_crash(draw, act))
-    if draw.random() < 0.3:
+    if draw.random() < 0.4:
         steps.append("rotstaged")
-    steps.append(draw.choice(["resume/kill", "resume/calm", "resume/power", "resume/after"]))
+    steps.append(draw.choice(["resume/calm", "resume/calm", "resume/kill", "resume/power", "resume/after"]))
     return [*steps, draw.choice(["resume/calm", f"overwrite=1>{place}/after"])]
 
 
@@ -155,8 +155,8 @@ def _counted(draw: Draw) -> Steps:
     moved = steps[-1].partition(">")[2] if steps[-1].startswith("move") else place
     catalog = draw.choice(["overwrite", "overwrite", "overwrite", "bare"])
     act = f"{catalog}=2>{moved}"
-    steps.append(draw.choice([f"{act}/calm", f"{act}/after", _crash(draw, act)]))
-    if draw.random() < 0.6:
+    steps.append(draw.choice([f"{act}/calm", f"{act}/after", _crash(draw, act), f"{act}/kill"]))
+    if steps[-1].endswith("/kill") or draw.random() < 0.3:
         steps.append("resume/calm")
     ends = [
         "purge/kill",
