@@ -78,7 +78,7 @@ class CrashDisk:
 
     def cut(self, draw: random.Random) -> str:
         """Let the power fail; return what it did, for people."""
-        times = {inode: os.lstat(path).st_mtime_ns for inode, path in self._paths.items()}
+        times = {inode: os.lstat(path) for inode, path in self._paths.items()}
         chance, stopped, undone = draw.choice([0.05, 0.2, 0.5, 1.0]), set[int](), list[list[Change]]()
         for change in self._pending:
             if _folders_of(change) & stopped or draw.random() < chance:
@@ -88,15 +88,16 @@ class CrashDisk:
             self._undo(change)
         self._folders, self._pending = self._scan(), []
         torn = self._tear(draw)
+        for inode in self._paths.keys() & times.keys():
+            before = times[inode].st_mtime_ns
+            if os.lstat(self._paths[inode]).st_mtime_ns != before:
+                os.utime(self._paths[inode], ns=(before, before), follow_symlinks=False)
         revived = {inode for change in undone for each in change for inode in each[2:] if inode is not None}
         self.ctimes = {
-            inode: (self._time(inode), self._changed[inode])
-            for inode in revived & self._paths.keys()
-            if inode in self._changed
+            inode: (self._time(inode), self._changed[inode] if inode in revived else times[inode].st_ctime_ns)
+            for inode in self._paths.keys() & (times.keys() | revived)
+            if inode in (self._changed if inode in revived else times)
         }
-        for inode, path in self._paths.items():
-            if inode in times:
-                os.utime(path, ns=(times[inode], times[inode]), follow_symlinks=False)
         self._bytes = self._files()
         return f"{len(undone)} names undone, {torn} files torn"
 

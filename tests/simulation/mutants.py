@@ -167,12 +167,6 @@ MUTANTS = {
         "if not strangers and replaces.home:",
         "if False:",
     ),
-    "staging-in-place-removed": Mutant(
-        "a staging folder is removed without being renamed first",
-        f"{STAGING}:LocalStaging.remove",
-        'self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{host.now_ns():x}")',
-        "self.clear()",
-    ),
     # Custody.
     "gate-open": Mutant("an only copy may be replaced", f"{GATE}:judge", "if missing:", "if False:"),
     "gate-trusts-rows": Mutant(

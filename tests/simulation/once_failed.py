@@ -6,6 +6,6 @@ ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
         ("save/setup", 794754587931),
         ("validate=2/setup", 599277294729),
         ("make=1>p/setup", 823000165195),
-        ("overwrite=2>p/error", 972894312592),
+        ("overwrite=2>p/error@rename:1", 972894312592),
     ]
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -23,10 +24,18 @@ from tests.simulation.crash_disk import CrashDisk
 from tests.simulation.seam import DIE, GO, HALF, HOSTS, LOST, PROCESSES, Seam, Shared
 
 FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "renameat2", "write"}
-# The few calls that make something visible, or durable -> how many a group of processes makes of each.
-COMMITTING = {"renameat2": 5, "rename": 14, "replace": 10, "link": 2, "unlink": 16, "fsync": 26, "commit": 6}
-# Those around which a guarantee changes hands -> as above: faults also befall the calls behind them.
-TURNING = {"renameat2": 4, "rename": 4, "link": 1, "unlink": 3, "commit": 5}
+# Where a fault may befall a group of processes -> how often, and how many of these calls there are. A call
+# shows if it changes a name that users see, and records if a record is in its place by it.
+PLACES = {
+    "shows": (40, 2),
+    "records": (25, 9),
+    "commit": (15, 5),
+    "rename": (4, 8),
+    "unlink": (6, 12),
+    "fsync": (5, 26),
+    "": (5, 80),
+}
+HIDDEN = re.compile(r"/\.[^/]+\.ckptcore")
 MOST_CALLS = 5000  # of a process; more is an endless loop
 REAL_S = 120.0  # without a word from a process that has its turn
 
@@ -91,18 +100,35 @@ LOCAL_ONLY = ("power", "catalog-power", "error", "hand")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault at a call of a group of processes: the ``at``-th of all or of one kind, or calls behind it."""
+    """A fault at a call of one of the processes that run at once.
+
+    Attributes:
+        kind: A row of `FAULTS`.
+        at: It befalls the call of this number, of all or of one row of `PLACES`.
+        number: Decides the rest.
+        call: The row of `PLACES`, or the name of a call.
+        behind: How many calls of this process later it happens.
+        process: Which of the processes.
+    """
 
     kind: str
     at: int
     number: int
     call: str = ""
     behind: int = 0
+    process: int = 0
 
 
 def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Fault]:
-    """Return what befalls a group of processes: by a row of `PROFILES`, or by the rates of `FAULTS`."""
+    """Return what befalls a group of processes.
+
+    profile: a row of `PROFILES`; ``KIND@CALL:N`` for the N-th such call of the first process; "" for
+    anything, by the rates of `FAULTS`.
+    """
     faults = []
+    if "@" in profile:
+        kind, call, at = re.split("[@:]", profile)
+        return [Fault(kind, int(at), draw.getrandbits(30), call)]
     if profile:
         kinds = {kind: draw.choice(times) for kind, times in PROFILES[profile].items()}
     else:
@@ -120,16 +146,15 @@ def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Faul
 
 def _placed(fault: Fault, draw: random.Random) -> Fault:
     """Place a fault anywhere, or at one of the calls that matter."""
-    where = draw.random()
+    fault = replace(fault, process=draw.randrange(6))
     if fault.kind == "lost-commit":
-        return replace(fault, call="commit", at=draw.randint(1, COMMITTING["commit"]))
-    if where < 0.55:
-        call = draw.choice(list(TURNING))
-        return replace(fault, call=call, at=draw.randint(1, TURNING[call]), behind=draw.randint(0, 4))
-    if where < 0.85:
-        call = draw.choice(list(COMMITTING))
-        return replace(fault, call=call, at=draw.randint(1, COMMITTING[call]))
-    return replace(fault, at=draw.randint(1, draw.choice([12, 45, 100])))
+        return replace(fault, call="commit", at=draw.randint(1, PLACES["commit"][1]))
+    if fault.kind == "hand" and draw.random() < 0.5:
+        return replace(fault, call="shows", at=1)
+    (call,) = draw.choices(list(PLACES), [often for often, _ in PLACES.values()])
+    behind = draw.choice([0, 0, 0, 1, 1, 2, 3, 4])
+    at = draw.randint(1, draw.randint(1, PLACES[call][1]))
+    return replace(fault, call=call, at=at, behind=behind)
 
 
 @dataclass
@@ -155,6 +180,15 @@ class Process:
     calls: int = 0
     in_transaction: bool = False
     wrote: bool = False
+
+    def kinds(self, root: Path | None) -> list[str]:
+        """Return the rows of `PLACES` for the call that it waits for."""
+        call, _, *paths = self.call
+        below = [path[len(str(root)) :] for path in paths if root is not None and path.startswith(f"{root}/")]
+        moves = call in ("rename", "renameat2", "replace", "link")
+        shows = moves and any(not HIDDEN.search(path) for path in below)
+        records = moves and bool(below) and below[-1].endswith(".json")
+        return ["", call, *(["shows"] if shows else []), *(["records"] if records else [])]
 
 
 @dataclass
@@ -217,7 +251,7 @@ class World:
             for home, work in works:
                 self.processes.append(self._begin(home, work, str(grave) if powered else ""))
                 self._hear(self.processes[-1])
-            self._turns({(f.call, f.at): f for f in faults}, draw, observe)
+            self._turns({(f.process % len(works), f.call, f.at): f for f in faults}, draw, observe)
         finally:
             for process in self.processes:
                 self._end(process, "killed")
@@ -243,31 +277,47 @@ class World:
         return Process(number, home, pid, ours)
 
     def _turns(
-        self, faults: dict[tuple[str, int], Fault], draw: random.Random, observe: Callable[[], None]
+        self, faults: dict[tuple[int, str, int], Fault], draw: random.Random, observe: Callable[[], None]
     ) -> None:
-        burst, turn, current = draw.choice([1, 3, 10, 60]), 0, self.processes[0]
-        calls: Counter[str] = Counter()
+        burst, current = draw.choice([1, 3, 10, 60]), self.processes[0]
+        calls: Counter[tuple[int, str]] = Counter()
         while live := [process for process in self.processes if not process.outcome]:
-            stays = current in live and (current.in_transaction or draw.randrange(burst))
+            stays = current in live and (
+                current.in_transaction or (draw.randrange(burst) and not current.resting)
+            )
             if not stays or current.wakes_ns > self.shared.world_ns():
                 current = self._chosen(live, draw)
-            turn += 1
-            calls[current.call[0]] += 1
-            fault = faults.pop(("", turn), None) or faults.pop(
-                (current.call[0], calls[current.call[0]]), None
-            )
+            index = self.processes.index(current)
+            kinds = [(index, kind) for kind in current.kinds(self.root)]
+            calls.update(kinds)
+            fault = next(filter(None, (faults.pop((*kind, calls[kind]), None) for kind in kinds)), None)
             if fault is not None and fault.behind:
-                faults["", turn + fault.behind] = replace(fault, behind=0)
-                fault = None
-            if fault is None or not self._befall(fault, current, draw):
-                self._go(current, GO)
-            for process in live:
-                process.resting = max(process.resting - 1, 0)
-            if any(process.outcome for process in live):
-                observe()
+                faults[index, "", calls[index, ""] + fault.behind] = replace(fault, behind=0)
+            elif fault is not None and fault.kind == "pause" and len(live) > 1:
+                self._pause(current, fault.number)
+                calls.subtract(kinds)  # it comes again
+                continue
+            elif fault is not None and self._befall(fault, current, draw):
+                self._rest(live, observe)
+                continue
+            self._go(current, GO)
+            self._rest(live, observe)
         if not self.cut and any(fault.kind == "power" for fault in faults.values()):
             self._cut(draw)  # right after the last has said that it is done
             observe()
+
+    def _rest(self, live: Sequence[Process], observe: Callable[[], None]) -> None:
+        """End a turn of one of the processes that live."""
+        for process in live:
+            process.resting = max(process.resting - 1, 0)
+        if any(process.outcome for process in live):
+            observe()
+
+    def _pause(self, process: Process, number: int) -> None:
+        """Let a process wait while others have some turns, and time may pass."""
+        self._note(f"-- pause {process.number} {number}")
+        process.resting = (20, 60, 200, 200)[number % 4]
+        self.shared.advance((0, 0, 0, 70, 400, 90000)[number // 4 % 6])
 
     def _chosen(self, live: list[Process], draw: random.Random) -> Process:
         holder = [process for process in live if process.in_transaction]
@@ -298,9 +348,7 @@ class World:
             self._go(process, LOST)
             return True
         if kind == "pause":
-            process.resting = (5, 20, 60, 200)[number % 4]
-            self.shared.advance((0, 0, 0, 70, 400, 90000)[number // 4 % 6])
-            return False
+            self._pause(process, number)
         if kind == "hand" and self.hand is not None:
             self.hand(self.processes.index(process), process.wrote, number)
             if self._disk is not None:

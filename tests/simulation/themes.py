@@ -96,14 +96,14 @@ def _anywhere(draw: Draw) -> Steps:
 def _replace(draw: Draw) -> Steps:
     """An output is made, and replaced; a run that ends early is followed by the same command."""
     place = draw.choice("aap")
-    steps = _start(f"make=1>{place}") if draw.random() < 0.7 else _start()
-    if draw.random() < 0.4:
+    steps = _start(f"make=1>{place}") if draw.random() < 0.8 else _start()
+    if draw.random() < 0.5:
         steps.insert(0, "plain/setup")
     act = f"overwrite=2>{place}" if steps[-1].startswith("make") else f"make=2>{place}"
     steps.append(_crash(draw, act))
     if draw.random() < 0.4:
         steps.append("rotstaged")
-    steps.append(draw.choice(["resume/calm", "resume/calm", "resume/kill", "resume/power", "resume/after"]))
+    steps.append(draw.choice(["resume/calm", "resume/kill", "resume/kill", "resume/power", "resume/after"]))
     return [*steps, draw.choice(["resume/calm", f"overwrite=1>{place}/after"])]
 
 
@@ -147,7 +147,7 @@ def _counted(draw: Draw) -> Steps:
     if place == "p" and more == ["copy=a>b"]:
         more = ["make=1>b"]
     steps = _start(f"make=1>{place}", *more)
-    if not draw.randrange(8):
+    if not draw.randrange(4):
         steps.append(f"rot={place}")
     steps.append("retire=now/setup")
     between = [[], [], ["rot=b"], ["rewrite=b"], [f"move={place}>{'q' if place == 'p' else 'c'}"], ["lose"]]
