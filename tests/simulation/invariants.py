@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tests.simulation.programs import Run
 
 
+# How a run may end that has published an output: whether the disk keeps it is not known.
+FAILING = tuple(f"refused: {code}" for code in ("destination-unwritable", "disk-full", "storage-trouble"))
+
+
 class Broken(AssertionError):
     """Something that must be true after a step is not."""
 
@@ -52,7 +56,7 @@ class Check:
         self.sources = _sources(self.there)
         self.owed = frozenset(run.owed)
         self.strict = all(act.catalog for act in group) and not run.forgot
-        self.listed = self._listed()
+        self.listed, self.succeeded = self._listed(), self._succeeded()
         self.known = frozenset[str]().union(*(self._known_sources(act) for act in group))
         self.by_hand: set[str] = set()
 
@@ -71,6 +75,8 @@ class Check:
         if lost and not run.world.cut:
             raise Broken(f"what somebody wrote meanwhile is gone: {sorted(lost)}")
         self._require_replaced(there)
+        if all(o in FAILING for o in outcomes) and self._succeeded() > self.succeeded and not run.world.cut:
+            raise Broken("a conversion failed that the catalog has recorded as succeeded")
         new = {run.disk.url(each[0]) for each in run.owed - self.owed if each[2] not in _at_sources(there)}
         forgotten = new - self._listed() if self.strict and not run.world.cut else ()
         if forgotten:
@@ -145,7 +151,8 @@ class Check:
                 raise Broken(f"{place} changed: {old} -> {new}")
             if not self.run.world.exchanges and place not in after and old in beside(place, after):
                 continue  # between two steps; the next run takes either
-            if outcomes and old and all(o.startswith("refused") for _, o in acts):
+            late = new is not None and set(new.values()) in wanted and any(o in FAILING for _, o in acts)
+            if outcomes and old and all(o.startswith("refused") for _, o in acts) and not late:
                 raise Broken(f"{place} was refused, and changed: {old} -> {new}")
             if place in before and not place.startswith("runs/") and not wanted:
                 raise Broken(f"{place} was there, and another was restored over it: {old} -> {new}")
@@ -204,6 +211,12 @@ class Check:
         """Return the sources of the obligations that the catalog has."""
         with self.run.catalog.reading() as conn:
             return frozenset(conn.execute(text("SELECT source FROM obligation")).scalars())
+
+    def _succeeded(self) -> int:
+        """Return how many conversions have succeeded by the catalog."""
+        with self.run.catalog.reading() as conn:
+            done = conn.execute(text("SELECT count(*) FROM conversion WHERE state = 'succeeded'"))
+            return int(done.scalar_one())
 
     def _known_sources(self, act: Act) -> frozenset[str]:
         """Return the sources of the obligations that the catalog, or a record at a place, has."""

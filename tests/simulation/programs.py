@@ -326,8 +326,10 @@ class Run:
     def _rotstaged(self) -> None:
         """What a killed run staged is altered."""
         tree = self.disk.tree()
-        staged = re.compile(r".*/\.[^/]+\.ckptcore/files/.*[^/]*(safetensors|distcp|\.pt)")
-        self._rot_one([path for path in tree if staged.fullmatch(path) and tree[path]], tree)
+        staged = re.compile(r"(.*/\.[^/]+\.ckptcore)/files/.*(safetensors|distcp|\.pt)")
+        found = [(path, matched[1]) for path in tree if tree[path] and (matched := staged.fullmatch(path))]
+        # Behind that record, the old output may be where the new one was staged.
+        self._rot_one([path for path, home in found if f"{home}/publishing.json" not in tree], tree)
 
     def _rot_one(self, paths: Sequence[str], tree: dict[str, bytes]) -> None:
         path, self.rotten = self._pick(paths), True
@@ -483,6 +485,9 @@ class Run:
         self._converted(Conversion(source, target, contents, made, options, settings, catalog))
 
     def _converted(self, run: Conversion) -> None:
+        others = [other for _, other in self.together or ()]
+        if any(run.source == other.target or other.source == run.target for other in others):
+            return  # which of two contents it reads is not for the model to say
         request = Request(self.disk.url(run.source), self.disk.url(run.target), **run.options)
         url: str | bool = self.url if run.catalog else False
         self._note(f"{run.source} -> {run.target} {run.options} catalog={run.catalog}")

@@ -27,11 +27,11 @@ FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", 
 # Where a fault may befall a group of processes -> how often, and how many of these calls there are. A call
 # shows if it changes a name that users see, and records if a record is in its place by it.
 PLACES = {
-    "shows": (40, 2),
-    "records": (25, 9),
+    "shows": (34, 2),
+    "records": (20, 9),
     "commit": (15, 5),
-    "rename": (4, 8),
-    "unlink": (6, 12),
+    "rename": (5, 8),
+    "unlink": (16, 8),
     "fsync": (5, 26),
     "": (5, 80),
 }

@@ -39,7 +39,7 @@ ANYTHING = {
     "hold": 1,
 }
 FORGET = ("rewind", "lose")  # behind them less is promised, so half of the programs have none
-CRASHES = ("kill", "kill", "kill", "power", "after", "error")
+CRASHES = ("kill", "kill", "kill@", "kill@", "power", "power@", "after", "error")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,14 @@ def _start(*steps: str) -> Steps:
 
 
 def _crash(draw: Draw, step: str) -> str:
-    return f"{step}/{draw.choice(CRASHES)}"
+    fault = draw.choice(CRASHES)
+    return _at(draw, f"{step}/{fault[:-1]}") if fault.endswith("@") else f"{step}/{fault}"
+
+
+def _at(draw: Draw, step: str, *calls: str) -> str:
+    """Return a step with a fault at one of the first calls of a kind."""
+    call = draw.choice(calls or ("shows", "shows", "records", "commit", "unlink"))
+    return f"{step}@{call}:{draw.randint(1, 3)}"
 
 
 def _anywhere(draw: Draw) -> Steps:
@@ -103,7 +110,9 @@ def _replace(draw: Draw) -> Steps:
     steps.append(_crash(draw, act))
     if draw.random() < 0.4:
         steps.append("rotstaged")
-    steps.append(draw.choice(["resume/calm", "resume/kill", "resume/kill", "resume/power", "resume/after"]))
+    steps.append(
+        draw.choice(["resume/calm", _at(draw, "resume/kill"), "resume/kill", "resume/power", "resume/after"])
+    )
     return [*steps, draw.choice(["resume/calm", f"overwrite=1>{place}/after"])]
 
 
@@ -155,8 +164,8 @@ def _counted(draw: Draw) -> Steps:
     moved = steps[-1].partition(">")[2] if steps[-1].startswith("move") else place
     catalog = draw.choice(["overwrite", "overwrite", "overwrite", "bare"])
     act = f"{catalog}=2>{moved}"
-    steps.append(draw.choice([f"{act}/calm", f"{act}/after", _crash(draw, act), f"{act}/kill"]))
-    if steps[-1].endswith("/kill") or draw.random() < 0.3:
+    steps.append(draw.choice([f"{act}/calm", f"{act}/after", _crash(draw, act), _at(draw, f"{act}/kill")]))
+    if "/kill" in steps[-1] or draw.random() < 0.3:
         steps.append("resume/calm")
     ends = [
         "purge/kill",
@@ -175,14 +184,26 @@ def _at_once(draw: Draw) -> Steps:
     place = draw.choice("aap")
     retire = draw.choice(["retire=now", "retire=now", "purge"])
     steps = _start(f"make=1>{place}", *(["retire=week"] if retire == "purge" else []))
-    steps.append(f"{verb}=2>{place}+{retire}" + draw.choice(["/race", "/race", "/race", "/chaos"]))
-    return [*steps, draw.choice(["resume/calm", "purge/calm", f"overwrite=2>{place}/calm"])]
+    replaces = f"{verb}=2>{place}"
+    ways = [
+        f"{replaces}+{retire}/{draw.choice(['race', 'race', 'chaos'])}",
+        _at(draw, f"{replaces}+{retire}/pause", "shows"),
+        _at(draw, f"{retire}+{replaces}/pause", "records", "commit"),
+    ]
+    return [
+        *steps,
+        draw.choice(ways),
+        draw.choice(["resume/calm", "purge/calm", f"overwrite=2>{place}/calm"]),
+    ]
 
 
 def _mutual(draw: Draw) -> Steps:
     """Two copies of what was deleted are replaced at the same time, each because of the other."""
     steps = _start("make=1>a", "make=1>b", "retire=now")
-    steps.append("overwrite=2>a+overwrite=2>b" + draw.choice(["/race", "/race", "/chaos"]))
+    both = "overwrite=2>a+overwrite=2>b"
+    steps.append(
+        draw.choice([f"{both}/race", f"{both}/chaos", _at(draw, f"{both}/pause", "shows", "records")])
+    )
     return [*steps, draw.choice(["purge/calm", "resume/calm", "purge+resume/race"])]
 
 
@@ -191,8 +212,14 @@ def _grace(draw: Draw) -> Steps:
     steps = _start("make=1>a", "retire=week")
     acts = ["hold=1", "restore", "resave=1", "purge", "purge", "purge+restore", "purge+purge", "retire=week"]
     for _ in range(draw.choice([2, 3])):
+        if draw.random() < 0.25:
+            steps += [_at(draw, "purge/kill", "unlink", "commit"), "restore/calm"]
+            continue
         act = draw.choice(acts)
-        steps.append(f"{act}/{'race' if '+' in act else draw.choice(['calm', *CRASHES])}")
+        if "+" in act:
+            steps.append(draw.choice([f"{act}/race", _at(draw, f"{act}/pause", "unlink", "commit")]))
+        else:
+            steps.append(draw.choice([f"{act}/calm", _crash(draw, act), _crash(draw, act)]))
     return [*steps, draw.choice(["restore/calm", "purge/calm"])]
 
 
