@@ -25,6 +25,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.file_status import NameKind
 from ckptcore.store.listing import contents, nothing_at
+from ckptcore.store.place import Relation, identify, relation
 
 GRACE = timedelta(days=7)  # until what was set aside may be purged
 
@@ -91,6 +92,9 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
 def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str, ...]]) -> None:
     """Record that obligations count on other places now; each place first gets its own record.
 
+    An obligation on another place than the one that goes stays there, with its record: what goes may be a
+    part of its contents, and the rest may be nowhere else.
+
     Args:
         catalog: The catalog.
         place: What is about to go.
@@ -104,9 +108,18 @@ def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str
         for where in dict.fromkeys(where for places in left.values() for where in places):
             add_duties(where, [duties[key] for key, places in left.items() if where in places])
         for key, places in left.items():
+            before = duties[key].row.place
+            if _is_there(before) and relation(identify(before), identify(place)) is Relation.APART:
+                continue
             obligations.move(conn, key, places[0])
-            if (before := duties[key].row.place) not in places:
+            if before not in places:
                 drop_duties(before, [key])
+
+
+def _is_there(place: str) -> bool:
+    """Return whether something is at a place; True where that cannot be said."""
+    path = local_path(place)
+    return path is None or os.path.lexists(path)
 
 
 def _device_of(path: str) -> int | None:

@@ -7,5 +7,17 @@ ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
         ("validate=2/setup", 599277294729),
         ("make=1>p/setup", 823000165195),
         ("overwrite=2>p/error@rename:1", 972894312592),
-    ]
+    ],
+    "who replaces a place with some of the contents drops the record beside the only copy": [
+        ("save/setup", 312808686885),
+        ("save/setup", 797469442162),
+        ("validate=2/setup", 801349098994),
+        ("make=1>a/setup", 638711701010),
+        ("make=1>b/setup", 475168794887),
+        ("rot=a", 437732158886),
+        ("retire=now/setup", 544905379543),
+        ("overwrite", 964157453915),
+        ("lose", 993867816529),
+        ("overwrite=2>a/calm", 624633504633),
+    ],
 }

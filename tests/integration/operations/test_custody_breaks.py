@@ -138,6 +138,17 @@ def test_a_copy_by_hand_is_replaced_after_it(copies):
 
 
 @on_some
+def test_another_place_with_a_part_of_it_is_replaced(copies):
+    """Saves have contents in common; who replaces these elsewhere leaves the record beside the copy."""
+    copies.counted_on()
+    copies.validated(copies.newest)
+    place = copies.out / "m"
+    copies.convert(copies.other, place)
+    copies.overwrite(place)
+    copies.refuses(catalog=False)
+    copies.refuses()
+
+
 def test_the_other_copy_lacks_an_object(copies):
     copies.counted_on()
     second = copy_by_hand(copies.copy, copies.out / "x")
