@@ -117,7 +117,7 @@ def _replace(draw: Draw) -> Steps:
 
 
 def _trainer(draw: Draw) -> Steps:
-    """Somebody writes to a place while a process replaces or removes it."""
+    """Another user writes to a place while a process replaces or removes it."""
     if draw.random() < 0.5:
         place = draw.choice("ap")
         return [*_start(f"make=1>{place}"), f"overwrite=2>{place}/hand", f"overwrite=1>{place}/hand"]
@@ -224,7 +224,7 @@ def _grace(draw: Draw) -> Steps:
 
 
 def _catalogs(draw: Draw) -> Steps:
-    """An old catalog is put back, or one is rebuilt from what is on the disk."""
+    """An old catalog is restored, or one is rebuilt from what is on the disk."""
     steps = [
         *_start("make=1>a"),
         "backup/setup",
