@@ -73,7 +73,7 @@ class Check:
                 raise Broken(f"{place} is on hold, and gone")
         lost = self.by_hand - ids_in(tree)
         if lost and not run.world.cut:
-            raise Broken(f"what another process wrote meanwhile is gone: {sorted(lost)}")
+            raise Broken(f"what another user wrote meanwhile is gone: {sorted(lost)}")
         self._require_replaced(there)
         if all(o in FAILING for o in outcomes) and self._succeeded() > self.succeeded and not run.world.cut:
             raise Broken("a conversion failed that the catalog has recorded as succeeded")
@@ -83,7 +83,7 @@ class Check:
             raise Broken(f"the catalog has no obligation of {sorted(forgotten)}")
 
     def hand(self, index: int, wrote: bool, number: int) -> None:
-        """Let another process write to what a process has looked at, and has not moved away yet."""
+        """Let another user write to what a process has looked at, and has not moved away yet."""
         act, there = self.group[index], all_in(self.run.disk.tree())
         if act.made is not None:
             places = [act.target] if wrote and len(self.group) == 1 else []

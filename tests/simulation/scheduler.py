@@ -78,8 +78,8 @@ FAULTS = {
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
     "hand": Kind(
         0,
-        "another process writes to a source that is removed, or to an output that is replaced, before it is "
-        "moved away",
+        "another user writes to a source that a process removes, or to an output that it replaces, before it "
+        "is moved away",
         "nobody writes through a descriptor that was open before",
     ),
 }
@@ -202,7 +202,7 @@ class World:
         log: Every call, if a list.
         inline: Run every work in this process, undisturbed: what it imports, no fork imports again.
         exchanges: Whether the file system exchanges two names in one step.
-        hand: Lets another process write to what the one of this index works on; whether it has written to a
+        hand: Lets another user write to what the process of this index works on; whether it has written to a
             file, and a number, follow.
     """
 

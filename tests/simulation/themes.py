@@ -117,7 +117,7 @@ def _replace(draw: Draw) -> Steps:
 
 
 def _trainer(draw: Draw) -> Steps:
-    """Another process writes to a place while a process replaces or removes it."""
+    """Another user writes to a place while a process replaces or removes it."""
     if draw.random() < 0.5:
         place = draw.choice("ap")
         return [*_start(f"make=1>{place}"), f"overwrite=2>{place}/hand", f"overwrite=1>{place}/hand"]
