@@ -193,7 +193,7 @@ def test_the_truth_beside_the_sample_is_olmo_cores_own(
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_olmo_cores_own_model_loads_what_the_way_back_makes(tmp_path: Path, name: str) -> None:
-    """And computes the logits of the model on the hub. Biases that balance experts are for a model with them."""
+    """And computes the logits of the model on the hub; this one has no biases that balance experts."""
     arch, _, experts = name.partition(" ")
     config = transformers.CONFIG_MAPPING[hub_config(arch)["model_type"]].from_dict(hub_config(arch))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
