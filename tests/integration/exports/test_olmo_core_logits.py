@@ -120,9 +120,7 @@ def truths(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def olmo(tmp_path_factory: pytest.TempPathFactory, truths: Path) -> dict[str, dict[str, Any]]:
     """What OLMo-core answers, from one process: of every family, and of the sample."""
-    python, folder = os.environ.get(VARIABLE), tmp_path_factory.mktemp("olmo")
-    if not python:
-        pytest.skip(f"no interpreter with ai2-olmo-core 3.0.0: {VARIABLE} can name one")
+    folder = tmp_path_factory.mktemp("olmo")
     asked: dict[str, dict[str, Any]] = {}
     for name, family in FAMILIES.items():
         model = olmo_config(hub_config(name.split()[0]), *family)
@@ -136,13 +134,22 @@ def olmo(tmp_path_factory: pytest.TempPathFactory, truths: Path) -> dict[str, di
     }
     model = json.loads((step / "config.json").read_text())["model"]
     asked["sample"] = {"model": model, "ids": IDS, "state": state}
-    torch.save(list(asked.values()), folder / "asked.pt")
+    found = answers(list(asked.values()), folder)
+    return {name: {**asked[name], **a} for name, a in zip(asked, found, strict=True)}
+
+
+def answers(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What OLMo-core answers to questions of its job, which has files in the folder."""
+    python = os.environ.get(VARIABLE)
+    if not python:
+        pytest.skip(f"no interpreter with ai2-olmo-core 3.0.0: {VARIABLE} can name one")
+    torch.save(asked, folder / "asked.pt")
     argv = [python, "-W", "ignore", str(JOBS / "olmo_core_logits_job.py")]
     argv += [str(folder / "asked.pt"), str(folder / "answer.pt")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = torch.load(folder / "answer.pt", weights_only=True)
-    return {name: {**asked[name], **a} for name, a in zip(asked, found, strict=True)}
+    found: list[dict[str, Any]] = torch.load(folder / "answer.pt", weights_only=True)
+    return found
 
 
 @torch.no_grad()
@@ -181,3 +188,26 @@ def test_the_truth_beside_the_sample_is_olmo_cores_own(
     assert apart(hub, olmo["sample"]["logits"]) < LIMIT
     ckptcore.convert(str(truths / "olmo3/step3"), str(tmp_path / "out"), verb="export", config=str(hub))
     assert apart(tmp_path / "out", olmo["sample"]["logits"]) < LIMIT
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_olmo_cores_own_model_loads_what_the_way_back_makes(tmp_path: Path, name: str) -> None:
+    """And computes the logits of the model on the hub; this one has no biases that balance experts."""
+    arch, _, experts = name.partition(" ")
+    config = transformers.CONFIG_MAPPING[hub_config(arch)["model_type"]].from_dict(hub_config(arch))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            drawn = torch.randn(tensor.shape)
+            tensor.copy_(1 + drawn / 8 if "norm" in key else drawn / 4)
+    model.save_pretrained(tmp_path / "hub")
+    names = f"olmo_core:{experts}" if experts else "olmo_core"
+    ckptcore.convert(str(tmp_path / "hub"), str(tmp_path / "dcp"), to="dcp", names=names, catalog=False)
+    manifest = ckptcore.open(str(tmp_path / "dcp"))
+    state = {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
+    state = {n: t for n, t in state.items() if not n.endswith("score_bias")}
+    trained = olmo_config(hub_config(arch), *FAMILIES[name]) | {"vocab_size": 40}
+    (found,) = answers([{"model": trained, "ids": IDS, "state": state}], tmp_path)
+    assert apart(tmp_path / "hub", found["logits"]) < LIMIT

@@ -142,7 +142,9 @@ def test_from_one_trainer_to_another_and_back(tmp_path: Path, family: str, first
     before, after = tensors(tmp_path / "one"), tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(t, after[n]) for n, t in before.items())
-    assert {"no-optimizer", "untried-map"} <= {w.code for w in done.warnings}
+    codes = {w.code for w in done.warnings}
+    assert "no-optimizer" in codes
+    assert ("untried-map" in codes) == second.startswith("megatron")
 
 
 def test_the_ranks_of_a_mesh_begin_from_the_hub(tmp_path: Path) -> None:
