@@ -128,6 +128,7 @@ def mapped_by(wrong: ArchMap) -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(name_maps, "built_in_maps", lambda: maps)
+        patch.setattr(name_maps, "_maps", name_maps._maps.__wrapped__)  # without what it remembers
         yield
 
 
