@@ -35,6 +35,7 @@ def convert(source: Path, place: Path, **options: Any) -> Any:
         settings=settings,
         to="safetensors",
         max_file_size=options.pop("max_file_size", 9_000),
+        catalog=False,  # of another user
         **options,
     )
 
