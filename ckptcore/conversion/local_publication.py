@@ -234,6 +234,8 @@ def _remove_aside(staged: Spot, paths: PublishPaths, replaces: Replaced, *, resu
     Raises:
         DestinationExists: It changed; everything is restored to its place.
     """
+    # Else a power cut could undo the move, and leave at the destination what is left of the old output.
+    sync_folder(".", paths.target.at)
     moved_aside, target, aside = list_destination_at(paths.aside), paths.target, paths.aside
     # Moving a file changes its own status.
     strangers = [

@@ -149,8 +149,11 @@ class Check:
                 if place.startswith("runs/") and (place not in after or back or halves):
                     continue  # it is retired; what that loses is counted below. Or it is restored
                 raise Broken(f"{place} changed: {old} -> {new}")
-            if not self.run.world.exchanges and place not in after and old in beside(place, after):
-                continue  # between two steps; the next run takes either
+            between = (place not in after and old in beside(place, after)) or (
+                place not in before and new in beside(place, before)
+            )
+            if not self.run.world.exchanges and between:
+                continue  # of two steps; the next run completes or restores it
             late = new is not None and set(new.values()) in wanted and any(o in FAILING for _, o in acts)
             if outcomes and old and all(o.startswith("refused") for _, o in acts) and not late:
                 raise Broken(f"{place} was refused, and changed: {old} -> {new}")

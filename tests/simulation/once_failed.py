@@ -20,4 +20,11 @@ ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
         ("lose", 993867816529),
         ("overwrite=2>a/calm", 624633504633),
     ],
+    "the old output is removed before the new one is durable at the destination": [
+        ("save/setup", 14909110498),
+        ("save/setup", 752417809016),
+        ("validate=2/setup", 402643280761),
+        ("make=1>a/setup", 638711701010),
+        ("overwrite=2>a/power@rmdir:1", 3),
+    ],
 }

@@ -13,7 +13,6 @@ import mmap
 import os
 import random
 import socket
-import sqlite3
 import stat
 import struct
 import sys
@@ -283,7 +282,8 @@ class Seam:
             answer = self.ask("commit", "durable" if durable else "", "")
             committed(dialect, connection)
             if answer == LOST:
-                raise sqlite3.OperationalError("disk I/O error")
+                why = "disk I/O error" if sqlite else "server closed the connection unexpectedly"
+                raise dialect.dbapi.OperationalError(why)
 
         event.listen(Engine, "begin", begun)
         DefaultDialect.do_commit = committing  # type: ignore[method-assign]
