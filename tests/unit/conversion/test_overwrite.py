@@ -272,7 +272,7 @@ def test_what_the_process_runs_from_is_never_replaced(
         tmp_path,
     ):
         with pytest.raises(UsageError):
-            ckptcore.convert(str(SAMPLE), str(dst), **{word: True})
+            ckptcore.convert(str(SAMPLE), str(dst), catalog=False, **{word: True})
         assert tree(tmp_path) == before, dst
     with pytest.raises(UsageError, match="catalog"):
         ckptcore.convert(str(SAMPLE), str(other), catalog=str(other), **{word: True})
