@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
-from ckptcore.core.manifest import Manifest
+import numpy as np
+
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import CkptError
 from ckptcore.naming.model_part import ModelPart, find_model
 from ckptcore.naming.training_state import StoredKinds
 from ckptcore.utils.dataclass import dataclass
 
 MODEL, OTHER, UNSURE = "model", "other", "tensors"
-_PLACED = 4096  # tensors whose placement is looked at
+_PLACED = 100_000  # cut tensors whose pieces are looked at
+_Cut: TypeAlias = tuple[tuple[tuple[int, int], ...], tuple[str, ...]]  # cuts and owners of `PieceOwners`
 # How trainers name the rank in a file's name, most specific first.
 _RANKS = (
     re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$"),
@@ -140,43 +144,76 @@ def _parts(manifest: Manifest) -> Iterable[PartSummary]:
         note = model.because if model is not None else ""
     except CkptError as error:
         model, note = None, error.message
-    kinds = StoredKinds(manifest)
-    named: dict[str, list[int]] = {}
-    for row, spec in enumerate(manifest.tensors):
-        if model is not None and model.holds(spec.fqn):
-            kind = MODEL
-        else:
-            kind = kinds.kind_of(spec.fqn) or (UNSURE if model is None else OTHER)
-        named.setdefault(kind, []).append(row)
+    named: dict[str, list[TensorSpec]] = {}
+    if model is not None and not model.prefix and not model.beside:
+        named = {MODEL: list(manifest.tensors)}
+    else:
+        kinds = StoredKinds(manifest)
+        for spec in manifest.tensors:
+            if model is not None and model.holds(spec.fqn):
+                kind = MODEL
+            else:
+                kind = kinds.kind_of(spec.fqn) or (UNSURE if model is None else OTHER)
+            named.setdefault(kind, []).append(spec)
     first = (MODEL, UNSURE)
     for kind in sorted(named, key=lambda name: (name not in first, name == OTHER, name)):
-        specs = [manifest.tensors[row] for row in named[kind]]
-        dtypes: Counter[str] = Counter()
-        for spec in specs:
-            dtypes[spec.dtype] += spec.nbytes
-        elements, nbytes = sum(spec.numel for spec in specs), dtypes.total()
-        note_of_kind = note if kind in first else ""
-        yield PartSummary(kind, len(specs), elements, nbytes, dict(dtypes.most_common()), note_of_kind)
+        elements: dict[str, int] = {}
+        for spec in named[kind]:
+            elements[spec.dtype] = elements.get(spec.dtype, 0) + prod(spec.shape)
+        sizes = {dtype: number * BY_NAME[dtype].itemsize for dtype, number in elements.items()}
+        dtypes = dict(sorted(sizes.items(), key=lambda row: -row[1]))
+        yield PartSummary(
+            kind,
+            len(named[kind]),
+            sum(elements.values()),
+            sum(sizes.values()),
+            dtypes,
+            note if kind in first else "",
+        )
 
 
 def _placements(manifest: Manifest) -> tuple[PieceOwners, ...]:
-    """Return how the first tensors are placed, those of several pieces and of several ranks."""
-    first, chunks, files = manifest.chunks.first.tolist(), manifest.chunks, manifest.items.file
+    """Return how tensors are cut and who holds the pieces: of those that are cut, the first ones."""
+    chunks, files = manifest.chunks, manifest.items.file
     owner = [rank_of(file.path) or file.path for file in manifest.files]
-    alike: dict[tuple[tuple[tuple[int, int], ...], tuple[str, ...]], list[str]] = {}
-    for row, spec in enumerate(manifest.tensors[:_PLACED]):
-        rows = slice(first[row], first[row + 1])
-        lo = chunks.lo[rows, : len(spec.shape)]
-        pieces = sorted(zip(lo.tolist(), files[chunks.item[rows]].tolist(), strict=True))
-        boxes: dict[tuple[int, ...], list[str]] = {}
-        for offset, file in pieces:
-            boxes.setdefault(tuple(offset), []).append(owner[file])
-        counts = [len({*column}) for column in zip(*boxes, strict=True)]
-        cuts = tuple((dim, number) for dim, number in enumerate(counts) if number > 1)
-        owners = tuple("+".join(dict.fromkeys(names)) for names in boxes.values())
-        alike.setdefault((cuts, owners), []).append(spec.fqn)
-    placed = [PieceOwners(cuts, owners, len(names), names[0]) for (cuts, owners), names in alike.items()]
+    alike: dict[_Cut, tuple[int, str]] = {}  # -> how many tensors, and one of them
+    pieces_of = chunks.first[1:] - chunks.first[:-1]
+    alone = np.flatnonzero(pieces_of == 1)  # most tensors of most checkpoints
+    file_of = files[chunks.item[chunks.first[:-1][alone]]]
+    for file in np.unique(file_of).tolist():
+        rows = alone[file_of == file]
+        key: _Cut = (), (owner[file],)
+        number, example = alike.get(key, (0, manifest.tensors[int(rows[0])].fqn))
+        alike[key] = number + len(rows), example
+    file_of_chunk, first = files[chunks.item], chunks.first.tolist()
+    seen: dict[tuple[int, bytes, bytes], _Cut] = {}  # many tensors have the same boxes in the same files
+    for row in np.flatnonzero(pieces_of > 1)[:_PLACED].tolist():
+        own = slice(first[row], first[row + 1])
+        spec, lo, own_files = manifest.tensors[row], chunks.lo[own], file_of_chunk[own]
+        boxes = len(spec.shape), lo.tobytes(), own_files.tobytes()
+        if boxes not in seen:
+            seen[boxes] = _cut(
+                lo[:, : len(spec.shape)].tolist(), [owner[file] for file in own_files.tolist()]
+            )
+        number, example = alike.get(seen[boxes], (0, spec.fqn))
+        alike[seen[boxes]] = number + 1, example
+    placed = [PieceOwners(cuts, owners, *of) for (cuts, owners), of in alike.items()]
     return tuple(sorted(placed, key=lambda placement: (not placement.cuts, -placement.tensors)))
+
+
+def _cut(offsets: Sequence[Sequence[int]], owners: Sequence[str]) -> _Cut:
+    """Return how boxes cut a tensor, and who holds each piece.
+
+    Args:
+        offsets: The offset of each box, elements.
+        owners: The owner of each box.
+    """
+    pieces: dict[tuple[int, ...], list[str]] = {}
+    for offset, owner in sorted(zip(offsets, owners, strict=True)):
+        pieces.setdefault(tuple(offset), []).append(owner)
+    counts = [len({*column}) for column in zip(*pieces, strict=True)]
+    cuts = tuple((dim, number) for dim, number in enumerate(counts) if number > 1)
+    return cuts, tuple("+".join(dict.fromkeys(names)) for names in pieces.values())
 
 
 def spans(owners: Sequence[str]) -> str:

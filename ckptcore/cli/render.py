@@ -56,8 +56,8 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
         if (not include or matches(t.fqn, include)) and not matches(t.fqn, exclude)
     ]
     dtypes: Counter[str] = Counter()
-    for t in value.tensors:
-        dtypes[t.dtype] += t.nbytes
+    for part in summary.parts:
+        dtypes.update(part.dtypes)
     chunks = (value.chunks.first[1:] - value.chunks.first[:-1]).tolist()
     computed = {i: describe_derived(value, i) for i in value.derived}
     stored = len(value.chunks) + (len(value.inputs.chunks) if value.inputs is not None else 0)
@@ -70,7 +70,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
                 "root": value.root,
                 "digest": value.digest,
                 "num_tensors": value.num_tensors,
-                "bytes": value.nbytes,
+                "bytes": dtypes.total(),
                 "dtypes": dict(dtypes),
                 "summary": summary.as_dict(),
                 "files": [{"path": value.files[f].path, "size": value.files[f].size} for f in used],
@@ -91,13 +91,13 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     tensors_text, chunks_text = count(value.num_tensors, "tensor"), count(stored, "chunk")
     objects_text = count(len(value.blobs) - len(value.unread), "object")
     out.print(
-        f"{tensors_text}, {show_size(value.nbytes)} ({kinds}); {chunks_text} in "
+        f"{tensors_text}, {show_size(dtypes.total())} ({kinds}); {chunks_text} in "
         f"{count(len(used), 'file')}; {objects_text}"
     )
     _print_summary(out, summary)
     _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()])
     rows = [
-        (t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
+        (t.fqn, t.dtype, str([*t.shape]), computed[i] if i in computed else str(chunks[i]))
         for i, t in tensors[: _limit(_ROWS)]
     ]
     print_table(out, ("tensor", "dtype", "shape", "chunks"), rows)

@@ -366,7 +366,7 @@ def _containers(stored: _Stored) -> list[tuple[str, int]]:
     for root in list(count):
         if root.startswith(own) or root in stored.states or stored.is_trainers(root):
             del count[root]
-    if top:
+    if top and stored.trainers:
         bare = (name for name, root in zip(stored.names, roots, strict=True) if not root)
         top = sum(not stored.is_trainers(name) for name in bare)
     if top:
@@ -378,11 +378,10 @@ def _containers(stored: _Stored) -> list[tuple[str, int]]:
 
 def _by_name(stored: _Stored, total: int) -> list[tuple[str, int]]:
     """Return the parts by known container names, or the top level, where no container was recorded."""
-    kept = [name for name in stored.names if not stored.is_trainers(name)]
-    for name in ("state_dict", "model_state_dict"):
-        inside = sum(n.startswith(name + ".") for n in kept)
+    for container in {"state_dict", "model_state_dict"} & stored.tops.keys() - stored.trainers:
+        inside = sum(name != container for name in stored.tops[container])
         if inside:
-            return [(name + ".", inside)]
+            return [(container + ".", inside)]
     return [("", total)]
 
 

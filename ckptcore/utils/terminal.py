@@ -75,7 +75,7 @@ def line(text: str, *, err: bool = False) -> None:
 
 def cleaned_lines(lines: Iterable[str]) -> None:
     """Write lines whose texts are `clean`."""
-    _write("".join(f"{each}\n" for each in lines), False)
+    _write("\n".join([*lines, ""]), False)
 
 
 def block(text: str, *, err: bool = False, indent: str = "  ") -> None:
