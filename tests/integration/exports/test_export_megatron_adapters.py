@@ -117,7 +117,10 @@ def merged_by_peft(config: dict[str, Any], hub: State, folder: Path) -> State:
     return state
 
 
-@pytest.mark.parametrize(("family", "form"), FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*FAMILIES[:2], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in FAMILIES[2:])],
+)
 def test_merged_weights_are_the_trainers(tmp_path: Path, family: str, form: str) -> None:
     config, hub, trained = base_model(family, form)
     adapter = pairs_for(trained)
