@@ -100,7 +100,7 @@ def test_inspect_says_what_is_in_it_and_which_rank_holds_what(
     answer = capsys.readouterr().out
     assert "model         2 tensors, 40 parameters, 160 B float32" in answer
     assert "optimizer     2 tensors, 40 elements, 160 B float32" in answer
-    assert "cut" in answer.splitlines()[4]
+    assert any(line.startswith("cut ") for line in answer.splitlines())
 
 
 def test_the_grid_of_ranks() -> None:
