@@ -180,7 +180,7 @@ def _placements(manifest: Manifest) -> tuple[PieceOwners, ...]:
     pieces_of = chunks.first[1:] - chunks.first[:-1]
     alone = np.flatnonzero(pieces_of == 1)  # most tensors of most checkpoints
     file_of = files[chunks.item[chunks.first[:-1][alone]]]
-    for file in np.unique(file_of).tolist():
+    for file in sorted({*file_of.tolist()}):
         rows = alone[file_of == file]
         key: _Cut = (), (owner[file],)
         number, example = alike.get(key, (0, manifest.tensors[int(rows[0])].fqn))
