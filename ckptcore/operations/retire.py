@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
+_RANKED = 100_000  # steps of a run that have a metric
 OfRoot = Callable[[roots.RootRow], tuple[Policy, Allowed]]
 
 
@@ -308,12 +309,19 @@ def plan(
 
 
 def _best_steps(conn: Any, run: str, rule: KeepBest) -> frozenset[int]:
-    """Return the best steps of a run, of which sources and what is made from them may have the metric."""
+    """Return the best steps of a run, of which sources and what is made from them may have the metric.
+
+    Steps whose value is odd are among them: they may be the best.
+    """
     try:
-        ranked = training_rows.best(conn, rule.metric, rule.goal, run=run, limit=rule.count)
+        ranked = training_rows.best(conn, rule.metric, rule.goal, run=run, limit=_RANKED)
     except UsageError:  # no checkpoint has it
         return frozenset()
-    return frozenset(row.checkpoint.step for row in ranked if row.checkpoint.step is not None)
+    sound_rows = [row for row in ranked if not row.trouble][: rule.count]
+    odd_rows = [row for row in ranked if row.trouble]
+    return frozenset(
+        row.checkpoint.step for row in (*sound_rows, *odd_rows) if row.checkpoint.step is not None
+    )
 
 
 def _planned(

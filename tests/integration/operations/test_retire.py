@@ -120,6 +120,12 @@ def test_the_best_steps_are_kept(made, catalog, watch, tmp_path):
     assert {item.source.step: item.fate.value for item in found.items} == {1: "kept", 2: "kept", 3: "kept"}
     for step, loss in ((1, 2.5), (2, 2.25), (3, 2.75)):
         catalog.describe(str(tmp_path / f"out/step-{step}"), facts_of_pairs([f"metrics.loss={loss}"], "meta"))
+    with catalog.writing() as conn:  # what is odd may be the best
+        conn.exec_driver_sql("UPDATE metric SET value = 'x' WHERE value = 2.5")
+    found = retire(catalog, *rules(asked)[:1], yes=True)
+    assert {item.source.step: item.fate.value for item in found.items} == {1: "kept", 2: "kept", 3: "kept"}
+    with catalog.writing() as conn:
+        conn.exec_driver_sql("UPDATE metric SET value = 2.5 WHERE value = 'x'")
     found = retire(catalog, *rules(asked)[:1], yes=True)
     fates = {item.source.step: (item.fate.value, item.why[0]) for item in found.items}
     assert fates[1][0] == "deleted"
