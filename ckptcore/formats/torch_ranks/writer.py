@@ -19,9 +19,9 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path
-from ckptcore.errors import UnsafeContent, UnsupportedFormat
+from ckptcore.errors import AmbiguousModel, UnsafeContent, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
-from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file
+from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file, rank_files
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.torch_ranks.dtensor_writer import RANKS, Meshes, RankPickle, RankPickled
 from ckptcore.formats.torch_ranks.optimizer import numbers_for
@@ -199,7 +199,11 @@ def _kinds(rows: Sequence[Row], topology: Topology) -> list[_Kind]:
     """Return one kind per top-level key if one of several is a model, else one kind for all."""
     nested = [(name, path if len(path) > 1 else _guessed(name), value) for name, path, value in rows]
     tops = list(dict.fromkeys(str(path[0]) for _, path, _ in nested))
-    apart = all(_is_stem(t) for t in tops) and all(_has_file(p, v, topology) for _, p, v in nested)
+    apart = (
+        all(_is_stem(t) for t in tops)
+        and _are_one_save(tops)
+        and all(_has_file(p, v, topology) for _, p, v in nested)
+    )
     if _MODEL in tops and {*_OPTIMIZERS, _EXTRA} & set(tops) and apart:
         below = {top: tuple(r for r in nested if r[1][0] == top) for top in tops}
         tops.sort(key=lambda t: (t != _MODEL, t not in _OPTIMIZERS))
@@ -236,6 +240,15 @@ def _is_stem(top: str) -> bool:
     except (UnsafeContent, UnicodeEncodeError):
         return False
     return short and RankFiles(top, None).role == top and is_rank_file(f"{top}_world_size_1_rank_0.pt")
+
+
+def _are_one_save(tops: Sequence[str]) -> bool:
+    """Return whether a reader takes files with these stems for one save, not for several steps."""
+    try:
+        rank_files(f"{top}_world_size_1_rank_0.pt" for top in tops)
+    except AmbiguousModel:
+        return False
+    return True
 
 
 def _tree(rows: Sequence[Row], several: bool) -> Any:

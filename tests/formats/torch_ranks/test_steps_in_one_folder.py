@@ -69,6 +69,15 @@ def test_kinds_of_one_save(tmp_path: Path) -> None:
     assert len(ckptcore.open(str(tmp_path)).tensors) == 4
 
 
+@pytest.mark.parametrize("keys", [("3", "4"), ("ema1", "ema2"), ("latest", "other")])
+def test_keys_that_differ_in_a_number_are_written_into_one_file(keys: tuple[str, str], tmp_path: Path) -> None:
+    """A reader would take files with such stems for several saves."""
+    state = {key: {"w": torch.full((2,), float(n))} for n, key in enumerate((*keys, "model", "optim"))}
+    torch.save(state, tmp_path / "in.pt")
+    ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), to="torch_ranks", catalog=False)
+    assert values(tmp_path / "out") == values(tmp_path / "in.pt")
+
+
 def test_a_sweep_takes_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
