@@ -70,7 +70,7 @@ def test_kinds_of_one_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [("3", "4"), ("ema1", "ema2"), ("latest", "other")])
-def test_keys_that_differ_in_a_number_are_written_into_one_file(keys: tuple[str, str], tmp_path: Path) -> None:
+def test_keys_that_differ_in_a_number_share_a_file(keys: tuple[str, str], tmp_path: Path) -> None:
     """A reader would take files with such stems for several saves."""
     state = {key: {"w": torch.full((2,), float(n))} for n, key in enumerate((*keys, "model", "optim"))}
     torch.save(state, tmp_path / "in.pt")
