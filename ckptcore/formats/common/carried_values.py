@@ -48,17 +48,20 @@ def with_carried(manifest: Manifest, ledger: ByteLedger) -> Manifest:
                 findings.append(finding("refused-global", "files", message, fqn=group, file=file))
             else:
                 forms.setdefault(group, {}).setdefault(key, _Forms()).add(file, form)
-    known = {b.key: b.tree for b in manifest.blobs if b.known and _is_plain_dict(b.tree)}
+    plain_dicts = {b.key: b.tree for b in manifest.blobs if b.known and _is_plain_dict(b.tree)}
+    # A group of refused values alone has an object, too, which names the classes.
     trees: dict[str, dict[str, Any]] = {group: {} for group in refused}
     for group, keys in forms.items():
-        for key, found in keys.items():
-            other = key in known.get(group, {}) and found.first != known[group][key]
-            if found.alike and not other:
-                trees.setdefault(group, {})[key] = found.first
+        for key, file_forms in keys.items():
+            differs = key in plain_dicts.get(group, {}) and file_forms.first != plain_dicts[group][key]
+            if file_forms.alike and not differs:
+                trees.setdefault(group, {})[key] = file_forms.first
             else:
-                for file, form in found.by_file():
+                for file, form in file_forms.by_file():
                     trees.setdefault(f"{group}/{file}", {})[key] = form
-    merged = _with_objects(manifest, trees, known, {g: tuple(dict.fromkeys(n)) for g, n in refused.items()})
+    merged = _with_objects(
+        manifest, trees, plain_dicts, {g: tuple(dict.fromkeys(n)) for g, n in refused.items()}
+    )
     return replace(merged, findings=(*manifest.findings, *findings))
 
 
@@ -96,17 +99,17 @@ class _Forms:
 
     def add(self, file: str, form: Any) -> None:
         """Add the value of a file, as its JSON form."""
-        at = next((n for n, known in enumerate(self._forms) if known == form), len(self._forms))
-        if at == len(self._forms):
+        position = next((n for n, earlier in enumerate(self._forms) if earlier == form), len(self._forms))
+        if position == len(self._forms):
             meter().keep(weight(form), file)
             self._forms.append(form)
         meter().keep(_CHAR * len(file), file)
-        self._files.append((file, at))
+        self._files.append((file, position))
 
     def by_file(self) -> Iterator[tuple[str, Any]]:
         """Yield (file, its value)."""
-        for file, at in self._files:
-            yield file, self._forms[at]
+        for file, position in self._files:
+            yield file, self._forms[position]
 
 
 def _is_plain_dict(tree: Any) -> bool:
@@ -116,7 +119,7 @@ def _is_plain_dict(tree: Any) -> bool:
 def _with_objects(
     manifest: Manifest,
     trees: Mapping[str, dict[str, Any]],
-    known: Mapping[str, dict[str, Any]],
+    plain_dicts: Mapping[str, dict[str, Any]],
     refused: Mapping[str, tuple[str, ...]],
 ) -> Manifest:
     """Add objects; where there is one of the name that is a plain dict, add to that."""
@@ -125,10 +128,10 @@ def _with_objects(
     taken = {t.fqn for t in manifest.tensors} | places.keys()
     for name, values in trees.items():
         needs = refused.get(name, ())
-        if name in known:
-            there = blobs[places[name]]
+        if name in plain_dicts:
+            blob = blobs[places[name]]
             blobs[places[name]] = replace(
-                there, tree={**known[name], **values}, refused=(*there.refused, *needs)
+                blob, tree={**plain_dicts[name], **values}, refused=(*blob.refused, *needs)
             )
             continue
         key = name
@@ -147,8 +150,8 @@ def _form(values: dict[str, Any]) -> Any:
 def _longer_paths(origin: Mapping[str, Any], objects: int) -> Mapping[str, Any]:
     """Return a manifest's origin with a place, of no path, for each added object (`Paths.of`)."""
     form = origin.get("paths")
-    more = objects - len(form["objects"]) if form else 0
-    if not form or more <= 0:
+    added = objects - len(form["objects"]) if form else 0
+    if not form or added <= 0:
         return origin
-    longer = {key: [*form[key], *[-1] * more] for key in ("objects", "order")}
+    longer = {key: [*form[key], *[-1] * added] for key in ("objects", "order")}
     return {**origin, "paths": {**form, **longer}}

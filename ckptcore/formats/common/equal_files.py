@@ -27,9 +27,9 @@ def equal_files(source: Source, files: Iterable[tuple[str, Storages]]) -> Iterat
         rows = tuple((length, crc) for _, length, crc in stored.values())
         if not rows or any(crc is None for _, crc in rows):
             continue
-        other = first.setdefault(rows, path)
-        if other != path and _varies(source, path, max(stored.values(), key=lambda row: row[1])):
-            text = f"{path} and {other} hold the same values: one is in the place of another file"
+        first_path = first.setdefault(rows, path)
+        if first_path != path and _varies(source, path, max(stored.values(), key=lambda row: row[1])):
+            text = f"{path} and {first_path} hold the same values: one is in the place of another file"
             yield mixed(text, path)
 
 

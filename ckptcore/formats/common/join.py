@@ -64,6 +64,7 @@ def join(
     for part in parts:
         m, prefix = part.manifest, f"{part.folder}/" if part.folder else ""
         tensors += [TensorSpec(part.rename(t.fqn), t.dtype, t.shape) for t in m.tensors]
+        # Each part counts its items and chunks from 0; merged, they follow those of earlier parts.
         shift = sum(len(i) for i in items)
         blobs += [
             replace(
@@ -81,17 +82,17 @@ def join(
         ]
         places = np.zeros(len(m.files), np.int64)
         for n, file in enumerate(m.files):
-            at = files.setdefault(prefix + file.path, len(sizes))
-            if at == len(sizes):
+            position = files.setdefault(prefix + file.path, len(sizes))
+            if position == len(sizes):
                 sizes.append(file.size)
-            places[n] = at
+            places[n] = position
         member |= {k + shift: v for k, v in m.items.member.items()}
         items.append(_moved(m.items, places, codecs))
         chunks.append(_widened(m.chunks, rank, shift, base, any_view))
         base += len(m.chunks)
     # An object that consists of one tensor has the tensor's name.
-    own = [b.key for b in blobs if b.tree != {"$": "tensor", "fqn": b.key}]
-    _require_distinct([*(t.fqn for t in tensors), *own])
+    object_names = [b.key for b in blobs if b.tree != {"$": "tensor", "fqn": b.key}]
+    _require_distinct([*(t.fqn for t in tensors), *object_names])
     return Manifest(
         format,
         root,
@@ -110,9 +111,9 @@ def joined_paths(parts: Sequence[Part]) -> Paths:
     """Return the paths that the parts record, of parts whose names stay."""
     paths = Paths()
     for part in parts:
-        known = Paths.of(part.manifest)
-        for name in known:
-            paths.add(name, known[name])
+        part_paths = Paths.of(part.manifest)
+        for name in part_paths:
+            paths.add(name, part_paths[name])
     return paths
 
 
@@ -121,11 +122,11 @@ def _prefixed(why: Unread | None, prefix: str) -> Unread | None:
 
 
 def _require_distinct(names: Sequence[str]) -> None:
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in earlier:
             raise NameMismatch(f"two parts of the checkpoint use the name {name}")
-        seen.add(name)
+        earlier.add(name)
 
 
 def renamed_tree(tree: Any, rename: Callable[[str], str]) -> Any:
@@ -145,16 +146,17 @@ def _moved(items: Items, places: Ints, codecs: list[str]) -> Items:
 
 
 def _widened(chunks: Chunks, rank: int, shift: int, base: int, any_view: bool) -> Chunks:
-    n, own = chunks.lo.shape
+    n, ndim = chunks.lo.shape
     lo, shape = np.zeros((n, rank), np.int64), np.ones((n, rank), np.int64)
-    lo[:, :own], shape[:, :own] = chunks.lo, chunks.shape
+    lo[:, :ndim], shape[:, :ndim] = chunks.lo, chunks.shape
     item = np.where(chunks.item >= 0, chunks.item + shift, -1)
     view: Ints | None = None
     if any_view:
         view = np.full((n, 2 + rank), -1, np.int64)
         if chunks.view is not None:
-            view[:, : 2 + own] = chunks.view
-            view[:, 2 + own :] = np.where(chunks.view[:, :1] < 0, -1, 0)
+            view[:, : 2 + ndim] = chunks.view
+            # An added dim has one element, so its stride is 0; rows of -1 have no view.
+            view[:, 2 + ndim :] = np.where(chunks.view[:, :1] < 0, -1, 0)
     return Chunks(chunks.first + base, lo, shape, item, view)
 
 

@@ -78,11 +78,11 @@ def numbered(value: Any) -> Numbered | None:
         return None
     if any(not isinstance(g, dict) or type(g.get("params")) is not list for g in groups):
         return None
-    found = Numbered(state, groups)
-    ids = found.ids
+    optimizer = Numbered(state, groups)
+    ids = optimizer.ids
     if any(type(i) is not int for i in ids) or len(set(ids)) != len(ids) or not set(state) <= set(ids):
         return None
-    return found
+    return optimizer
 
 
 def prove(
@@ -108,13 +108,13 @@ def prove(
     rest = [n for n in range(len(optimizers)) if n not in proofs]
     rows = [(optimizers[n], shapes[n] or {}) for n in rest]
     if any(o.ids != list(range(len(o.ids))) for o, _ in rows):
-        found = _by_model(model, rows)
+        rest_proofs = _by_model(model, rows)
     else:
-        found = _by_groups(model, rows, complete=len(rows) == len(optimizers))
-    proofs.update(zip(rest, found, strict=True))
+        rest_proofs = _by_groups(model, rows, complete=len(rows) == len(optimizers))
+    proofs.update(zip(rest, rest_proofs, strict=True))
     # Without a shape there was nothing to compare; without a state there is nothing to name.
     proofs |= {n: NumberingProof(None, NO_SHAPES) for n in rest if shapes[n] == {}}
-    proofs |= {n: NumberingProof({}) for n, known in enumerate(shapes) if known is None}
+    proofs |= {n: NumberingProof({}) for n, param_shapes in enumerate(shapes) if param_shapes is None}
     return [proofs[n] for n in range(len(optimizers))]
 
 
@@ -140,44 +140,45 @@ class _Model:
         self.row = Row([shape for _, shape in params])
 
 
-def _stored_names(optimizer: Numbered, there: Mapping[str, Shape]) -> dict[int, str] | None:
+def _stored_names(optimizer: Numbered, model_shapes: Mapping[str, Shape]) -> dict[int, str] | None:
     """Return the names that the optimizer records, with the one prefix under which the model has them."""
     recorded = recorded_names(optimizer)
-    if recorded is None or all(n in there for n in recorded.values()):
+    if recorded is None or all(n in model_shapes for n in recorded.values()):
         return recorded
     first = next(iter(recorded.values()))
-    starts = {n[: len(n) - len(first)] for n in there if n.endswith(f".{first}")}
-    fits = [s for s in starts if all(s + n in there for n in recorded.values())]
+    starts = {n[: len(n) - len(first)] for n in model_shapes if n.endswith(f".{first}")}
+    fits = [s for s in starts if all(s + n in model_shapes for n in recorded.values())]
     return {i: fits[0] + n for i, n in recorded.items()} if len(fits) == 1 else None
 
 
 def _shapes(optimizer: Numbered, shape: Callable[[Any], Shape | None]) -> dict[int, Shape] | None:
     """Return the shapes of parameters that the states determine; None when they contain no tensor."""
-    found: dict[int, Shape] = {}
+    param_shapes: dict[int, Shape] = {}
     tensors = False
     for number, states in optimizer.state.items():
         if not isinstance(states, dict):
             continue
-        seen = {k: s for k, v in states.items() if (s := shape(v)) is not None}
-        tensors = tensors or bool(seen)
-        known = _shape_of(seen)
-        if known is not None:
-            found[number] = known
-    return found if tensors else None
+        state_shapes = {k: s for k, v in states.items() if (s := shape(v)) is not None}
+        tensors = tensors or bool(state_shapes)
+        param_shape = _shape_of(state_shapes)
+        if param_shape is not None:
+            param_shapes[number] = param_shape
+    return param_shapes if tensors else None
 
 
-def _shape_of(seen: Mapping[Any, Shape]) -> Shape | None:
+def _shape_of(shapes: Mapping[Any, Shape]) -> Shape | None:
     """Return a parameter's shape from the shapes of its states; None where they do not determine it."""
-    own = {seen[k] for k in _MOMENTS if k in seen}
-    if not own and {"row_var", "col_var"} <= seen.keys():  # torch/optim/_adafactor.py
-        row, col = seen["row_var"], seen["col_var"]
-        own = {(*row[:-1], col[-1])} if row and col else set()
-    if not own and {"exp_avg_sq_row", "exp_avg_sq_col"} <= seen.keys():  # transformers/optimization.py
-        row, col = seen["exp_avg_sq_row"], seen["exp_avg_sq_col"]
-        own = {(*row, col[-1])} if col else set()
-    if not own:
-        own = {s for s in seen.values() if s}  # a step counter has no dims
-    return own.pop() if len(own) == 1 else None
+    candidates = {shapes[k] for k in _MOMENTS if k in shapes}
+    if not candidates and {"row_var", "col_var"} <= shapes.keys():  # torch/optim/_adafactor.py
+        row, col = shapes["row_var"], shapes["col_var"]
+        candidates = {(*row[:-1], col[-1])} if row and col else set()
+    # transformers/optimization.py
+    if not candidates and {"exp_avg_sq_row", "exp_avg_sq_col"} <= shapes.keys():
+        row, col = shapes["exp_avg_sq_row"], shapes["exp_avg_sq_col"]
+        candidates = {(*row, col[-1])} if col else set()
+    if not candidates:
+        candidates = {s for s in shapes.values() if s}  # a step counter has no dims
+    return candidates.pop() if len(candidates) == 1 else None
 
 
 def _fit(names: Mapping[int, str], shapes: Mapping[int, Shape], model: _Model) -> bool:
@@ -214,24 +215,28 @@ def _by_groups(model: _Model, rows: Sequence[Known], *, complete: bool) -> list[
 def _solved(model: _Model, rows: Sequence[Known]) -> list[NumberingProof]:
     """Match the groups of optimizers together: no two numbers mean the same parameter."""
     chains = [(n, g["params"]) for n, (o, _) in enumerate(rows) for g in o.groups]
-    found = forced_places(model.row, [[rows[n][1].get(i) for i in ids] for n, ids in chains])
+    chain_places = forced_places(model.row, [[rows[n][1].get(i) for i in ids] for n, ids in chains])
     names: list[dict[int, str]] = [{} for _ in rows]
-    for (n, ids), places in zip(chains, found or (), strict=found is not None):
+    for (n, ids), places in zip(chains, chain_places or (), strict=chain_places is not None):
         names[n] |= {i: model.names[p] for i, p in zip(ids, places, strict=True) if p is not None}
-    return [_proof(o, made, found is not None) for made, (o, _) in zip(names, rows, strict=True)]
+    return [
+        _proof(o, optimizer_names, chain_places is not None)
+        for optimizer_names, (o, _) in zip(names, rows, strict=True)
+    ]
 
 
 def _by_model(model: _Model, rows: Sequence[Known]) -> list[NumberingProof]:
     """Prove numbers that count the model's parameters: all optimizers count the same ones."""
     ids = [i for o, _ in rows for i in o.ids]
-    known: dict[int, Shape] = {}
-    agree = all(known.setdefault(i, s) == s for _, shapes in rows for i, s in shapes.items())
-    found = None
+    param_shapes: dict[int, Shape] = {}
+    agree = all(param_shapes.setdefault(i, s) == s for _, shapes in rows for i, s in shapes.items())
+    chain_places = None
+    # The numbers are a foreign file's: bounded before a list of that length is made.
     if agree and min(ids) >= 0 and max(ids) < len(model.names):
-        found = forced_places(model.row, [[known.get(i) for i in range(max(ids) + 1)]])
-    places = found[0] if found else []
+        chain_places = forced_places(model.row, [[param_shapes.get(i) for i in range(max(ids) + 1)]])
+    places = chain_places[0] if chain_places else []
     named = {i: model.names[p] for i, p in enumerate(places) if p is not None}
-    return [_proof(o, {i: named[i] for i in o.ids if i in named}, found is not None) for o, _ in rows]
+    return [_proof(o, {i: named[i] for i in o.ids if i in named}, chain_places is not None) for o, _ in rows]
 
 
 def _proof(optimizer: Numbered, names: dict[int, str], fits: bool) -> NumberingProof:

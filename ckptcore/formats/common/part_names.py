@@ -116,31 +116,32 @@ class PartName:
         """Return whether the parts hold tensors in full, as counted ones do; those of ranks are slices."""
         if self.full:
             return True
-        (*more, last) = self.axes
+        (*leading, last) = self.axes
         slices = _RANK_WORD.search(self.path[: last.span[0]])
-        return not more and last.count is not None and last.first is None and slices is None
+        return not leading and last.count is not None and last.first is None and slices is None
 
     @property
     def is_first(self) -> bool:
         """Return whether each number is the lowest that it can be."""
         return all(axis.number == (axis.first or 0) for axis in self.axes)
 
-    def sibling(self, number: int, at: int = 0) -> str:
+    def sibling(self, number: int, axis: int = 0) -> str:
         """Return the name of the part with another number, padded as this one's."""
-        start, end = self.axes[at].span
+        start, end = self.axes[axis].span
         digits = self.path[start:end]
+        # "00" has a fixed width; after "0" and "9" comes "10".
         width = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
         return self.path[:start] + str(number).zfill(width) + self.path[end:]
 
     def neighbours(self) -> tuple[str, ...]:
         """Return the names of parts that exist if there are several: first and adjacent numbers."""
         numbers = {
-            (at, n)
-            for at, axis in enumerate(self.axes)
+            (position, n)
+            for position, axis in enumerate(self.axes)
             for n in (axis.number - 1, axis.number + 1, 0, 1)
             if n >= (axis.first or 0) and n != axis.number
         }
-        return tuple(self.sibling(n, at) for at, n in sorted(numbers))
+        return tuple(self.sibling(n, position) for position, n in sorted(numbers))
 
 
 @lru_cache(maxsize=1 << 14)  # folders of many saves have the same names, and several formats ask
@@ -157,10 +158,10 @@ def part_name(path: str) -> PartName | None:
     if "/" in path:
         return None
     for row in _ROWS:
-        found = row.pattern.match(path)
-        if found:
+        match = row.pattern.match(path)
+        if match:
             return PartName(
-                path, (PartNumber(int(found[1]), None, row.first, found.span(1)),), row.sole, row.full
+                path, (PartNumber(int(match[1]), None, row.first, match.span(1)),), row.sole, row.full
             )
     counted = tuple(
         PartNumber(int(m["number"]), int(m["count"]), None, m.span("number")) for m in _COUNTED.finditer(path)
@@ -183,7 +184,7 @@ def series(paths: Iterable[str]) -> dict[str, tuple[PartName, ...]]:
         part = part_name(path)
         if part is not None:
             parts.setdefault(part.series, []).append(part)
-    return {name: tuple(found) for name, found in parts.items()}
+    return {name: tuple(members) for name, members in parts.items()}
 
 
 def is_run(paths: Iterable[str]) -> bool:
@@ -215,10 +216,10 @@ def absent_parts(parts: Iterable[PartName], limit: int, count: int | None = None
     """
     parts = list(parts)
     numbers = {part.axes[0].number for part in parts}
-    one = parts[0]
-    axis = one.axes[0]
+    first_part = parts[0]
+    axis = first_part.axes[0]
     first = axis.first if axis.first is not None else int(0 not in numbers)
     count = axis.count if axis.count is not None else count
     stop = count if count is not None else max(numbers) - first + 1
     inside = {n - first for n in numbers if first <= n < first + stop}
-    return [one.sibling(n + first) for n in absent(inside, stop, limit)], stop - len(inside)
+    return [first_part.sibling(n + first) for n in absent(inside, stop, limit)], stop - len(inside)

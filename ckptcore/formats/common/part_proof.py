@@ -87,11 +87,11 @@ def _half_pairs(source: Source, shapes: Mapping[str, Shape]) -> list[Finding]:
         if half is None or name.endswith(".bias"):  # `lora_bias` is of the second alone
             continue
         pair = f"{name[: half.start(1)]}{'B' if half[1] == 'A' else 'A'}{name[half.end(1) :]}"
-        other = shapes.get(pair)
-        if other is None:
+        pair_shape = shapes.get(pair)
+        if pair_shape is None:
             message = f"{pair} is in no file, and {name} is there"
-        elif half[1] == "A" and len(shape) == len(other) == 2 and shape[0] != other[1]:
-            message = f"{name} {list(shape)} and {pair} {list(other)} have no rank in common"
+        elif half[1] == "A" and len(shape) == len(pair_shape) == 2 and shape[0] != pair_shape[1]:
+            message = f"{name} {list(shape)} and {pair} {list(pair_shape)} have no rank in common"
         else:
             continue
         code = "missing-part" if source.recover else "unproven-parts"
@@ -132,18 +132,19 @@ def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
     """
     containers: dict[str, dict[int, dict[str, str]]] = {}
     for name, file in files.items():
-        found = _NUMBERED.match(name)
-        if found:
-            layers = containers.setdefault(found[1], {})
-            layers.setdefault(int(found[2]), {})[found[3]] = file
+        match = _NUMBERED.match(name)
+        if match:
+            layers = containers.setdefault(match[1], {})
+            layers.setdefault(int(match[2]), {})[match[3]] = file
     for container, layers in containers.items():
-        alike = Counter(frozenset(own) for own in layers.values())
+        alike = Counter(frozenset(layer) for layer in layers.values())
+        # Names that one layer alone has are no rule for the others.
         usual, most = alike.most_common(1)[0]
-        for number, own in sorted(layers.items()):
+        for number, layer in sorted(layers.items()):
             around = {f for n in range(number - 1, number + 2) for f in layers.get(n, {}).values()}
-            if most > 1 and len(around) > 1 and alike[frozenset(own)] == 1 and own.keys() < usual:
-                last = next(iter(layers.get(number + 1, own).values()))
-                return f"{container}{number}.{min(usual - own.keys())}", last
+            if most > 1 and len(around) > 1 and alike[frozenset(layer)] == 1 and layer.keys() < usual:
+                last = next(iter(layers.get(number + 1, layer).values()))
+                return f"{container}{number}.{min(usual - layer.keys())}", last
             if most > 1 and number + 1 < max(layers) and number + 1 not in layers:
                 after = min(n for n in layers if n > number)
                 return f"{container}{number + 1}.{min(usual)}", next(iter(layers[after].values()))
@@ -161,9 +162,9 @@ def _of_series(
     stated = _stated(source, parts[0], shapes, count)
     missing, total = absent_parts(parts, _MAX_LISTED, stated)
     if missing:
-        more = f", as are {total - 1} more" if total > 1 else ""
+        suffix = f", as are {total - 1} more" if total > 1 else ""
         why = f"it is one of {stated} parts" if stated is not None else "other parts of its series are there"
-        message = f"{missing[0]} is missing{more}: {why}"
+        message = f"{missing[0]} is missing{suffix}: {why}"
         return [
             _missing(source, message if n == 0 else f"{path} is missing", path)
             for n, path in enumerate(missing)
@@ -284,6 +285,7 @@ def ranks_by_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> i
     assert isinstance(heads, int)
     assert isinstance(layers, int)
     rows = heads * head if head > 0 else width
+    # Bounded, because the number of layers is a foreign file's.
     cuts = {_rank_heads(shapes, f"layers.{n}.attention") for n in range(min(layers, 1 << 16))}
     if len(cuts) != 1 or not (cut := cuts.pop()) or rows % cut:
         return None
@@ -343,14 +345,15 @@ def is_complete_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
     inside: dict[int, dict[str, Shape]] = {}
     outside: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        found = _LAYER.search(name)
-        if found:
-            inside.setdefault(int(found[1]), {})[found[2]] = shape
+        match = _LAYER.search(name)
+        if match:
+            inside.setdefault(int(match[1]), {})[match[2]] = shape
         else:
             outside[name] = shape
+    # One more than there are is enough to differ: the config's number may be huge.
     if inside.keys() != set(range(min(expected.layers, len(inside) + 1))):
         return False
-    if any(one != inside[0] for one in inside.values()):
+    if any(layer != inside[0] for layer in inside.values()):
         return False
     if any(inside[0].get(name) != shape for name, shape in expected.inside.items()):
         return False
@@ -374,9 +377,9 @@ def lacking_tensor(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> st
         of = next((shape for end, shape in full.items() if name.endswith(f".{end}")), None)
         if of is not None and prod(shape) < prod(of):
             return name
-        found = _LAYER.search(name)
-        if found and found[2] == sample:
-            layers[int(found[1])] = name
+        match = _LAYER.search(name)
+        if match and match[2] == sample:
+            layers[int(match[1])] = name
     absent = next((n for n in range(expected.layers) if n not in layers), None)
     return f"layers.{absent}.{sample}" if layers and absent is not None else None
 

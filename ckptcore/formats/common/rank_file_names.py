@@ -67,19 +67,20 @@ class RankFiles:
     def role(self) -> str:
         """Return the name of the content."""
         for rule, role in _ROLES:
-            found = rule.match(self.stem)
-            if found:
-                return role.format(**found.groupdict())
+            match = rule.match(self.stem)
+            if match:
+                return role.format(**match.groupdict())
         return self.stem
 
     def name_of(self, rank: int) -> str:
         """Return the name that the file of a rank must have, from the name of another rank's file."""
         path = next(iter(self.paths.values()))
-        found = _NUMBER.search(path)
-        assert found is not None
-        digits = found[1]
+        match = _NUMBER.search(path)
+        assert match is not None
+        digits = match[1]
+        # Only zeros in front show a fixed width.
         wide = len(digits) if digits.startswith("0") else 0
-        return path[: found.start()] + str(rank).zfill(wide) + found[2]
+        return path[: match.start()] + str(rank).zfill(wide) + match[2]
 
 
 def is_rank_file(path: str) -> bool:
@@ -90,8 +91,8 @@ def is_rank_file(path: str) -> bool:
 @lru_cache(maxsize=1 << 14)  # folders of many saves have the same names, and several formats ask
 def _rank_name(path: str) -> re.Match[str] | None:
     """Return the parts of the name of one rank's file; None for another name."""
-    found = _RANK.match(path) if "/" not in path else None
-    return None if found is None or _AXIS.search(found["stem"]) else found
+    match = _RANK.match(path) if "/" not in path else None
+    return None if match is None or _AXIS.search(match["stem"]) else match
 
 
 def _require_one_save(kinds: Mapping[tuple[str, int | None], Mapping[int, str]]) -> None:
@@ -116,8 +117,8 @@ def _require_one_save(kinds: Mapping[tuple[str, int | None], Mapping[int, str]])
 
 def unread(listing: Iterable[str], used: Collection[str]) -> tuple[str, ...]:
     """Return the files named by rank if none of them was read: they may belong to another checkpoint."""
-    found = tuple(p for p in sorted(listing) if is_rank_file(p))
-    return () if any(p in used for p in found) else found
+    rank_paths = tuple(p for p in sorted(listing) if is_rank_file(p))
+    return () if any(p in used for p in rank_paths) else rank_paths
 
 
 def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
@@ -128,17 +129,17 @@ def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
     """
     kinds: dict[tuple[str, int | None], dict[int, str]] = {}
     for path in sorted(listing):
-        found = _rank_name(path) if "rank" in path else None
-        if found is None:
+        match = _rank_name(path) if "rank" in path else None
+        if match is None:
             continue
-        world = int(found["world"]) if found["world"] else None
-        paths = kinds.setdefault((found["stem"], world), {})
-        if int(found["rank"]) in paths:
+        world = int(match["world"]) if match["world"] else None
+        paths = kinds.setdefault((match["stem"], world), {})
+        if int(match["rank"]) in paths:
             raise AmbiguousModel(
-                f"{paths[int(found['rank'])]} and {path} are both files of rank {int(found['rank'])}",
+                f"{paths[int(match['rank'])]} and {path} are both files of rank {int(match['rank'])}",
                 hint="move one of them away",
             )
-        paths[int(found["rank"])] = path
+        paths[int(match["rank"])] = path
     _require_one_save(kinds)
     worlds = sorted({w for _, w in kinds if w is not None})
     if len(worlds) > 1:
@@ -147,17 +148,17 @@ def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
             hint="move the files of the older one away",
             worlds=worlds,
         )
-    made = [RankFiles(s, w, dict(sorted(paths.items()))) for (s, w), paths in kinds.items()]
-    if len(made) > 1:
-        made.sort(key=lambda kind: (not kind.role.startswith("model"), "optim" in kind.role, kind.stem))
-    return tuple(made)
+    file_kinds = [RankFiles(s, w, dict(sorted(paths.items()))) for (s, w), paths in kinds.items()]
+    if len(file_kinds) > 1:
+        file_kinds.sort(key=lambda kind: (not kind.role.startswith("model"), "optim" in kind.role, kind.stem))
+    return tuple(file_kinds)
 
 
 def item_files(source: Source) -> dict[str, dict[int, str]]:
     """Return item -> rank -> file, by the default names, of files directly in a folder."""
     items: dict[str, dict[int, str]] = {}
     for path in source.listing:
-        found = ITEM.match(path)
-        if found is not None and not is_state(path):
-            items.setdefault(found["item"], {})[int(found["rank"])] = path
+        match = ITEM.match(path)
+        if match is not None and not is_state(path):
+            items.setdefault(match["item"], {})[int(match["rank"])] = path
     return {item: {rank: ranks[rank] for rank in sorted(ranks)} for item, ranks in sorted(items.items())}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 Shape = tuple[int, ...]
 Places = list[int | None]
 
+# More rounds only fix more places: stopping early leaves places open, and no place wrong.
 _ROUNDS = 32
 
 
@@ -38,24 +39,24 @@ def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Pl
     ([[1, 2]], [[None]])
     >>> forced_places(Row([(1,), (2,)]), [[(2,), (1,)]])
     """
-    at: list[Places] = [[None] * len(chain) for chain in chains]
+    chain_places: list[Places] = [[None] * len(chain) for chain in chains]
     taken: set[int] = set()
     for _ in range(_ROUNDS if len(chains) > 1 else 1):  # one chain takes nothing from itself
         taken_from_back = {row.length - 1 - p for p in taken}
-        for chain, places in zip(chains, at, strict=True):
+        for chain, places in zip(chains, chain_places, strict=True):
             first = row.front.places(chain, places, taken)
             mirrored = row.back.places(chain[::-1], _mirrored(places, row.length), taken_from_back)
             if first is None or mirrored is None:
                 return None
             last = _mirrored(mirrored, row.length)
             places[:] = [p if p == q else None for p, q in zip(first, last, strict=True)]
-        found = [p for places in at for p in places if p is not None]
-        if len(set(found)) < len(found):
+        forced = [p for places in chain_places for p in places if p is not None]
+        if len(set(forced)) < len(forced):
             return None
-        if len(found) == len(taken):
+        if len(forced) == len(taken):
             break
-        taken = set(found)
-    return at
+        taken = set(forced)
+    return chain_places
 
 
 class _Matches:
@@ -69,20 +70,20 @@ class _Matches:
 
     def places(self, chain: Sequence[Shape | None], fixed: Places, taken: set[int]) -> list[int] | None:
         """Return the first place that each element can have; None when the chain does not fit."""
-        found: list[int] = []
-        here = 0
+        first_places: list[int] = []
+        next_free = 0
         for shape, place in zip(chain, fixed, strict=True):
             if place is None:
                 free = self._all if shape is None else self._by.get(shape, [])
-                n = bisect_left(free, here)
+                n = bisect_left(free, next_free)
                 while n < len(free) and free[n] in taken:
                     n += 1
                 place = free[n] if n < len(free) else -1
-            if place < here:
+            if place < next_free:
                 return None
-            found.append(place)
-            here = place + 1
-        return found
+            first_places.append(place)
+            next_free = place + 1
+        return first_places
 
 
 def _mirrored(places: Sequence[int | None], length: int) -> Places:

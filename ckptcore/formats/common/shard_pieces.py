@@ -50,15 +50,17 @@ def cut_parts(
     shape: Shape, dim: int, parts: Sequence[tuple[int, int]], degree: int, rank: int
 ) -> ShardPlacement:
     """Place parts that are each cut over the ranks along ``dim``: (rows here, rows in all) of each."""
-    made, local, full_at = [], 0, 0
-    for here, full in parts:
-        if here * degree != full:
-            raise Unmerged(f"{full} elements along dim {dim} for {degree} ranks of {here}")
-        at = tuple(local if d == dim else 0 for d in range(len(shape)))
-        size = tuple(here if d == dim else n for d, n in enumerate(shape))
-        offset = tuple(full_at + rank * here if d == dim else 0 for d in range(len(shape)))
-        made.append(Piece(Box(at, size), offset))
-        local, full_at = local + here, full_at + full
+    pieces, local, full_at = [], 0, 0
+    for rank_rows, all_rows in parts:
+        if rank_rows * degree != all_rows:
+            raise Unmerged(f"{all_rows} elements along dim {dim} for {degree} ranks of {rank_rows}")
+        local_offset = tuple(local if d == dim else 0 for d in range(len(shape)))
+        size = tuple(rank_rows if d == dim else n for d, n in enumerate(shape))
+        offset = tuple(full_at + rank * rank_rows if d == dim else 0 for d in range(len(shape)))
+        pieces.append(Piece(Box(local_offset, size), offset))
+        local, full_at = local + rank_rows, full_at + all_rows
     if local != shape[dim]:
         raise Unmerged(f"its parts have {local} elements along dim {dim}, the shard has {shape[dim]}")
-    return ShardPlacement(tuple(full_at if d == dim else n for d, n in enumerate(shape)), tuple(made), shape)
+    return ShardPlacement(
+        tuple(full_at if d == dim else n for d, n in enumerate(shape)), tuple(pieces), shape
+    )

@@ -68,8 +68,8 @@ def fuller_torch_form(
     ]
     if lacking:
         name, path = lacking[0]
-        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
-        message = f"{name}{more} of {path} is not in {min(paths)}, which would be read in its place"
+        suffix = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        message = f"{name}{suffix} of {path} is not in {min(paths)}, which would be read in its place"
         code = "missing-part" if source.recover else "unproven-parts"
         findings.append(finding(code, "files", message, file=min(paths), hint=_HINT))
     return findings

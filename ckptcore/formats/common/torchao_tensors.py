@@ -68,18 +68,18 @@ def inner_box(kind: str, part: str, shape: Shape, box: Box, outer: Shape) -> tup
     if box.shape == outer:
         return Box((0,) * len(shape), shape), shape
     layout = _LAYOUTS.get(kind.rpartition(".")[2])
-    how = layout.parts.get(part) if layout is not None else None
-    if how == _BOX and shape == box.shape:
+    joining = layout.parts.get(part) if layout is not None else None
+    if joining == _BOX and shape == box.shape:
         return box, outer
-    if how == _SAME:
+    if joining == _SAME:
         return Box((0,) * len(shape), shape), shape
-    if how == _BLOCKS and len(shape) == len(outer) and 0 not in shape:
+    if joining == _BLOCKS and len(shape) == len(outer) and 0 not in shape:
         steps = [n // m if n % m == 0 else 0 for n, m in zip(box.shape, shape, strict=True)]
         if all(s and o % s == 0 and n % s == 0 for s, o, n in zip(steps, box.offset, outer, strict=True)):
             offset = tuple(o // s for o, s in zip(box.offset, steps, strict=True))
             return Box(offset, shape), tuple(n // s for n, s in zip(outer, steps, strict=True))
     # Rows of dim 0 follow each other in memory.
-    if how == _RUNS and len(shape) == 1 and shape[0] and box.shape[1:] == outer[1:]:
+    if joining == _RUNS and len(shape) == 1 and shape[0] and box.shape[1:] == outer[1:]:
         step, left = divmod(box.numel, shape[0])
         start = box.offset[0] * box.numel // max(box.shape[0], 1)
         total = outer[0] * box.numel // max(box.shape[0], 1)
@@ -90,29 +90,31 @@ def inner_box(kind: str, part: str, shape: Shape, box: Box, outer: Shape) -> tup
 
 def with_values(manifest: Manifest) -> Manifest:
     """Return the manifest with the values of torchao's tensors, as float32, in place of what they wrap."""
-    found = [blob for blob in manifest.blobs if blob.known and blob.key.endswith(f".{CLASS}")]
-    if not found or manifest.inputs is not None:
+    class_blobs = [blob for blob in manifest.blobs if blob.known and blob.key.endswith(f".{CLASS}")]
+    if not class_blobs or manifest.inputs is not None:
         return manifest
     inner: dict[str, list[TensorSpec]] = {}
     for spec in manifest.tensors:
         inner.setdefault(spec.fqn.rpartition(".")[0], []).append(spec)
     names = {blob.key for blob in manifest.blobs} | manifest.index.keys()
-    made: dict[str, _Made] = {}
-    for blob in found:
-        name, about = blob.key.removesuffix(f".{CLASS}"), described(decode(blob.tree))
-        values = None if about is None or name in names else _values(name, about, inner.get(name, []))
-        if values is not None:
-            made[values[2][0]] = values
-    return _computed(manifest, made) if made else manifest
+    computed_tensors: dict[str, _Made] = {}
+    for blob in class_blobs:
+        name, description = blob.key.removesuffix(f".{CLASS}"), described(decode(blob.tree))
+        computed = (
+            None if description is None or name in names else _values(name, description, inner.get(name, []))
+        )
+        if computed is not None:
+            computed_tensors[computed[2][0]] = computed
+    return _computed(manifest, computed_tensors) if computed_tensors else manifest
 
 
-def _values(name: str, about: Mapping[str, Any], inner: Sequence[TensorSpec]) -> _Made | None:
+def _values(name: str, description: Mapping[str, Any], inner: Sequence[TensorSpec]) -> _Made | None:
     """Return how a tensor's values are computed; None for a class that is not known, or another layout."""
-    layout = _LAYOUTS.get(str(about["class"]).rpartition(".")[2])
+    layout = _LAYOUTS.get(str(description["class"]).rpartition(".")[2])
     specs = {spec.fqn.rpartition(".")[2]: spec for spec in inner}
     ways = layout.functions.items() if layout is not None else ()
     parts, function = next(((p, f) for p, f in ways if specs.keys() == {*p}), ((), ""))
-    sizes, shape = about.get("block_size"), tuple(about["shape"].value)
+    sizes, shape = description.get("block_size"), tuple(description["shape"].value)
     params = (sizes, *shape) if type(sizes) is int else plain_sizes(sizes)
     if not parts or params is None or FUNCTIONS[function].shape([specs[p] for p in parts], params) != shape:
         return None
@@ -120,19 +122,22 @@ def _values(name: str, about: Mapping[str, Any], inner: Sequence[TensorSpec]) ->
     return spec, function, tuple(specs[part].fqn for part in parts), params
 
 
-def _computed(manifest: Manifest, made: Mapping[str, _Made]) -> Manifest:
+def _computed(manifest: Manifest, computed_tensors: Mapping[str, _Made]) -> Manifest:
     """Return the manifest with computed tensors, and the record of its names and paths with them."""
-    outer = {name: spec.fqn for spec, _, inputs, _ in made.values() for name in inputs}
-    about = {f"{name}.{CLASS}" for name in outer.values()}
-    blobs = tuple(blob for blob in manifest.blobs if blob.key not in about)
+    outer = {name: spec.fqn for spec, _, inputs, _ in computed_tensors.values() for name in inputs}
+    class_keys = {f"{name}.{CLASS}" for name in outer.values()}
+    blobs = tuple(blob for blob in manifest.blobs if blob.key not in class_keys)
     order = tuple(dict.fromkeys(outer.get(name, name) for name in manifest.order))
     paths, stored = Paths(), Paths.of(manifest)
     for name in stored:
         if name in outer:
+            # The last step of an inner tensor's path is its own name; the rest is the outer one's.
             paths.add(outer[name], stored[name][:-1])
-        elif name not in about:
+        elif name not in class_keys:
             paths.add(name, stored[name])
-    computed = replace(derive(manifest, made), blobs=blobs, order=order)
+    computed = replace(derive(manifest, computed_tensors), blobs=blobs, order=order)
     form = paths.form([spec.fqn for spec in computed.tensors], [blob.key for blob in blobs])
     origin = {key: value for key, value in manifest.origin.items() if key != "paths"}
-    return replace(computed, origin={**origin, **({"paths": form} if form else {}), "dequantised": len(made)})
+    return replace(
+        computed, origin={**origin, **({"paths": form} if form else {}), "dequantised": len(computed_tensors)}
+    )

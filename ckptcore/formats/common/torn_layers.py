@@ -20,7 +20,7 @@ def torn_layers(layers: Mapping[int, Collection[str]]) -> Iterator[tuple[int, st
     [(1, 'k')]
     """
     kinds = {frozenset(names) for names in layers.values()}
-    fuller = {own: min((k for k in kinds if own < k), key=sorted, default=own) for own in kinds}
+    fuller = {kind: min((k for k in kinds if kind < k), key=sorted, default=kind) for kind in kinds}
     for number, names in sorted(layers.items()):
         lost = fuller[frozenset(names)] - frozenset(names)
         if lost:

@@ -55,22 +55,22 @@ def require_one_model(source: Source, read: str, files: Iterable[str] = ()) -> N
         read: The file or index that is read.
         files: Its files, where it is an index.
     """
-    model, own = _NUMBERED.match(read), {read, *files}
-    others = sorted(
+    model, model_files = _NUMBERED.match(read), {read, *files}
+    other_models = sorted(
         (
             path
             for path in source.listing
-            if path not in own
-            and (other := _NUMBERED.match(path))
-            and (model is None or other["number"] != model["number"])
+            if path not in model_files
+            and (match := _NUMBERED.match(path))
+            and (model is None or match["number"] != model["number"])
         ),
         key=natural,
     )
-    if others:
+    if other_models:
         raise AmbiguousModel(
-            f"{source.store.url} has several models: {read} and {', '.join(others[:6])}",
+            f"{source.store.url} has several models: {read} and {', '.join(other_models[:6])}",
             hint=f"name the file of one of them, such as {read}",
-            candidates=[read, *others],
+            candidates=[read, *other_models],
         )
 
 
@@ -79,8 +79,8 @@ def unread_optimizers(source: Source, paths: Iterable[str]) -> list[Finding]:
     beside = sorted(p for p in source.listing if _OPTIMIZER.match(p) and p not in set(paths))
     if not beside:
         return []
-    more = f" and {len(beside) - 1} more" if beside[1:] else ""
-    message = f"the optimizer's state in {beside[0]}{more} is not read with the model"
+    suffix = f" and {len(beside) - 1} more" if beside[1:] else ""
+    message = f"the optimizer's state in {beside[0]}{suffix} is not read with the model"
     return [finding("unread-state", "files", message, file=beside[0])]
 
 
@@ -94,20 +94,20 @@ def unread_adapters(source: Source, paths: Iterable[str]) -> list[Finding]:
 
 
 def without_links(source: Source, paths: Iterable[str]) -> list[str]:
-    """Return the paths without further names of one file: a name with a number stays, which tells the step.
+    """Return the paths without suffix names of one file: a name with a number stays, which tells the step.
 
     An object store has no links: equal stamps mean equal content there, and both files are kept.
     """
-    every = list(paths)
-    if source.store.local is None or len(every) < 2:
-        return every
-    files = {seen.identity for path in every if (seen := source.seen.get(path)) is not None}
-    if None not in files and len(files) == len(every):
-        return every
+    all_paths = list(paths)
+    if source.store.local is None or len(all_paths) < 2:
+        return all_paths
+    identities = {status.identity for path in all_paths if (status := source.seen.get(path)) is not None}
+    if None not in identities and len(identities) == len(all_paths):
+        return all_paths
     by_stamp: dict[str, str] = {}
-    for path in sorted(every, key=lambda path: (not any(map(str.isdigit, _stem(path))), natural(path))):
-        seen = source.seen.get(path)
-        stamp = source.store.stamp(path) if seen is None else seen.stamp  # with the inode
+    for path in sorted(all_paths, key=lambda path: (not any(map(str.isdigit, _stem(path))), natural(path))):
+        status = source.seen.get(path)
+        stamp = source.store.stamp(path) if status is None else status.stamp  # with the inode
         by_stamp.setdefault(path if stamp is None else stamp, path)
     return sorted(by_stamp.values(), key=natural)
 

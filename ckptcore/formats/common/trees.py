@@ -70,41 +70,41 @@ def built(rows: Iterable[tuple[str, Path, Any]]) -> dict[Any, Any]:
         NameMismatch: The names do not nest.
     """
     tree: dict[Any, Any] = {}
-    made = {id(tree)}
+    container_ids = {id(tree)}
     for name, path, value in rows:
-        _put(tree, path, value, made, name)
+        _put(tree, path, value, container_ids, name)
     _require_lists(tree, "")
     return tree
 
 
-def _put(tree: Any, path: Path, value: Any, made: set[int], name: str) -> None:
+def _put(tree: Any, path: Path, value: Any, container_ids: set[int], name: str) -> None:
     """Set the value at a path.
 
     Args:
         tree: Root of the tree.
         path: Where the value goes.
         value: What goes there.
-        made: ids of the containers made for paths. Nothing is added to a container saved as one object.
+        container_ids: Of the containers made for paths. Nothing is added to one saved as one object.
         name: Name of the value, for messages.
     """
-    at = tree
-    for here, below in zip(path, (*path[1:], None), strict=True):
-        if id(at) not in made or isinstance(at, list) is not isinstance(here, int):
+    container = tree
+    for key, below in zip(path, (*path[1:], None), strict=True):
+        if id(container) not in container_ids or isinstance(container, list) is not isinstance(key, int):
             raise _name_taken(name)
-        if isinstance(at, list):
-            at += [_Gap] * min(int(here) + 1 - len(at), _MAX_GAP)
-            free = int(here) < len(at) and at[int(here)] is _Gap
-            if not free and int(here) >= len(at):
+        if isinstance(container, list):
+            container += [_Gap] * min(int(key) + 1 - len(container), _MAX_GAP)
+            free = int(key) < len(container) and container[int(key)] is _Gap
+            if not free and int(key) >= len(container):
                 raise _name_taken(name)
         else:
-            free = here not in at
+            free = key not in container
         if free:
-            at[here] = value if below is None else {} if type(below) is str else []
+            container[key] = value if below is None else {} if type(below) is str else []
             if below is not None:
-                made.add(id(at[here]))
+                container_ids.add(id(container[key]))
         elif below is None:
             raise _name_taken(name)
-        at = at[here]
+        container = container[key]
 
 
 def _name_taken(name: str) -> NameMismatch:
@@ -135,10 +135,10 @@ def _taken_apart(value: Any, name: str, holds: set[int]) -> list[tuple[str, str]
     inside = _opened(value)
     if not isinstance(inside, (dict, list, tuple)) or id(inside) not in holds:
         return []
-    found = [(name, value.kind)] if isinstance(value, Named) else []
+    containers = [(name, value.kind)] if isinstance(value, Named) else []
     for key, below in inside.items() if isinstance(inside, dict) else enumerate(inside):
-        found += _taken_apart(below, f"{name}.{key}", holds)
-    return found
+        containers += _taken_apart(below, f"{name}.{key}", holds)
+    return containers
 
 
 def _opened(value: Any) -> Any:
@@ -151,22 +151,23 @@ def _opened(value: Any) -> Any:
 def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     """Return the ids of the containers with a tensor anywhere below."""
     holds: set[int] = set()
-    seen: set[int] = set()
+    visited: set[int] = set()
     kinds = (tensor, RefusedTensor) if isinstance(tensor, type) else (*tensor, RefusedTensor)
 
     def visit(value: Any, depth: int) -> bool:
         if isinstance(value, kinds):
             return True
         value = _opened(value)
+        # A pickle may nest without limit, the interpreter's stack may not.
         if not isinstance(value, (dict, list, tuple)) or depth > 200:
             return False
-        if id(value) in seen:  # shared through the memo: visited once
+        if id(value) in visited:  # shared through the memo: visited once
             return id(value) in holds
-        seen.add(id(value))
+        visited.add(id(value))
         inside = value.values() if isinstance(value, dict) else value
         # Visit every value: `any` would stop at the first.
-        found = [visit(v, depth + 1) for v in inside if type(v) not in SCALARS]
-        if any(found):
+        has_tensor = [visit(v, depth + 1) for v in inside if type(v) not in SCALARS]
+        if any(has_tensor):
             holds.add(id(value))
             return True
         return False

@@ -58,13 +58,13 @@ class WeightIndex:
 
     Attributes:
         files: Tensor -> file.
-        about: ``metadata``.
-        more: The other entries.
+        metadata: Its entry ``metadata``.
+        other_entries: The entries beside these two.
     """
 
     files: Mapping[str, str]
-    about: Mapping[str, Any]
-    more: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    other_entries: Mapping[str, Any]
 
     @property
     def total(self) -> int | None:
@@ -73,30 +73,30 @@ class WeightIndex:
         transformers and huggingface_hub write the number (`split_torch_state_dict_into_shards`), and no
         loader reads it.
         """
-        total = self.about.get(_TOTAL)
+        total = self.metadata.get(_TOTAL)
         return total if type(total) is int else None
 
     @property
     def odd(self) -> tuple[str, ...]:
         """Return the known entry that is no dict, or has a number that is none."""
-        numbers = (self.about.get(key, 0) for key in (_TOTAL, _PARAMETERS))
-        odd = _ABOUT in self.more or any(type(n) not in (int, float) for n in numbers)
+        numbers = (self.metadata.get(key, 0) for key in (_TOTAL, _PARAMETERS))
+        odd = _ABOUT in self.other_entries or any(type(n) not in (int, float) for n in numbers)
         return (_ABOUT,) if odd else ()
 
     def carried(self, parameters: int) -> dict[str, Any]:
         """Return what is not computed from tensors: a count of other than ``parameters`` is not, either."""
-        about = dict(self.about)
+        metadata = dict(self.metadata)
         if self.total is not None:
-            del about[_TOTAL]
-        if type(about.get(_PARAMETERS)) is int and about[_PARAMETERS] == parameters:
-            del about[_PARAMETERS]
-        return {**self.more, **({_ABOUT: about} if about else {})}
+            del metadata[_TOTAL]
+        if type(metadata.get(_PARAMETERS)) is int and metadata[_PARAMETERS] == parameters:
+            del metadata[_PARAMETERS]
+        return {**self.other_entries, **({_ABOUT: metadata} if metadata else {})}
 
 
 def fits_index(entries: Mapping[str, Any]) -> bool:
     """Report whether an index may have these entries beside its own: none is one that it has itself."""
-    about = entries.get(_ABOUT, {})
-    return _FILES not in entries and type(about) is dict and not {_TOTAL, _PARAMETERS} & about.keys()
+    metadata = entries.get(_ABOUT, {})
+    return _FILES not in entries and type(metadata) is dict and not {_TOTAL, _PARAMETERS} & metadata.keys()
 
 
 def read_index(source: Source, path: str = INDEX) -> WeightIndex:
@@ -117,17 +117,17 @@ def read_index(source: Source, path: str = INDEX) -> WeightIndex:
             files = {str(name): inner[file] for name, file in rows.items()}
     except InvalidText as error:
         raise MalformedCheckpoint(f"{path} is not an index: {error}", file=path) from error
-    about = form.get(_ABOUT)
-    is_dict = type(about) is dict
-    more = {k: v for k, v in form.items() if k != _FILES and not (is_dict and k == _ABOUT)}
-    return WeightIndex(files, about if is_dict else {}, more)
+    metadata = form.get(_ABOUT)
+    is_dict = type(metadata) is dict
+    other_entries = {k: v for k, v in form.items() if k != _FILES and not (is_dict and k == _ABOUT)}
+    return WeightIndex(files, metadata if is_dict else {}, other_entries)
 
 
 def take_index(source: Source, path: str, index: WeightIndex, tensors: Iterable[TensorSpec]) -> None:
     """Record an index as read: what is not computed from the tensors becomes an object."""
     source.explain(path)
-    more = index.carried(sum(t.numel for t in tensors))
-    source.carry(path, INDEX, more, [key for key in index.odd if key in more])
+    carried = index.carried(sum(t.numel for t in tensors))
+    source.carry(path, INDEX, carried, [key for key in index.odd if key in carried])
 
 
 def files_of(index: WeightIndex) -> dict[str, set[str]]:
@@ -161,6 +161,7 @@ def unlike_index(names: set[str], listed: set[str], path: str, index: str) -> li
 def unlike_total(builder: Builder, index: WeightIndex, path: str) -> list[Finding]:
     """Return the finding that the files hold other bytes than the index records, if nothing else is wrong."""
     stored, total = builder.item_bytes, index.total  # as the writer counts: of every dtype
+    # A missing or short file changes the sum, too, and has its own finding.
     if total in (None, stored) or any(f.severity == "error" for f in builder.findings):
         return []
     message = f"{path} records {total} bytes of tensors, but the files contain {stored}"

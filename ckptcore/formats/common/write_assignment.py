@@ -78,15 +78,16 @@ def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topol
         return [Share(places, [_piece(tensors[i], Box.full(tensors[i].shape)) for i in places])]
     size = topology.mesh.size
     load = np.zeros(size, np.int64)
-    known: dict[tuple[str, tuple[int, ...], TensorLayout], _Pieces] = {}
+    # Most tensors of a model share dtype, shape and layout with others.
+    pieces_by_layout: dict[tuple[str, tuple[int, ...], TensorLayout], _Pieces] = {}
     writes: list[tuple[int, _Pieces, Ints]] = []  # a tensor, its pieces, and the rank that writes each
     for i in order:
         spec = tensors[i]
         key = spec.dtype, spec.shape, topology.layout(spec.fqn)
-        pieces = known.get(key)
+        pieces = pieces_by_layout.get(key)
         if pieces is None:
-            found = [(_piece(spec, box), ranks) for box, ranks in _holders(topology, spec)]
-            pieces = known[key] = _Pieces.of(found)
+            box_ranks = [(_piece(spec, box), ranks) for box, ranks in _holders(topology, spec)]
+            pieces = pieces_by_layout[key] = _Pieces.of(box_ranks)
         if pieces.alone is not None:  # no rank is twice among them: their order does not matter
             load[pieces.alone] += pieces.nbytes
             writes.append((i, pieces, pieces.alone))
@@ -117,13 +118,14 @@ class _Pieces:
     alone: Ints | None
 
     @classmethod
-    def of(cls, found: Sequence[tuple[WriteItem, list[int]]]) -> _Pieces:
-        items = [piece for piece, _ in found]
+    def of(cls, rows: Sequence[tuple[WriteItem, list[int]]]) -> _Pieces:
+        items = [piece for piece, _ in rows]
+        # An empty box counts as one byte, as in torch's rule.
         nbytes = np.array([piece.nbytes or 1 for piece in items], np.int64)
         alone = None
-        if all(len(ranks) == 1 for _, ranks in found) and len({ranks[0] for _, ranks in found}) == len(found):
-            alone = np.array([ranks[0] for _, ranks in found], np.int64)
-        return cls(items, nbytes, [np.array(ranks, np.int64) for _, ranks in found], alone)
+        if all(len(ranks) == 1 for _, ranks in rows) and len({ranks[0] for _, ranks in rows}) == len(rows):
+            alone = np.array([ranks[0] for _, ranks in rows], np.int64)
+        return cls(items, nbytes, [np.array(ranks, np.int64) for _, ranks in rows], alone)
 
 
 def _shares(writes: Sequence[tuple[int, _Pieces, Ints]], size: int) -> list[Share]:
@@ -143,7 +145,9 @@ def _shares(writes: Sequence[tuple[int, _Pieces, Ints]], size: int) -> list[Shar
     ends = np.cumsum(np.array(counts, np.int64))
     number = np.arange(len(ranks)) + np.repeat(begin - (ends - counts), counts)
     mine = zip(np.split(tensors, stops), np.split(number[order], stops), strict=True)
-    return [Share(own.tolist(), [items[n] for n in numbers.tolist()]) for own, numbers in mine]
+    return [
+        Share(rank_tensors.tolist(), [items[n] for n in numbers.tolist()]) for rank_tensors, numbers in mine
+    ]
 
 
 def _piece(spec: TensorSpec, box: Box) -> WriteItem:
@@ -153,16 +157,16 @@ def _piece(spec: TensorSpec, box: Box) -> WriteItem:
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:
     """Return the distinct boxes of a tensor, each with the ranks that have it; require all elements."""
     boxes = topology.boxes(spec.fqn, spec.shape)
-    found: dict[Box, list[int]] = {}
+    box_ranks: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes):
         if 0 in spec.shape and box is not None:
-            found.setdefault(Box.full(spec.shape), []).append(rank)
+            box_ranks.setdefault(Box.full(spec.shape), []).append(rank)
         elif box is not None and 0 not in box.shape:
-            found.setdefault(box, []).append(rank)
-    there = sum(box.numel for box in found)
-    if not found or there != spec.numel:
+            box_ranks.setdefault(box, []).append(rank)
+    numel = sum(box.numel for box in box_ranks)
+    if not box_ranks or numel != spec.numel:
         raise UsageError(
-            f"the ranks of the mesh must have all {spec.numel} elements of {spec.fqn} (got {there})",
+            f"the ranks of the mesh must have all {spec.numel} elements of {spec.fqn} (got {numel})",
             hint="check its rule: stages and coordinates are counted from 0",
         )
-    return list(found.items())
+    return list(box_ranks.items())
