@@ -102,33 +102,34 @@ def _concatenated(parts: list[Ints], width: int) -> Ints:
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-class Numbers:
+class StringIds:
     """Numbers for texts, in the order of their first use."""
 
     def __init__(self, number: Callable[[str], int]) -> None:
         self._number = number
-        self._known: dict[int, tuple[list[str], Ints]] = {}  # by id of a column's list of texts
-        self._one: dict[str, int] = {}
+        self._columns: dict[int, tuple[list[str], Ints]] = {}  # by id of a column's list of texts
+        self._ids: dict[str, int] = {}
 
-    def one(self, text: str) -> int:
+    def of(self, text: str) -> int:
         """Return the number of one text."""
-        at = self._one.get(text)
-        if at is None:
-            at = self._one[text] = self._number(text)
-        return at
+        number = self._ids.get(text)
+        if number is None:
+            number = self._ids[text] = self._number(text)
+        return number
 
     def column(self, names: Names) -> Ints:
         """Return the number of each text of a column, int64 [n]."""
-        _, table = self._known.get(id(names.values), (names.values, np.zeros(0, np.int64)))
+        _, table = self._columns.get(id(names.values), (names.values, np.zeros(0, np.int64)))
         if len(table) < len(names.values):
-            more = np.full(len(names.values) - len(table), -1, np.int64)
-            table = np.concatenate([table, more])
+            unset = np.full(len(names.values) - len(table), -1, np.int64)
+            table = np.concatenate([table, unset])
         rows = np.flatnonzero(table[names.ids] < 0)
         if len(rows):
             new, first = np.unique(names.ids[rows], return_index=True)
             for n in new[np.argsort(first)].tolist():
-                table[n] = self.one(names.values[n])
-        self._known[id(names.values)] = names.values, table
+                table[n] = self.of(names.values[n])
+        # The list is kept beside its numbers: the id of a freed one may be that of another list.
+        self._columns[id(names.values)] = names.values, table
         return table[names.ids]
 
 
@@ -201,10 +202,10 @@ class ChunkRows:
     def done(self, names: list[str]) -> MetadataChunks:
         """Return all chunks; ``names`` of the tensors are for messages."""
         offset, rank = self._offsets.done()
-        shape, other = self._shapes.done()
+        shape, shape_rank = self._shapes.done()
         name = np.repeat(np.array(self._names, np.int64), np.array(self._counts, np.int64))
-        if (rank != other).any():
-            fqn = names[int(name[(rank != other).argmax()])]
+        if (rank != shape_rank).any():
+            fqn = names[int(name[(rank != shape_rank).argmax()])]
             raise MalformedCheckpoint(
                 f"{self._file}: offset and size of a chunk of {fqn} differ in their number of dims",
                 file=self._file,
@@ -236,8 +237,8 @@ class Places:
 
 def places(
     metadata: Metadata,
-    names: Numbers,
-    files: Numbers,
+    names: StringIds,
+    files: StringIds,
     place: Callable[[tuple[Any, ...], str], tuple[int, int, int, int]],
     codec: Callable[[Any, str], int],
 ) -> Places:
@@ -245,8 +246,8 @@ def places(
 
     Args:
         metadata: The metadata file.
-        names: Numbers of the items' names.
-        files: Numbers of the files.
+        names: Ids of the items' names.
+        files: Ids of the files.
         place: Fields of a storage entry and name of the metadata -> checked (file, first byte, bytes, codec).
         codec: Transforms of an item and name of the metadata -> codec.
 
@@ -256,6 +257,7 @@ def places(
     name, where, offsets = Table(1), Table(4), Ragged()
     rows = list(metadata.storage.items())
     metadata.storage = {}
+    # From the end, as `pop` takes them: each entry is freed once its row is in the columns.
     rows.reverse()
     while rows:
         index, info = rows.pop()
@@ -267,7 +269,7 @@ def places(
         offsets.add(None if offset is None else dims(offset, metadata.name))
         if type(fqn) is not str:
             raise MalformedCheckpoint(f"{metadata.name} stores an item without a name", file=metadata.name)
-        name.add(names.one(fqn))
+        name.add(names.of(fqn))
         where.add(*place(fields, metadata.name))
     offset, rank = offsets.done()
     return Places(name.done()[:, 0], offset, rank, where.done())
@@ -276,8 +278,8 @@ def places(
 def _add_run(
     run: Columns,
     metadata: Metadata,
-    names: Numbers,
-    files: Numbers,
+    names: StringIds,
+    files: StringIds,
     codec: Callable[[Any, str], int],
     into: tuple[Table, Table, Ragged],
 ) -> None:
@@ -303,7 +305,7 @@ class Join:
     """Chunks matched with the places of one metadata file by name and offset.
 
     Attributes:
-        at: Place of each chunk, int64 [n]; -1 for none.
+        place: Place of each chunk, int64 [n]; -1 for none.
     """
 
     def __init__(self, places: Places, chunks: MetadataChunks, shapes: Ints, ranks: Ints) -> None:
@@ -325,13 +327,13 @@ class Join:
         last[:-1] = ordered[1:] != ordered[:-1]
         self._counts = np.zeros(len(order), np.bool_)  # places that no later one replaces
         self._counts[order] = last
-        self.at = np.full(len(listed), -1, np.int64)
+        self.place = np.full(len(listed), -1, np.int64)
         if np.array_equal(ordered, listed) and last.all() and (ordered[:1] >= 0).all():
-            self.at = order  # each chunk in order, and its place
+            self.place = order  # each chunk in order, and its place
         elif len(order):
-            found = np.maximum(np.searchsorted(ordered, listed, side="right") - 1, 0)
-            same = (ordered[found] == listed) & (listed >= 0)
-            self.at[same] = order[found[same]]
+            matches = np.maximum(np.searchsorted(ordered, listed, side="right") - 1, 0)
+            same = (ordered[matches] == listed) & (listed >= 0)
+            self.place[same] = order[matches[same]]
         self._places = places
         odd = np.flatnonzero(stored < 0)  # objects, and offsets outside of the tensor's shape
         self._odd = {places.index(n): n for n in odd.tolist()}
@@ -339,16 +341,16 @@ class Join:
         self._counts[list(self._odd.values())] = True
         for n in np.flatnonzero(listed < 0).tolist():
             rank = int(chunks.rank[n])
-            self.at[n] = self._odd.get((int(chunks.name[n]), tuple(chunks.offset[n, :rank].tolist())), -1)
+            self.place[n] = self._odd.get((int(chunks.name[n]), tuple(chunks.offset[n, :rank].tolist())), -1)
         self._hit = np.zeros(len(order), np.bool_)
-        self._hit[self.at[self.at >= 0]] = True
+        self._hit[self.place[self.place >= 0]] = True
 
     def object(self, name: int) -> int:
         """Return the place of an object by the number of its name, -1 for none."""
-        at = self._odd.get((name, None), -1)
-        if at >= 0:
-            self._hit[at] = True
-        return at
+        place = self._odd.get((name, None), -1)
+        if place >= 0:
+            self._hit[place] = True
+        return place
 
     def unlisted(self) -> Iterator[tuple[int, tuple[int, ...] | None]]:
         """Yield (name, offset) of every place that belongs to no chunk and no requested object."""
@@ -363,6 +365,7 @@ class _Keys:
         self._shapes, self._ranks = shapes, ranks
         base, total = [], 0
         for shape, rank in zip(shapes.tolist(), ranks.tolist(), strict=True):
+            # A key counts all offsets of the tensors before it, so it must fit in 64 bits.
             base.append(min(total, _MOST_KEYS))
             room = 1 if rank >= 0 else 0
             for n in shape:  # the offset of an empty chunk may be the end

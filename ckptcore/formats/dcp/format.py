@@ -40,20 +40,20 @@ def detect(source: Source) -> Evidence | None:
 
 def read(source: Source) -> Manifest:
     """Read the manifest of a DCP folder, or of one per pipeline stage; raise the errors of `read_folder`."""
-    own = any(p == ".metadata" or DATA.match(p) or RANK_METADATA.match(p) for p in source.listing)
-    if not own and stage_folders(source):
+    has_own_files = any(p == ".metadata" or DATA.match(p) or RANK_METADATA.match(p) for p in source.listing)
+    if not has_own_files and stage_folders(source):
         return read_stages(source)
-    found = read_folder(source)
-    alone = named_alone(source, found)
-    found = replace(found, findings=(*found.findings, *alone)) if alone else found
-    names = [*(t.fqn for t in found.tensors), *(b.key for b in found.blobs)]
+    manifest = read_folder(source)
+    alone = named_alone(source, manifest)
+    manifest = replace(manifest, findings=(*manifest.findings, *alone)) if alone else manifest
+    names = [*(t.fqn for t in manifest.tensors), *(b.key for b in manifest.blobs)]
     of_trainer = any(n.startswith(_MODELS) for n in names) and any(_NUMBERED.match(n) for n in names)
     if of_trainer and _VERSION not in names:
         message = "meta.pt is missing: Lightning's Trainer keeps everything but model and optimizers in it"
         hint = "copy meta.pt from where it was saved: Lightning cannot resume without it"
         missing = finding("missing-part", "files", message, file="meta.pt", hint=hint)
-        found = replace(found, findings=(*found.findings, missing))
-    return found
+        manifest = replace(manifest, findings=(*manifest.findings, missing))
+    return manifest
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:

@@ -44,28 +44,28 @@ class Run:
     end: int
 
 
-def zips(kinds: Sequence[Kind], at: int, first: int) -> Run:
-    """Lay out tensors as torch zips from byte ``at`` on; their slots count from ``first``."""
+def zips(kinds: Sequence[Kind], offset: int, first: int) -> Run:
+    """Lay out tensors as torch zips from byte ``offset`` on; their slots count from ``first``."""
     items, slots, literals = [], [], []
     for n, (dtype, shape) in enumerate(kinds, first):
         head, tail, crc_at, nbytes = _zip(dtype, shape)
-        data = at + len(head)
-        literals.append(Literal(at, head))
+        data = offset + len(head)
+        literals.append(Literal(offset, head))
         literals.append(Literal(data + nbytes, tail, tuple([(c, n) for c in crc_at])))
         slots.append(Slot(n, data))
         length = len(head) + nbytes + len(tail)
-        items.append((at, length))
-        at += length
-    return Run(range(len(items)), tuple(items), tuple(slots), tuple(literals), at)
+        items.append((offset, length))
+        offset += length
+    return Run(range(len(items)), tuple(items), tuple(slots), tuple(literals), offset)
 
 
-def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int) -> Run:
+def blob(names: Sequence[str], pieces: Sequence[WriteItem], offset: int, first: int) -> Run:
     """Lay out tensors as one safetensors blob, wide elements first as in the library.
 
     Args:
         names: FQNs of the tensors.
         pieces: The box of each tensor.
-        at: First byte of the blob in the file.
+        offset: First byte of the blob in the file.
         first: Number of the first slot.
 
     Raises:
@@ -82,8 +82,8 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int)
         )
     order = sorted(range(len(names)), key=lambda n: (-BY_NAME[dtypes[n]].itemsize, names[n]))
     sharding = {names[n]: {"saved_offsets": list(pieces[n].box.offset)} for n in order}
-    about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
-    header = HeaderText(about)
+    metadata = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
+    header = HeaderText(metadata)
     starts = [header.add(names[n], dtypes[n], pieces[n].box.shape) for n in order]
     head = header.packed(8)
     if len(head) - 8 > MAX_HEADER:
@@ -91,9 +91,9 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int)
             f"the safetensors header of a file must have at most {MAX_HEADER} bytes (got {len(head) - 8})",
             hint="lower --max-file-size",
         )
-    slots = tuple(Slot(first + k, at + len(head) + start) for k, start in enumerate(starts))
-    items = tuple((at, p.nbytes) for p in pieces)
-    return Run(tuple(order), items, slots, (Literal(at, head),), at + len(head) + header.end)
+    slots = tuple(Slot(first + k, offset + len(head) + start) for k, start in enumerate(starts))
+    items = tuple((offset, p.nbytes) for p in pieces)
+    return Run(tuple(order), items, slots, (Literal(offset, head),), offset + len(head) + header.end)
 
 
 def object_zip(value: Any) -> bytes:
@@ -127,13 +127,14 @@ def _zip(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, i
         rows += row
     payload_row = write.central_entry("archive/data/0", len(head), 0, spec.nbytes)
     head += write.local_header("archive/data/0", len(head))
-    at = len(head) + spec.nbytes
+    tail_at = len(head) + spec.nbytes
     tail = bytearray(write.descriptor(0, spec.nbytes))
-    version, version_row = write.small_record("archive/version", at + len(tail), b"3\n")
+    version, version_row = write.small_record("archive/version", tail_at + len(tail), b"3\n")
     tail += version
-    directory_at, crc_row = at + len(tail), len(tail) + len(rows) + 16
+    directory_at, crc_row = tail_at + len(tail), len(tail) + len(rows) + 16
     rows += payload_row + version_row
     tail += rows + write.end_records(4, directory_at, len(rows))
+    # The CRC-32 follows the descriptor's signature, and is at byte 16 of the payload's directory entry.
     return bytes(head), bytes(tail), (4, crc_row), spec.nbytes
 
 

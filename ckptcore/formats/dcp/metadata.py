@@ -113,8 +113,12 @@ class Metadata:
     def _carry(self, content: FileRange) -> None:
         """Record what torch and Megatron-Core do not write here, as values to carry."""
         state = getattr(self.storage_meta, "state", None)
-        more = {k: v for k, v in state.items() if k not in _STORAGE_META} if type(state) is dict else {}
-        content.carry(CARRIED, {k: v for k, v in self.extra.items() if k not in _PLANNED} | more)
+        storage_attributes = (
+            {k: v for k, v in state.items() if k not in _STORAGE_META} if type(state) is dict else {}
+        )
+        content.carry(
+            CARRIED, {k: v for k, v in self.extra.items() if k not in _PLANNED} | storage_attributes
+        )
 
     def origin(self) -> dict[str, Any]:
         """Return what the writer recorded about itself."""

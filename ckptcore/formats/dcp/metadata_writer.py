@@ -155,7 +155,7 @@ def _properties(p: _Pickle, dtype: str) -> None:
 def _write_chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.open_list()
     for n, (offset, sizes) in enumerate(tensor.chunks):
-        if p.knows(_CHUNK):
+        if p.has_written(_CHUNK):
             key = id(tensor.chunks), n
             if key not in p.chunks:
                 p.chunks[key] = tensor.chunks, *_chunks_alike(p, tensor.chunks[n:])
@@ -175,8 +175,8 @@ def _chunks_alike(p: _Pickle, chunks: Sequence[Stored]) -> tuple[bytes, int]:
 
     The second is how many values it memoizes.
     """
-    head = p.known(META, "ChunkStorageMetadata") + _BEGIN + p.known("offsets")
-    between = p.known("sizes")
+    head = p.reference(META, "ChunkStorageMetadata") + _BEGIN + p.reference("offsets")
+    between = p.reference("sizes")
     out: list[bytes] = []
     memoized, sizes_of = 2 * len(chunks), p.sizes.get
     for offset, sizes in chunks:
@@ -206,7 +206,7 @@ def _write_storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping
         _write_index(p, name, None, None, place)
     for t in tensors:
         for n, (offset, _) in enumerate(t.chunks):
-            if p.knows(_PLACE):
+            if p.has_written(_PLACE):
                 _stored_alike(p, t, n)
                 break
             _write_index(p, t.fqn, offset, n, t.place(n))
@@ -224,25 +224,25 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
         heads, memoized = [head for head, _ in rows], sum(count for _, count in rows)
         p.places[key] = tensor.chunks, tensor.paths, heads, memoized
     _, _, heads, memoized = p.places[key]
-    name, places = p.known(tensor.fqn), tensor.places[first:]
+    name, places = p.reference(tensor.fqn), tensor.places[first:]
     like, last = likeness(name, places), p.rows.get(key)
     if last is not None and last.likeness == like:
         p.add(last.filled(name, places[:, 0]), memoized)
         return
-    begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn")
+    begin = p.reference(META, "MetadataIndex") + _BEGIN + p.reference("fqn")
     # Tensors begin at the same byte in the files of most ranks, one after the other.
     begins = [0, *(np.flatnonzero(some(places[1:] != places[:-1])) + 1).tolist()]
     ends: list[bytes] = []
     end_of = _place_ends(p)
-    for at, stop, place in zip(begins, [*begins[1:], len(heads)], places[begins].tolist(), strict=True):
-        ends += [end_of(*place)] * (stop - at)
-    made = p.rows[key] = PlaceRows.of(begin, name, heads, ends, len(p.known("offset")), like)
-    p.add(made.opcodes.data, memoized)
+    for start, stop, place in zip(begins, [*begins[1:], len(heads)], places[begins].tolist(), strict=True):
+        ends += [end_of(*place)] * (stop - start)
+    place_rows = p.rows[key] = PlaceRows.of(begin, name, heads, ends, len(p.reference("offset")), like)
+    p.add(place_rows.opcodes.data, memoized)
 
 
 def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     """Do as `_stored_alike` where some files have no reference yet."""
-    begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn)
+    begin = p.reference(META, "MetadataIndex") + _BEGIN + p.reference("fqn") + p.reference(tensor.fqn)
     end_of = _place_ends(p)
     for n in range(first, len(tensor.chunks)):
         path = tensor.paths[n]
@@ -253,7 +253,7 @@ def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
             head, memoized = _index(p, tensor, n)
             p.add(begin + head, memoized)
             p.text(path)
-            p.paths[path] = p.known(path)
+            p.paths[path] = p.reference(path)
         p.add(end_of(*tensor.places[n].tolist()), 0)
 
 
@@ -265,13 +265,14 @@ def _place_head(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
 
 def _index(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
     where, memoized = p.sized(tensor.chunks[n][0])
-    index = p.known("offset") + where + p.known("index") + number(n)
-    return index + b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path"), memoized + 4
+    index = p.reference("offset") + where + p.reference("index") + number(n)
+    info = p.reference(FILES, "_StorageInfo") + _BEGIN + p.reference("relative_path")
+    return index + b"ub" + info, memoized + 4
 
 
 def _place_ends(p: _Pickle) -> Callable[[int, int], bytes]:
     """Return what writes the end of a place: first byte, bytes."""
-    offset, between, lengths = p.known("offset"), p.known("length"), p.lengths
+    offset, between, lengths = p.reference("offset"), p.reference("length"), p.lengths
 
     def end_of(start: int, length: int) -> bytes:
         last = lengths.get(length)
@@ -309,7 +310,7 @@ class _Pickle:
     def __init__(self) -> None:
         self._out = bytearray(_START)
         # What precedes, in large parts that are copied once.
-        self._done: list[bytes | bytearray | memoryview] = []
+        self._parts: list[bytes | bytearray | memoryview] = []
         self._memo: dict[Any, int] = {}
         self._count = 0
         self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
@@ -323,7 +324,7 @@ class _Pickle:
     def finish(self) -> bytes:
         """Return the complete pickle, in one frame."""
         self._out += b"."
-        parts, self._done = [*self._done, self._out], []
+        parts, self._parts = [*self._parts, self._out], []
         length = sum(map(len, parts)) - len(_START)
         first = bytes(parts[0])
         parts[0] = first[: len(_START) - 8] + length.to_bytes(8, "little") + first[len(_START) :]
@@ -350,24 +351,24 @@ class _Pickle:
         if len(data) < _LARGE:
             self._out += data
         else:
-            self._done += (self._out, data)
+            self._parts += (self._out, data)
             self._out = bytearray()
         self._count += memoized
 
-    def knows(self, keys: Sequence[str | tuple[str, str]]) -> bool:
+    def has_written(self, keys: Sequence[str | tuple[str, str]]) -> bool:
         """Return whether all of these texts and globals have been written."""
         return all(key in self._memo for key in keys)
 
-    def known(self, *key: str) -> bytes:
+    def reference(self, *key: str) -> bytes:
         """Return the reference to a text, or to a global by module and name."""
         return _reference(self._memo[key if len(key) > 1 else key[0]])
 
     def sized(self, dims: tuple[int, ...]) -> tuple[bytes, int]:
         """Return what `size` writes once torch.Size is known, and how many values that memoizes."""
-        found = self.sizes.get(dims)
-        if found is None:
-            found = self.sizes[dims] = self.known("torch", "Size") + _size_tuple(dims), 3 if dims else 2
-        return found
+        opcodes = self.sizes.get(dims)
+        if opcodes is None:
+            opcodes = self.sizes[dims] = self.reference("torch", "Size") + _size_tuple(dims), 3 if dims else 2
+        return opcodes
 
     def integer(self, value: int) -> None:
         self._out += number(value)
@@ -380,7 +381,7 @@ class _Pickle:
             self.text(value)
 
     def text(self, value: str) -> None:
-        if self._seen(value):
+        if self._wrote_reference(value):
             return
         raw = value.encode("utf-8", "surrogatepass")
         short = len(raw) < 256
@@ -389,7 +390,7 @@ class _Pickle:
 
     def glob(self, module: str, name: str) -> None:
         """Write a class or function by name."""
-        if self._seen((module, name)):
+        if self._wrote_reference((module, name)):
             return
         self.text(module)
         self.text(name)
@@ -399,7 +400,7 @@ class _Pickle:
     def call(self, module: str, name: str, argument: str | int) -> None:
         """Write a call with one argument; equal calls share their result."""
         key = module, name, argument
-        if self._seen(key):
+        if self._wrote_reference(key):
             return
         self.glob(module, name)
         self.plain(argument)
@@ -445,11 +446,11 @@ class _Pickle:
     def close_list(self) -> None:
         self._out += b"e"
 
-    def _seen(self, key: Any) -> bool:
-        at = self._memo.get(key)
-        if at is None:
+    def _wrote_reference(self, key: Any) -> bool:
+        position = self._memo.get(key)
+        if position is None:
             return False
-        self._out += _reference(at)
+        self._out += _reference(position)
         return True
 
     def _memoize(self, key: Any) -> None:
@@ -481,5 +482,5 @@ def _size_tuple(dims: tuple[int, ...]) -> bytes:
     return b"".join((b"(" if len(dims) > 3 else b"", *map(number, dims), end, b"\x85\x94R\x94"))
 
 
-def _reference(at: int) -> bytes:
-    return b"h" + bytes((at,)) if at < 256 else b"j" + at.to_bytes(4, "little")
+def _reference(position: int) -> bytes:
+    return b"h" + bytes((position,)) if position < 256 else b"j" + position.to_bytes(4, "little")

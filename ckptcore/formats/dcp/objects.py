@@ -65,15 +65,15 @@ def _without_refused(key: str, objects: Objects, read: Reader) -> tuple[Objects,
 
 
 def _has_refused(tree: Any) -> bool:
-    queue, seen = [tree], set[int]()
+    queue, visited = [tree], set[int]()
     while queue:
         value = queue.pop()
         if isinstance(value, Refused):
             return True
         if isinstance(value, Named):
             queue.append(value.value)
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in visited:
+            visited.add(id(value))
             queue += [*value, *value.values()] if isinstance(value, dict) else value
     return False
 
@@ -85,7 +85,7 @@ def add_blobs(
     builder: Builder,
     store: Readable,
     blobs: Mapping[str, Item],
-    others: Sequence[tuple[str, Item]] = (),
+    rank_copies: Sequence[tuple[str, Item]] = (),
     rules: ObjectRules = PLAIN,
 ) -> None:
     """Add every byte item to the builder, with the tensors inside.
@@ -96,39 +96,39 @@ def add_blobs(
         builder: Receives blobs, tensors and findings.
         store: The folder.
         blobs: Key -> item.
-        others: The same objects as saved by other ranks, to compare.
+        rank_copies: The same objects as saved by other ranks, to compare.
         rules: How to read the items.
     """
     sizes = builder.file_sizes()
     names = builder.file_names()
-    _require_apart(names, sizes, [*blobs.values(), *(item for _, item in others)])
+    _require_apart(names, sizes, [*blobs.values(), *(item for _, item in rank_copies)])
     complete = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
     for key, item in blobs.items():
         if key not in complete:  # `check` reports the missing or short file
             builder.blobs.append(Blob(key, builder.item(item), known=False))
     for key, item, data in _read_all(store, names, complete):
-        at = builder.item(item)
-        what = f"object {key} in {names[item.file]}"
+        item_number = builder.item(item)
+        label = f"object {key} in {names[item.file]}"
         partly: tuple[str, ...] = ()
         try:
             if isinstance(data, CkptError):
                 raise data
             with passing():
                 content = _content(store, names[item.file], item, data)
-                objects = rules.parse(content, what)
+                objects = rules.parse(content, label)
                 _leave_unused(content, objects)
                 if rules.adapt is not None:
                     objects, partly = rules.adapt(key, objects, content)
-                tree = adopt(builder, key, item, objects, what)
-            meter().keep(weight(tree), what)
+                tree = adopt(builder, key, item, objects, label)
+            meter().keep(weight(tree), label)
         except (MalformedCheckpoint, UnsafeContent) as error:
             code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
             code = "unsafe-item" if "global" in error.values else code
             builder.findings.append(finding(code, "coverage", error.message, fqn=key, file=names[item.file]))
-            builder.blobs.append(Blob(key, at, known=False))
+            builder.blobs.append(Blob(key, item_number, known=False))
             continue
-        builder.blobs.append(kept(builder, key, at, tree, objects, partly, names[item.file]))
-    _compare_ranks(builder, store, names, blobs, others)
+        builder.blobs.append(kept(builder, key, item_number, tree, objects, partly, names[item.file]))
+    _compare_ranks(builder, store, names, blobs, rank_copies)
 
 
 def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Sequence[Item]) -> None:
@@ -188,19 +188,19 @@ def _compare_ranks(
     store: Readable,
     names: list[str],
     blobs: Mapping[str, Item],
-    others: Sequence[tuple[str, Item]],
+    rank_copies: Sequence[tuple[str, Item]],
 ) -> None:
     """Add a finding for each object that ranks saved with different values (rank-local metadata)."""
     different: set[str] = set()
     sizes = builder.file_sizes()
-    for key, item in others:
+    for key, item in rank_copies:
         pair = blobs[key], item
         builder.item(item)  # its range belongs to the checkpoint
         if any(i.start + i.length > (sizes[i.file] or 0) for i in pair):
             continue  # `check` reports the missing or short file
         with passing():
-            one, two = (_in_memory(store, names[i.file], i) for i in pair)
-            if one.content != two.content and _values(one) != _values(two):
+            first, second = (_in_memory(store, names[i.file], i) for i in pair)
+            if first.content != second.content and _values(first) != _values(second):
                 different.add(key)
     builder.findings += [
         finding("rank-object", "files", f"object {key} differs between ranks", fqn=key)
@@ -216,13 +216,13 @@ def _in_memory(store: Readable, path: str, item: Item) -> FileRange:
 def _values(item: FileRange) -> Any:
     """Return the values of an item with its tensors' bytes, because zips of equal values may differ."""
     try:
-        found = read_objects(item, "object", OBJECT_TABLE)
+        objects = read_objects(item, "object", OBJECT_TABLE)
     except MetadataTooLarge:
         raise
     except CkptError:  # the copy in the manifest has its own finding; this one counts as another value
         return item.content
-    stored = {key: item(start, n) for key, (start, n, _) in found.storages.items()}
-    return found.tree, stored, found.swapped
+    stored = {key: item(start, n) for key, (start, n, _) in objects.storages.items()}
+    return objects.tree, stored, objects.swapped
 
 
 def _read_all(
@@ -230,28 +230,28 @@ def _read_all(
 ) -> Iterator[tuple[str, Item, Any]]:
     """Yield (key, item, its bytes, None for a large one, or the error) in file order."""
     rows = sorted(blobs.items(), key=lambda row: (row[1].file, row[1].start))
-    at = 0
-    while at < len(rows):
-        first = rows[at][1]
-        stop, end = at, first.start
+    position = 0
+    while position < len(rows):
+        first = rows[position][1]
+        stop, end = position, first.start
         while stop < len(rows):
             item = rows[stop][1]
             new_end = max(end, item.start + item.length)
             if item.file != first.file or item.start > end + _GAP or new_end - first.start > _RANGE:
                 break
             stop, end = stop + 1, new_end
-        if stop == at:  # one object larger than a range
-            yield (*rows[at], None)
-            at += 1
+        if stop == position:  # one object larger than a range
+            yield (*rows[position], None)
+            position += 1
             continue
         try:
             data: Any = store.read(names[first.file], first.start, end - first.start)
         except UnsafeContent as error:
             data = error
-        for key, item in rows[at:stop]:
+        for key, item in rows[position:stop]:
             begin = item.start - first.start
             yield (key, item, data if isinstance(data, CkptError) else data[begin : begin + item.length])
-        at = stop
+        position = stop
 
 
 def _content(store: Readable, path: str, item: Item, data: bytes | None) -> FileRange:
@@ -263,7 +263,7 @@ def _content(store: Readable, path: str, item: Item, data: bytes | None) -> File
     return FileRange(store, path, item.start, len(plain), plain, item.length)
 
 
-def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -> Any:
+def adopt(builder: Builder, key: str, item: Item, objects: Objects, label: str) -> Any:
     """Return the tree in JSON form, and add its tensors to the builder under ``key.path``.
 
     Args:
@@ -271,30 +271,30 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -
         key: Name of the object.
         item: The item that contains it.
         objects: What was parsed.
-        what: Name of the item in messages.
+        label: Name of the item in messages.
 
     Raises:
         MalformedCheckpoint: The tree is too deep, refers to a missing storage or to too many tensors, or has
             values without a JSON form.
     """
-    found: list[tuple[TensorSpec, Item, View]] = []
+    tensors: list[tuple[TensorSpec, Item, View]] = []
 
     def walk(value: Any, path: str, depth: int) -> Any:
         if depth > 200:
-            raise MalformedCheckpoint(f"{what} nests deeper than 200 levels")
+            raise MalformedCheckpoint(f"{label} nests deeper than 200 levels")
         if isinstance(value, StoredView):
             if value.key not in objects.storages:
-                raise MalformedCheckpoint(f"{what} has no storage {value.key!r}")
+                raise MalformedCheckpoint(f"{label} has no storage {value.key!r}")
             start, length, crc = objects.storages[value.key]
-            view = check_view(value, length, 0, what, objects.swapped)
+            view = check_view(value, length, 0, label, objects.swapped)
             if item.codec:
                 place = Item(item.file, item.start, item.length, Envelope.RAW, item.codec)
                 view = View(view.start + start, view.strides, view.flags)
             else:
                 place = Item(item.file, item.start + start, length, Envelope.RAW, "", crc)
-            found.append((TensorSpec(path, value.dtype, value.shape), place, view))
-            if len(found) > 1_000_000:
-                raise MalformedCheckpoint(f"{what} refers to more than 10^6 tensors")
+            tensors.append((TensorSpec(path, value.dtype, value.shape), place, view))
+            if len(tensors) > 1_000_000:
+                raise MalformedCheckpoint(f"{label} refers to more than 10^6 tensors")
             return TensorRef(path)
         if type(value) in SCALARS:
             return value
@@ -314,10 +314,11 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -
     try:
         tree = encode(walk(objects.tree, key, 0))
     except TypeError as error:
-        raise MalformedCheckpoint(f"{what}: {error}") from error
+        raise MalformedCheckpoint(f"{label}: {error}") from error
+    # Views of one storage may overlap without limit: a small item must not become a large tensor.
     stored = sum(n for _, n, _ in objects.storages.values())
-    bound_views(sum(spec.nbytes for spec, _, _ in found), stored, what)
-    for spec, place, view in found:
-        at = builder.tensor(spec)
-        builder.chunk(at, (0,) * len(spec.shape), spec.shape, builder.item(place), view)
+    bound_views(sum(spec.nbytes for spec, _, _ in tensors), stored, label)
+    for spec, place, view in tensors:
+        number = builder.tensor(spec)
+        builder.chunk(number, (0,) * len(spec.shape), spec.shape, builder.item(place), view)
     return tree

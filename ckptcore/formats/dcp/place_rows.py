@@ -90,10 +90,10 @@ class PlaceRows:
         data = self.opcodes.copy()
         for n, byte in enumerate(name):
             data[self.names + n] = byte
-        each = starts.astype("<i8").view(np.uint8).reshape(-1, 8)
-        for width, rows, at in self.starts:
+        start_bytes = starts.astype("<i8").view(np.uint8).reshape(-1, 8)
+        for width, rows, positions in self.starts:
             for n in range(width):
-                data[at + n] = each[rows, n]
+                data[positions + n] = start_bytes[rows, n]
         return data.data
 
 

@@ -28,7 +28,7 @@ from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChunks, Numbers, Places, places
+from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChunks, Places, StringIds, places
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import Readable, inner_path
@@ -81,7 +81,7 @@ def read_folder(
     parsed = parse_folder(source) if parsed is None else parsed
     names = [metadata.name for metadata in parsed]
     blobs: dict[str, Item] = {}
-    others: list[tuple[str, Item]] = []  # the same object as saved by another rank
+    rank_copies: list[tuple[str, Item]] = []  # the same object as saved by another rank
     state = _Columns(
         builder, source.store, source.listing, {n for metadata in parsed for n in metadata.tensors}
     )
@@ -89,22 +89,24 @@ def read_folder(
         origin |= metadata.origin()
         for key, item in state.add(metadata).items():
             if key in blobs:
-                others.append((key, item))
+                rank_copies.append((key, item))
             else:
                 blobs[key] = item
     state.flush()
     if names[0] != ".metadata":
         origin["metadata"] = names
     _note_files(builder, source, names)
-    add_blobs(builder, source.store, blobs, others, rules)
-    found = builder.build(name, source.store.url, origin)  # without what cannot be read
+    add_blobs(builder, source.store, blobs, rank_copies, rules)
+    manifest = builder.build(name, source.store.url, origin)  # without what cannot be read
     paths = _paths(parsed, state.inner)
-    form = paths.form([t.fqn for t in found.tensors], [b.key for b in found.blobs])
-    found = replace(found, origin=origin | {"paths": form}) if form else found
-    return replace(found, order=_saved_order(parsed, found, state.inner))
+    form = paths.form([t.fqn for t in manifest.tensors], [b.key for b in manifest.blobs])
+    manifest = replace(manifest, origin=origin | {"paths": form}) if form else manifest
+    return replace(manifest, order=_saved_order(parsed, manifest, state.inner))
 
 
-def _saved_order(parsed: Sequence[Metadata], found: Manifest, wrapped: Mapping[str, str]) -> tuple[str, ...]:
+def _saved_order(
+    parsed: Sequence[Metadata], manifest: Manifest, wrapped: Mapping[str, str]
+) -> tuple[str, ...]:
     """Return the names in the order of the first planner's state dict; () if the tensors have that order.
 
     Planners assign replicated tensors to any of the ranks, which changes their position among the others.
@@ -114,9 +116,9 @@ def _saved_order(parsed: Sequence[Metadata], found: Manifest, wrapped: Mapping[s
     if type(paths) is not dict:
         return ()
     saved = iter(paths)
-    if all(spec.fqn in saved for spec in found.tensors):  # reads the paths once
+    if all(spec.fqn in saved for spec in manifest.tensors):  # reads the paths once
         return ()
-    names = {spec.fqn for spec in found.tensors}
+    names = {spec.fqn for spec in manifest.tensors}
     inner: dict[str, list[str]] = {}
     for name, outer in wrapped.items():
         inner.setdefault(outer, []).append(name)
@@ -131,16 +133,16 @@ def _paths(parsed: Iterable[Metadata], wrapped: Mapping[str, str]) -> Paths:
         parsed: The metadata files.
         wrapped: Name of a tensor or object -> that of the tensor in the saved tree that has it.
     """
-    found = Paths()
+    paths = Paths()
     for metadata in parsed:
-        known = metadata.paths if type(metadata.paths) is dict else {}
+        recorded_paths = metadata.paths if type(metadata.paths) is dict else {}
         for name in metadata.tensors:
-            if name in known and name not in found:
-                found.add(name, known[name])
+            if name in recorded_paths and name not in paths:
+                paths.add(name, recorded_paths[name])
     for name, outer in wrapped.items():
-        if outer in found:
-            found.add(name, (*found[outer], name.removeprefix(f"{outer}.")))
-    return found
+        if outer in paths:
+            paths.add(name, (*paths[outer], name.removeprefix(f"{outer}.")))
+    return paths
 
 
 class _Columns:
@@ -164,7 +166,7 @@ class _Columns:
         self._builder, self._listing, self._listed = builder, listing, listed
         self._store = store
         self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
-        self._files = Numbers(self._file)
+        self._files = StringIds(self._file)
         self._naming = ""  # the current metadata file
         # Per metadata file: tensors, chunks, and places.
         self._rows: list[tuple[Ints, MetadataChunks, Ints]] = []
@@ -175,7 +177,7 @@ class _Columns:
         """Add the tensors of one metadata file; return its byte items."""
         name = self._naming = metadata.name
         fqns: list[str] = []
-        numbers = Numbers(lambda fqn: fqns.append(fqn) or len(fqns) - 1)  # type: ignore[func-returns-value]
+        numbers = StringIds(lambda fqn: fqns.append(fqn) or len(fqns) - 1)  # type: ignore[func-returns-value]
         stored = places(metadata, numbers, self._files, self._place, _codec)
         objects: list[str] = []
         tensors: dict[int, tuple[int, tuple[int, ...]]] = {}  # number of the name -> tensor number, shape
@@ -189,14 +191,15 @@ class _Columns:
                 objects.append(fqn)
                 continue
             state = state_of(entry, "TensorStorageMetadata", name)
-            number = numbers.one(fqn)
+            number = numbers.of(fqn)
             tensors[number] = self._tensor(fqn, state, metadata)
             entries = state.get("chunks")
             if type(entries) is not list:
                 raise MalformedCheckpoint(f"{name}: {fqn} has no list of chunks", file=name)
             chunks.add(number, entries)
+        # Objects without a place have no number yet, and the columns below have a row for each number.
         for fqn in objects:
-            numbers.one(fqn)
+            numbers.of(fqn)
         listed = chunks.done(fqns)
         shapes, ranks, owner = self._shapes(tensors, len(fqns))
         self._require_ranks(listed, ranks, fqns)
@@ -204,10 +207,11 @@ class _Columns:
         blobs = self._objects(objects, numbers, join, stored)
         self._unlisted(metadata, fqns, join)
         if len(stored.where):
-            where = stored.where.take(join.at, axis=0, mode="wrap")
-            where[join.at < 0] = -1
+            # With "wrap", -1 (no place) takes the last row, which the next line overwrites.
+            where = stored.where.take(join.place, axis=0, mode="wrap")
+            where[join.place < 0] = -1
         else:
-            where = np.full((len(join.at), 4), -1, np.int64)
+            where = np.full((len(join.place), 4), -1, np.int64)
         self._rows.append((owner[listed.name], listed, where))
         return blobs
 
@@ -219,12 +223,15 @@ class _Columns:
             (shapes int64 [names, r], numbers of dims int64 [names] with -2 for no tensor, numbers of the
             tensors int64 [names] with -1 for one that cannot be read).
         """
-        own, rows = [shape for _, shape in tensors.values()], np.fromiter(tensors, np.int64, len(tensors))
-        rank = np.fromiter(map(len, own), np.int64, len(own))
+        tensor_shapes, rows = (
+            [shape for _, shape in tensors.values()],
+            np.fromiter(tensors, np.int64, len(tensors)),
+        )
+        rank = np.fromiter(map(len, tensor_shapes), np.int64, len(tensor_shapes))
         shapes = np.zeros((names, int(rank.max(initial=0))), np.int64)
-        shapes[rows] = dims_table(own, shapes.shape[1], 0)
+        shapes[rows] = dims_table(tensor_shapes, shapes.shape[1], 0)
         ranks, owner = np.full(names, -2, np.int64), np.zeros(names, np.int64)
-        ranks[rows], owner[rows] = rank, [at for at, _ in tensors.values()]
+        ranks[rows], owner[rows] = rank, [number for number, _ in tensors.values()]
         return shapes, ranks, owner
 
     @staticmethod
@@ -238,35 +245,35 @@ class _Columns:
                 f"(got {chunks.rank[n]})"
             )
 
-    def _objects(self, keys: list[str], numbers: Numbers, join: Join, stored: Places) -> dict[str, Item]:
-        found: dict[str, Item] = {}
+    def _objects(self, keys: list[str], numbers: StringIds, join: Join, stored: Places) -> dict[str, Item]:
+        byte_items: dict[str, Item] = {}
         for key in keys:
-            at = join.object(numbers.one(key))
-            if at < 0:
+            place = join.object(numbers.of(key))
+            if place < 0:
                 self._builder.findings.append(
                     finding("no-place", "coverage", f"object {key} has no place in any file", fqn=key)
                 )
             else:
-                file, start, length, codec = stored.where[at].tolist()
-                found[key] = Item(file, start, length, Envelope.TORCHZIP, _CODEC_NAMES[codec])
-        return found
+                file, start, length, codec = stored.where[place].tolist()
+                byte_items[key] = Item(file, start, length, Envelope.TORCHZIP, _CODEC_NAMES[codec])
+        return byte_items
 
     def _unlisted(self, metadata: Metadata, fqns: list[str], join: Join) -> None:
         """Add findings for what is stored, or was saved by name, but is not listed: entries were removed."""
         stored = [(fqns[n], offset) for n, offset in islice(join.unlisted(), _MAX_LISTED)]
         for fqn, offset in stored:
-            what = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
+            chunk_name = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
             self._builder.findings.append(
                 finding(
                     "unlisted-item",
                     "coverage",
-                    f"{metadata.name} stores {what}, but does not list it",
+                    f"{metadata.name} stores {chunk_name}, but does not list it",
                     fqn=fqn,
                 )
             )
         # A rank whose part of a tensor is empty names the tensor, and another rank lists it.
-        seen = {fqn for fqn, _ in stored}
-        lost = [n for n in metadata.names() if n not in self._listed and n not in seen]
+        stored_fqns = {fqn for fqn, _ in stored}
+        lost = [n for n in metadata.names() if n not in self._listed and n not in stored_fqns]
         self._builder.findings += [
             finding("unlisted-item", "coverage", f"{metadata.name} names {n}, but does not list it", fqn=n)
             for n in lost[:_MAX_LISTED]
@@ -278,7 +285,7 @@ class _Columns:
             raise MalformedCheckpoint(f"{name} has a storage entry without a place", file=name)
         if min(start, length) < 0 or start + length >= 1 << 62:
             raise MalformedCheckpoint(f"{name} places {length} bytes at {start} of {path!r}", file=name)
-        return self._files.one(path), start, length, _codec(transforms, name)
+        return self._files.of(path), start, length, _codec(transforms, name)
 
     def _file(self, path: str) -> int:
         return self._builder.file(inner_path(path, what=self._naming), self._listing.get(path))
@@ -287,29 +294,29 @@ class _Columns:
         name = metadata.name
         shape = dims(state.get("size"), name)
         dtype = _dtype(state.get("properties"), fqn, name)
-        seen = self._specs.get(fqn)
-        if seen is None:
+        earlier = self._specs.get(fqn)
+        if earlier is None:
             layout = _layout(state.get("properties"))
             if layout == _STRIDED:
-                at = self._builder.tensor(TensorSpec(fqn, dtype, shape), name)
+                number = self._builder.tensor(TensorSpec(fqn, dtype, shape), name)
             else:
                 why = Unread(f"layout {layout} is not supported", dtype, shape, name)
                 self._builder.unread(fqn, why)
-                at = -1
-            self._specs[fqn] = at, (dtype, shape)
-            return at, shape
-        if seen[1] != (dtype, shape):  # rank-local metadata of two different saves
+                number = -1
+            self._specs[fqn] = number, (dtype, shape)
+            return number, shape
+        if earlier[1] != (dtype, shape):  # rank-local metadata of two different saves
             raise MalformedCheckpoint(
-                f"{fqn} is {dtype} {list(shape)} in {name}, but {seen[1][0]} {list(seen[1][1])} on another "
-                "rank",
+                f"{fqn} is {dtype} {list(shape)} in {name}, but {earlier[1][0]} {list(earlier[1][1])} on "
+                "another rank",
                 file=name,
             )
-        return seen[0], shape
+        return earlier[0], shape
 
     def flush(self) -> None:
         """Add the chunks, once all items of every file are known."""
         sizes = self._safetensors_files()
-        seen: dict[tuple[int, int], tuple[int, ...]] = {}
+        first_offsets: dict[tuple[int, int], tuple[int, ...]] = {}
         specs = self._builder.tensors
         for tensor, chunks, where in self._rows:
             file, start, length, codec = where.T
@@ -328,9 +335,10 @@ class _Columns:
                         )
                     )
                     continue
-                other = seen.setdefault((int(tensor[n]), int(file[n])), offset)
-                if other != offset:
-                    self._builder.findings.append(_lost(fqn, other, offset))
+                first_offset = first_offsets.setdefault((int(tensor[n]), int(file[n])), offset)
+                if first_offset != offset:
+                    self._builder.findings.append(_lost(fqn, first_offset, offset))
+                # Each item points to the first byte of the blob, which reaches to the end of the file.
                 length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
             envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
             names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member & (tensor >= 0)).tolist()}
@@ -368,11 +376,11 @@ class _Columns:
 
             self._wrapped = WrappedTensors(builder, self._store)
         wrapped = self._wrapped
-        wanted = short | np.isin(tensor, wrapped.tensors)
-        self._open_wrapped(wrapped, np.unique(tensor[wanted]), tensor, chunks, where, plain)
+        to_open = short | np.isin(tensor, wrapped.tensors)
+        self._open_wrapped(wrapped, np.unique(tensor[to_open]), tensor, chunks, where, plain)
         if wrapped.tensors:
             small = np.unique(tensor[plain & (nbytes < _SMALL)])
-            small = small[~np.isin(small, tensor[wanted])]
+            small = small[~np.isin(small, tensor[to_open])]
             self._open_wrapped(wrapped, small, tensor, chunks, where, plain)
 
     @staticmethod
@@ -404,12 +412,17 @@ class _Columns:
         """
         sizes = self._builder.file_sizes()
         width = np.array([BY_NAME[t.dtype].itemsize for t in self._builder.tensors], np.int64)
-        used, other = np.zeros(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
+        used, has_zips = np.zeros(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
         for tensor, chunks, where in self._rows:
             shape, rank = chunks.shape, chunks.rank
-            kept = (where[:, 0] >= 0) & (tensor >= 0)
-            if not kept.all():
-                tensor, where, shape, rank = tensor[kept], where[kept], shape[kept], rank[kept]
+            readable = (where[:, 0] >= 0) & (tensor >= 0)
+            if not readable.all():
+                tensor, where, shape, rank = (
+                    tensor[readable],
+                    where[readable],
+                    shape[readable],
+                    rank[readable],
+                )
             file, length = where[:, 0], where[:, 2]
             nbytes = width[tensor]
             # Columns beyond a size's own rank are zeros. Lengths are below 2**62; false sizes may be larger.
@@ -422,8 +435,8 @@ class _Columns:
                     real *= extent
             nbytes[real >= 2.0**62] = -1
             used[file] = True
-            other[file[(length != nbytes) | (where[:, 3] != 0)]] = True
-        return {n: sizes[n] or 0 for n in np.flatnonzero(used & ~other).tolist()}
+            has_zips[file[(length != nbytes) | (where[:, 3] != 0)]] = True
+        return {n: sizes[n] or 0 for n in np.flatnonzero(used & ~has_zips).tolist()}
 
 
 def _metadata_files(source: Source) -> list[str]:
@@ -517,9 +530,9 @@ def _codec(descriptors: Any, name: str) -> int:
     if type(descriptors) in (list, tuple) and len(descriptors) == 1 and type(descriptors[0]) is str:
         # form: name[@domain][/version]
         name_of, _, version = descriptors[0].partition("/")
-        known = _CODECS.get(name_of.split("@")[0])
-        if known is not None and version in ("", _CODEC_VERSION):
-            return known
+        codec = _CODECS.get(name_of.split("@")[0])
+        if codec is not None and version in ("", _CODEC_VERSION):
+            return codec
     raise UnsupportedFormat(
         f"{name}: cannot read items transformed by {short_repr(descriptors, 120)}",
         hint="supported stream extension: stream.zstd",

@@ -51,13 +51,15 @@ def read_stages(source: Source) -> Manifest:
     _require_apart(stages)
     stages, findings = _merged_objects(stages)
     parts = [Part(m, folder) for folder, m in stages.items()]
-    made = join("dcp", source.store.url, parts)
+    manifest = join("dcp", source.store.url, parts)
     if any(m.order for m in stages.values()):
-        made = replace(made, order=tuple(n for m in stages.values() for n in m.order or _names(m)))
-    form = joined_paths(parts).form(_names(made), [blob.key for blob in made.blobs])
+        manifest = replace(manifest, order=tuple(n for m in stages.values() for n in m.order or _names(m)))
+    form = joined_paths(parts).form(_names(manifest), [blob.key for blob in manifest.blobs])
     config = json_beside(source, "config.json")
-    proof = _unproven(source, made, max(folders), len(folders), folders[max(folders)], config)
-    return replace(made, origin={"paths": form} if form else {}, findings=(*made.findings, *findings, *proof))
+    proof = _unproven(source, manifest, max(folders), len(folders), folders[max(folders)], config)
+    return replace(
+        manifest, origin={"paths": form} if form else {}, findings=(*manifest.findings, *findings, *proof)
+    )
 
 
 def named_alone(source: Source, manifest: Manifest) -> list[Finding]:
@@ -84,9 +86,9 @@ def _unproven(
     layers: dict[str, set[int]] = {}
     outside = []
     for name in shapes:
-        found = _LAYER.match(name)
-        if found:
-            layers.setdefault(found[1], set()).add(int(found[2]))
+        match = _LAYER.match(name)
+        if match:
+            layers.setdefault(match[1], set()).add(int(match[2]))
         else:
             outside.append(name)
     for container, numbers in sorted(layers.items()):
@@ -131,31 +133,32 @@ def _merged_objects(stages: Mapping[str, Manifest]) -> tuple[dict[str, Manifest]
         for blob in manifest.blobs:
             saved.setdefault(blob.key, {})[folder] = blob
     findings: list[Finding] = []
-    kept: dict[str, list[Blob]] = {folder: [] for folder in stages}
+    stage_blobs: dict[str, list[Blob]] = {folder: [] for folder in stages}
     for key, blobs in saved.items():
-        (folder, first), *others = blobs.items()
-        if all(_same(first, blob) for _, blob in others):
-            kept[folder].append(first)
+        (folder, first), *rest = blobs.items()
+        if all(_same(first, blob) for _, blob in rest):
+            stage_blobs[folder].append(first)
             continue
         names = _joined([blob.tree for blob in blobs.values()])
         if names is not None:
-            kept[folder].append(replace(first, tree=names))
+            stage_blobs[folder].append(replace(first, tree=names))
             continue
-        other = next(f for f, blob in others if not _same(first, blob))
+        differing = next(f for f, blob in rest if not _same(first, blob))
         if _STEP.search(key) and all(type(blob.tree) is int for blob in blobs.values()):
-            message = f"{key} is {first.tree} in {folder}, and {blobs[other].tree} in {other}"
-            findings.append(finding("mixed-saves", "files", message, fqn=key, file=f"{other}/.metadata"))
+            message = f"{key} is {first.tree} in {folder}, and {blobs[differing].tree} in {differing}"
+            findings.append(finding("mixed-saves", "files", message, fqn=key, file=f"{differing}/.metadata"))
         else:
-            message = f"object {key} differs between {folder} and {other}: each stage's is kept"
+            message = f"object {key} differs between {folder} and {differing}: each stage's is kept"
             findings.append(finding("rank-object", "files", message, fqn=f"{key}/{folder}"))
         for of, blob in blobs.items():
-            kept[of].append(replace(blob, key=f"{key}/{of}"))
-    made = {folder: replace(m, blobs=tuple(kept[folder])) for folder, m in stages.items()}
-    return made, findings
+            stage_blobs[of].append(replace(blob, key=f"{key}/{of}"))
+    merged = {folder: replace(m, blobs=tuple(stage_blobs[folder])) for folder, m in stages.items()}
+    return merged, findings
 
 
-def _same(one: Blob, other: Blob) -> bool:
-    return (one.tree, one.refused, one.known) == (other.tree, other.refused, other.known) and one.known
+def _same(first: Blob, second: Blob) -> bool:
+    forms = [(blob.tree, blob.refused, blob.known) for blob in (first, second)]
+    return forms[0] == forms[1] and first.known
 
 
 def _joined(trees: Sequence[Any]) -> list[str] | None:

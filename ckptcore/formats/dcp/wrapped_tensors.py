@@ -138,10 +138,10 @@ class WrappedTensors:
                 view = check_view(value, length, 0, f"{inner} in {path}", shard.objects.swapped)
                 builder.chunk(number, box.offset, box.shape, item, view)
         tree = shards[0].objects.tree
-        about = {key: value for key, value in tree[CLASS].items() if key != _LOCAL}
-        about["shape"] = Named("size", spec.shape)
+        description = {key: value for key, value in tree[CLASS].items() if key != _LOCAL}
+        description["shape"] = Named("size", spec.shape)
         self.inner[f"{spec.fqn}.{CLASS}"] = spec.fqn
-        builder.blobs.append(Blob(f"{spec.fqn}.{CLASS}", -1, encode(about)))
+        builder.blobs.append(Blob(f"{spec.fqn}.{CLASS}", -1, encode(description)))
         for name, value in tree.items():
             if name not in parts and name != CLASS:
                 self._leave_out(f"{spec.fqn}.{name}", value)
@@ -156,24 +156,24 @@ class WrappedTensors:
 
 def _joined(spec: TensorSpec, shards: list[_Shard]) -> dict[str, _Part] | None:
     """Return the inner tensors of all shards; None where they do not fit together."""
-    first, about = shards[0].objects.tree, shards[0].objects.tree[CLASS]
+    first, description = shards[0].objects.tree, shards[0].objects.tree[CLASS]
     names = [name for name, value in first.items() if isinstance(value, StoredView)]
     local = {"shape", _LOCAL}
     parts: dict[str, _Part] = {}
     for shard in shards:
         tree = shard.objects.tree
-        same = all(tree[CLASS].get(key) == value for key, value in about.items() if key not in local)
+        same = all(tree[CLASS].get(key) == value for key, value in description.items() if key not in local)
         if tree.keys() != first.keys() or not same or tree[CLASS]["shape"].value != shard.box.shape:
             return None
     for name in names:
         boxes, wholes = [], set()
         for shard in shards:
             value = shard.objects.tree[name]
-            found = _box(about["class"], name, value, shard, spec.shape)
-            if found is None:
+            inner = _box(description["class"], name, value, shard, spec.shape)
+            if inner is None:
                 return None
-            boxes.append(found[0])
-            wholes.add((value.dtype, found[1]))
+            boxes.append(inner[0])
+            wholes.add((value.dtype, inner[1]))
         if len(wholes) > 1:
             return None
         ((dtype, shape),) = wholes

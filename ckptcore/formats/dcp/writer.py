@@ -95,9 +95,9 @@ class Files:
         self._tensors += layout.tensors
         self._boxes += [Box.full(self._request.tensors[i].shape) for i in layout.tensors]
         self._slots += [Slot(slot.tensor + n, slot.start + self._at) for slot in layout.slots]
-        for one in layout.literals:
-            patches = tuple((at, slot + n) for at, slot in one.crc_at)
-            self._literals.append(Literal(one.start + self._at, one.data, patches))
+        for literal in layout.literals:
+            patches = tuple((position, slot + n) for position, slot in literal.crc_at)
+            self._literals.append(Literal(literal.start + self._at, literal.data, patches))
         self._at += layout.nbytes
 
     def ranks(
@@ -137,16 +137,16 @@ class Files:
         first = np.searchsorted(tensor, np.array(order, np.int64))
         stop = np.searchsorted(tensor, np.array(order, np.int64), side="right")
         alike: dict[tuple[bytes, bytes], tuple[tuple[Stored, ...], tuple[str, ...]]] = {}
-        found = []
+        stored_tensors = []
         for i, a, b in zip(order, first.tolist(), stop.tolist(), strict=True):
             key = piece[a:b].tobytes(), file[a:b].tobytes()
             if key not in alike:
-                own = [pieces[n] for n in by_tensor[a:b].tolist()]
-                boxes = tuple([one.stored or (one.box.offset, one.box.shape) for one in own])
+                tensor_pieces = [pieces[n] for n in by_tensor[a:b].tolist()]
+                boxes = tuple([p.stored or (p.box.offset, p.box.shape) for p in tensor_pieces])
                 alike[key] = boxes, tuple([names[n] for n in file[a:b].tolist()])
             spec = self._request.tensors[i]
-            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], place[a:b]))
-        return found
+            stored_tensors.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], place[a:b]))
+        return stored_tensors
 
     def _add(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> None:
         if not tensors:
@@ -199,19 +199,19 @@ class Files:
 
 def _groups(sizes: Sequence[int], most: int) -> tuple[tuple[int, int], ...]:
     """Return (first, stop) of the pieces that go into one file each; at least one group."""
-    found = []
+    groups = []
     first = size = 0
     for n, nbytes in enumerate(sizes):
         if size and size + nbytes > most:
-            found.append((first, n))
+            groups.append((first, n))
             first, size = n, 0
         size += nbytes
-    return (*found, (first, len(sizes)))
+    return (*groups, (first, len(sizes)))
 
 
 def _stored_objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return the objects to store by name, and their paths; one with tensors inside becomes its leaves."""
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     for key in sorted(request.objects, key=natural):
         base = request.paths.get(key, (key,))
@@ -219,8 +219,8 @@ def _stored_objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Pat
             if inner:
                 paths[name] = (*base, *inner)
             if not isinstance(leaf, TensorRef):
-                found[name] = leaf
-    return _joined(request, found, paths)
+                objects[name] = leaf
+    return _joined(request, objects, paths)
 
 
 def _joined(
@@ -241,12 +241,12 @@ def _joined(
         top = bare.above(path)
         if top is not None:
             rows.setdefault(top, []).append((name, path[len(top) :], objects[name]))
-    joined = {name for found in rows.values() for name, _, _ in found}
-    kept = {name: value for name, value in objects.items() if name not in joined}
-    kept |= {".".join(map(str, top)): built(found) for top, found in rows.items()}
+    joined = {name for leaves in rows.values() for name, _, _ in leaves}
+    stored_objects = {name: value for name, value in objects.items() if name not in joined}
+    stored_objects |= {".".join(map(str, top)): built(leaves) for top, leaves in rows.items()}
     places = {name: path for name, path in inner.items() if name not in joined}
     places |= {".".join(map(str, top)): top for top in rows}
-    return {name: kept[name] for name in sorted(kept, key=natural)}, places
+    return {name: stored_objects[name] for name in sorted(stored_objects, key=natural)}, places
 
 
 def _has_dict(value: Any) -> bool:
@@ -258,7 +258,7 @@ class _Bare:
 
     def __init__(self, tensors: Sequence[str], taken: set[Path]) -> None:
         self._tensors, self._taken = tensors, taken
-        self._known: dict[Path, bool] = {}
+        self._bare: dict[Path, bool] = {}
 
     def above(self, path: Path) -> Path | None:
         """Return the topmost container of a path without a tensor, made of dicts alone; None without one."""
@@ -268,7 +268,7 @@ class _Bare:
         return None
 
     def _is_bare(self, top: Path) -> bool:
-        if top not in self._known:
+        if top not in self._bare:
             below = ".".join(map(str, top)) + "."
-            self._known[top] = top not in self._taken and not any(t.startswith(below) for t in self._tensors)
-        return self._known[top]
+            self._bare[top] = top not in self._taken and not any(t.startswith(below) for t in self._tensors)
+        return self._bare[top]
