@@ -48,11 +48,11 @@ def consolidated_tensors(
 
     Files with offsets of ranks in their headers are shards, and are skipped. Only headers are read.
     """
-    found: dict[str, ConsolidatedTensor] = {}
+    consolidated: dict[str, ConsolidatedTensor] = {}
     findings: list[Finding] = []
     for path in sorted(paths, key=natural):
         try:
-            tensors, metadata, data = read_header(source.store, path, source.listing[path], SHARDS)
+            tensors, metadata, data_start = read_header(source.store, path, source.listing[path], SHARDS)
         except MetadataTooLarge:
             raise
         except CkptError as error:
@@ -60,11 +60,11 @@ def consolidated_tensors(
             continue
         if INFO not in metadata:
             meter().keep(_BYTES * len(tensors), path)
-            found |= {
-                n: ConsolidatedTensor(dtype, shape, data + at, path)
-                for n, (dtype, shape, at, _) in tensors.items()
+            consolidated |= {
+                n: ConsolidatedTensor(dtype, shape, data_start + start, path)
+                for n, (dtype, shape, start, _) in tensors.items()
             }
-    return found, findings
+    return consolidated, findings
 
 
 def with_consolidated_folder(
@@ -96,29 +96,30 @@ def with_consolidated_folder(
         listed = None if read is None else read.files
         if listed is not None:  # other files belong to another save: no loader reads them
             paths = [p for p in paths if p[len(prefix) :] in set(listed.values())]
-    consolidated, more = consolidated_tensors(source, paths)
+    consolidated, header_findings = consolidated_tensors(source, paths)
     if read is not None:
-        full = [TensorSpec(name, one.dtype, one.shape) for name, one in consolidated.items()]
+        full = [TensorSpec(name, tensor.dtype, tensor.shape) for name, tensor in consolidated.items()]
         take_index(source, index, read, full)
     specs = {t.fqn: t for t in manifest.tensors}
     copies: dict[str, FullTensor] = {}
     alone, cast = list[str](), list[str]()
-    for name, one in consolidated.items():
-        if listed is not None and prefix + listed.get(name, "") != one.path:
+    for name, tensor in consolidated.items():
+        if listed is not None and prefix + listed.get(name, "") != tensor.path:
             continue  # the index names another file
         fqn = name_of(name)
         spec = specs.get(fqn)
         if spec is None:
             alone += [fqn] if fqn not in manifest.unread else []
-        elif spec.shape != one.shape:
+        elif spec.shape != tensor.shape:
             ranks = f"{list(spec.shape)} in the ranks' files"
-            findings.append(differs(f"{fqn} is {list(one.shape)} in {one.path}, but {ranks}", fqn))
-        elif spec.dtype != one.dtype:
+            findings.append(differs(f"{fqn} is {list(tensor.shape)} in {tensor.path}, but {ranks}", fqn))
+        elif spec.dtype != tensor.dtype:
             cast.append(fqn)
         else:
-            copies[fqn] = FullTensor(one.path, one.start)
+            copies[fqn] = FullTensor(tensor.path, tensor.start)
+    # Cut before the findings about files are added, which must not be lost.
     del findings[_MAX_LISTED:]
-    findings += more
+    findings += header_findings
     if alone:
         findings.append(
             differs(f"{_subject_of(alone)} in {prefix or 'the root'}, but in no rank's file", file=paths[0])
@@ -130,8 +131,8 @@ def with_consolidated_folder(
                 file=paths[0],
             )
         )
-    made = with_copies(manifest, copies, source.listing)
-    return replace(made, findings=(*made.findings, *findings))
+    merged = with_copies(manifest, copies, source.listing)
+    return replace(merged, findings=(*merged.findings, *findings))
 
 
 def _subject_of(names: list[str]) -> str:

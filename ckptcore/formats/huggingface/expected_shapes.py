@@ -58,9 +58,9 @@ def known_shapes(sources: Sequence[Source], shards: FolderShards) -> Mapping[str
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
     """Return the size with one of these names, in the configuration or in that of its text model."""
     for part in (config, config.get("text_config")):
-        found = [part[n] for n in names if n in part] if isinstance(part, dict) else []
-        if len(found) == 1 and type(found[0]) is int and found[0] > 0:
-            return found[0]
+        sizes = [part[n] for n in names if n in part] if isinstance(part, dict) else []
+        if len(sizes) == 1 and type(sizes[0]) is int and sizes[0] > 0:
+            return sizes[0]
     return None
 
 

@@ -82,6 +82,7 @@ def unindexed(source: Source) -> tuple[str, ...]:
     loose = _loose(source)
     if SINGLE in loose:
         return (SINGLE,)
+    # Two names may be a save and a link to it, such as `latest-rank0`; more than two are several saves.
     loose = without_links(source, loose) if len(loose) == 2 else loose
     if len(loose) < 2:
         return tuple(loose)
@@ -104,11 +105,11 @@ def read_folder(source: Source, format: str) -> Manifest:
     """
     builder, origin = Builder(), dict[str, Any]()
     listed = index_of(source)
-    if listed not in (None, INDEX) and (others := indexes_of(source, "safetensors"))[1:]:
+    if listed not in (None, INDEX) and (indexes := indexes_of(source, "safetensors"))[1:]:
         raise AmbiguousModel(
-            f"{source.store.url} has several indexes: {', '.join(others[:8])}",
+            f"{source.store.url} has several indexes: {', '.join(indexes[:8])}",
             hint="move the files of one of them into a folder of their own",
-            candidates=others,
+            candidates=indexes,
         )
     index: WeightIndex | None = None
     files: dict[str, set[str] | None]
@@ -126,23 +127,23 @@ def read_folder(source: Source, format: str) -> Manifest:
             for path in _loose(source)
             if path not in files
         ]
-    seen: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for path in sorted(files, key=natural):
-        wanted = files[path]
+        listed_names = files[path]
         if source.listing.get(path) is None:
             builder.file(path, None)
             code = "missing-part" if source.recover else "missing-file"
             builder.findings.append(finding(code, "files", f"{path} is missing", file=path))
             continue
-        names, metadata = _add_file(builder, source, path, seen)
-        if listed is not None and wanted is not None:
-            builder.findings += unlike_index(names, wanted, path, listed)
+        names, metadata = _add_file(builder, source, path, file_of)
+        if listed is not None and listed_names is not None:
+            builder.findings += unlike_index(names, listed_names, path, listed)
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
     shapes = {t.fqn: t.shape for t in builder.tensors}
     if index is None:
-        builder.findings += part_findings(source, files, shapes, files=seen)
+        builder.findings += part_findings(source, files, shapes, files=file_of)
     elif listed is not None:
         take_index(source, listed, index, builder.tensors)
         builder.findings += unlike_total(builder, index, listed)
@@ -172,15 +173,15 @@ def _indexed(source: Source, builder: Builder, index: WeightIndex, listed: str) 
 
 
 def _add_file(
-    builder: Builder, source: Source, path: str, seen: dict[str, str]
+    builder: Builder, source: Source, path: str, file_of: dict[str, str]
 ) -> tuple[set[str], dict[str, Any]]:
     size = source.listing[path]
     tensors, metadata, begin = read_header(source.store, path, size, (OBJECTS, OBJECTS_VERSION, *SHARDS))
     builder.file(path, size)
-    if not seen.keys().isdisjoint(tensors):
-        name = next(name for name in tensors if name in seen)
-        raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
-    seen |= dict.fromkeys(tensors, path)
+    if not file_of.keys().isdisjoint(tensors):
+        name = next(name for name in tensors if name in file_of)
+        raise MalformedCheckpoint(f"{name} is in {file_of[name]} and in {path}", file=path)
+    file_of |= dict.fromkeys(tensors, path)
     specs = [TensorSpec(name, dtype, shape) for name, (dtype, shape, _, _) in tensors.items()]
     places = np.array([row[2:] for row in tensors.values()], np.int64).reshape(-1, 2)
     places[:, 1] -= places[:, 0]

@@ -93,8 +93,8 @@ def read_step(source: Source) -> Manifest:
     builder.findings += _lacking(source, tensors)
     states = [p for p in source.listing if p.startswith(_STATES)]
     if states:
-        more = f" and {len(states) - 1} more" if states[1:] else ""
-        message = f"the state of optimizer, scheduler and random numbers is not read: {min(states)}{more}"
+        suffix = f" and {len(states) - 1} more" if states[1:] else ""
+        message = f"the state of optimizer, scheduler and random numbers is not read: {min(states)}{suffix}"
         builder.findings.append(finding("stray-file", "files", message, file=min(states)))
     return builder.build("nanotron", source.store.url, origin)
 
@@ -123,15 +123,15 @@ def _files(source: Source) -> dict[str, list[_File]]:
     """Return FQN -> its files, in the order of the ranks."""
     tensors: dict[str, list[_File]] = {}
     for path in source.listing:
-        found = NANOTRON.match(path) if path.startswith(MODEL) else None
-        if found is None:
+        match = NANOTRON.match(path) if path.startswith(MODEL) else None
+        if match is None:
             continue
-        folder = found["folder"].removeprefix(MODEL)
+        folder = match["folder"].removeprefix(MODEL)
         ranks = sizes = None
-        if found["tp"] is not None:
-            ranks = int(found["pp"]), int(found["tp"]), int(found["exp"] or 0)
-            sizes = int(found["pp_size"]), int(found["tp_size"]), int(found["exp_size"] or 1)
-        fqn = f"{folder.replace('/', '.')}{found['leaf']}"
+        if match["tp"] is not None:
+            ranks = int(match["pp"]), int(match["tp"]), int(match["exp"] or 0)
+            sizes = int(match["pp_size"]), int(match["tp_size"]), int(match["exp_size"] or 1)
+        fqn = f"{folder.replace('/', '.')}{match['leaf']}"
         tensors.setdefault(fqn, []).append(_File(path, ranks, sizes))
     return {fqn: sorted(files, key=lambda f: (f.ranks or (), f.path)) for fqn, files in tensors.items()}
 
@@ -150,6 +150,7 @@ def _contradicting(source: Source, fqn: str, files: list[_File], mesh: tuple[int
     if size is None:
         return
     present = {file.ranks[1:] for file in files if file.ranks is not None}
+    # The counts are those of a file name, which anybody may write: bounded.
     ranks = product(range(min(size[1], 1 << 12)), range(min(size[2], 1 << 12)))
     for tp, exp in islice((rank for rank in ranks if rank not in present), _MAX_LISTED):
         path = files[0].path
@@ -201,8 +202,8 @@ class _Tensor:
             self._tensors[spec.fqn] = self._builder.tensor(spec, path), spec
         tensor, first = self._tensors[spec.fqn]
         if spec != first:
-            here, there = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
-            message = f"{spec.fqn} is {here} by {path}, and {there} by other ranks"
+            form, first_form = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
+            message = f"{spec.fqn} is {form} by {path}, and {first_form} by other ranks"
             self._builder.findings.append(finding("item-mismatch", "files", message, fqn=spec.fqn, file=path))
             return
         if spec.dtype not in BY_NAME:
@@ -234,13 +235,13 @@ def _pieces(
         local, hash_sign, of_full = pair.partition("#")
         if not hash_sign:
             raise _no_boxes(path, texts[_PAIRS])
-        here, there = _box(local, shape, path), _box(of_full, full, path)
-        if here.shape != there.shape:
-            message = f"{path} has a box of {list(here.shape)} in the place of {list(there.shape)}"
+        local_box, full_box = _box(local, shape, path), _box(of_full, full, path)
+        if local_box.shape != full_box.shape:
+            message = f"{path} has a box of {list(local_box.shape)} in the place of {list(full_box.shape)}"
             raise MalformedCheckpoint(message, file=path)
-        pieces.append(Piece(here, there.offset))
+        pieces.append(Piece(local_box, full_box.offset))
     boxes = [piece.local for piece in pieces]
-    apart = all(one.intersect(other) is None for n, one in enumerate(boxes) for other in boxes[:n])
+    apart = all(box_a.intersect(box_b) is None for n, box_a in enumerate(boxes) for box_b in boxes[:n])
     if not apart or sum(prod(box.shape) for box in boxes) != prod(shape):
         raise MalformedCheckpoint(f"the boxes of {path} do not tile its tensor of {list(shape)}", file=path)
     return tuple(pieces), full
@@ -261,8 +262,8 @@ def _box(text: str, shape: Shape, path: str) -> Box:
     slices = text.split("|") if shape or text else []
     if len(slices) != len(shape):
         raise _no_boxes(path, text)
-    for one, length in zip(slices, shape, strict=True):
-        bounds = one.split(",")
+    for part, length in zip(slices, shape, strict=True):
+        bounds = part.split(",")
         if len(bounds) != 3 or any(b != "None" and not re.fullmatch(r"\d{1,15}", b) for b in bounds):
             raise _no_boxes(path, text)
         start = 0 if bounds[0] == "None" else int(bounds[0])
@@ -297,11 +298,13 @@ def _lacking(source: Source, names: Mapping[str, list[_File]]) -> Iterator[Findi
         message = f"{start}{max(layers)} is there, and {why}: files are of another save"
         yield finding("mixed-saves", "files", message)
     lost = {(number, f"{start}{number}.pp_block.{rest}") for number, rest in torn_layers(layers)}
-    for number, own in layers.items():
-        if not any(rest.startswith("attn.") and "_proj." in rest for rest in own):
+    for number, layer_names in layers.items():
+        if not any(rest.startswith("attn.") and "_proj." in rest for rest in layer_names):
             continue  # another model's layer
         for part, of_model in _OF_A_LAYER.items():
-            if (stated is not None or not of_model) and not any(rest.startswith(part) for rest in own):
+            if (stated is not None or not of_model) and not any(
+                rest.startswith(part) for rest in layer_names
+            ):
                 lost.add((number, f"{start}{number}.pp_block.{part}weight"))
     ends = ["token_embedding.", "final_layer_norm."]
     if config.get("tie_word_embeddings") is False:

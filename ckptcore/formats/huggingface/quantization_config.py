@@ -134,13 +134,14 @@ def _parsed(stated: dict[str, Any], label: str) -> QuantizationConfig:
         kind = weights.get("strategy")
         if kind == "block":
             blocks.append(_block(weights.get("block_structure"), label, "block_structure"))
+        # In any other order the columns of a group are scattered, and a "g_idx" beside the weight maps them.
         elif kind == "group" and weights.get("actorder") in (None, False, "weight", "static"):
             blocks.append(_block([1, weights.get("group_size")], label, "group_size"))
             kind = "block"
         if kind is not None:
             strategies.add(str(kind))
     lists = [stated[key] for key in _IGNORED if isinstance(stated.get(key), list)]
-    names = [name for found in lists for name in found if isinstance(name, str)]
+    names = [name for ignored in lists for name in ignored if isinstance(name, str)]
     globs = [glob for glob in map(_glob, names) if glob]
     method = str(stated.get("quant_method") or "compressed-tensors")
     sizes = tuple(dict.fromkeys(blocks))

@@ -92,13 +92,16 @@ def detect(source: Source) -> Evidence | None:
         return None
     try:
         headers: _Headers = {}
+        # Read when the first pair asks for it, and once: most folders have no pair.
         stated = cache(lambda: read_quantization(source))
         files = _file_of_tensor(source, headers)
         for weight, scale, rule in _pairs(files):
             if rule.dtypes and any(weight + end in files for end in _PACKED):
                 continue
-            one, other = (_stored(source, files[name], name, headers) for name in (weight, scale))
-            if not rule.dtypes or _is_quantised(rule, one, other, stated):
+            weight_spec, scale_spec = (
+                _stored(source, files[name], name, headers) for name in (weight, scale)
+            )
+            if not rule.dtypes or _is_quantised(rule, weight_spec, scale_spec, stated):
                 because = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
                 return Evidence("hf_quantized", (because,), ("safetensors",))
     except CkptError:
@@ -112,57 +115,61 @@ def read(source: Source) -> Manifest:
     config = read_quantization(source)
     specs = {t.fqn: t for t in stored.tensors}
     ends = tuple(_FURTHER)
-    more = [(n, end) for n in specs if n.endswith(ends) for end in _FURTHER if n.endswith(end)]
-    further = {name.removesuffix(end) + _FURTHER[end]: name for name, end in more}
-    made: dict[str, _Made] = {}
+    extra_parts = [(n, end) for n in specs if n.endswith(ends) for end in _FURTHER if n.endswith(end)]
+    further = {name.removesuffix(end) + _FURTHER[end]: name for name, end in extra_parts}
+    computed: dict[str, _Made] = {}
     unfit: dict[str, Finding] = {}
     names: set[str] = set()  # of scales, without those of modules
     formulas: dict[tuple[object, ...], _Formula] = {}  # of pairs of one form
     for weight, scale, rule in _pairs(specs):
-        one, other = specs[weight], specs[scale]
-        if rule.dtypes and not _is_pair(rule, one, other):
+        weight_spec, scale_spec = specs[weight], specs[scale]
+        if rule.dtypes and not _is_pair(rule, weight_spec, scale_spec):
             continue
-        if rule is _DEEPSEEK and isinstance(_formula((one, other), rule, config), str):
+        if rule is _DEEPSEEK and isinstance(_formula((weight_spec, scale_spec), rule, config), str):
             continue
         names.add(_last(scale))
-        form = (rule, one.dtype, one.shape, other.dtype, other.shape)
-        formula = formulas.get(form) or _formula((one, other), rule, config)
+        form = (rule, weight_spec.dtype, weight_spec.shape, scale_spec.dtype, scale_spec.shape)
+        formula = formulas.get(form) or _formula((weight_spec, scale_spec), rule, config)
         if weight in further:
             formula = f"is more than the product with {scale}: {further[weight]} belongs to it"
-        if weight in made or weight in unfit:
-            formula = f"has {made.pop(weight)[2][1] if weight in made else 'another scale'} and {scale}"
+        if weight in computed or weight in unfit:
+            formula = (
+                f"has {computed.pop(weight)[2][1] if weight in computed else 'another scale'} and {scale}"
+            )
         if isinstance(formula, str):
-            unfit[weight] = _unfit(one, formula)
+            unfit[weight] = _unfit(weight_spec, formula)
             continue
         formulas[form] = formula
         fn, params, shape = formula
-        made[weight] = TensorSpec(weight, FUNCTIONS[fn].dtype, shape), fn, (weight, scale), params
-    others = companions(t for t in stored.tensors if t.fqn not in made)
-    for weight, found in others.items():
+        computed[weight] = TensorSpec(weight, FUNCTIONS[fn].dtype, shape), fn, (weight, scale), params
+    companions_of = companions(t for t in stored.tensors if t.fqn not in computed)
+    for weight, extras in companions_of.items():
         if weight not in unfit:
-            unfit[weight] = _unfit(specs[weight], f"belongs to {found[0]}: nothing decodes it here")
-    known = _with_scales(others) | {name for _, _, pair, _ in made.values() for name in pair}
-    alike = {*_FLOAT8, *(specs[weight].dtype for weight in made)} - {"uint8"}
-    bare = scaleless(stored.tensors, known, config, alike)
-    findings = (*unfit.values(), *bare, *_orphans(stored, names, known))
-    origin = {**stored.origin, "dequantised": len(made)}
-    sizes = sorted({params for _, fn, _, params in made.values() if fn == "fp8_block"} - {_BLOCK})
+            unfit[weight] = _unfit(specs[weight], f"belongs to {extras[0]}: nothing decodes it here")
+    scaled_names = _with_scales(companions_of) | {
+        name for _, _, pair, _ in computed.values() for name in pair
+    }
+    alike = {*_FLOAT8, *(specs[weight].dtype for weight in computed)} - {"uint8"}
+    bare = scaleless(stored.tensors, scaled_names, config, alike)
+    findings = (*unfit.values(), *bare, *_orphans(stored, names, scaled_names))
+    origin = {**stored.origin, "dequantised": len(computed)}
+    sizes = sorted({params for _, fn, _, params in computed.values() if fn == "fp8_block"} - {_BLOCK})
     if sizes:
         origin["weight_block_size"] = list(sizes[0])
-    return derive(replace(stored, findings=(*stored.findings, *findings), origin=origin), made)
+    return derive(replace(stored, findings=(*stored.findings, *findings), origin=origin), computed)
 
 
 def lost_scales(source: Source, manifest: Manifest) -> Manifest:
     """Return a manifest of plain safetensors with findings where its config says that weights have scales."""
     if source.keep_quantized or not any(t.dtype in _FLOAT8 for t in manifest.tensors):
         return manifest  # no other file is read for it
-    known = _with_scales(companions(manifest.tensors))
+    scaled_names = _with_scales(companions(manifest.tensors))
     try:
-        found = [*scaleless(manifest.tensors, known, read_quantization(source), ())]
+        findings = [*scaleless(manifest.tensors, scaled_names, read_quantization(source), ())]
     except MalformedCheckpoint as error:  # it may state that they have scales
-        codes = [t for t in manifest.tensors if t.dtype in _FLOAT8 and t.fqn not in known]
-        found = [_unfit(t, f"is {t.dtype}, and may have a scale: {error.message}") for t in codes]
-    return replace(manifest, findings=(*manifest.findings, *found))
+        codes = [t for t in manifest.tensors if t.dtype in _FLOAT8 and t.fqn not in scaled_names]
+        findings = [_unfit(t, f"is {t.dtype}, and may have a scale: {error.message}") for t in codes]
+    return replace(manifest, findings=(*manifest.findings, *findings))
 
 
 def _file_of_tensor(source: Source, headers: _Headers) -> dict[str, str]:
@@ -182,15 +189,15 @@ def _file_of_tensor(source: Source, headers: _Headers) -> dict[str, str]:
 
 def _pairs(names: Iterable[str]) -> list[tuple[str, str, _Rule]]:
     """Return (weight, scale, rule) of every pair, found by name; those whose names are evidence first."""
-    here = set(names)
-    found = []
-    for name in sorted(n for n in here if "scale" in n):  # as every rule has it
+    all_names = set(names)
+    pairs = []
+    for name in sorted(n for n in all_names if "scale" in n):  # as every rule has it
         for rule in _RULES:
             weight = name.removesuffix(rule.scale) + rule.weight
-            if name.endswith(rule.scale) and weight in here:
-                found.append((weight, name, rule))
+            if name.endswith(rule.scale) and weight in all_names:
+                pairs.append((weight, name, rule))
                 break
-    return sorted(found, key=lambda pair: bool(pair[2].dtypes))
+    return sorted(pairs, key=lambda pair: bool(pair[2].dtypes))
 
 
 def _stored(source: Source, path: str, name: str, headers: _Headers) -> TensorSpec | None:
@@ -198,8 +205,8 @@ def _stored(source: Source, path: str, name: str, headers: _Headers) -> TensorSp
     if path not in headers:
         size = source.listing.get(path)
         headers[path] = {} if size is None else read_header(source.store, path, size, None)[0]
-    found = headers[path].get(name)
-    return None if found is None else TensorSpec(name, str(found[0]), tuple(found[1]))
+    row = headers[path].get(name)
+    return None if row is None else TensorSpec(name, str(row[0]), tuple(row[1]))
 
 
 def _is_pair(rule: _Rule, weight: TensorSpec, scale: TensorSpec) -> bool:
@@ -286,7 +293,10 @@ def _unfit(weight: TensorSpec, why: str) -> Finding:
 
 
 def scaleless(
-    tensors: Iterable[TensorSpec], known: Iterable[str], config: QuantizationConfig, alike: Collection[str]
+    tensors: Iterable[TensorSpec],
+    scaled_names: Iterable[str],
+    config: QuantizationConfig,
+    alike: Collection[str],
 ) -> Iterator[Finding]:
     """Yield findings for weights that no tensor is a scale of.
 
@@ -294,19 +304,19 @@ def scaleless(
 
     Args:
         tensors: All tensors.
-        known: Names of quantised weights that have scales, and of their scales.
+        scaled_names: Names of quantised weights that have scales, and of their scales.
         config: What the folder's config states.
         alike: Dtypes of weights here that have scales.
     """
     stated = {*_FLOAT8} if config.method else set[str]()
     if config.method == "compressed-tensors":
         stated.add("int8")
-    done = {*known}
+    scaled = {*scaled_names}
     for tensor in tensors:
         rank = len(tensor.shape)
         by_config = tensor.dtype in stated and rank > 1
         by_others = tensor.dtype in alike and rank == 2 and tensor.fqn.endswith(".weight")
-        if (by_config or by_others) and tensor.fqn not in done and not config.ignores(tensor.fqn):
+        if (by_config or by_others) and tensor.fqn not in scaled and not config.ignores(tensor.fqn):
             by = "unlike others" if by_others else f"although its config states {config.method}"
             yield _unfit(tensor, f"is {tensor.dtype} {list(tensor.shape)}, and {by} it has no scale")
 
@@ -320,13 +330,13 @@ def _orphans(manifest: Manifest, names: set[str], used: set[str]) -> Iterator[Fi
     if any(f.code == "missing-file" for f in manifest.findings):
         return  # it may be there
     reported = {f.fqn for f in manifest.findings}
-    here = {t.fqn: t for t in manifest.tensors}
-    for name in sorted(n for n in here.keys() - used if _last(n) in names):
+    specs = {t.fqn: t for t in manifest.tensors}
+    for name in sorted(n for n in specs.keys() - used if _last(n) in names):
         rule = next(r for r in _RULES if name.endswith(r.scale))
-        if rule is _DEEPSEEK and len(here[name].shape) != 2:
+        if rule is _DEEPSEEK and len(specs[name].shape) != 2:
             continue  # a parameter of this name
         weight = name.removesuffix(rule.scale) + rule.weight
-        if weight not in here and weight not in reported:
+        if weight not in specs and weight not in reported:
             message = f"{name} scales {weight}, which is not in the folder"
             yield finding("unfit-quantization", "coverage", message, fqn=name)
 

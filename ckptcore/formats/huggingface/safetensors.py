@@ -67,7 +67,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     groups = pack(request.tensors, limit)
     single = request.single or f"{request.stem}.safetensors"
     count = len(groups)
-    objects, texts, more = _in_place(request.objects, indexed=count > 1)
+    objects, texts, index_entries = _in_place(request.objects, indexed=count > 1)
     layouts = []
     for number, group in enumerate(groups):
         path = single if count == 1 else f"{request.stem}-{number + 1:05d}-of-{count:05d}.safetensors"
@@ -79,7 +79,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
             metadata[OBJECTS_VERSION] = str(VERSION)
         layouts.append(_file_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
-        layouts.append(_index(index_name(request.stem), layouts, request.tensors, {}, more))
+        layouts.append(_index(index_name(request.stem), layouts, request.tensors, {}, index_entries))
     return tuple(layouts)
 
 
@@ -90,18 +90,18 @@ def _in_place(
 
     What a reader would take as its own there, and what is no text or JSON, stays an object.
     """
-    left, texts, more = dict(objects), dict[str, str](), dict[str, Any]()
-    about = left.get(METADATA)
-    if type(about) is dict and "$" not in about:
-        texts = {key: about[key] for key in sorted(about) if is_free(key, about[key])}
-        left[METADATA] = {key: value for key, value in about.items() if key not in texts}
+    left, texts, index_entries = dict(objects), dict[str, str](), dict[str, Any]()
+    metadata = left.get(METADATA)
+    if type(metadata) is dict and "$" not in metadata:
+        texts = {key: metadata[key] for key in sorted(metadata) if is_free(key, metadata[key])}
+        left[METADATA] = {key: value for key, value in metadata.items() if key not in texts}
     of_index = left.get(INDEX)
     if indexed and type(of_index) is dict and is_plain_json(of_index) and fits_index(of_index):
-        more = {key: of_index[key] for key in sorted(of_index)}
+        index_entries = {key: of_index[key] for key in sorted(of_index)}
         del left[INDEX]
     if left.get(METADATA) == {} and texts:
         del left[METADATA]
-    return left, texts, more
+    return left, texts, index_entries
 
 
 def arrange_for_hub(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -184,13 +184,13 @@ def _index(
     layouts: Sequence[FileLayout],
     tensors: Sequence[TensorSpec],
     counts: Mapping[str, int],
-    more: Mapping[str, Any] = MappingProxyType({}),
+    other_entries: Mapping[str, Any] = MappingProxyType({}),
 ) -> FileLayout:
     places = {tensors[i].fqn: layout.path for layout in layouts for i in layout.tensors}
     total = sum(t.nbytes for t in tensors)
     index = {
-        **more,
-        "metadata": {**more.get("metadata", {}), **counts, "total_size": total},
+        **other_entries,
+        "metadata": {**other_entries.get("metadata", {}), **counts, "total_size": total},
         "weight_map": {name: places[name] for name in sorted(places, key=natural)},
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -101,17 +101,17 @@ def name_numbers(path: str) -> tuple[int | None, int, int] | None:
     >>> name_numbers("shard-00002-model-00001-of-00003.safetensors")
     (2, 1, 3)
     """
-    found = _NAME.fullmatch(path)
-    if found is None:
+    match = _NAME.fullmatch(path)
+    if match is None:
         return None
-    rank, model, of = found.groups()
+    rank, model, of = match.groups()
     return (None if rank is None else int(rank)), int(model), int(of)
 
 
 def is_shard(path: str) -> bool:
     """Return whether a name is that of one rank's shard."""
-    found = name_numbers(path) if path.startswith("shard-") else None
-    return found is not None and found[0] is not None
+    numbers = name_numbers(path) if path.startswith("shard-") else None
+    return numbers is not None and numbers[0] is not None
 
 
 def has_info(source: Source, path: str) -> bool:
@@ -140,12 +140,13 @@ def load(source: Source, paths: list[str]) -> FolderShards:
         counts.add(of)
         if rank is not None:
             present.add((rank, model))
+        # One file is parsed after the other: only what is kept of it counts in the end.
         with passing():
             rows = _shard_parts(source, path, rank, model)
         for fqn, part in rows:
             parts.setdefault(fqn, []).append(part)
-    for fqn, found in parts.items():
-        _require_one_save(fqn, found)
+    for fqn, tensor_parts in parts.items():
+        _require_one_save(fqn, tensor_parts)
     return FolderShards(
         {k: tuple(v) for k, v in parts.items()},
         {p: source.listing[p] for p in paths},
@@ -246,15 +247,15 @@ def ended(parts: Sequence[ShardPart]) -> bool:
     return len(cut) == 1 and _shorter(next(iter(cut.values())))
 
 
-def writers(parts: Sequence[ShardPart], known: Shape | None = None) -> int | None:
+def writers(parts: Sequence[ShardPart], full_shape: Shape | None = None) -> int | None:
     """Return the number of ranks that the parts of a tensor were cut for, or None if ambiguous.
 
     Args:
         parts: All parts of the tensor.
-        known: The tensor's shape, if another file gives it.
+        full_shape: The tensor's shape, if another file gives it.
     """
     shape = extent(parts)
-    if known is not None and known != shape:
+    if full_shape is not None and full_shape != shape:
         return None
     filled = [p for p in parts if 0 not in p.shape]
     ranks = [p.rank for p in filled]
@@ -264,7 +265,7 @@ def writers(parts: Sequence[ShardPart], known: Shape | None = None) -> int | Non
     least, most = 1, 1
     grid = 1
     for lengths in cut.values():
-        low, high = _ranks_for(lengths, known is not None)
+        low, high = _ranks_for(lengths, full_shape is not None)
         if high == inf:
             return None
         least, most, grid = least * low, most * int(high), grid * len(lengths)
@@ -305,15 +306,17 @@ def _next_rank(parts: Sequence[ShardPart], ranks: int) -> int | None:
     return len(present) + 1
 
 
-def unproven(shards: FolderShards, known: Mapping[str, Shape]) -> tuple[str, ...]:
+def unproven(shards: FolderShards, full_shapes: Mapping[str, Shape]) -> tuple[str, ...]:
     """Return the tensors that would be longer if files of later ranks were lost: no file rules that out.
 
     Args:
         shards: All shards.
-        known: Shapes of tensors that another file gives.
+        full_shapes: Shapes of tensors that another file gives.
     """
     ranks = shards.ranks
-    if ranks > 1 and any(writers(parts, known.get(fqn)) == ranks for fqn, parts in shards.parts.items()):
+    if ranks > 1 and any(
+        writers(parts, full_shapes.get(fqn)) == ranks for fqn, parts in shards.parts.items()
+    ):
         return ()
     # A tensor of which several ranks have the same part was never cut.
     return tuple(
@@ -325,12 +328,12 @@ def unproven(shards: FolderShards, known: Mapping[str, Shape]) -> tuple[str, ...
 
 def _cuts(parts: Sequence[ShardPart], shape: Shape) -> dict[int, tuple[int, ...]]:
     """Return dim -> lengths in order of offset, for every dim that is cut."""
-    found = {}
+    cuts = {}
     for dim, size in enumerate(shape):
         lengths = {p.offset[dim]: p.shape[dim] for p in parts if 0 not in p.shape}
         if lengths and any(n != size for n in lengths.values()):
-            found[dim] = tuple(lengths[at] for at in sorted(lengths))
-    return found
+            cuts[dim] = tuple(lengths[offset] for offset in sorted(lengths))
+    return cuts
 
 
 def _shorter(lengths: tuple[int, ...]) -> bool:

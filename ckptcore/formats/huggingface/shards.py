@@ -63,9 +63,9 @@ def detect(source: Source) -> Evidence | None:
             return None  # a full state dict of rank 0: every tensor is complete
         return Evidence("hf_shards", (f"the header of {source.name} has {INFO}",), ("safetensors",))
     inside = [p for p in source.listing if p.startswith(f"{FOLDER}/") and is_shard(p[len(FOLDER) + 1 :])]
-    here = _here(source)
-    if here:
-        return Evidence("hf_shards", (f"found {here[0]}",), ("safetensors", "hf_quantized"))
+    shard_paths = _shard_paths(source)
+    if shard_paths:
+        return Evidence("hf_shards", (f"found {shard_paths[0]}",), ("safetensors", "hf_quantized"))
     if inside:
         because = (
             f"found {inside[0]}, which is read; consolidated files beside {FOLDER}/ are compared with it"
@@ -89,9 +89,9 @@ def read(source: Source) -> Manifest:
         raise UnsupportedFormat(
             f"cannot read {source.name}: it has the shards of one rank only", hint="name its folder"
         )
-    here = _here(source)
-    folder = source if here else source.below(FOLDER)
-    paths = here or _here(folder)
+    shard_paths = _shard_paths(source)
+    folder = source if shard_paths else source.below(FOLDER)
+    paths = shard_paths or _shard_paths(folder)
     if not paths:
         folder = source
         paths = [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
@@ -112,15 +112,15 @@ def _with_optimizers(source: Source, model: Manifest) -> Manifest:
     parts, findings = [Part(model)], list[Finding]()
     for folder in dcp_folders(source):
         try:
-            found = read_folder(source.below(folder), "hf_shards")
+            optimizer = read_folder(source.below(folder), "hf_shards")
         except MetadataTooLarge:
             raise
         except CkptError as error:
             code = "not-complete" if isinstance(error, NotComplete) else "malformed-metadata"
             findings.append(finding(code, "files", f"{folder}: {error.message}", file=f"{folder}/.metadata"))
             continue
-        if all(spec.fqn.startswith(_OPTIMIZER) for spec in found.tensors):
-            parts.append(Part(found, folder))
+        if all(spec.fqn.startswith(_OPTIMIZER) for spec in optimizer.tensors):
+            parts.append(Part(optimizer, folder))
         else:
             message = f"the checkpoint in {folder} is not read with the model"
             findings.append(finding("unread-state", "files", message, file=f"{folder}/.metadata"))
@@ -141,7 +141,7 @@ def _index(source: Source) -> WeightIndex | None:
         return None
 
 
-def _here(source: Source) -> list[str]:
+def _shard_paths(source: Source) -> list[str]:
     return [p for p in source.listing if is_shard(p)]
 
 
@@ -200,22 +200,22 @@ def _incomplete(
         )
     names = () if proven else unproven(shards, known_shapes([folder, source], shards))
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield finding(
             "missing-part" if folder.recover else "unproven-shape",
             "coverage",
-            f"{names[0]}{more} would be larger if ranks after rank "
+            f"{names[0]}{suffix} would be larger if ranks after rank "
             f"{max(shards.ranks, 1) - 1} had written shards: no file records the number of ranks",
         )
-    known = shards.sizes.keys() | {one.path for one in consolidated.values()}
+    expected_paths = shards.sizes.keys() | {tensor.path for tensor in consolidated.values()}
     for path in folder.listing:
-        if path.endswith(".safetensors") and "/" not in path and path not in known:
+        if path.endswith(".safetensors") and "/" not in path and path not in expected_paths:
             yield finding("stray-file", "files", f"{path} is among the shards, but is not a shard", file=path)
 
 
 def _same_shapes(shards: FolderShards, consolidated: _Consolidated) -> bool:
     """Return whether the consolidated files are complete, with exactly these tensors in these shapes."""
-    numbers = {n[1:] for one in consolidated.values() if (n := name_numbers(one.path)) is not None}
+    numbers = {n[1:] for tensor in consolidated.values() if (n := name_numbers(tensor.path)) is not None}
     if any(len({model for model, of in numbers if of == most}) < most for _, most in numbers):
         return False
     return consolidated.keys() == shards.parts.keys() and all(
@@ -229,11 +229,11 @@ def _copied(shards: FolderShards, consolidated: _Consolidated) -> dict[str, Full
     torch consolidates 0-d tensors wrongly; their values are compared together with the headers.
     """
     return {
-        fqn: FullTensor(one.path, one.start)
+        fqn: FullTensor(tensor.path, tensor.start)
         for fqn, parts in shards.parts.items()
-        if (one := consolidated.get(fqn)) is not None
-        and one.shape
-        and (one.dtype, one.shape) == (parts[0].dtype, extent(parts))
+        if (tensor := consolidated.get(fqn)) is not None
+        and tensor.shape
+        and (tensor.dtype, tensor.shape) == (parts[0].dtype, extent(parts))
     }
 
 
@@ -268,11 +268,11 @@ def _differences(
         if fqn not in consolidated:
             yield fqn, f"{fqn} is in no consolidated file"
             continue
-        one = consolidated[fqn]
-        dtype, shape, start, path = one.dtype, one.shape, one.start, one.path
-        here = parts[0].dtype, extent(parts)
-        if here != (dtype, shape):
-            in_shards = f"{here[0]} {list(here[1])} in the shards"
+        tensor = consolidated[fqn]
+        dtype, shape, start, path = tensor.dtype, tensor.shape, tensor.start, tensor.path
+        shard_form = parts[0].dtype, extent(parts)
+        if shard_form != (dtype, shape):
+            in_shards = f"{shard_form[0]} {list(shard_form[1])} in the shards"
             yield fqn, f"{fqn} is {dtype} {list(shape)} in {path}, but {in_shards}"
         elif not shape and compared < _MAX_COMPARED:
             compared += 1
