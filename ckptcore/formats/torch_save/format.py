@@ -113,18 +113,19 @@ def files_of_model(source: Source) -> list[str]:
     index = _index_of(source)
     if index is not None:
         return sorted(files_of(read_index(source, index)), key=natural)
-    found = _torch_files(source)
-    if any(p.endswith(_TAR) for p in found):
-        return without_links(source, found)[:1]  # `read` asks which
-    found = [p for p in found if not is_state(p)] or found
-    found = [p for p in found if not is_adapter(p)] or found
-    found = without_links(source, found) if len(found) == 2 else found
-    if len(found) < 2:
-        return found
-    models = [p for p in found if numbered_model(p)]
-    if len(models) == len(found):
+    files = _torch_files(source)
+    if any(p.endswith(_TAR) for p in files):
+        return without_links(source, files)[:1]  # `read` asks which
+    files = [p for p in files if not is_state(p)] or files
+    files = [p for p in files if not is_adapter(p)] or files
+    # Two names may be a save and a link to it, such as `latest-rank0`; more than two are several saves.
+    files = without_links(source, files) if len(files) == 2 else files
+    if len(files) < 2:
+        return files
+    models = [p for p in files if numbered_model(p)]
+    if len(models) == len(files):
         return models[:1]  # `read` asks which
-    return sorted(found, key=natural) if is_run(found) else []
+    return sorted(files, key=natural) if is_run(files) else []
 
 
 def _torch_files(source: Source) -> list[str]:
@@ -189,14 +190,14 @@ def read(source: Source) -> Manifest:
             continue
         with passing() if len(names) > 1 else nullcontext():
             objects = _read(source, name, WRAPPED_TABLE)
-        here, unread = _add_file(builder, source, name, objects, paths)
-        twice = min(here & origin.keys(), default=None)
+        tensor_names, unread = _add_file(builder, source, name, objects, paths)
+        twice = min(tensor_names & origin.keys(), default=None)
         if twice is not None:
             raise MalformedCheckpoint(f"{twice} is in {origin[twice]} and in {name}", file=name)
-        origin |= dict.fromkeys(here, name)
+        origin |= dict.fromkeys(tensor_names, name)
         stated = stated_parts(name, objects.tree) if len(names) == 1 else None
         if path is not None:
-            builder.findings += unlike_index(here | unread & listed[name], listed[name], name, path)
+            builder.findings += unlike_index(tensor_names | unread & listed[name], listed[name], name, path)
     if index is None or path is None:
         shapes = {t.fqn: t.shape for t in builder.tensors}
         builder.findings += part_findings(source, names, shapes, stated, origin, builder.blobs)

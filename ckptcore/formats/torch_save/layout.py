@@ -44,10 +44,10 @@ def torch_file(
     """
     inline = inline or {}
     specs = [tensors[i] for i in order]
-    made = write.Pickled(lookup(specs, inline).__getitem__, classes=classes)
-    made.value(tree)
+    pickled = write.Pickled(lookup(specs, inline).__getitem__, classes=classes)
+    pickled.value(tree)
     sizes = tuple(spec.nbytes for spec in specs)
-    return Around().of(path, made.finish(), tuple(order), sizes, data_of(inline), commit=commit)
+    return Around().of(path, pickled.finish(), tuple(order), sizes, data_of(inline), commit=commit)
 
 
 def lookup(tensors: Sequence[TensorSpec], inline: Mapping[str, Inline]) -> dict[str, tuple[str, TensorSpec]]:
@@ -88,7 +88,7 @@ class Around:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Tail] = {}
+        self._tails: dict[tuple[Any, ...], _Tail] = {}
 
     def of(
         self,
@@ -110,28 +110,28 @@ class Around:
             inline: Storages after the slots.
             commit: See `FileLayout`.
         """
-        literals, rows, at = [], b"", 0
+        literals, rows, offset = [], b"", 0
         for name, data in (("data.pkl", pickled), ("byteorder", b"little")):
-            body, row = write.small_record(f"archive/{name}", at, data)
-            literals.append(Literal(at, body))
+            body, row = write.small_record(f"archive/{name}", offset, data)
+            literals.append(Literal(offset, body))
             rows += row
-            at += len(body)
-        key = at, len(rows), sizes, inline
-        if key not in self._known:
-            while len(self._known) >= _KEPT:
-                del self._known[next(iter(self._known))]
-            self._known[key] = _tail(at, len(rows), sizes, inline)
-        tail = self._known[key]
+            offset += len(body)
+        key = offset, len(rows), sizes, inline
+        if key not in self._tails:
+            while len(self._tails) >= _KEPT:
+                del self._tails[next(iter(self._tails))]
+            self._tails[key] = _tail(offset, len(rows), sizes, inline)
+        tail = self._tails[key]
         directory = Literal(tail.end, rows + tail.rows, tail.patches)
         end = directory.start + len(directory.data)
         return FileLayout(path, end, tensors, tail.slots, (*literals, *tail.literals, directory), commit)
 
 
-def _tail(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -> _Tail:
+def _tail(offset: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -> _Tail:
     """Lay out storages, version and directory.
 
     Args:
-        at: First byte.
+        offset: First byte.
         before: Bytes of the directory for the two records before.
         sizes: Bytes of each slot.
         inline: Storages after the slots.
@@ -142,23 +142,24 @@ def _tail(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -
     rows = bytearray()
     for n, nbytes in enumerate(sizes):
         name = f"archive/data/{n}"
-        head = write.local_header(name, at)
+        head = write.local_header(name, offset)
+        # The CRC-32 of a record is at byte 16 of its directory entry, and at byte 4 of its descriptor.
         patches.append((before + len(rows) + 16, n))
-        rows += write.central_entry(name, at, 0, nbytes)
-        literals.append(Literal(at, head))
-        slots.append(Slot(n, at + len(head)))
-        at += len(head) + nbytes
+        rows += write.central_entry(name, offset, 0, nbytes)
+        literals.append(Literal(offset, head))
+        slots.append(Slot(n, offset + len(head)))
+        offset += len(head) + nbytes
         tail = write.descriptor(0, nbytes)
-        literals.append(Literal(at, tail, ((4, n),)))
-        at += len(tail)
-    known = [*((f"data/{n}", data) for n, data in enumerate(inline, len(sizes))), ("version", b"3\n")]
-    for name, data in known:
-        body, row = write.small_record(f"archive/{name}", at, data)
-        literals.append(Literal(at, body))
+        literals.append(Literal(offset, tail, ((4, n),)))
+        offset += len(tail)
+    last_records = [*((f"data/{n}", data) for n, data in enumerate(inline, len(sizes))), ("version", b"3\n")]
+    for name, data in last_records:
+        body, row = write.small_record(f"archive/{name}", offset, data)
+        literals.append(Literal(offset, body))
         rows += row
-        at += len(body)
-    rows += write.end_records(2 + len(sizes) + len(known), at, before + len(rows))
-    return _Tail(tuple(slots), tuple(literals), bytes(rows), tuple(patches), at)
+        offset += len(body)
+    rows += write.end_records(2 + len(sizes) + len(last_records), offset, before + len(rows))
+    return _Tail(tuple(slots), tuple(literals), bytes(rows), tuple(patches), offset)
 
 
 def arrays_as_tensors(value: Any, inline: dict[str, Inline]) -> Any:

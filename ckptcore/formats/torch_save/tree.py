@@ -34,7 +34,7 @@ class TorchTree:
     """
 
     def __init__(
-        self, builder: Builder, file: int, objects: Objects, what: str, paths: Paths | None = None
+        self, builder: Builder, file: int, objects: Objects, path: str, paths: Paths | None = None
     ) -> None:
         """Start without values.
 
@@ -42,10 +42,10 @@ class TorchTree:
             builder: Receives the values.
             file: Number of the file in the builder.
             objects: What was parsed.
-            what: Path of the file.
+            path: Path of the file.
             paths: Receives the paths of the names, beside those of other files.
         """
-        self._builder, self._file, self._objects, self._what = builder, file, objects, what
+        self._builder, self._file, self._objects, self._path = builder, file, objects, path
         self._items: dict[str, int] = {}
         self.paths = Paths() if paths is None else paths
         self.names: set[str] = set()
@@ -63,18 +63,18 @@ class TorchTree:
         """
         opened: list[tuple[str, str]] = []
         leaves = leaves_below(value, name, StoredView, opened)
-        note_opened(self._builder, opened, self._what)
+        note_opened(self._builder, opened, self._path)
         for path, below, leaf in leaves:
             if path in self.names:
-                raise NameMismatch(f"{self._what}: two values have the name {path}")
+                raise NameMismatch(f"{self._path}: two values have the name {path}")
             self.names.add(path)
             self.paths.add(path, (name, *below))
             if isinstance(leaf, StoredView):
                 self.tensor(path, leaf)
             elif isinstance(leaf, RefusedTensor):
                 self._unread.update(leaf.storages)
-                add_unread(self._builder, path, leaf, self._what)
-            elif add_object(self._builder, path, leaf, self._what):
+                add_unread(self._builder, path, leaf, self._path)
+            elif add_object(self._builder, path, leaf, self._path):
                 self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
@@ -83,28 +83,28 @@ class TorchTree:
         nbytes = prod(value.shape) * BY_NAME[value.dtype].itemsize
         if expands(nbytes, length):
             reason = f"it expands {length} stored bytes to {nbytes}"
-            self._builder.unread(fqn, Unread(reason, value.dtype, value.shape, self._what))
+            self._builder.unread(fqn, Unread(reason, value.dtype, value.shape, self._path))
             self._unread.add(value.key)
             return
         item, view = self.place(value, fqn)
-        at = self._builder.tensor(TensorSpec(fqn, value.dtype, value.shape))
-        self._builder.chunk(at, (0,) * len(value.shape), value.shape, item, view)
+        number = self._builder.tensor(TensorSpec(fqn, value.dtype, value.shape))
+        self._builder.chunk(number, (0,) * len(value.shape), value.shape, item, view)
         if len(self._builder.tensors) > _MAX_TENSORS:
-            raise MalformedCheckpoint(f"{self._what} refers to more than 2 * 10^6 tensors")
+            raise MalformedCheckpoint(f"{self._path} refers to more than 2 * 10^6 tensors")
 
     def place(self, value: StoredView, fqn: str) -> tuple[int, View]:
         """Return the item of a tensor's storage, and the tensor's view into it."""
-        objects, what = self._objects, self._what
+        objects, path = self._objects, self._path
         if value.key not in objects.storages:
-            raise MalformedCheckpoint(f"{what} has no storage {value.key!r} for {fqn}")
+            raise MalformedCheckpoint(f"{path} has no storage {value.key!r} for {fqn}")
         start, length, crc = objects.storages[value.key]
         if value.key not in self._items:
             self._items[value.key] = self._builder.item(Item(self._file, start, length, crc32=crc))
         if value not in self._views:  # a flat parameter is placed once for each of its parts
             self._views.add(value)
             self._bytes += prod(value.shape) * BY_NAME[value.dtype].itemsize
-            bound_views(self._bytes, self._stored, what)
-        return self._items[value.key], check_view(value, length, 0, what, objects.swapped)
+            bound_views(self._bytes, self._stored, path)
+        return self._items[value.key], check_view(value, length, 0, path, objects.swapped)
 
     def leave_out(self, storages: Iterable[str]) -> None:
         """Note storages of values that are reported as unreadable elsewhere."""
@@ -116,13 +116,13 @@ class TorchTree:
         A pickle does not record which of them does, so each is noted. Without any, nothing refers to the
         storages (finding ``unused-bytes``).
         """
-        known = self._items.keys() | self._unread
-        unused = sum(n for k, (_, n, _) in self._objects.storages.items() if k not in known)
+        used_storages = self._items.keys() | self._unread
+        unused = sum(n for k, (_, n, _) in self._objects.storages.items() if k not in used_storages)
         if unused and self.refused:
             note_hidden(
                 self._builder,
                 {
-                    path: (isinstance(v, Refused), refused_in(v), self._what)
+                    path: (isinstance(v, Refused), refused_in(v), self._path)
                     for path, v in self.refused.items()
                 },
                 unused,
@@ -197,7 +197,7 @@ def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> 
     ]
 
 
-def add_object(builder: Builder, fqn: str, value: Any, what: str) -> bool:
+def add_object(builder: Builder, fqn: str, value: Any, path: str) -> bool:
     """Add a plain value, and return whether it needs refused globals.
 
     Such a value becomes a finding, and a blob without a tree.
@@ -206,7 +206,7 @@ def add_object(builder: Builder, fqn: str, value: Any, what: str) -> bool:
         builder: Receives the value.
         fqn: Its name.
         value: The value.
-        what: Path of its file.
+        path: Path of its file.
     """
     names = refused_in(value)
     if names:
@@ -218,5 +218,5 @@ def add_object(builder: Builder, fqn: str, value: Any, what: str) -> bool:
     try:
         builder.blobs.append(Blob(fqn, -1, encode(value)))
     except (TypeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{what}: object {fqn}: {error}") from error
+        raise MalformedCheckpoint(f"{path}: object {fqn}: {error}") from error
     return False
