@@ -186,9 +186,9 @@ def open_source(
     """
     store = open_source_store(url)
     if isinstance(store, MergedStore):
-        seen_in_all = store.stamped()
+        statuses = store.stamped()
         store.require_equal()
-        return _source(store, None, seen_in_all, recover, keep_quantized, weights)
+        return _source(store, None, statuses, recover, keep_quantized, weights)
     if store.local is not None:
         try:
             is_folder = store.local.is_dir()
@@ -196,27 +196,35 @@ def open_source(
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
             return _source(store, None, store.stamped(), recover, keep_quantized, weights)
-        there = store.local.exists()
+        exists = store.local.exists()
         parent, name = split_url(url)
         store = open_source_store(parent)
-        seen = store.look(name)
-        if seen is None:
-            why = "is neither a folder nor a regular file" if there else "does not exist"
+        status = store.look(name)
+        if status is None:
+            why = "is neither a folder nor a regular file" if exists else "does not exist"
             raise SourceUnreadable(f"{url} {why}", hint=hub_hint(url) or near_place(url) or None)
-        return _source(store, name, {name: seen}, recover, keep_quantized, weights)
+        return _source(store, name, {name: status}, recover, keep_quantized, weights)
     parent, name = split_url(url)
     if "." in name:  # an object store cannot tell a folder from a file; a name with a suffix may be a file
         above = open_source_store(parent)
-        seen = above.look(name)
-        if seen is not None:
-            return _source(above, name, {name: seen}, recover, keep_quantized, weights)
+        status = above.look(name)
+        if status is not None:
+            return _source(above, name, {name: status}, recover, keep_quantized, weights)
     return _source(store, None, store.stamped(), recover, keep_quantized, weights)
 
 
 def _source(
-    store: Store, name: str | None, seen: dict[str, FileStatus], recover: bool, keep: bool, weights: str
+    store: Store, name: str | None, statuses: dict[str, FileStatus], recover: bool, keep: bool, weights: str
 ) -> Source:
-    return Source(store, name, {path: one.nbytes for path, one in seen.items()}, recover, keep, weights, seen)
+    return Source(
+        store,
+        name,
+        {path: status.nbytes for path, status in statuses.items()},
+        recover,
+        keep,
+        weights,
+        statuses,
+    )
 
 
 def detect(source: Source) -> tuple[Format, Evidence]:
@@ -227,23 +235,24 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         UnknownFormat: No format recognises the source; the error lists its files.
         AmbiguousModel: The folder has files of two formats.
     """
-    for known in KNOWN:
-        because = known.detect(source)
+    # First, because some of them have files that look like those of a format that is read.
+    for refused in KNOWN:
+        because = refused.detect(source)
         if because:
             raise UnsupportedFormat(
-                f"{_address(source)} is {known.title}: {'; '.join(because)}",
-                hint=known.hint,
-                format=known.name,
+                f"{_address(source)} is {refused.title}: {'; '.join(because)}",
+                hint=refused.hint,
+                format=refused.name,
             )
-    found = _recognised(source)
-    if len(found) > 1:
-        formats = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in found)
+    recognised = _recognised(source)
+    if len(recognised) > 1:
+        formats = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in recognised)
         raise AmbiguousModel(
             f"{_address(source)} contains checkpoints of more than one format: {formats}",
             hint="name the file to read, or move one checkpoint away",
         )
-    if found:
-        return found[0]
+    if recognised:
+        return recognised[0]
     because = before_zip_inside(source)
     if because:
         raise UnsupportedFormat(
@@ -280,8 +289,8 @@ def _read_manifest(source: Source) -> Manifest:
     except UnknownFormat as error:
         from ckptcore.formats.nearest_reading import what_opens
 
-        known, hint = what_opens(source, _detect_located)
-        raise UnknownFormat(f"{error.message}{known}", hint=hint or error.hint) from error
+        openable, hint = what_opens(source, _detect_located)
+        raise UnknownFormat(f"{error.message}{openable}", hint=hint or error.hint) from error
 
 
 def _detect_located(source: Source) -> tuple[Format, Evidence]:
@@ -291,17 +300,19 @@ def _detect_located(source: Source) -> tuple[Format, Evidence]:
 def _of_format(root: Source, source: Source, way: tuple[str, ...]) -> Manifest:
     """Read the manifest of a source that `located` found, by the sentences of ``way``."""
     copied = _require_notes_only(root, source) if source is not root else None
-    found, evidence = detect(source)
-    manifest = read_as(found, source) if copied is None else read_as(copied, root)
-    if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
-        more = f" and {len(others) - 1} more" if others[1:] else ""
-        message = f"files named by rank, like those of another checkpoint, are not read: {others[0]}{more}"
-        stray = finding("stray-file", "files", message, file=others[0])
+    detected, evidence = detect(source)
+    manifest = read_as(detected, source) if copied is None else read_as(copied, root)
+    if source.name is None and (stray_paths := unread(source.listing, {f.path for f in manifest.files})):
+        suffix = f" and {len(stray_paths) - 1} more" if stray_paths[1:] else ""
+        message = (
+            f"files named by rank, like those of another checkpoint, are not read: {stray_paths[0]}{suffix}"
+        )
+        stray = finding("stray-file", "files", message, file=stray_paths[0])
         manifest = replace(manifest, findings=(*manifest.findings, stray))
     absent = root.store.absent if isinstance(root.store, MergedStore) and not root.recover else ()
     if absent:
-        more = f" and {len(absent) - 1} more" if absent[1:] else ""
-        message = f"a folder of the source does not exist or is empty: {absent[0]}{more}"
+        suffix = f" and {len(absent) - 1} more" if absent[1:] else ""
+        message = f"a folder of the source does not exist or is empty: {absent[0]}{suffix}"
         lacks = finding("not-complete", "files", message, hint="name the folder of every node")
         manifest = replace(manifest, findings=(*manifest.findings, lacks))
     origin = {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name}
@@ -336,12 +347,20 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
     if not above.startswith(join_url(root.store.url, "")):
         return manifest
     prefix = above.removeprefix(join_url(root.store.url, ""))
-    seen = {at.removeprefix(prefix): one for at, one in root.seen.items() if at.startswith(prefix)}
+    statuses = {
+        file_path.removeprefix(prefix): status
+        for file_path, status in root.seen.items()
+        if file_path.startswith(prefix)
+    }
     files, read = {f.path for f in manifest.files}, manifest.read
-    stamps = {path: (seen[path].stamp, seen[path].settled_ctime) for path in files | read if path in seen}
-    others = [StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files]
-    described = tuple(file for file in others if file.path in read)
-    beside = tuple(file for file in others if file.path not in read)
+    stamps = {
+        path: (statuses[path].stamp, statuses[path].settled_ctime)
+        for path in files | read
+        if path in statuses
+    }
+    other_files = [StoredFile(path, status.nbytes) for path, status in statuses.items() if path not in files]
+    described = tuple(file for file in other_files if file.path in read)
+    beside = tuple(file for file in other_files if file.path not in read)
     return replace(manifest, stamps=stamps, described=described, beside=beside)
 
 
@@ -349,9 +368,9 @@ def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
     """Return the formats that find their own files in a source, without those that another refines."""
     # The format that is chosen reads the same bytes again; several formats look at one header.
     with metered(), passing():
-        found = [(f, e) for f in registry().formats if f.reader and (e := f.detect(source)) is not None]
-    general = {name for _, e in found for name in e.refines}
-    return [(f, e) for f, e in found if f.name not in general]
+        recognised = [(f, e) for f in registry().formats if f.reader and (e := f.detect(source)) is not None]
+    general = {name for _, e in recognised for name in e.refines}
+    return [(f, e) for f, e in recognised if f.name not in general]
 
 
 def _require_notes_only(root: Source, below: Source) -> Format | None:
@@ -359,14 +378,14 @@ def _require_notes_only(root: Source, below: Source) -> Format | None:
 
     Return the format that reads both where the root has the Trainer's copy of DeepSpeed's save.
     """
-    others = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != TORCH_SAVE.name]
+    root_formats = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != TORCH_SAVE.name]
     folder = below.store.url.removeprefix(join_url(root.store.url, ""))
-    if others and all(form.name in COPIES for form, _ in others):
+    if root_formats and all(form.name in COPIES for form, _ in root_formats):
         copied = with_copy(folder, root)
         if copied is not None:
             return copied
-    if others:
-        form, evidence = others[0]
+    if root_formats:
+        form, evidence = root_formats[0]
         raise AmbiguousModel(
             f"{_address(root)} contains {form.name} ({', '.join(evidence.because)}), and files that name "
             f"{_address(below)} as the checkpoint",

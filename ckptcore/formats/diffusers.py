@@ -108,6 +108,7 @@ def _read_component(
     source: Source, name: str, kind: str, findings: list[Finding], *, recover: bool
 ) -> Part | None:
     """Return a component's tensors below its name; None for one without weights, or that is not there."""
+    # A quantised folder is one of safetensors, too.
     formats = [f for f in (QUANTIZED, SAFETENSORS, TORCH_SAVE) if f.detect(source) is not None]
     if QUANTIZED in formats:
         raise UnsupportedFormat(
@@ -147,9 +148,11 @@ def _exchanged(parts: Sequence[Part], components: Mapping[str, str]) -> Iterator
                 inside.setdefault(int(manifest.items.file[manifest.chunks.item[chunk]]), set()).add(spec)
         for number, specs in inside.items():
             path = f"{part.folder}/{manifest.files[number].path}"
-            other, of = owners.setdefault(frozenset(specs), (path, kind))
+            first_path, of = owners.setdefault(frozenset(specs), (path, kind))
             if of != kind:
-                message = f"{path} ({kind}) has the tensors of {other} ({of}): one is in the other's place"
+                message = (
+                    f"{path} ({kind}) has the tensors of {first_path} ({of}): one is in the other's place"
+                )
                 yield finding("item-mismatch", "files", message, file=path)
 
 

@@ -53,8 +53,8 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
                 open_folders.append((f"{folder}/", form.name))
     if open_folders:
         some = ", ".join(f"{folder} ({form})" for folder, form in open_folders[:6])
-        more = f" and {len(open_folders) - 6} more" if open_folders[6:] else ""
-        return f"; checkpoints are in {some}{more}", f"name one of them, such as {open_folders[-1][0][:-1]}"
+        suffix = f" and {len(open_folders) - 6} more" if open_folders[6:] else ""
+        return f"; checkpoints are in {some}{suffix}", f"name one of them, such as {open_folders[-1][0][:-1]}"
     if refused is not None:
         return f"; {refused[1].message}", refused[1].hint
     files = list(_files_that_open(source, detect))
@@ -74,6 +74,7 @@ def _folder_of(source: Source, detect: Detect) -> tuple[str, str | None]:
 
 def _folders(source: Source, depth: int) -> list[str]:
     below = {"/".join(p.split("/")[:depth]) for p in source.listing if p.count("/") >= depth}
+    # The last ones in natural order: of steps, the newest.
     return sorted((f for f in below if not f.startswith(".")), key=natural)[-_MAX_FOLDERS:]
 
 

@@ -88,17 +88,17 @@ class Registry:
         return next(e.package for (_, n, _), e in self.rows.items() if n == name)
 
 
-def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
+def register(project_formats: Sequence[Format], *, plugins: bool = True) -> Registry:
     """Return the registry of this project's formats and those of installed packages.
 
     An entry point is skipped and logged if it fails, is no `Format`, or has the name of a registered format.
 
     Args:
-        own: Formats of this project.
+        project_formats: Formats of this project.
         plugins: Whether to load the entry points of installed packages.
     """
     rows: dict[Key, RegistryEntry] = {}
-    for format in own:
+    for format in project_formats:
         rows |= dict(_registry_entries(format, OWN))
     broken: list[tuple[str, str]] = []
     for point in entry_points(group=GROUP) if plugins else ():
@@ -142,12 +142,12 @@ def _is_named(group: bytes) -> bool:
     for folder in sys.path:
         try:
             with os.scandir(folder or ".") as entries:
-                found = [e.path for e in entries if e.name.lower().endswith((".dist-info", "egg-info"))]
+                packages = [e.path for e in entries if e.name.lower().endswith((".dist-info", "egg-info"))]
         except NotADirectoryError:  # a zip
             return True
         except OSError:  # as `importlib.metadata` does with folders that it cannot list
             continue
-        for package in found:
+        for package in packages:
             try:
                 with open(f"{package}/entry_points.txt", "rb", buffering=0) as file:
                     if group in file.read():

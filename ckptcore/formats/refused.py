@@ -34,9 +34,9 @@ from ckptcore.utils.step_names import stage_of
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:
     """Recognise a file of torch.save before 1.6: the named one, the only one of a folder, or one rank's."""
-    others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
-    files = [] if others else [p for p in source.listing if p.endswith(_TORCH) and "/" not in p]
-    ranks = () if others else (p for p in source.listing if _OF_A_RANK.search(p))
+    has_other_format = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
+    files = [] if has_other_format else [p for p in source.listing if p.endswith(_TORCH) and "/" not in p]
+    ranks = () if has_other_format else (p for p in source.listing if _OF_A_RANK.search(p))
     name = source.name or (files[0] if len(files) == 1 else next(iter(ranks), None))
     return _if_before_zip(source, () if name is None else (name,))
 
@@ -129,8 +129,8 @@ def _files_like(
     matching = [p for p in source.listing if p.startswith(start) and pattern.match(p)]
     if len(matching) < least:
         return None
-    more = f" and {len(matching) - 1} more" if matching[1:] else ""
-    return (f"found {matching[0]}{more}",)
+    suffix = f" and {len(matching) - 1} more" if matching[1:] else ""
+    return (f"found {matching[0]}{suffix}",)
 
 
 def _vllm(source: Source) -> tuple[str, ...] | None:
@@ -209,8 +209,8 @@ def _compressed(source: Source) -> tuple[str, ...] | None:
     kind = next((kind for kind, magic in _COMPRESSED.items() if first.startswith(magic)), None)
     if kind is not None:
         return (f"{name} is compressed with {kind}",)
-    own = is_tar(first) and in_tar(source, name) is None
-    return (f"{name} is a tar of several files",) if own else None
+    is_foreign_tar = is_tar(first) and in_tar(source, name) is None
+    return (f"{name} is a tar of several files",) if is_foreign_tar else None
 
 
 def _tensorrt(source: Source) -> tuple[str, ...] | None:

@@ -48,10 +48,10 @@ def located(source: Source) -> tuple[Source, tuple[str, ...]]:
     for _ in range(_MAX_HOPS):
         if source.name is not None:
             break
-        found = next((f for root in ROOTS if (f := root.find(source)) is not None), None)
-        if found is None:
+        location = next((f for root in ROOTS if (f := root.find(source)) is not None), None)
+        if location is None:
             break
-        folder, why = found
+        folder, why = location
         source = source.below(folder)
         reasons.append(why)
     return source, tuple(reasons)
@@ -59,8 +59,8 @@ def located(source: Source) -> tuple[Source, tuple[str, ...]]:
 
 def beside_steps(source: Source) -> Source:
     """Return a root without the folders of its steps, and without single files that any user may add."""
-    kept = {p: n for p, n in source.listing.items() if not _ITERATION.match(p.split("/", 1)[0])}
-    return replace(source, listing={p: n for p, n in kept.items() if not _ANY_FILE.match(p)})
+    outside_steps = {p: n for p, n in source.listing.items() if not _ITERATION.match(p.split("/", 1)[0])}
+    return replace(source, listing={p: n for p, n in outside_steps.items() if not _ANY_FILE.match(p)})
 
 
 def _megatron(source: Source) -> tuple[str, str] | None:
@@ -73,6 +73,7 @@ def _megatron(source: Source) -> tuple[str, str] | None:
     if TRACKER not in source.listing:
         return None
     size = source.listing[TRACKER]
+    # A longer file is no tracker: it is reported without being read.
     text = source.store.read(TRACKER, 0, size).decode("ascii", "replace").strip() if size <= 64 else ""
     if text != "release" and not (text.isdecimal() and text.isascii()):
         raise MalformedCheckpoint(
@@ -81,13 +82,13 @@ def _megatron(source: Source) -> tuple[str, str] | None:
             hint="name the folder of one iteration",
         )
     steps = _steps(source)
-    wanted = text if text == "release" else next((s for s in steps if _number(s) == int(text)), None)
-    if wanted in steps and (source.recover or finished(source.below(wanted))):
-        return wanted, f"{TRACKER} says {text}: {wanted}"
-    complete = [s for s in steps if s != wanted and finished(source.below(s))]
+    named_step = text if text == "release" else next((s for s in steps if _number(s) == int(text)), None)
+    if named_step in steps and (source.recover or finished(source.below(named_step))):
+        return named_step, f"{TRACKER} says {text}: {named_step}"
+    complete = [s for s in steps if s != named_step and finished(source.below(s))]
     last = max(complete, key=_number, default=None)
-    state = "is not complete" if wanted in steps else "does not exist"
-    named = wanted or f"iteration {text}"
+    state = "is not complete" if named_step in steps else "does not exist"
+    named = named_step or f"iteration {text}"
     raise NotComplete(
         f"{TRACKER} names {named}, which {state}"
         + (f"; the last complete one is {last}" if last else "; no other iteration is complete"),
@@ -128,22 +129,22 @@ def _verl(source: Source) -> tuple[str, str] | None:
 
     Source: verl/utils/checkpoint/megatron_checkpoint_manager.py.
     """
-    found = sorted(
+    folders = sorted(
         {
             p.removesuffix("/metadata.json")
             for p in source.listing
             if re.match(r"^(?:[^/]+/)?dist_ckpt/metadata\.json$", p)
         }
     )
-    if not found or "metadata.json" in source.listing:
+    if not folders or "metadata.json" in source.listing:
         return None
-    if len(found) > 1:
+    if len(folders) > 1:
         raise AmbiguousModel(
-            f"{source.store.url} contains more than one model: {', '.join(found)}",
-            hint=f"name one: {source.store.url}/{found[0]}",
-            candidates=found,
+            f"{source.store.url} contains more than one model: {', '.join(folders)}",
+            hint=f"name one: {source.store.url}/{folders[0]}",
+            candidates=folders,
         )
-    return found[0], f"found {found[0]}"
+    return folders[0], f"found {folders[0]}"
 
 
 def _deepspeed(source: Source) -> tuple[str, str] | None:
