@@ -57,8 +57,10 @@ def detect(source: Source) -> Evidence | None:
         beside = [p for p in source.listing if "/" not in p and p != META]
         saved = [p for p in beside if DATA.search(p) or p in (".metadata", ".metadata.tmp")]
         if saved:
-            found = "`.metadata`" if ".metadata" in saved else f"{len(saved)} file(s) of an unfinished save"
-            return Evidence(NAME, (f"found {META}", f"and {found}"), ("dcp",))
+            evidence = (
+                "`.metadata`" if ".metadata" in saved else f"{len(saved)} file(s) of an unfinished save"
+            )
+            return Evidence(NAME, (f"found {META}", f"and {evidence}"), ("dcp",))
         if not any(p.endswith(_SUFFIXES) for p in beside):
             return Evidence(NAME, (f"found {META} alone",), ("torch_save",))
     name = _file(source)
@@ -89,9 +91,9 @@ def read(source: Source) -> Manifest:
         names, unproven = parameter_names(content.tree, name)
         if names:
             facts["lightning"]["parameters"] = names
-        found = read_tree(source, name, content, NAME, facts)
-        parts = part_findings(source, (name,), {t.fqn: t.shape for t in found.tensors})
-        return _with_model(replace(found, findings=(*found.findings, *unproven, *parts)), "state_dict")
+        manifest = read_tree(source, name, content, NAME, facts)
+        parts = part_findings(source, (name,), {t.fqn: t.shape for t in manifest.tensors})
+        return _with_model(replace(manifest, findings=(*manifest.findings, *unproven, *parts)), "state_dict")
     if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):
         raise NotComplete(
             f"{source.store.url} contains {META} of a sharded Lightning checkpoint, but no other file of it",
@@ -125,8 +127,8 @@ def place(source: Manifest) -> Callable[[Path], Path]:
     if facts["by"] == "fabric":
         return lambda path: path
     values = {b.key for b in source.blobs} if facts.get("full") else None
-    known = Paths.of(source)  # at least those of the values in meta.pt
-    if values is None and not any(t.fqn in known for t in source.tensors):
+    recorded_paths = Paths.of(source)  # at least those of the values in meta.pt
+    if values is None and not any(t.fqn in recorded_paths for t in source.tensors):
         raise UnsupportedFormat(
             f"{source.root}: .metadata does not record which names are nested in which",
             hint="--to torch_save keeps the names as they are",
@@ -213,10 +215,11 @@ def _file(source: Source) -> str | None:
     """Return the file that the user named, or the only one of a folder."""
     if source.name is not None:
         return source.name
-    found = [p for p in source.listing if p.endswith(_SUFFIXES) and "/" not in p]
-    found = without_links(source, found) if len(found) == 2 else found
-    others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
-    return found[0] if len(found) == 1 and not others and found[0] != META else None
+    files = [p for p in source.listing if p.endswith(_SUFFIXES) and "/" not in p]
+    # Two names may be a save and a link to it; more than two are several saves.
+    files = without_links(source, files) if len(files) == 2 else files
+    has_other_format = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
+    return files[0] if len(files) == 1 and not has_other_format and files[0] != META else None
 
 
 def _writer_facts(content: Contents, by: str) -> dict[str, Any]:

@@ -32,11 +32,11 @@ def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[
     states, model = tree.get("optimizer_states"), tree.get("state_dict")
     if not isinstance(states, list) or not isinstance(model, dict):
         return {}, []
-    found = {n: o for n, state in enumerate(states) if (o := numbered(state)) is not None}
-    proofs = prove(_possible_parameters(model), list(found.values()), _shape)
+    optimizers = {n: o for n, state in enumerate(states) if (o := numbered(state)) is not None}
+    proofs = prove(_possible_parameters(model), list(optimizers.values()), _shape)
     names: dict[str, dict[str, str]] = {}
     findings: list[Finding] = []
-    for (n, optimizer), proof in zip(found.items(), proofs, strict=True):
+    for (n, optimizer), proof in zip(optimizers.items(), proofs, strict=True):
         if proof.names:
             names[str(n)] = {str(i): name for i, name in sorted(proof.names.items())}
         elif proof.names is None:
@@ -51,14 +51,14 @@ def _unproven(where: str, count: int, proof: NumberingProof, file: str) -> Findi
 
 def _possible_parameters(model: Mapping[Any, Any]) -> list[tuple[str, Shape]]:
     """Return the possible parameters, tied ones once; a state dict has the order of ``parameters()``."""
-    seen: set[StoredView] = set()
-    found: list[tuple[str, Shape]] = []
+    views: set[StoredView] = set()
+    parameters: list[tuple[str, Shape]] = []
     for name, value in model.items():
-        if isinstance(name, str) and _may_be_parameter(name, value) and value not in seen:
+        if isinstance(name, str) and _may_be_parameter(name, value) and value not in views:
             if value.shape.count(0) == 0:  # empty storages are all alike
-                seen.add(value)
-            found.append((name, value.shape))
-    return found
+                views.add(value)
+            parameters.append((name, value.shape))
+    return parameters
 
 
 def _may_be_parameter(name: str, value: Any) -> bool:

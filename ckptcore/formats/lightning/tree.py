@@ -83,7 +83,7 @@ def contents(source: Source, name: str) -> Contents:
     if not isinstance(objects.tree, dict):
         raise UnsupportedFormat(f"{name} must contain a dict (got {kind_of(objects.tree)})")
     lost: list[tuple[tuple[Any, ...], Refused]] = []
-    tree = _kept(objects.tree, (), lost)
+    tree = _without_refused(objects.tree, (), lost)
     return Contents(objects, tree if isinstance(tree, dict) else {}, tuple(lost))
 
 
@@ -121,7 +121,7 @@ def _add_findings(builder: Builder, read: Contents, name: str) -> None:
         key for _, v in read.lost if isinstance(v, RefusedTensor) for key in v.storages
     }
     hidden = sum(n for k, (_, n, _) in read.objects.storages.items() if n and k not in used)
-    others: list[tuple[tuple[Any, ...], Refused]] = []
+    left_out: list[tuple[tuple[Any, ...], Refused]] = []
     for path, value in read.lost:
         where = ".".join(map(str, path))
         if isinstance(value, RefusedTensor):
@@ -129,19 +129,19 @@ def _add_findings(builder: Builder, read: Contents, name: str) -> None:
         elif hidden and path[0] in _MODELS:  # probably a weight
             note_hidden_at(builder, where, value, hidden, name)
         else:
-            others.append((path, value))
-    for path, value in others[:_MAX_LISTED]:
+            left_out.append((path, value))
+    for path, value in left_out[:_MAX_LISTED]:
         where = ".".join(map(str, path))
         builder.findings.append(
             finding("refused-global", "files", f"{where} needs {value.name}: left out", fqn=where, file=name)
         )
-    if len(others) > _MAX_LISTED:
-        more = len(others) - _MAX_LISTED
+    if len(left_out) > _MAX_LISTED:
+        unlisted = len(left_out) - _MAX_LISTED
         builder.findings.append(
-            finding("refused-global", "files", f"{more} more values of {name} are left out", file=name)
+            finding("refused-global", "files", f"{unlisted} more values of {name} are left out", file=name)
         )
     if hidden:
-        gone = sorted({str(path[0]) for path, _ in others}) or ([] if read.lost else [name])
+        gone = sorted({str(path[0]) for path, _ in left_out}) or ([] if read.lost else [name])
         # The pickle does not record the owner: each candidate must be left out by name.
         builder.findings += [
             finding(
@@ -155,7 +155,7 @@ def _add_findings(builder: Builder, read: Contents, name: str) -> None:
         ]
 
 
-def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], Refused]]) -> Any:
+def _without_refused(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], Refused]]) -> Any:
     """Return a value without the dict entries and attributes that need refused globals.
 
     A sequence with such an element is left out completely, because positions have a meaning.
@@ -176,24 +176,24 @@ def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], R
         if value.kind == "ndarray" and "refused" in value.value:
             return Refused(value.value["refused"])
         if value.kind in CONTAINERS:
-            inside = _kept(content_of(value.kind, value.value), path, lost)
+            inside = _without_refused(content_of(value.kind, value.value), path, lost)
             if isinstance(inside, Refused):
                 return inside
             return Named(value.kind, with_content(value.kind, value.value, inside))
         if isinstance(value.value, dict) and value.kind != "ndarray":
-            return Named(value.kind, _kept(value.value, path, lost))
+            return Named(value.kind, _without_refused(value.value, path, lost))
         return value.value if isinstance(value.value, Refused) else value
     if isinstance(value, dict):
-        kept = type(value)()
+        permitted = type(value)()
         for k, v in value.items():
-            new = k if isinstance(k, Refused) else _kept(v, (*path, k), lost)
+            new = k if isinstance(k, Refused) else _without_refused(v, (*path, k), lost)
             if isinstance(new, Refused):
                 lost.append(((*path, k.name if isinstance(k, Refused) else k), new))
             else:
-                kept[k] = new
-        return kept
+                permitted[k] = new
+        return permitted
     if isinstance(value, (list, tuple)):
-        items = [_kept(v, (*path, n), lost) for n, v in enumerate(value)]
+        items = [_without_refused(v, (*path, n), lost) for n, v in enumerate(value)]
         refused = next((v for v in items if isinstance(v, Refused)), None)
         return refused or (items if isinstance(value, list) else tuple(items))
     if isinstance(value, (set, frozenset)):
@@ -202,15 +202,15 @@ def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], R
 
 
 def _views(tree: Any) -> list[StoredView]:
-    found, queue = [], [tree]
+    views, queue = [], [tree]
     while queue:
         value = queue.pop()
         if isinstance(value, StoredView):
-            found.append(value)
+            views.append(value)
         elif isinstance(value, Named):
             queue.append(value.value)
         elif isinstance(value, dict):
             queue += value.values()
         elif isinstance(value, (list, tuple)):
             queue += value
-    return found
+    return views
