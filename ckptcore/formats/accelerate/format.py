@@ -41,11 +41,11 @@ def detect(source: Source) -> Evidence | None:
     """Recognise a model by Accelerate's name, unless a *.safetensors beside it is what loaders read."""
     if not names.has_model(source):
         return None
-    found = names.parts(source)
-    folders = any(p.folder for p in found if p.role.startswith("model"))
+    parts = names.parts(source)
+    folders = any(p.folder for p in parts if p.role.startswith("model"))
     if not folders and any(p.endswith(".safetensors") and "/" not in p for p in source.listing):
         return None
-    return Evidence(_NAME, (f"found {', '.join(p.label for p in found)}",), ("torch_ranks", "torch_save"))
+    return Evidence(_NAME, (f"found {', '.join(p.label for p in parts)}",), ("torch_ranks", "torch_save"))
 
 
 def read(source: Source) -> Manifest:
@@ -60,23 +60,25 @@ def read(source: Source) -> Manifest:
 
     builder = Builder()
     reader = RankReader(source, builder)
-    found: list[Part] = []
-    seen: dict[str, names.SavedPart] = {}
+    parts: list[Part] = []
+    by_role: dict[str, names.SavedPart] = {}
     for part in names.parts(source):
-        if part.role in seen:
+        if part.role in by_role:
             raise AmbiguousModel(
-                f"{seen[part.role].label} and {part.label} are both the {part.role}: two saves in one folder",
+                f"{by_role[part.role].label} and {part.label} are both the {part.role}: "
+                "two saves in one folder",
                 hint="move one of them away, or name the folder to read",
             )
-        seen[part.role] = part
+        by_role[part.role] = part
         if part.folder:
             inner = read_folder(source.below(part.folder), _NAME)
-            found.append(Part(inner, part.folder, _renaming(part.role)))
+            parts.append(Part(inner, part.folder, _renaming(part.role)))
         else:
             reader.add(part.files, part.role)
-    for part in seen.values():
+    # After all parts: the files of each show ranks that took part.
+    for part in by_role.values():
         builder.findings += () if part.folder else reader.missing(part.files)
-    if not any(role.startswith("optimizer") for role in seen):
+    if not any(role.startswith("optimizer") for role in by_role):
         message = "there is no optimizer beside the model"
         builder.findings.append(finding("missing-part", "files", message, file="optimizer_0"))
     world = max(names.writers(source), default=-1) + 1
@@ -97,17 +99,17 @@ def read(source: Source) -> Manifest:
                 f"{path} is the only file of its rank: rank {world - 1} is the last rank with other files"
             )
             builder.findings.append(finding("missing-part", "files", message, file=path))
-    origin: dict[str, Any] = {"parts": list(seen)}
+    origin: dict[str, Any] = {"parts": list(by_role)}
     _trainer_state(source, builder, origin)
     if reader.world:
         origin["world_size"] = reader.world
     paths = reader.paths
-    for folder in found:
+    for folder in parts:
         for name, where in Paths.of(folder.manifest).items():
             renamed = folder.rename(name)
             paths.add(renamed, where if renamed == name else (renamed.split(".", 1)[0], *where[1:]))
-    found.append(Part(builder.build(_NAME, source.store.url, {})))
-    joined = join(_NAME, source.store.url, found, origin)
+    parts.append(Part(builder.build(_NAME, source.store.url, {})))
+    joined = join(_NAME, source.store.url, parts, origin)
     form = paths.form([t.fqn for t in joined.tensors], [b.key for b in joined.blobs])
     return replace(joined, origin={**origin, "paths": form}) if form else joined
 

@@ -114,13 +114,13 @@ def _value(request: Arrangement, name: str) -> Any:
 def _of_ranks(request: Arrangement, names: Sequence[str], pattern: str, world: int) -> Iterator[FileLayout]:
     """Yield the file of each rank: what is its own, and what all have."""
     common = [name for name in names if _RANK.fullmatch(name) is None]
-    own: dict[int, dict[str, str]] = {}
+    rank_names: dict[int, dict[str, str]] = {}
     for name in names:
         if (match := _RANK.fullmatch(name)) is not None:
-            own.setdefault(int(match["rank"]), {})[match["key"].partition(".")[2]] = name
-    for rank in range(max(world, max(own, default=-1) + 1)):
+            rank_names.setdefault(int(match["rank"]), {})[match["key"].partition(".")[2]] = name
+    for rank in range(max(world, max(rank_names, default=-1) + 1)):
         tree = _tree(request, common)
-        tree |= {key: _value(request, name) for key, name in own.get(rank, {}).items()}
+        tree |= {key: _value(request, name) for key, name in rank_names.get(rank, {}).items()}
         yield _file(pattern.format(rank), tree, request.tensors)
 
 
