@@ -84,14 +84,14 @@ def train_part(source: Source) -> Part | None:
     builder = Builder()
     trees: dict[int, tuple[dict[Any, Any], TorchTree]] = {}
     for rank, path in sorted(files.items()):
-        at = builder.file(path, source.listing[path])
+        file_number = builder.file(path, source.listing[path])
         try:
             objects = _read_file(source, path)
         except MalformedCheckpoint as error:
             builder.findings.append(finding("malformed-item", "coverage", error.message, file=path))
             continue
         tree = objects.tree if isinstance(objects.tree, dict) else {"state": objects.tree}
-        trees[rank] = tree, TorchTree(builder, at, objects, path)
+        trees[rank] = tree, TorchTree(builder, file_number, objects, path)
     keys = dict.fromkeys(k for tree, _ in trees.values() for k in tree)
     for key in keys:
         by_rank = {rank: tree[key] for rank, (tree, _) in trees.items() if key in tree}
@@ -110,18 +110,18 @@ def train_part(source: Source) -> Part | None:
     )
 
 
-def missing_part(name: str, what: str) -> Finding:
+def missing_part(name: str, part: str) -> Finding:
     """Return the warning that a part of such a checkpoint is missing."""
-    return finding("missing-part", "files", f"there is no {what}", file=name)
+    return finding("missing-part", "files", f"there is no {part}", file=name)
 
 
 def _read_file(source: Source, path: str) -> Objects:
     return read_objects(FileRange(source.store, path, 0, source.listing[path]), path)
 
 
-def _same_values(one: Any, other: Any) -> bool:
+def _same_values(first: Any, second: Any) -> bool:
     """Return whether two ranks' values are equal, without reading bytes of tensors."""
-    return one is other or (type(one) is type(other) and one == other and not _holds_tensor(one))
+    return first is second or (type(first) is type(second) and first == second and not _holds_tensor(first))
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -140,19 +140,20 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
     for key in ("global_step", "world_size"):
         for rank, tree in trees.items():
             if tree.get(key) != trees[first].get(key):
-                one, other = tree.get(key), trees[first].get(key)
+                rank_value, first_value = tree.get(key), trees[first].get(key)
                 message = (
-                    f"{key} of {files[rank]} is {short_repr(one, 40)}, "
-                    f"that of {files[first]} is {short_repr(other, 40)}"
+                    f"{key} of {files[rank]} is {short_repr(rank_value, 40)}, "
+                    f"that of {files[first]} is {short_repr(first_value, 40)}"
                 )
                 yield finding("mixed-saves", "files", message, file=files[rank])
     world = trees[first].get("world_size")
+    # Bounded, because ranks are counted up to it: it is a number of a pickle.
     if type(world) is not int or not 0 < world < 1 << 20:
         world = 1 + min(max(files), 1 << 20)  # as many ranks as the highest number implies
     lost = sorted(set(range(world)) - set(files))
     if lost:
-        more = f" (nor of {count(len(lost) - 1, 'other rank')})" if lost[1:] else ""
-        yield missing_part(f"train/rank{lost[0]}.pt", f"trainer state of rank {lost[0]} of {world}{more}")
+        suffix = f" (nor of {count(len(lost) - 1, 'other rank')})" if lost[1:] else ""
+        yield missing_part(f"train/rank{lost[0]}.pt", f"trainer state of rank {lost[0]} of {world}{suffix}")
     beyond = sorted(r for r in files if r >= world)
     if beyond:
         message = f"{files[beyond[0]]} is from rank {beyond[0]}, but only {count(world, 'rank')} saved"

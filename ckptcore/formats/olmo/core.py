@@ -106,8 +106,8 @@ def read(source: Source) -> Manifest:
         origin |= {**train.manifest.origin, **_paths(stored, train.manifest)}
     elif not bare:
         findings.append(missing_part("train", "train/rank0.pt: the trainer's own state"))
-    writer, found = _marker(source)
-    findings += found if not bare or MARKER in source.listing else ()
+    writer, marker_findings = _marker(source)
+    findings += marker_findings if not bare or MARKER in source.listing else ()
     origin |= writer | model_origin(t.fqn for t in stored.tensors)
     origin |= {p.split(".")[0]: p for p in _CONFIGS if p in source.listing}
     return join(NAME, source.store.url, parts, origin, findings)
@@ -119,12 +119,13 @@ def _written_by_olmo_core(source: Source) -> bool:
     if not any(DATA.search(p) for p in source.listing):
         return False
     meter().require(size, ".metadata")  # as its reader will
-    for at in range(0, size, _BLOCK):
-        block = tail + source.store.read(".metadata", at, min(_BLOCK, size - at))
+    for start in range(0, size, _BLOCK):
+        block = tail + source.store.read(".metadata", start, min(_BLOCK, size - start))
         if _OURS in block:
             return True
         if _TORCHS in block:
             return False
+        # A name may begin in one block and end in the next.
         tail = block[-len(_OURS) :]
     return False
 
@@ -139,14 +140,14 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
     try:
         raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
         form = load_json_object(raw, unique=True)
-        known = {k: form[k] for k in sorted(_MARKS) if type(form.get(k)) in (str, bool)}
+        marks = {k: form[k] for k in sorted(_MARKS) if type(form.get(k)) in (str, bool)}
         source.explain(MARKER, 0, len(raw))
-        more = {k: v for k, v in form.items() if k not in known}
-        source.carry(MARKER, MARKER, more, more.keys() & _MARKS)
+        other_entries = {k: v for k, v in form.items() if k not in marks}
+        source.carry(MARKER, MARKER, other_entries, other_entries.keys() & _MARKS)
     except InvalidText as error:
         message = f"cannot read {MARKER}: it is not what a trainer writes ({error})"
         return {}, [finding("malformed-metadata", "files", message, file=MARKER)]
-    return {f"writer_{k}" if k == "version" else k: v for k, v in known.items()}, []
+    return {f"writer_{k}" if k == "version" else k: v for k, v in marks.items()}, []
 
 
 def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
@@ -154,13 +155,13 @@ def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
     form = stored.origin.get("paths")
     if not form:
         return {}
-    more = [-1] * len(train.tensors), [-1] * len(train.blobs)
+    no_paths = [-1] * len(train.tensors), [-1] * len(train.blobs)
     return {
         "paths": form
         | {
-            "tensors": form["tensors"] + more[0],
-            "objects": form["objects"] + more[1],
-            "order": form["order"] + more[1],
+            "tensors": form["tensors"] + no_paths[0],
+            "objects": form["objects"] + no_paths[1],
+            "order": form["order"] + no_paths[1],
         }
     }
 

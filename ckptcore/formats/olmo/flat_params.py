@@ -42,7 +42,7 @@ class Slice:
         start: First element of the parameter.
         stop: Last element of the parameter + 1.
         data: The rank's flat tensor, perhaps one that cannot be read.
-        at: Position of the first element in it.
+        data_start: Position of the first element in it.
     """
 
     fqn: str
@@ -50,15 +50,15 @@ class Slice:
     start: int
     stop: int
     data: StoredView | RefusedTensor
-    at: int
+    data_start: int
 
 
-def slices(tree: Any, what: str) -> Iterator[Slice]:
+def slices(tree: Any, path: str) -> Iterator[Slice]:
     """Yield every parameter of a rank's file, including those without elements in it.
 
     Args:
         tree: The value of the file.
-        what: The file, for messages.
+        path: The file, for messages.
 
     Raises:
         MalformedCheckpoint: The file has no flat parameters, or their numbers contradict each other.
@@ -67,11 +67,13 @@ def slices(tree: Any, what: str) -> Iterator[Slice]:
         for module in tree["modules"]:
             prefix = plain_name(module["name"]).removesuffix("_fsdp_wrapped_module")
             for handle in module["handles"]:
-                for seen in _of_handle(handle):
-                    fqn = plain_name(f"{prefix.rstrip('.')}.{seen.fqn}" if prefix else seen.fqn)
-                    yield _checked(Slice(fqn, seen.shape, seen.start, seen.stop, seen.data, seen.at), what)
+                for part in _of_handle(handle):
+                    fqn = plain_name(f"{prefix.rstrip('.')}.{part.fqn}" if prefix else part.fqn)
+                    yield _checked(
+                        Slice(fqn, part.shape, part.start, part.stop, part.data, part.data_start), path
+                    )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise MalformedCheckpoint(f"{what} must hold flat parameters: {short_repr(error, 160)}") from error
+        raise MalformedCheckpoint(f"{path} must hold flat parameters: {short_repr(error, 160)}") from error
 
 
 def _of_handle(handle: Any) -> Iterator[Slice]:
@@ -84,16 +86,16 @@ def _of_handle(handle: Any) -> Iterator[Slice]:
     if len(names) != len(shapes) or (by_number and max(by_number) >= len(names)):
         raise ValueError("names, shapes and places of a flat parameter differ in number")
     for n, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        start, stop, at = by_number.get(n, (0, 0, 0))
-        yield Slice(_checked_name(name), shape, start, stop, data, at)
+        start, stop, data_start = by_number.get(n, (0, 0, 0))
+        yield Slice(_checked_name(name), shape, start, stop, data, data_start)
 
 
 def _by_indices(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
     """Yield (parameter, (start, stop, first in the flat tensor)) of torch up to 2.0: back to back."""
-    first, at = handle["flat_param._shard_indices"][0], 0
+    first, data_start = handle["flat_param._shard_indices"][0], 0
     for n, (start, last) in enumerate(handle["flat_param._shard_param_offsets"]):
-        yield first + n, (start, last + 1, at)
-        at += last + 1 - start
+        yield first + n, (start, last + 1, data_start)
+        data_start += last + 1 - start
 
 
 def _by_infos(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
@@ -103,31 +105,31 @@ def _by_infos(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
         raise ValueError("_shard_param_infos does not list every parameter")
     for n, info in enumerate(infos):
         fields = info.args if type(info) is Record else info
-        inside, at, numel, start, last = fields
+        inside, data_start, numel, start, last = fields
         if inside is True:
             if last + 1 - start != numel:
                 raise ValueError(f"elements {start} to {last} are not {numel}")
-            yield n, (start, last + 1, at)
+            yield n, (start, last + 1, data_start)
         elif inside is not False:
             raise TypeError(f"{short_repr(fields)} is not a position")
 
 
-def _checked(found: Slice, what: str) -> Slice:
-    numbers = (found.start, found.stop, found.at)
+def _checked(part: Slice, path: str) -> Slice:
+    numbers = (part.start, part.stop, part.data_start)
     if any(type(n) is not int for n in numbers):
         raise TypeError(f"{short_repr(numbers)} are not integers")
-    if not 0 <= found.start <= found.stop <= prod(found.shape):
+    if not 0 <= part.start <= part.stop <= prod(part.shape):
         raise MalformedCheckpoint(
-            f"{what}: elements [{found.start}, {found.stop}) are outside {found.fqn} {list(found.shape)}"
+            f"{path}: elements [{part.start}, {part.stop}) are outside {part.fqn} {list(part.shape)}"
         )
-    if isinstance(found.data, RefusedTensor):
-        return found
-    if not 0 <= found.at <= found.data.shape[0] - (found.stop - found.start):
+    if isinstance(part.data, RefusedTensor):
+        return part
+    if not 0 <= part.data_start <= part.data.shape[0] - (part.stop - part.start):
         raise MalformedCheckpoint(
-            f"{what}: {found.fqn} needs {found.stop - found.start} elements at {found.at} of a flat "
-            f"parameter of {found.data.shape[0]}"
+            f"{path}: {part.fqn} needs {part.stop - part.start} elements at {part.data_start} of a flat "
+            f"parameter of {part.data.shape[0]}"
         )
-    return found
+    return part
 
 
 def _checked_shape(value: Any) -> tuple[int, ...]:

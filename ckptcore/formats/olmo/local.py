@@ -108,14 +108,14 @@ class _RankStates:
         """Add a rank's parameters."""
         objects, tree = self._open(path, TABLE)
         by_name: Slices = {}
-        for seen in slices(objects.tree, path):
-            if seen.fqn in by_name:
-                raise MalformedCheckpoint(f"{path} has {seen.fqn} twice", file=path)
-            by_name[seen.fqn] = seen
-            if isinstance(seen.data, StoredView):
-                self._add(tree, f"model.{seen.fqn}", seen, seen.data, seen.at, path)
-            elif seen.stop > seen.start or 0 in seen.shape:
-                add_odd_piece(self.builder, f"model.{seen.fqn}", seen.data, path)
+        for part in slices(objects.tree, path):
+            if part.fqn in by_name:
+                raise MalformedCheckpoint(f"{path} has {part.fqn} twice", file=path)
+            by_name[part.fqn] = part
+            if isinstance(part.data, StoredView):
+                self._add(tree, f"model.{part.fqn}", part, part.data, part.data_start, path)
+            elif part.stop > part.start or 0 in part.shape:
+                add_odd_piece(self.builder, f"model.{part.fqn}", part.data, path)
         return by_name
 
     def optim(self, path: str, parameters: Slices) -> None:
@@ -124,8 +124,8 @@ class _RankStates:
         state = objects.tree.get("state") if isinstance(objects.tree, dict) else None
         if not isinstance(state, dict) or "param_groups" not in objects.tree:
             raise MalformedCheckpoint(f"{path} must hold an optimizer's state dict", file=path)
-        more = {str(k): v for k, v in objects.tree.items() if k not in ("state", "param_groups")}
-        self.source.carry(path, "optim", more)
+        other_entries = {str(k): v for k, v in objects.tree.items() if k not in ("state", "param_groups")}
+        self.source.carry(path, "optim", other_entries)
         names = names_by_number(objects.tree["param_groups"])
         for key, group in plain_groups(objects.tree["param_groups"]).items():
             self._object(key, group, path)
@@ -144,6 +144,7 @@ class _RankStates:
                     add_odd_piece(self.builder, name, value, path)
                 elif not isinstance(value, StoredView):
                     self._object(name, value, path)
+                # A step counter is not split: each rank has all of it.
                 elif value.shape == ():
                     self._add(tree, name, Slice(fqn, (), 0, 1, value, 0), value, 0, path)
                 elif fqn not in parameters:
@@ -156,16 +157,18 @@ class _RankStates:
         objects = read_objects(FileRange(store, path, 0, size), path, table)
         return objects, TorchTree(self.builder, self.builder.file(path, size), objects, path)
 
-    def _add(self, tree: TorchTree, name: str, seen: Slice, data: StoredView, at: int, path: str) -> None:
-        """Add one rank's elements of a tensor; ``at`` is the position of the first in ``data``."""
-        numel = seen.stop - seen.start
-        if data is not seen.data and data.shape != (numel,):
+    def _add(
+        self, tree: TorchTree, name: str, part: Slice, data: StoredView, data_start: int, path: str
+    ) -> None:
+        """Add one rank's elements of a tensor; ``data_start`` is the position of the first in ``data``."""
+        numel = part.stop - part.start
+        if data is not part.data and data.shape != (numel,):
             raise MalformedCheckpoint(
                 f"{path}: {name} must have {count(numel, 'element')} like its parameter "
                 f"(got {list(data.shape)})",
                 file=path,
             )
-        spec = TensorSpec(name, data.dtype, seen.shape)
+        spec = TensorSpec(name, data.dtype, part.shape)
         tensor = self._tensors.get(name)
         if tensor is None:
             tensor = self._tensors[name] = self.builder.tensor(spec)
@@ -183,8 +186,8 @@ class _RankStates:
         if view.strides is not None:
             raise MalformedCheckpoint(f"{path}: {name} must be contiguous", file=path)
         width = BY_NAME[data.dtype].itemsize
-        for box in from_flat_range(seen.shape, seen.start, seen.stop):
-            first_element = at + flat_start(seen.shape, box.offset) - seen.start
+        for box in from_flat_range(part.shape, part.start, part.stop):
+            first_element = data_start + flat_start(part.shape, box.offset) - part.start
             place = View(view.start + first_element * width, None, view.flags)
             self.builder.chunk(tensor, box.offset, box.shape, item, place)
 

@@ -28,15 +28,15 @@ def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         UnsupportedFormat: There are no groups, or their parameters have no names.
     """
-    found = _collected(objects)
-    if not found:
+    collected = _collected(objects)
+    if not collected:
         raise UnsupportedFormat(
             "cannot name the optimizer's state: it has no parameter groups",
             hint="leave the optimizer out with --exclude 'optim.*'",
         )
     groups: list[dict[str, Any]] = []
     count = 0
-    for n, group in enumerate(found):
+    for n, group in enumerate(collected):
         names = next((group[k] for k in _NAMES if k in group), None)
         params = group.get("params")
         if type(params) is not list or _opaque(group):
@@ -45,6 +45,7 @@ def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
                 hint="leave the optimizer out with --exclude 'optim.*'",
             )
         if names is None and all(type(p) is str for p in params):
+            # Groups that list names have no numbers; 0.1 counts parameters over all groups.
             names, params = params, list(range(count, count + len(params)))
         if type(names) is not list or len(names) != len(params):
             raise UnsupportedFormat(
@@ -95,7 +96,7 @@ def _opaque(value: Any) -> bool:
 
 def names_by_number(groups: Any) -> dict[int, str] | None:
     """Return number of a parameter -> its plain FQN; None where the groups have no names."""
-    found: dict[int, str] = {}
+    fqn_of: dict[int, str] = {}
     if type(groups) is not list:
         return None
     for group in groups:
@@ -106,8 +107,8 @@ def names_by_number(groups: Any) -> dict[int, str] | None:
             return None
         if any(type(p) is not int for p in params) or any(type(n) is not str for n in names):
             return None
-        found |= {p: plain_name(n) for p, n in zip(params, names, strict=True)}
-    return found if len(set(found.values())) == len(found) else None
+        fqn_of |= {p: plain_name(n) for p, n in zip(params, names, strict=True)}
+    return fqn_of if len(set(fqn_of.values())) == len(fqn_of) else None
 
 
 def plain_groups(groups: Any) -> dict[str, Any]:

@@ -36,9 +36,9 @@ def train_files(request: Arrangement, classes: Classes) -> list[FileLayout]:
     ranks: dict[int, dict[str, Any]] = {}
     for name in sorted(leaves, key=natural):
         below = name.removeprefix(PREFIX)
-        own = _RANK.match(below)
-        if own:
-            ranks.setdefault(int(own[1]), {})[own[2]] = leaves[name]
+        match = _RANK.match(below)
+        if match:
+            ranks.setdefault(int(match[1]), {})[match[2]] = leaves[name]
         else:
             shared[below] = leaves[name]
     if not shared and not ranks:
@@ -46,9 +46,9 @@ def train_files(request: Arrangement, classes: Classes) -> list[FileLayout]:
     number = {t.fqn: i for i, t in enumerate(request.tensors)}
     world = shared.get("world_size")
     # A state that all ranks share still needs a file per rank: a reader counts them.
-    every = range(world) if type(world) is int and 0 < world <= _MOST_RANKS else ()
+    all_ranks = range(world) if type(world) is int and 0 < world <= _MOST_RANKS else ()
     files = []
-    for rank in sorted({0, *ranks, *every}):
+    for rank in sorted({0, *ranks, *all_ranks}):
         tree = _nested_tree({**shared, **ranks.get(rank, {})})
         order = [number[ref] for ref in tensors_in(tree)]
         # The trainers load it with weights_only=False, so numpy's random state stays numpy.
@@ -59,30 +59,30 @@ def train_files(request: Arrangement, classes: Classes) -> list[FileLayout]:
 def _nested_tree(leaves: dict[str, Any]) -> Any:
     """Return the tree of dotted names. A value that was stored as one stays as it is, whatever its keys."""
     top: dict[str, Any] = {}
-    made = {id(top)}  # dicts made from names; nothing is added to values
+    dict_ids = {id(top)}  # dicts made from names; nothing is added to values
     for name, value in leaves.items():
         *parents, last = name.split(".")
-        at = top
+        node = top
         for part in parents:
-            if part not in at:
-                at[part] = {}
-                made.add(id(at[part]))
-            at = at[part]
-            if id(at) not in made:
+            if part not in node:
+                node[part] = {}
+                dict_ids.add(id(node[part]))
+            node = node[part]
+            if id(node) not in dict_ids:
                 break
-        if id(at) not in made or last in at:
+        if id(node) not in dict_ids or last in node:
             raise UnsupportedFormat(
                 f"cannot write {PREFIX}{name}: it is inside another value",
                 hint=f"leave one out: --exclude '{PREFIX}{name}'",
             )
-        at[last] = value
-    return _lists(top, made)
+        node[last] = value
+    return _lists(top, dict_ids)
 
 
-def _lists(tree: Any, made: set[int]) -> Any:
+def _lists(tree: Any, dict_ids: set[int]) -> Any:
     """Return the tree with lists in place of dicts made from names 0, 1, 2, ..."""
-    if id(tree) not in made:
+    if id(tree) not in dict_ids:
         return tree
     if tree and list(tree) == [str(n) for n in range(len(tree))]:
-        return [_lists(v, made) for v in tree.values()]
-    return {k: _lists(v, made) for k, v in tree.items()}
+        return [_lists(v, dict_ids) for v in tree.values()]
+    return {k: _lists(v, dict_ids) for k, v in tree.items()}

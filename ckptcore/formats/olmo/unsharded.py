@@ -52,9 +52,9 @@ def detect(source: Source) -> Evidence | None:
             return Evidence(NAME, (f"the names in {file} are pickles",), refines=("safetensors",))
     beside = [p for p in ("optim.pt", "train.pt") if p in source.listing]
     beside += [_CONFIG] if beside and _CONFIG in source.listing else []
-    found = ["model.pt", *beside] if "model.pt" in source.listing else beside
-    if len(found) > 2:  # the config is saved last, and users often do not copy it
-        return Evidence(NAME, tuple(f"found {p}" for p in found), refines=("torch_save",))
+    files = ["model.pt", *beside] if "model.pt" in source.listing else beside
+    if len(files) > 2:  # the config is saved last, and users often do not copy it
+        return Evidence(NAME, tuple(f"found {p}" for p in files), refines=("torch_save",))
     return None
 
 
@@ -115,22 +115,22 @@ def _torch(source: Source, file: str, part: str) -> Manifest:
 def _safetensors(source: Source, file: str, part: str) -> Manifest:
     builder, size = Builder(), source.listing[file]
     tensors, _, begin = read_header(source.store, file, size)
-    at = builder.file(file, size)
+    file_number = builder.file(file, size)
     keys = {key: _decoded(key, file) for key in tensors}
     _require_part(part, any(path == ("param_groups",) for path, _ in keys.values()), file)
     values: dict[str, Any] = {}
     for key, (path, pickled) in keys.items():
         if pickled:
             dtype, shape, start, stop = tensors[key]
-            what = f"{'.'.join(map(str, path))} in {file}"
+            label = f"{'.'.join(map(str, path))} in {file}"
             if dtype != "uint8" or len(shape) != 1 or stop - start > _MAX_PICKLE:
-                raise MalformedCheckpoint(f"{what} must be a pickle (got {dtype} {list(shape)})", file=file)
+                raise MalformedCheckpoint(f"{label} must be a pickle (got {dtype} {list(shape)})", file=file)
             raw = source.store.read(file, begin + start, stop - start)
-            values[key] = _unpickled(raw, what)
+            values[key] = _unpickled(raw, label)
             source.explain(file, begin + start, begin + stop)
     groups = next((v for k, v in values.items() if keys[k][0] == ("param_groups",)), None)
     names = (names_by_number(groups) if part == "optim" else None) or {}
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for key, (path, pickled) in keys.items():
         if part == "optim" and path == ("param_groups",) and pickled:
             for name, group in plain_groups(values[key]).items():
@@ -139,14 +139,14 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
         if part == "optim" and len(path) > 1 and path[0] == "state":
             path = ("state", _parameter(path[1], names), *path[2:])
         name = ".".join(map(str, (part, *path) if part else path))
-        if name in seen:
+        if name in earlier:
             raise NameMismatch(f"{file} has two values with the name {name}")
-        seen.add(name)
+        earlier.add(name)
         if pickled:
             add_object(builder, name, values[key], file)
             continue
         dtype, shape, start, stop = tensors[key]
-        item = builder.item(Item(at, begin + start, stop - start, Envelope.RAW))
+        item = builder.item(Item(file_number, begin + start, stop - start, Envelope.RAW))
         builder.chunk(builder.tensor(TensorSpec(name, dtype, shape)), (0,) * len(shape), shape, item)
     return builder.build(NAME, source.store.url, {})
 
@@ -167,25 +167,25 @@ def _names_are_pickles(source: Source, file: str) -> bool:
 
 
 def _decoded(key: str, file: str) -> Entry:
-    what = f"the name {key:.40} in {file}"
+    label = f"the name {key:.40} in {file}"
     try:
         raw = base64.b64decode(key, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MalformedCheckpoint(f"{what} must be base64, like the others", file=file) from error
-    value = loads(raw, {}, what=what)
+        raise MalformedCheckpoint(f"{label} must be base64, like the others", file=file) from error
+    value = loads(raw, {}, what=label)
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is bool:
         path, pickled = value
         if 0 < len(path) <= _MAX_PATH and all(type(p) in (str, int) for p in path):
             # Parts may be one text, shared through the memo. Nothing else can be, and no other tree is built.
-            meter().take(CONTAINER + _CHAR * sum(len(p) for p in path if type(p) is str), what)
+            meter().take(CONTAINER + _CHAR * sum(len(p) for p in path if type(p) is str), label)
             return path, pickled
-    raise MalformedCheckpoint(f"{what} must be a path in a state dict", file=file)
+    raise MalformedCheckpoint(f"{label} must be a path in a state dict", file=file)
 
 
-def _unpickled(raw: bytes, what: str) -> Any:
+def _unpickled(raw: bytes, label: str) -> Any:
     """Unpickle plain values; globals are refused one by one."""
-    value = loads(raw, {}, what=what, refused=[])
-    bound_tree(value, len(raw), what)
+    value = loads(raw, {}, what=label, refused=[])
+    bound_tree(value, len(raw), label)
     return value
 
 

@@ -44,19 +44,19 @@ def detect(source: Source) -> Evidence | None:
     """Recognise `rank_R.safetensors` in the folder itself, or in its model/ and optim/."""
     if source.name is not None:
         return None
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for path in source.listing:
         if m := _RANKS.match(path):
-            found[m[1]] = found.get(m[1], 0) + 1
-    if not found and METADATA in source.listing:  # every data file may be missing
+            counts[m[1]] = counts.get(m[1], 0) + 1
+    if not counts and METADATA in source.listing:  # every data file may be missing
         head = source.store.read(METADATA, 0, min(64, source.listing[METADATA]))
         return Evidence("olmo_v01", (f"{METADATA} lists shards per file",)) if _SPEC.match(head) else None
-    if "" in found and len(found) > 1:
-        found = {k: n for k, n in found.items() if k}  # loose files beside model/ and optim/ are strays
-    because = [f"{n} {f}rank_R.safetensors" for f, n in sorted(found.items())]
-    because += [f"found {f}{METADATA}" for f in sorted(found) if f + METADATA in source.listing]
+    if "" in counts and len(counts) > 1:
+        counts = {k: n for k, n in counts.items() if k}  # loose files beside model/ and optim/ are strays
+    because = [f"{n} {f}rank_R.safetensors" for f, n in sorted(counts.items())]
+    because += [f"found {f}{METADATA}" for f in sorted(counts) if f + METADATA in source.listing]
     # The only file of one rank looks like a safetensors folder's.
-    refines = ("safetensors",) if found == {"": 1} and "model.safetensors" not in source.listing else ()
+    refines = ("safetensors",) if counts == {"": 1} and "model.safetensors" not in source.listing else ()
     return Evidence("olmo_v01", tuple(because), refines) if because else None
 
 
@@ -113,20 +113,22 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
         builder.blobs.append(Blob(stored.name, -1, known=False))
         return None
     start, length = header[1] + entry[2], entry[3] - entry[2]
-    at = builder.item(
+    item_number = builder.item(
         Item(builder.file(shard.file, folder.source.listing[shard.file]), start, length, Envelope.RAW)
     )
-    what = f"{stored.name} in {shard.file}"
+    label = f"{stored.name} in {shard.file}"
     try:
         raw = folder.source.store.read(shard.file, start, length)
-        value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickled(raw, what)
+        value = (
+            int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickled(raw, label)
+        )
     except (MalformedCheckpoint, UnsafeContent) as error:
         builder.findings.append(
             finding("malformed-item", "coverage", error.message, fqn=stored.name, file=shard.file)
         )
-        builder.blobs.append(Blob(stored.name, at, known=False))
+        builder.blobs.append(Blob(stored.name, item_number, known=False))
         return None
-    add_object(builder, stored.name, value, what)
+    add_object(builder, stored.name, value, label)
     if any(name.startswith("torch.") for name in refused_in(value)):  # e.g. a learning rate as a tensor
         message = f"cannot read the tensors inside object {stored.name}"
         builder.findings.append(finding("refused-tensors", "coverage", message, fqn=stored.name))
@@ -135,29 +137,31 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
 
 def _is_plain(stored: Stored, entry: tuple[str, tuple[int, ...], int, int]) -> bool:
     """Return whether a file holds a complete count or pickle, as the metadata says."""
-    wanted = "int64" if stored.name == _COUNT else "uint8"
+    expected_dtype = "int64" if stored.name == _COUNT else "uint8"
     numel = 1 if stored.name == _COUNT else prod(stored.shape)
-    seen, shape, start, stop = entry
-    recorded = (stored.dtype or seen, prod(stored.shape), seen, prod(shape))
-    return recorded == (wanted, numel, wanted, numel) and stop - start <= _MAX_PICKLE
+    stored_dtype, shape, start, stop = entry
+    recorded = (stored.dtype or stored_dtype, prod(stored.shape), stored_dtype, prod(shape))
+    return recorded == (expected_dtype, numel, expected_dtype, numel) and stop - start <= _MAX_PICKLE
 
 
-def _unpickled(raw: bytes, what: str) -> Any:
-    value = loads(raw, {}, what=what, refused=[])
-    bound_tree(value, len(raw), what)
+def _unpickled(raw: bytes, label: str) -> Any:
+    value = loads(raw, {}, what=label, refused=[])
+    bound_tree(value, len(raw), label)
     return value
 
 
 def _plain_names(names: list[str], keys: Any) -> Callable[[str], str]:
     """Return the function that gives names in an optimizer's folder their spelling in other generations."""
     current = any(_STATE.match(n) for n in names)
-    known = sorted((k for k in keys if type(k) is str), key=len, reverse=True) if type(keys) is list else []
+    state_keys = (
+        sorted((k for k in keys if type(k) is str), key=len, reverse=True) if type(keys) is list else []
+    )
 
     def rename(name: str) -> str:
         if m := _STATE.match(name):
             return f"state.{m['fqn']}.{m['key']}"
         if not current and name.startswith("state."):
-            key = next((k for k in known if name.startswith(f"state.{k}.")), None)
+            key = next((k for k in state_keys if name.startswith(f"state.{k}.")), None)
             return f"state.{name[len(key) + 7 :]}.{key}" if key else name
         if name.startswith("param_group") and name[11:].isdigit():
             return f"param_groups.{name[11:]}"

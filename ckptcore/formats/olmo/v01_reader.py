@@ -104,12 +104,12 @@ class RankFolder:
         itemsize = BY_NAME[dtype].itemsize
         for shard in stored.shards:
             file = builder.file(shard.file, self.source.listing.get(shard.file))
-            found = self._start(builder, stored.name, dtype, shard)
+            shard_start = self._start(builder, stored.name, dtype, shard)
             for box, first in shard.boxes:
-                if found is None:
+                if shard_start is None:
                     builder.chunk(tensor, box.offset, box.shape, -1)
                     continue
-                start = found + first * itemsize
+                start = shard_start + first * itemsize
                 item = builder.plain_item(file, start, box.numel * itemsize, Envelope.RAW)
                 builder.chunk(tensor, box.offset, box.shape, item)
 
@@ -123,11 +123,11 @@ class RankFolder:
             message = f"{shard.file} lacks its {count(shard.numel, 'element')} of {name}"
             builder.findings.append(finding("hole", "coverage", message, fqn=name, file=shard.file))
             return None
-        seen, shape, start, _ = entry
-        if seen != dtype or len(shape) > 1 or prod(shape) != shard.numel:
+        stored_dtype, shape, start, _ = entry
+        if stored_dtype != dtype or len(shape) > 1 or prod(shape) != shard.numel:
             message = (
                 f"{shard.file} must have {shard.numel} {dtype} elements of {name} by {METADATA} (got "
-                f"{seen} {list(shape)})"
+                f"{stored_dtype} {list(shape)})"
             )
             builder.findings.append(finding("item-mismatch", "coverage", message, fqn=name, file=shard.file))
             return None
@@ -189,8 +189,8 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
     for name, entry in tensors:
         try:
             yield _stored_tensor(name, entry, listed)
-            if more := _other_fields(entry):
-                source.carry(METADATA, METADATA, {name: more})
+            if other_fields := _other_fields(entry):
+                source.carry(METADATA, METADATA, {name: other_fields})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedCheckpoint(
                 f"cannot read the entry {short_repr(name)} of {METADATA}: {error}", file=METADATA
@@ -199,11 +199,11 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
 
 def _other_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a tensor's entry that OLMo-core does not write, and those of its specs by file."""
-    more = {k: v for k, v in entry.items() if k not in _FIELDS}
+    fields = {k: v for k, v in entry.items() if k not in _FIELDS}
     for file, spec in entry.get(_SPECS, {}).items():
         if not spec.keys() <= _SPEC_FIELDS:
-            more[file] = {k: v for k, v in spec.items() if k not in _SPEC_FIELDS}
-    return more
+            fields[file] = {k: v for k, v in spec.items() if k not in _SPEC_FIELDS}
+    return fields
 
 
 def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
@@ -214,8 +214,8 @@ def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Sto
             f"{METADATA}: dtype of {name} must be a safetensors dtype (got {short_repr(spelled, 40)})",
             fqn=name,
         )
-    known = BY_SAFETENSORS.get(spelled) if spelled is not None else None
-    dtype = known.name if known is not None else spelled
+    canonical = BY_SAFETENSORS.get(spelled) if spelled is not None else None
+    dtype = canonical.name if canonical is not None else spelled
     if "shard_spec_per_file" in entry:
         specs = entry["shard_spec_per_file"].items()
     else:
@@ -225,6 +225,7 @@ def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Sto
     shards = []
     for file, spec in specs:
         if file not in listed:
+            # Once for each file, not for each tensor: every rank lists every tensor.
             inner_path(file, what=METADATA)
             listed.add(file)
         shard = _shard(file, spec, shape)
@@ -243,13 +244,15 @@ def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatSh
             raise ValueError(f"the box of {file} must have {len(shape)} dims (got {len(box.shape)})")
         return FlatShard(file, ((box, 0),) if box.numel else (), box.numel)
     boxes: list[tuple[Box, int]] = []
-    at = 0
+    numel = 0
     for start, stop in flat:
         if type(start) is not int or type(stop) is not int:
             raise TypeError(f"the range of {file} must be two integers (got {short_repr([start, stop])})")
-        boxes += [(b, at + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)]
-        at += stop - start
-    return FlatShard(file, tuple(boxes), at)
+        boxes += [
+            (b, numel + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)
+        ]
+        numel += stop - start
+    return FlatShard(file, tuple(boxes), numel)
 
 
 def _ranges(offsets: Any) -> Any:

@@ -127,7 +127,7 @@ def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterabl
     groups = groups_of(dict(sorted(objects.items(), key=lambda row: place.get(row[0], len(place)))))
     keys = sorted({e.name.rsplit(".__", 1)[1] for e in optim})
     count = len(groups).to_bytes(8, "little")
-    found = [_Entry("num_param_groups", "int64", (), None, count)]
+    entries = [_Entry("num_param_groups", "int64", (), None, count)]
     values = {f"param_group{i}": g for i, g in enumerate(groups)} | {"state_keys": keys}
     for name, value in values.items():
         pickled = write.Pickled(_no_tensor)
@@ -136,8 +136,8 @@ def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterabl
         except TypeError as error:
             raise _no_place(f"optim.{name}", f"a pickle of plain values: {error}") from error
         data = pickled.finish()
-        found.append(_Entry(name, "uint8", (len(data),), None, data))
-    return found
+        entries.append(_Entry(name, "uint8", (len(data),), None, data))
+    return entries
 
 
 def _folder_files(
@@ -173,9 +173,9 @@ def _packed(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_Entry
 
 def _by_rank(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_EntryBox]]:
     """Return what each rank writes, as the format's own writer does: the first rank writes literal bytes."""
-    at = {e.position: e for e in entries if e.position is not None}
-    ranks = by_rank(request.tensors, at, request.topology)
-    files = [[_EntryBox(at[position], box) for position, box in parts] for parts in ranks]
+    entry_of = {e.position: e for e in entries if e.position is not None}
+    ranks = by_rank(request.tensors, entry_of, request.topology)
+    files = [[_EntryBox(entry_of[position], box) for position, box in parts] for parts in ranks]
     files[0] += [e.full for e in entries if e.position is None]
     return files
 
@@ -206,7 +206,9 @@ def _spec(entry: _Entry, box: Box) -> dict[str, Any]:
             hint="shard it along its first dim, or choose another target format",
         )
     length = prod(box.shape[outer:])
-    starts = (flat_start(shape, (*at, *box.offset[outer:])) for at in product(*_outer(box, outer)))
+    starts = (
+        flat_start(shape, (*outer_index, *box.offset[outer:])) for outer_index in product(*_outer(box, outer))
+    )
     ranges = [[start, start + length] for start in starts]
     return {"flattened_offsets": ranges, "local_shape": None, "global_offset": None}
 
