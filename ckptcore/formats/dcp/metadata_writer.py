@@ -266,8 +266,8 @@ def _place_head(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
 def _index(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
     where, memoized = p.sized(tensor.chunks[n][0])
     index = p.reference("offset") + where + p.reference("index") + number(n)
-    info = p.reference(FILES, "_StorageInfo") + _BEGIN + p.reference("relative_path")
-    return index + b"ub" + info, memoized + 4
+    place_begin = p.reference(FILES, "_StorageInfo") + _BEGIN + p.reference("relative_path")
+    return index + b"ub" + place_begin, memoized + 4
 
 
 def _place_ends(p: _Pickle) -> Callable[[int, int], bytes]:
