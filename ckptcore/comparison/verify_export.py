@@ -64,7 +64,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete, UsageError
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
-from ckptcore.naming.maps.numbers import Config
+from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.peft import adapter_config, find_adapter
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB

@@ -59,16 +59,16 @@ class ModelPart:
         prefix: Prefix of its names in the checkpoint.
         because: The evidence, one sentence.
         beside: First path elements of the trainer's own entries below that prefix, to be left out.
-        own: Names below ``beside`` that are the model's.
-        others: Prefixes of parts that could be the model too, and are left out.
+        model_names: Names below ``beside`` that are the model's.
+        other_prefixes: Prefixes of parts that could be the model too, and are left out.
         strays: Stored names outside of the part that the optimizer has state for, unless the user named it.
     """
 
     prefix: str
     because: str
     beside: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
-    others: tuple[str, ...] = ()
+    model_names: frozenset[str] = frozenset()
+    other_prefixes: tuple[str, ...] = ()
     strays: tuple[str, ...] = ()
 
     def holds(self, name: str) -> bool:
@@ -78,7 +78,7 @@ class ModelPart:
     def foreign(self, name: str) -> str | None:
         """Return the rule that drops a name below the prefix; None for the model's own names."""
         for root in self.beside:
-            if (name == root or name.startswith(root + ".")) and name not in self.own:
+            if (name == root or name.startswith(root + ".")) and name not in self.model_names:
                 return f"not part of the model ({root})"
         return None
 
@@ -102,21 +102,22 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
         )
     if prefix is not None:
         return _part_below(stored, prefix)
-    part = _found(stored)
+    part = _part_by_evidence(stored)
     strays = _find_strays(stored.kinds, stored.names, part, stored.states)
     return replace(part, strays=strays) if strays else part
 
 
-def _found(stored: _Stored) -> ModelPart:
+def _part_by_evidence(stored: _Stored) -> ModelPart:
     """Return the part that the evidence names."""
     manifest = stored.manifest
-    known = manifest.origin.get("model")
-    if known and any(n.startswith(known["prefix"]) for n in stored.names):
-        return ModelPart(known["prefix"], known["because"])
+    recorded_part = manifest.origin.get("model")
+    if recorded_part and any(n.startswith(recorded_part["prefix"]) for n in stored.names):
+        return ModelPart(recorded_part["prefix"], recorded_part["because"])
     _require_shapes(stored.names)
     composed = _composed(stored)
     if composed is not None:
         return composed
+    # Before containers: optimizers name parameters, and an average of weights is a container, too.
     if stored.states:
         part = _by_optimizer(stored)
         if part is not None:
@@ -127,10 +128,12 @@ def _found(stored: _Stored) -> ModelPart:
         if root == "":
             return ModelPart("", f"{count} tensors are at the top level", *stored.beside(""))
         return ModelPart(root, f"{root[:-1]} is the only part that is not the trainer's ({count} tensors)")
-    called = _called([r for r, _ in candidates])
-    if called is not None:
-        others = tuple(r for r, _ in candidates if r != called)
-        return ModelPart(called, f"{called[:-1]} is what trainers call the model", others=others)
+    usual_root = _usual_root([r for r, _ in candidates])
+    if usual_root is not None:
+        other_roots = tuple(r for r, _ in candidates if r != usual_root)
+        return ModelPart(
+            usual_root, f"{usual_root[:-1]} is what trainers call the model", other_prefixes=other_roots
+        )
     parts = ", ".join(f"{r or 'top level'} ({n} tensors)" for r, n in candidates[:8]) or "none"
     raise AmbiguousModel(
         f"cannot choose the part of the checkpoint that is the model; candidates: {parts}",
@@ -142,10 +145,10 @@ def _found(stored: _Stored) -> ModelPart:
 def _composed(stored: _Stored) -> ModelPart | None:
     """Return the model that Composer wrapped, of which its integration with the hub keeps a record."""
     for blob in stored.manifest.blobs:
-        found = _COMPOSER.match(blob.key)
-        if found is None or not (found[2] or (type(blob.tree) is dict and "huggingface" in blob.tree)):
+        match = _COMPOSER.match(blob.key)
+        if match is None or not (match[2] or (type(blob.tree) is dict and "huggingface" in blob.tree)):
             continue
-        root = f"{found[1]}model.model."
+        root = f"{match[1]}model.model."
         count = sum(name.startswith(root) for name in stored.names)
         if count:
             because = f"Composer's HuggingFaceModel keeps the model's {count} tensors in its attribute model"
@@ -168,10 +171,10 @@ def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | No
                 part.append(find_model(manifest, prefix))
             except AmbiguousModel:
                 part.append(None)
-        found = part[0]
-        if found is None:
+        model_part = part[0]
+        if model_part is None:
             return None if name in objects else name
-        return name[len(found.prefix) :] if name not in objects and found.holds(name) else None
+        return name[len(model_part.prefix) :] if name not in objects and model_part.holds(name) else None
 
     return inside
 
@@ -224,18 +227,20 @@ class _Stored:
         return name.split(".")[0] in self.trainers
 
     def beside(self, root: str) -> tuple[tuple[str, ...], frozenset[str]]:
-        """Return `ModelPart.beside` and `ModelPart.own` of a model at a root."""
+        """Return `ModelPart.beside` and `ModelPart.model_names` of a model at a root."""
         if root:
             return (), frozenset()
         optimizers = {o.split(".")[0] for o in self.states if o} | ({"state"} if "" in self.states else set())
         beside = tuple(sorted(top for top in self.tops if top in optimizers or top in self.trainers))
         trained = {strip_wrappers(p) for parameters in self.states.values() for p in parameters}
-        own: set[str] = set()
+        model_names: set[str] = set()
         for top in beside:
             unknown = [n for n in self.tops[top] if self.kinds.kind_of(n) is None and not below_states(n)]
             mine = {n for n in unknown if strip_wrappers(n) in trained}
-            own |= {n for n in unknown if mine} if not _OPTIMIZER.match(top) else mine
-        return beside, frozenset(own)
+            # One trained tensor shows that the entry is a module of the model. An optimizer may keep tensors
+            # of unknown keys: below its name only what is trained is the model's.
+            model_names |= {n for n in unknown if mine} if not _OPTIMIZER.match(top) else mine
+        return beside, frozenset(model_names)
 
     def _is_trainers(self, top: str) -> bool:
         below, kinds = self.tops[top], self.kinds
@@ -260,8 +265,8 @@ def _part_below(stored: _Stored, prefix: str) -> ModelPart:
 def _require_shapes(names: Sequence[str]) -> None:
     """Reject OLMo-core's direct saves, which keep weights only as the optimizer's flat ``<fqn>.main``."""
     flat = [n for n in names if n.endswith(".main")]
-    known = set(names) if flat else set()
-    flat = [n for n in flat if n.removesuffix("main") + "exp_avg" in known]
+    all_names = set(names) if flat else set()
+    flat = [n for n in flat if n.removesuffix("main") + "exp_avg" in all_names]
     if flat:
         raise AmbiguousModel(
             f"{len(flat)} weights are stored flat, like the optimizer's {flat[0]}: no shapes are stored",
@@ -278,22 +283,22 @@ def _by_optimizer(stored: _Stored) -> ModelPart | None:
     shared = set.intersection(*places.values()) if one_model else set()
     union = set().union(*places.values())
     candidates = sorted(shared or (union - {""} or union))
-    called = _called(candidates) if len(candidates) > 1 else None
-    if len(candidates) > 1 and called is None:
+    usual_root = _usual_root(candidates) if len(candidates) > 1 else None
+    if len(candidates) > 1 and usual_root is None:
         parts = ", ".join(f"{r or 'top level'} ({votes[r]} parameters)" for r in candidates)
         raise AmbiguousModel(
             f"the optimizer's parameters are found in more than one part: {parts}",
             hint=f"name one: --model-prefix {_likeliest(candidates)}",
             candidates=candidates,
         )
-    root = candidates[0] if called is None else called
+    root = candidates[0] if usual_root is None else usual_root
     optimizer = ", ".join(sorted(r or "the top level" for r in stored.states))
     place = f"under {root}" if root else "at the top level"
     because = f"{votes[root]} of the {len(parameters)} parameters that {optimizer} has state for are {place}"
-    others = tuple(r for r in candidates if r != root)
-    if others:
+    other_roots = tuple(r for r in candidates if r != root)
+    if other_roots:
         because += f", and {root[:-1]} is what trainers call the model"
-    return ModelPart(root, because, *stored.beside(root), others)
+    return ModelPart(root, because, *stored.beside(root), other_roots)
 
 
 def _places(stored: _Stored) -> tuple[dict[str, set[str]], Counter[str]]:
@@ -338,10 +343,10 @@ def _is_inside(prefix: str, optimizer: str) -> bool:
     return inside or (prefix.startswith(f"{optimizer}.") and is_average(prefix[len(optimizer) + 1 :]))
 
 
-def _called(roots: Sequence[str]) -> str | None:
+def _usual_root(roots: Sequence[str]) -> str | None:
     """Return the only one of several parts with a name that trainers use for the model, or None."""
-    known = [root for root in roots if root[:-1] in _CONTAINERS]
-    return known[0] if len(known) == 1 else None
+    usual_roots = [root for root in roots if root[:-1] in _CONTAINERS]
+    return usual_roots[0] if len(usual_roots) == 1 else None
 
 
 def _likeliest(roots: Sequence[str]) -> str:
@@ -360,11 +365,11 @@ def _containers(stored: _Stored) -> list[tuple[str, int]]:
     """Return (prefix, tensors) of each part that may be the model, most tensors first."""
     recorded = Paths.of(stored.manifest)
     roots = [recorded.container(name) for name in stored.names]
-    own = tuple(f"{o}." for o in stored.numbered if o)
+    optimizer_prefixes = tuple(f"{o}." for o in stored.numbered if o)
     count = Counter(roots)
     top = count.pop("", 0)
     for root in list(count):
-        if root.startswith(own) or root in stored.states or stored.is_trainers(root):
+        if root.startswith(optimizer_prefixes) or root in stored.states or stored.is_trainers(root):
             del count[root]
     if top and stored.trainers:
         bare = (name for name, root in zip(stored.names, roots, strict=True) if not root)
@@ -444,22 +449,26 @@ def _strays_by_shape(kinds: StoredKinds, names: Sequence[str], part: ModelPart) 
         if state is None or state.key not in SHAPED or not spec.numel > 1:
             continue
         if not state.parameter.isdigit():
-            return set()
+            return set()  # names tell more: `_strays_by_name`
         moments[state.root, state.parameter] = spec.shape
     if not moments:
         return set()
-    more = Counter(moments.values())
+    missing_by_shape = Counter(moments.values())
     shapes = {spec.fqn: spec.shape for spec in manifest.tensors}
     for name in names:
         if part.holds(name):
-            more[shapes[name]] -= 1
+            missing_by_shape[shapes[name]] -= 1
     outside = [
         name
         for name in _outside(names, part, dict.fromkeys(root for root, _ in moments))
-        if more[shapes[name]] > 0 and kinds.is_weight_like(name) and kinds.kind_of(name) is None
+        if missing_by_shape[shapes[name]] > 0 and kinds.is_weight_like(name) and kinds.kind_of(name) is None
     ]
-    there = Counter(shapes[name] for name in outside if not _COPY.search(name))
-    return {n for n in outside if there[shapes[n]] >= more[shapes[n]] and not _COPY.search(n)}
+    outside_by_shape = Counter(shapes[name] for name in outside if not _COPY.search(name))
+    return {
+        n
+        for n in outside
+        if outside_by_shape[shapes[n]] >= missing_by_shape[shapes[n]] and not _COPY.search(n)
+    }
 
 
 def _outside(names: Sequence[str], part: ModelPart, optimizers: Mapping[str, object]) -> Iterator[str]:
@@ -467,7 +476,7 @@ def _outside(names: Sequence[str], part: ModelPart, optimizers: Mapping[str, obj
     for name in names:
         if part.holds(name):
             continue
-        if name.startswith(part.others or ("\0",)) or state_of(name) is not None:
+        if name.startswith(part.other_prefixes or ("\0",)) or state_of(name) is not None:
             continue
         if not any(below(name, f"{root}.state" if root else "state") for root in optimizers):
             yield name

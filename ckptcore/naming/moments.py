@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ckptcore.naming.trainer_keys import AVERAGES, STATES, every, telling
+from ckptcore.naming.trainer_keys import AVERAGES, STATES, all_keys, telling
 from ckptcore.utils.late_pattern import late_pattern
 
 _NAME = late_pattern(r"^(?:(?P<root>.*?)\.)?state\.(?P<rest>.+)$")
 # A saved ``state`` may hold optimizers itself.
 _INNER = late_pattern(r"^(?P<root>(?:optim|optimizers?)(?:\.[A-Za-z0-9_]+)?)\.state\.(?P<rest>.+)$")
 _POSITION = re.compile(r"\d+|rank\d+")  # of a list under a key, or of the rank that saved a flat state
-_KEYS = every(STATES) | every(AVERAGES)
+_KEYS = all_keys(STATES) | all_keys(AVERAGES)
 # What Megatron puts before the parameter.
 _FIRST = frozenset({"exp_avg", "exp_avg_sq", "fp32_param", "param", "momentum_buffer", "max_exp_avg_sq"})
 _TELLING = telling(STATES)
@@ -101,7 +101,7 @@ def endings(name: str) -> Iterator[str]:
     ['a.b.c', 'b.c', 'c']
     """
     yield name
-    at = name.find(".")
-    while at >= 0:
-        yield name[at + 1 :]
-        at = name.find(".", at + 1)
+    dot = name.find(".")
+    while dot >= 0:
+        yield name[dot + 1 :]
+        dot = name.find(".", dot + 1)

@@ -55,8 +55,8 @@ def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape]
         of = index.inside(owner[spec.fqn], state=True)
         if of is not None and shapes[of] == spec.shape:
             owner[spec.fqn] = of
-    own = set(owner.values())
-    return {n: s for n, s in shapes.items() if n in own}, owner
+    owners = set(owner.values())
+    return {n: s for n, s in shapes.items() if n in owners}, owner
 
 
 class _Index:
@@ -77,11 +77,11 @@ class _Index:
         """
         parts = name.split(".")
         best: tuple[int, str] | None = None
-        for at, first in enumerate(parts):
+        for start, first in enumerate(parts):
             for n in self.lengths.get(first, ()):
-                inner = ".".join(parts[at : at + n])
-                fits = at + n <= len(parts) and n < len(parts) and inner in self.names
-                fits = fits and (not state or at + n < len(parts) or "state" in parts[:at])
+                inner = ".".join(parts[start : start + n])
+                fits = start + n <= len(parts) and n < len(parts) and inner in self.names
+                fits = fits and (not state or start + n < len(parts) or "state" in parts[:start])
                 if fits and (best is None or n > best[0]):
                     best = n, inner
         return best[1] if best else None

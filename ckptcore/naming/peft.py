@@ -96,7 +96,7 @@ class Adapter:
         modules: Module (without `PREFIX`) -> part (lora_A, ...) -> name in the model.
         saved: Modules of which the adapter has all weights (``modules_to_save``).
         base: Modules whose base weights are in the model.
-        other: Whether it is of another kind than LoRA: `_OTHER_KINDS`.
+        is_other_kind: Whether it is of another kind than LoRA: `_OTHER_KINDS`.
         of_trainer: Whether it has the names of a trainer, which a map takes to those of a live module.
     """
 
@@ -105,7 +105,7 @@ class Adapter:
     modules: Mapping[str, Mapping[str, str]]
     saved: frozenset[str]
     base: frozenset[str]
-    other: bool = False
+    is_other_kind: bool = False
     of_trainer: bool = False
 
 
@@ -115,15 +115,17 @@ def holds_adapter(names: Iterable[str]) -> bool:
     Raises:
         UsageError: They are those of an adapter whose tensors are not the ones that peft saves.
     """
-    every = list(names)
-    if any((hit := _parsed_name(name)) is not None and hit[0] in ("lora", "embedding") for name in every):
+    tensor_names = list(names)
+    if any(
+        (hit := _parsed_name(name)) is not None and hit[0] in ("lora", "embedding") for name in tensor_names
+    ):
         return True
-    if any(_of_other_kind(name) is not None for name in every):
+    if any(_of_other_kind(name) is not None for name in tensor_names):
         return True
-    prompts = [name for name in every if name.startswith("prompt_encoder.")]
+    prompts = [name for name in tensor_names if name.startswith("prompt_encoder.")]
     if prompts and all(_PROMPT.match(name) for name in prompts):
         return True
-    odd = next((name for name in every if _REFUSED.search(name) and name.startswith(_LIVE)), None)
+    odd = next((name for name in tensor_names if _REFUSED.search(name) and name.startswith(_LIVE)), None)
     if odd is not None:
         raise UsageError(
             f"cannot export an adapter that has {odd}: the kinds that are exported are LORA, "
@@ -140,41 +142,44 @@ def _of_other_kind(name: str) -> re.Match[str] | None:
     return match
 
 
-def _find_other(every: Sequence[str]) -> Adapter:
+def _find_other(tensor_names: Sequence[str]) -> Adapter:
     """Return the adapter of another kind than LoRA."""
     hub: dict[str, str] = {}
     modules: dict[str, dict[str, str]] = {}
-    called, saved = set[str](), set[str]()
-    for name in every:
+    adapter_names, saved = set[str](), set[str]()
+    for name in tensor_names:
         if (shared := _SHARED.match(name)) is not None:
             hub[name] = f"base_model.{shared['part']}"
-            called.add(shared["name"] or "")
+            adapter_names.add(shared["name"] or "")
         elif (prompt := _PROMPT.match(name)) is not None:
             hub[name] = _PROMPT_HUB
-            called.add(prompt["name"] or "")
+            adapter_names.add(prompt["name"] or "")
         elif (match := _of_other_kind(name)) is not None:
             part = ".".join(p for p in (match["part"], match["end"]) if p)
             module = match["module"].removeprefix(PREFIX)
             hub[name] = f"{PREFIX}{module}.{part}"
             modules.setdefault(module, {})[part] = name
-            called.add(match["name"] or "")
+            adapter_names.add(match["name"] or "")
         elif (hit := _parsed_name(name)) is not None and hit[0] == "saved":
             module = hit[1]["module"].removeprefix(PREFIX)
             hub[name] = f"{PREFIX}{module}.{hit[1]['end']}"
             saved.add(module)
-            called.add(hit[1]["name"] or "")
-    _require_one(sorted(called))
-    others = (n.removeprefix(PREFIX) for n in every if n not in hub and ".original_module" not in n)
-    base = frozenset(n.rpartition(".")[0].removesuffix(".base_layer") for n in others)
-    return Adapter(next(iter(called)), hub, modules, frozenset(saved), base, other=True)
+            adapter_names.add(hit[1]["name"] or "")
+    _require_one(sorted(adapter_names))
+    base_names = (
+        n.removeprefix(PREFIX) for n in tensor_names if n not in hub and ".original_module" not in n
+    )
+    base = frozenset(n.rpartition(".")[0].removesuffix(".base_layer") for n in base_names)
+    return Adapter(next(iter(adapter_names)), hub, modules, frozenset(saved), base, is_other_kind=True)
 
 
-def _require_one(called: Sequence[str]) -> None:
-    if len(called) > 1:
+def _require_one(adapter_names: Sequence[str]) -> None:
+    if len(adapter_names) > 1:
         raise UsageError(
-            f"cannot export one adapter of several: {', '.join(c or '(without a name)' for c in called)}",
-            hint=" ".join(f"--exclude '*.{c}.*' --exclude '*.{c}'" for c in called[1:] if c)
-            + f" exports {called[0]}",
+            f"cannot export one adapter of several: "
+            f"{', '.join(c or '(without a name)' for c in adapter_names)}",
+            hint=" ".join(f"--exclude '*.{c}.*' --exclude '*.{c}'" for c in adapter_names[1:] if c)
+            + f" exports {adapter_names[0]}",
         )
 
 
@@ -188,17 +193,17 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
     Raises:
         UsageError: There are several adapters; the message lists them.
     """
-    every = list(names)
-    found = [(name, *hit) for name in every if (hit := _parsed_name(name)) is not None]
-    if not any(kind in ("lora", "embedding") for _, kind, _ in found):
-        other = any(_of_other_kind(name) is not None or _PROMPT.match(name) for name in every)
-        return _find_other(every) if other else None
-    called = sorted({m["name"] or "" for _, _, m in found})
-    _require_one(called)
+    tensor_names = list(names)
+    matches = [(name, *hit) for name in tensor_names if (hit := _parsed_name(name)) is not None]
+    if not any(kind in ("lora", "embedding") for _, kind, _ in matches):
+        is_other_kind = any(_of_other_kind(name) is not None or _PROMPT.match(name) for name in tensor_names)
+        return _find_other(tensor_names) if is_other_kind else None
+    adapter_names = sorted({m["name"] or "" for _, _, m in matches})
+    _require_one(adapter_names)
     hub: dict[str, str] = {}
     modules: dict[str, dict[str, str]] = {}
     saved = set()
-    for name, kind, match in found:
+    for name, kind, match in matches:
         module = match["module"].removeprefix(PREFIX)
         parts = match.groupdict()
         end = _KINDS[kind][1].format(**{k: v for k, v in parts.items() if v is not None})
@@ -207,13 +212,13 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
             saved.add(module)
         else:
             modules.setdefault(module, {})[end] = name
-    others = [name for name in every if name not in hub]
-    by_config = _named_by_config(others, modules, form or {}, live=called != [""])
+    unmatched_names = [name for name in tensor_names if name not in hub]
+    by_config = _named_by_config(unmatched_names, modules, form or {}, live=adapter_names != [""])
     hub |= {name: PREFIX + name.removeprefix(PREFIX) for name in by_config}
     saved |= {n.removeprefix(PREFIX).rpartition(".")[0] for n in by_config if not n.endswith(".bias")}
-    base = {n.removeprefix(PREFIX).rpartition(".")[0] for n in others if n not in by_config}
+    base = {n.removeprefix(PREFIX).rpartition(".")[0] for n in unmatched_names if n not in by_config}
     base = {b.removesuffix(".base_layer") for b in base if ".original_module" not in b}
-    return Adapter(called[0], hub, modules, frozenset(saved), frozenset(base))
+    return Adapter(adapter_names[0], hub, modules, frozenset(saved), frozenset(base))
 
 
 def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:
@@ -237,9 +242,11 @@ def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:
         names.append(new)
         is_stored = spec.fqn in stored or spec.fqn not in mapped_names
         renamed += [(old, new)] if old != new and is_stored else []
-    made = tuple(m._replace(name=adapter.hub[m.name]) for m in mapped.made)
-    kept = select(mapped.manifest, rows, names)
-    return replace(mapped, manifest=kept, renamed=tuple(renamed), dropped=tuple(dropped), made=made)
+    made_tensors = tuple(m._replace(name=adapter.hub[m.name]) for m in mapped.made)
+    adapter_manifest = select(mapped.manifest, rows, names)
+    return replace(
+        mapped, manifest=adapter_manifest, renamed=tuple(renamed), dropped=tuple(dropped), made=made_tensors
+    )
 
 
 def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +261,7 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
         NameMismatch: Names or shapes contradict the config.
         UsageError: It is no LoRA config, or lacks ``lora_alpha``.
     """
-    if adapter.other:
+    if adapter.is_other_kind:
         is_prompt = _PROMPT_HUB in adapter.hub.values()
         return _prompt_config(adapter, shapes, form) if is_prompt else _other_config(adapter, form)
     if form.get("peft_type") != "LORA":
@@ -305,11 +312,17 @@ def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
             hint="save it with peft's save_pretrained; or keep the tensors as they are: --names stored",
         )
     problems = []
-    known = {part.partition(".")[0] for group in groups for parts in group for part in parts}
+    parts_of_kind = {part.partition(".")[0] for group in groups for parts in group for part in parts}
     for module, parts in sorted(adapter.modules.items()):
-        lacking = [group[-1] for group in groups if not any(parts.keys() >= set(one) for one in group)]
-        problems += [f"{module} lacks {' and '.join(one)}" for one in lacking]
-        odd = [part for part in parts if part.partition(".")[0] not in known and part[:6] not in _CORES]
+        lacking = [
+            group[-1]
+            for group in groups
+            if not any(parts.keys() >= set(alternative) for alternative in group)
+        ]
+        problems += [f"{module} lacks {' and '.join(lacking_parts)}" for lacking_parts in lacking]
+        odd = [
+            part for part in parts if part.partition(".")[0] not in parts_of_kind and part[:6] not in _CORES
+        ]
         problems += [f"{module} has {part}, which is not of {kind}" for part in odd]
     shared = {new for new in adapter.hub.values() if new.startswith("base_model.vera_")}
     if kind == "VERA" and form.get("save_projection", True) and len(shared) != 2:
@@ -318,7 +331,7 @@ def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
     problems += [
         f"{m} is saved, and is not in modules_to_save" for m in adapter.saved if not _is_inside(m, saved)
     ]
-    missing = [m for m in saved if not any(_is_inside(one, [m]) for one in adapter.saved)]
+    missing = [m for m in saved if not any(_is_inside(saved_module, [m]) for saved_module in adapter.saved)]
     problems += [f"modules_to_save names {m}, of which nothing is there" for m in missing if m not in _HEADS]
     if kind != "TRAINABLE_TOKENS":
         problems += _odd_targets(adapter, form)
@@ -396,20 +409,20 @@ def _named_by_config(
     bias, saved = form.get("bias", "none"), form.get("modules_to_save")
     if not live and all(name.startswith(PREFIX) for name in names):
         return list(names)  # the adapter's own file
-    found = []
+    config_names = []
     for name in names:
         module, _, end = name.removeprefix(PREFIX).rpartition(".")
         of_lora = end == "bias" and module.removesuffix(".base_layer") in modules
         is_bias = (bias == "all" and end == "bias") or (bias == "lora_only" and of_lora)
         is_saved = not live and isinstance(saved, list) and _is_inside(module, saved)
         if (is_bias and ".original_module." not in name) or is_saved:
-            found.append(name)
-    return found
+            config_names.append(name)
+    return config_names
 
 
 def _ranks(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, int]:
     """Return module -> rank; raise `NameMismatch` for half of a pair, or two halves that do not fit."""
-    found = {}
+    ranks = {}
     for module, parts in adapter.modules.items():
         for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
             if a not in parts and b not in parts:
@@ -422,8 +435,8 @@ def _ranks(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, int]:
                 raise NameMismatch(
                     f"{parts[a]} {list(first)} and {parts[b]} {list(second)} have no rank in common"
                 )
-            found[module] = first[0]
-    return found
+            ranks[module] = first[0]
+    return ranks
 
 
 def _odd_ranks(ranks: Mapping[str, int], form: Mapping[str, Any]) -> Iterable[str]:
@@ -454,10 +467,13 @@ def _unlike_beside(sizes: Mapping[str, Shape]) -> Iterable[str]:
     for module, (rows, columns) in sizes.items():
         above, _, name = module.rpartition(".")
         if name == "down_proj":
-            for other in ("gate_proj", "up_proj"):
-                inside = sizes.get(f"{above}.{other}")
+            for projection in ("gate_proj", "up_proj"):
+                inside = sizes.get(f"{above}.{projection}")
                 if inside is not None and inside != (columns, rows):
-                    yield f"{above}.{other} is adapted as {list(inside)}, and down_proj as {[rows, columns]}"
+                    yield (
+                        f"{above}.{projection} is adapted as {list(inside)}, "
+                        f"and down_proj as {[rows, columns]}"
+                    )
         elif name == "gate_proj" and sizes.get(f"{above}.up_proj", (rows, columns)) != (rows, columns):
             up = sizes[f"{above}.up_proj"]
             yield f"{module} is adapted as {[rows, columns]}, and up_proj as {list(up)}"
@@ -465,16 +481,16 @@ def _unlike_beside(sizes: Mapping[str, Shape]) -> Iterable[str]:
 
 def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     lora = [parts for parts in adapter.modules.values() if _is_lora(parts)]
-    given = {
+    stored_by_key = {
         "use_dora": any("lora_magnitude_vector" in parts for parts in lora),
         "lora_bias": any("lora_B.bias" in parts for parts in lora),
         "trainable_token_indices": any(
             "token_adapter.trainable_tokens_delta" in p for p in adapter.modules.values()
         ),
     }
-    for key, there in given.items():
-        if bool(form.get(key)) != there:
-            yield f"{key} is {form.get(key)!r}, and its tensors are {'there' if there else 'not there'}"
+    for key, is_stored in stored_by_key.items():
+        if bool(form.get(key)) != is_stored:
+            yield f"{key} is {form.get(key)!r}, and its tensors are {'there' if is_stored else 'not there'}"
     saved = form.get("modules_to_save") or []
     odd = [m for m in sorted(adapter.saved) if not _is_inside(m, saved) and m not in adapter.modules]
     yield from (f"{m} is saved, and is not in modules_to_save" for m in odd if not m.endswith(".base_layer"))

@@ -61,19 +61,19 @@ def is_code(dtype: str) -> bool:
 def companions(tensors: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:
     """Return for each quantised tensor the names of what its values mean something with."""
     specs = {t.fqn: t for t in tensors}
-    found: dict[str, tuple[str, ...]] = {}
+    names_by_tensor: dict[str, tuple[str, ...]] = {}
     for name, spec in specs.items():
         if _may_be_codes(spec):
             beside = tuple(
-                other
+                candidate
                 for end, ends in _BESIDE.items()
                 if name.endswith(end)
-                for other in (name.removesuffix(end) + e for e in ends)
-                if other in specs and not (_is_float8(spec) and _is_float8(specs[other]))
+                for candidate in (name.removesuffix(end) + e for e in ends)
+                if candidate in specs and not (_is_float8(spec) and _is_float8(specs[candidate]))
             )
             if beside:
-                found[name] = beside
-    return found
+                names_by_tensor[name] = beside
+    return names_by_tensor
 
 
 def _may_be_codes(spec: TensorSpec) -> bool:
@@ -89,12 +89,12 @@ def _is_float8(spec: TensorSpec) -> bool:
 def bound(tensors: Iterable[TensorSpec]) -> dict[str, str]:
     """Return for quantised tensors, and for all that belongs to them, another tensor of the same values."""
     specs = {t.fqn: t for t in tensors}
-    found: dict[str, str] = {}
+    partners: dict[str, str] = {}
     for name, beside in companions(specs.values()).items():
-        found[name] = beside[0]
-        for other in (*beside, *(n for n in _of_activations(name) if n in specs)):
-            found.setdefault(other, name)
-    return found
+        partners[name] = beside[0]
+        for companion in (*beside, *(n for n in _of_activations(name) if n in specs)):
+            partners.setdefault(companion, name)
+    return partners
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +109,15 @@ class QuantizedWeight:
 def quantized_weights(tensors: Iterable[TensorSpec]) -> list[QuantizedWeight]:
     """Return the weights that several stored tensors describe, with all names that belong to each."""
     specs = {t.fqn: t for t in tensors}
-    found = []
+    weights = []
     for name, beside in companions(specs.values()).items():
         end = next((e for e in _PACKED if name.endswith(e)), None)
         weight = name if end is None else name.removesuffix(end) + _PACKED[end]
         module = weight.rpartition(".")[0]
-        others = (*_of_activations(weight), *(f"{module}.{n}" for n in _NOTES))
-        stored = dict.fromkeys((name, *beside, *(n for n in others if n in specs)))
-        found.append(QuantizedWeight(weight, end is not None, tuple(stored)))
-    return found
+        related_names = (*_of_activations(weight), *(f"{module}.{n}" for n in _NOTES))
+        stored = dict.fromkeys((name, *beside, *(n for n in related_names if n in specs)))
+        weights.append(QuantizedWeight(weight, end is not None, tuple(stored)))
+    return weights
 
 
 def without_activations(manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
@@ -127,7 +127,7 @@ def without_activations(manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, 
     Without its quantised weights a model computes with its activations as they are.
     """
     computed = [manifest.tensors[t].fqn for t in manifest.derived]
-    names = {other for name in computed for other in _of_activations(name)}
+    names = {factor for name in computed for factor in _of_activations(name)}
     gone = {t.fqn: None for t in manifest.tensors if t.fqn in names and t.numel == 1}
     if not gone:
         return manifest, ()

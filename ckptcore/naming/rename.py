@@ -19,7 +19,7 @@ from ckptcore.utils.globs import matches as matches
 
 # Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, adapters of Megatron, DDP.
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "to_wrap.")
-LEADING_WRAPPERS = ("module.",)
+LEADING_WRAPPERS = ("module.",)  # only in front: a model may have a submodule of this name
 _EVERY_WRAPPER = LEADING_WRAPPERS + WRAPPERS
 
 
@@ -107,7 +107,7 @@ def remap(
         UsageError: A glob or a tie matches nothing.
     """
     _used_globs([t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs], include, exclude)
-    kept: dict[str, int] = {}
+    row_by_name: dict[str, int] = {}
     origin: dict[str, str] = {}
     dropped: list[Dropped] = []
     for row, spec in enumerate(manifest.tensors):
@@ -115,34 +115,36 @@ def remap(
         if rule:
             dropped.append(Dropped(spec.fqn, rule))
             continue
-        if name in kept:
+        if name in row_by_name:
             raise NameMismatch(
                 f"{origin[name]} and {spec.fqn} would both be called {name}",
                 hint="rename one with --rename, or leave one out with --exclude",
             )
-        kept[name], origin[name] = row, spec.fqn
+        row_by_name[name], origin[name] = row, spec.fqn
     ties = tuple((a, b) for a, b in tie)
     for gone, stays in ties:
         for name in (gone, stays):
-            if name not in kept:
+            if name not in row_by_name:
                 raise UsageError(f"--tie names {name}, which is not in the output")
-        if manifest.tensors[kept[gone]].shape != manifest.tensors[kept[stays]].shape:
+        if manifest.tensors[row_by_name[gone]].shape != manifest.tensors[row_by_name[stays]].shape:
             raise NameMismatch(f"{gone} and {stays} are tied but differ in shape")
-        if manifest.tensors[kept[gone]].dtype != manifest.tensors[kept[stays]].dtype:
+        if manifest.tensors[row_by_name[gone]].dtype != manifest.tensors[row_by_name[stays]].dtype:
             raise NameMismatch(f"{gone} and {stays} are tied but differ in dtype")
-        if manifest.derived.keys() & {kept[gone], kept[stays]}:
+        if manifest.derived.keys() & {row_by_name[gone], row_by_name[stays]}:
             raise UsageError(
                 f"{gone} and {stays} cannot be tied: they are computed from quantised values",
                 hint="leave one out with --exclude, or carry the stored values with --keep-quantized",
             )
     gone_names = [a for a, _ in ties]
-    twins = select(manifest, [kept[n] for n in gone_names], gone_names) if ties else None
+    twins = select(manifest, [row_by_name[n] for n in gone_names], gone_names) if ties else None
     for gone, stays in ties:
         dropped.append(Dropped(origin[gone], f"tied to {stays}: stored once, equality is checked"))
-        del kept[gone]
-    names = list(kept)
+        del row_by_name[gone]
+    names = list(row_by_name)
     renamed = tuple((origin[n], n) for n in names if origin[n] != n)
-    return Mapped(select(manifest, [kept[n] for n in names], names), renamed, tuple(dropped), ties, twins)
+    return Mapped(
+        select(manifest, [row_by_name[n] for n in names], names), renamed, tuple(dropped), ties, twins
+    )
 
 
 def with_names(mapped: Mapped, names: Mapping[str, str]) -> Mapped:
@@ -173,13 +175,13 @@ def without_tensors(mapped: Mapped, names: Collection[str], rule: str) -> Mapped
         rule: Why they are dropped.
     """
     tensors = mapped.manifest.tensors
-    kept = [row for row, spec in enumerate(tensors) if spec.fqn not in names]
-    if len(kept) == len(tensors):
+    rows = [row for row, spec in enumerate(tensors) if spec.fqn not in names]
+    if len(rows) == len(tensors):
         return mapped
     stored = {new: old for old, new in mapped.renamed}
     return replace(
         mapped,
-        manifest=select(mapped.manifest, kept, [tensors[row].fqn for row in kept]),
+        manifest=select(mapped.manifest, rows, [tensors[row].fqn for row in rows]),
         renamed=tuple((old, new) for old, new in mapped.renamed if new not in names),
         dropped=(
             *mapped.dropped,

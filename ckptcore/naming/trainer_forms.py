@@ -92,9 +92,9 @@ class FormNames:
         """What was done to the names, for people; empty where nothing was."""
         if self.form is None:
             return ""
-        done = ["names as in its one file"] if self.moved else []
-        done += ["numbered states by the names of their parameters"] if self.parameters else []
-        return f"{self.form.trainer}: {' and '.join(done)}" if done else ""
+        changes = ["names as in its one file"] if self.moved else []
+        changes += ["numbered states by the names of their parameters"] if self.parameters else []
+        return f"{self.form.trainer}: {' and '.join(changes)}" if changes else ""
 
     def name(self, name: str) -> str:
         """Return the name under which both sides have a tensor or value."""
@@ -103,18 +103,18 @@ class FormNames:
         if self.moved:
             for pattern, new in self.form.moves:
                 name = pattern.sub(new, name)
-        found = self.form.state.match(name) if self.parameters else None
-        if found is None:
+        state_match = self.form.state.match(name) if self.parameters else None
+        if state_match is None:
             return name
-        known = self.parameters.get(found["optimizer"], {}).get(found["number"])
-        return name if known is None else f"{found['head']}{known}{found['rest']}"
+        parameter = self.parameters.get(state_match["optimizer"], {}).get(state_match["number"])
+        return name if parameter is None else f"{state_match['head']}{parameter}{state_match['rest']}"
 
     def value(self, name: str, value: Any) -> Any:
         """Return a plain value under its common name: a parameter's number becomes its name."""
         if self.form is None or not self.parameters or type(value) is not int:
             return value
-        found = self.form.listed.match(name)
-        return self.parameters.get(found["optimizer"], {}).get(str(value), value) if found else value
+        match = self.form.listed.match(name)
+        return self.parameters.get(match["optimizer"], {}).get(str(value), value) if match else value
 
 
 AS_STORED = FormNames()
@@ -131,12 +131,14 @@ def common_names(a: Manifest, b: Manifest) -> tuple[FormNames, FormNames]:
             continue
         sharded = _is_sharded(form, a), _is_sharded(form, b)
         numbers = _numbers(form, a), _numbers(form, b)
-        one, two = (
-            FormNames(form, sharded[me] and not sharded[other], {} if numbers[other] else numbers[me])
-            for me, other in ((0, 1), (1, 0))
+        names_of_a, names_of_b = (
+            FormNames(
+                form, sharded[side] and not sharded[opposite], {} if numbers[opposite] else numbers[side]
+            )
+            for side, opposite in ((0, 1), (1, 0))
         )
-        if all(map(_distinct, (one, two), (a, b))):
-            return one, two
+        if all(map(_distinct, (names_of_a, names_of_b), (a, b))):
+            return names_of_a, names_of_b
     return AS_STORED, AS_STORED
 
 
@@ -171,5 +173,5 @@ def _has(pattern: re.Pattern[str], manifest: Manifest) -> bool:
 
 def _numbers(form: TrainerForm, manifest: Manifest) -> Mapping[str, Mapping[str, str]]:
     """Return optimizer -> number -> name of a file that numbers states and proves what they belong to."""
-    known = manifest.origin.get(form.facts, {}).get("parameters", {})
-    return known if isinstance(known, dict) and any(map(form.state.match, _names(manifest))) else {}
+    parameters = manifest.origin.get(form.facts, {}).get("parameters", {})
+    return parameters if isinstance(parameters, dict) and any(map(form.state.match, _names(manifest))) else {}

@@ -17,17 +17,17 @@ class Keys(NamedTuple):
         of: The classes.
         source: Where they are defined.
         telling: Keys that no module uses for its parameters: one of them proves the class.
-        others: Its other keys.
+        ambiguous: Its other keys, which modules may use, too.
     """
 
     of: str
     source: str
     telling: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
 
 
-def _row(of: str, source: str, telling: str, others: str = "") -> Keys:
-    return Keys(of, source, tuple(telling.split()), tuple(others.split()))
+def _row(of: str, source: str, telling: str, ambiguous: str = "") -> Keys:
+    return Keys(of, source, tuple(telling.split()), tuple(ambiguous.split()))
 
 
 # Per parameter: ``state.<parameter>.<key>``.
@@ -207,6 +207,6 @@ def telling(rows: tuple[Keys, ...]) -> frozenset[str]:
     return frozenset(key for row in rows for key in row.telling)
 
 
-def every(rows: tuple[Keys, ...]) -> frozenset[str]:
+def all_keys(rows: tuple[Keys, ...]) -> frozenset[str]:
     """Return all keys of a table."""
-    return frozenset(key for row in rows for key in (*row.telling, *row.others))
+    return frozenset(key for row in rows for key in (*row.telling, *row.ambiguous))

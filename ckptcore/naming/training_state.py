@@ -32,7 +32,7 @@ from ckptcore.naming.trainer_keys import (
     PROGRESS,
     RANDOM_STATES,
     SCHEDULERS,
-    every,
+    all_keys,
     telling,
 )
 from ckptcore.utils.dataclass import dataclass
@@ -64,11 +64,11 @@ _AVERAGE = re.compile(
 _CHAINED = re.compile(r"\d+|chained_\d+")
 _STATES = ("state", "param_groups")
 _SEPARATOR = re.compile(r"[./]")
-_AVERAGED, _BUFFER, _COUNTER = every(AVERAGES), every(BUFFERS), every(COUNTERS)
+_AVERAGED, _BUFFER, _COUNTER = all_keys(AVERAGES), all_keys(BUFFERS), all_keys(COUNTERS)
 _TABLES = {SCHEDULER: SCHEDULERS, LOSS_SCALER: LOSS_SCALERS}
 _PROOFS = {kind: telling(rows) for kind, rows in _TABLES.items()}
-_KEYS = {kind: every(rows) for kind, rows in _TABLES.items()}
-_RANDOM, _LOADER, _PROGRESS = every(RANDOM_STATES), every(DATA_LOADERS), every(PROGRESS)
+_KEYS = {kind: all_keys(rows) for kind, rows in _TABLES.items()}
+_RANDOM, _LOADER, _PROGRESS = all_keys(RANDOM_STATES), all_keys(DATA_LOADERS), all_keys(PROGRESS)
 # Elements of generators' states: torch's on CPU, on CUDA, on CUDA before torch 1.9; numpy's MT19937.
 _GENERATORS = frozenset({("uint8", 5056), ("uint8", 16), ("uint8", 816), ("uint32", 624)})
 _RANDOM_BYTES = 1 << 16
@@ -238,12 +238,12 @@ class StoredKinds:
         best = None
         if "" in self._optimizers and name.startswith(("state.", "param_groups")):
             best = ""
-        at = name.find(".")
-        while at >= 0:
-            if name[:at] in self._optimizers:
-                best = name[:at]
+        dot = name.find(".")
+        while dot >= 0:
+            if name[:dot] in self._optimizers:
+                best = name[:dot]
                 break  # what is below it, such as ``state.<parameter>``, may look like another
-            at = name.find(".", at + 1)
+            dot = name.find(".", dot + 1)
         return best
 
     def _fits(self, kind: str, top: str, elements: Sequence[str], array: _Array) -> bool:
@@ -327,11 +327,11 @@ def _below_optimizer(rest: Sequence[str], arrays: list[_Array], *, proven: bool,
 def _part_of_optimizer(rest: Sequence[str], array: _Array, proven: bool) -> str | None:
     """Return the kind of an array at a path below an optimizer."""
     small = array.numel <= 1
-    for at, element in enumerate(rest):
+    for depth, element in enumerate(rest):
         if element == "param_groups":
             return OPTIMIZER if small and array.dtype not in ("bytes", "refused") else None
         if element == "state":
-            state = state_below(".".join(rest[at + 1 :]))
+            state = state_below(".".join(rest[depth + 1 :]))
             if state is None:
                 return AVERAGE if _AVERAGE.fullmatch(rest[-1]) else None
             if state.key in _AVERAGED:
@@ -343,7 +343,7 @@ def _part_of_optimizer(rest: Sequence[str], array: _Array, proven: bool) -> str 
             return OPTIMIZER
         if element in _COUNTER:
             return OPTIMIZER if small or array.dtype == "refused" else None
-        nested = any(mark in rest[at + 1 :] for mark in _STATES)
+        nested = any(mark in rest[depth + 1 :] for mark in _STATES)
         if element not in INNER and not _CHAINED.fullmatch(element) and not nested:
             return None
     return None

@@ -20,13 +20,13 @@ def unneeded_prefix(unexpected: Collection[str], missing: Collection[str]) -> st
     >>> unneeded_prefix(["h.0.w"], ["head.w"])
     ''
     """
-    wanted = set(missing)
+    missing_names = set(missing)
     prefix = ""
     for _ in range(_MOST_PARTS):
         prefix = _longer(unexpected, prefix)
         if not prefix:
             return ""
-        if 2 * sum(name[len(prefix) :] in wanted for name in unexpected) > len(unexpected):
+        if 2 * sum(name[len(prefix) :] in missing_names for name in unexpected) > len(unexpected):
             return prefix
     return ""
 

@@ -804,7 +804,7 @@ def _why_dropped(blob: Blob, request: Request) -> str:
 
 def _other_parts(model: ModelPart) -> Iterable[Finding]:
     """Yield findings for other parts that could be the model."""
-    for other in model.others:
+    for other in model.other_prefixes:
         message = f"{other[:-1] or 'the top level'} could be the model, too, and is left out"
         yield finding(
             "other-part", "coverage", message, hint=f"export it with --model-prefix {other or chr(39) * 2}"

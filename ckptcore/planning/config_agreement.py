@@ -19,7 +19,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, NameMismatch, finding
 from ckptcore.naming.maps.agreement import HINT, Agreement, agreement
 from ckptcore.naming.maps.hub_config import field_of
-from ckptcore.naming.maps.numbers import Config
+from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.worlds import HUB, suspected
 from ckptcore.planning.config_folder import ConfigFolder
 from ckptcore.planning.hub_files import NONE

@@ -61,7 +61,9 @@ def left_out_findings(request: Request, manifest: Manifest, model: ModelPart) ->
         name = spec.fqn
         if model.holds(name):
             continue
-        if not is_kept(name, request.include, request.exclude) or name.startswith(model.others or ("\0",)):
+        if not is_kept(name, request.include, request.exclude) or name.startswith(
+            model.other_prefixes or ("\0",)
+        ):
             continue
         kind = kinds.kind_of(name) or _unknown_kind(name, spec.shape, shapes, kinds)
         tensors.setdefault(kind, []).append(name)

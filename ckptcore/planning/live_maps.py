@@ -15,6 +15,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import MissingDependency, NameMismatch, UsageError
 from ckptcore.naming.maps.conversion import converted
 from ckptcore.naming.maps.from_transformers import entries_of, family_of
+from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.maps.live_families import (
     LiveFamily,
     LiveFamilyForm,
@@ -27,7 +28,6 @@ from ckptcore.naming.maps.live_families import (
 )
 from ckptcore.naming.maps.live_steps import StepForm
 from ckptcore.naming.maps.matching import match, require_fit
-from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.config_folder import require_possible

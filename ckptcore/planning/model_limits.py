@@ -21,7 +21,7 @@ from contextlib import closing
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
-from ckptcore.naming.maps.numbers import Config, Number
+from ckptcore.naming.maps.hyperparameters import Config, Number
 from ckptcore.naming.worlds import HUB, suspected
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.store import open_store, split_url

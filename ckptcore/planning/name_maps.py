@@ -24,8 +24,8 @@ from ckptcore.naming.maps.adapters import adapter_maps
 from ckptcore.naming.maps.agreement import agreed
 from ckptcore.naming.maps.conversion import MappedManifest, converted, with_zeros
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
+from ckptcore.naming.maps.hyperparameters import NUMBERS, Config
 from ckptcore.naming.maps.matching import Matched, match, require_fit
-from ckptcore.naming.maps.numbers import NUMBERS, Config
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
@@ -152,13 +152,13 @@ def map_names(
         _require_one_head(mapped.manifest, to, configs)
     require_fit(matched, mapped.manifest.tensors, part=part, hint=_part_hint(matched, mapped))
     found = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
-    used = {a for of in matched.classes for a in of.sizes} | {
-        name for of in matched.classes for name in _axis_names(of.rule.axes)
+    used = {a for of in matched.groups for a in of.sizes} | {
+        name for of in matched.groups for name in _axis_names(of.rule.axes)
     }
     used_numbers = {
         name: source_text for name, source_text in numbers.items() if name in used or name in _INVISIBLE
     }
-    for of in matched.classes:
+    for of in matched.groups:
         for name in (of.sizes.keys() & NUMBERS) - used_numbers.keys():
             used_numbers[name] = of.sizes[name], "names and shapes"
     how = NameMap(
@@ -391,7 +391,7 @@ def _outcome(matched: Matched) -> frozenset[Any]:
     """Return a value that is equal for maps with equal results."""
     return frozenset(
         (of.term, of.rule.to, of.rule.add, tuple(sorted(of.sizes.items())), tuple(of.rows.tolist()))
-        for of in matched.classes
+        for of in matched.groups
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
-from ckptcore.naming.maps.numbers import Config
+from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.worlds import HUB
 from ckptcore.store import Store, open_source_store
 from ckptcore.utils.dataclass import dataclass

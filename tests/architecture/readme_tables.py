@@ -188,7 +188,12 @@ def findings() -> str:
 def training_state() -> str:
     """Keys of training state, with their sources."""
     rows = [
-        (kind, keys.of, *(" ".join(f"`{k}`" for k in ks) for ks in (keys.telling, keys.others)), keys.source)
+        (
+            kind,
+            keys.of,
+            *(" ".join(f"`{k}`" for k in ks) for ks in (keys.telling, keys.ambiguous)),
+            keys.source,
+        )
         for kind, of_kind in KINDS_OF_KEYS.items()
         for keys in of_kind
     ]

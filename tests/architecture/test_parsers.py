@@ -43,7 +43,7 @@ OWN = {
     "ckptcore/naming/maps/declaration.py": _PACKAGE,
     "ckptcore/naming/maps/live_families.py": _PACKAGE,
     "ckptcore/naming/maps/hub_config.py": _PACKAGE,
-    "ckptcore/naming/maps/numbers.py": _PACKAGE,
+    "ckptcore/naming/maps/hyperparameters.py": _PACKAGE,
     "ckptcore/store/objects/session.py": "a file of botocore",
     "deployments/deploy.py": _PACKAGE,
     "deployments/parameters.py": _PACKAGE,

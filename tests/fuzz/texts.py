@@ -55,7 +55,7 @@ from ckptcore.fingerprints import holdings  # noqa: E402
 from ckptcore.formats.huggingface.quantization_config import quantization_of  # noqa: E402
 from ckptcore.naming.maps import declaration  # noqa: E402
 from ckptcore.naming.maps.agreement import agreed  # noqa: E402
-from ckptcore.naming.maps.numbers import Config  # noqa: E402
+from ckptcore.naming.maps.hyperparameters import Config  # noqa: E402
 from ckptcore.planning import model_card, stored_configs  # noqa: E402
 from ckptcore.planning.config_folder import require_possible  # noqa: E402
 from ckptcore.planning.hub_files import front_matter, json_object  # noqa: E402

@@ -8,9 +8,10 @@ A *world* is a way to name and lay out a model's tensors: ``megatron``, ``torcht
 - `sizes`: arithmetic on a model's numbers.
 - `declaration`: the TOML files, validated when they are loaded (pydantic: imported by those who map).
 - `index_space`: boxes of stored chunks, split, cut, permuted and merged in columns.
-- `classes`: the tensors that each rule takes, in classes that are handled at once.
+- `tensor_groups`: the tensors that each rule takes, in groups that are handled at once.
 - `matching`: the names and shapes that a map makes, and what does not fit.
 - `conversion`: the manifest after a map.
-- `numbers`: a model's numbers and terms, from configs. `rope_scaling`: their scaling of rotary embeddings.
+- `hyperparameters`: a model's numbers and terms, from configs. `rope_scaling`: how these scale rotary
+  embeddings.
 - `hub_config`: the fields of a config.json. `agreement`: what the configs of one model say to each other.
 """

@@ -192,8 +192,8 @@ def _half_term(term: Term, end: str, layout: Callable[[tuple[Node, ...]], tuple[
         half = (_OPEN,)
     *front, last = term.name.parts
     assert isinstance(last, str)  # it ends with the name of a weight
-    known = next(e for e in _WEIGHTS if last.endswith(e))
-    return Term(TensorName((*front, last.removesuffix(known) + end)), AxisLayout((*leading, *half)))
+    ending = next(e for e in _WEIGHTS if last.endswith(e))
+    return Term(TensorName((*front, last.removesuffix(ending) + end)), AxisLayout((*leading, *half)))
 
 
 def _of_part(node: Node, axis: str) -> Node:

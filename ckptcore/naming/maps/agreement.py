@@ -2,7 +2,7 @@
 
 Nothing else would catch a wrong config: no tensor shows rotary angles, an epsilon or an activation. A config
 of the hub is compared with another one field by field, all but the neutral ones (`hub_config`), and with a
-trainer's by the numbers and terms that both have (`numbers`). What no other config says is named.
+trainer's by the numbers and terms that both have (`hyperparameters`). What no other config says is named.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptcore.naming.maps.hub_config import (
     nested_like,
     same_value,
 )
-from ckptcore.naming.maps.numbers import Config, Number, hub_places, is_untold, says
+from ckptcore.naming.maps.hyperparameters import Config, Number, hub_places, is_untold, says
 from ckptcore.naming.maps.rope_scaling import same_scaling
 from ckptcore.utils.dataclass import dataclass
 
@@ -66,34 +66,36 @@ class _Notes:
     confirmed: set[str] = field(default_factory=set)
     one_sided: set[str] = field(default_factory=set)
 
-    def differs(self, name: str, one: str, other: str) -> None:
+    def differs(self, name: str, first: str, second: str) -> None:
         """Note a contradiction."""
-        self.contradictions.append(Contradiction(name, f"two configs contradict each other: {one}, {other}"))
+        self.contradictions.append(
+            Contradiction(name, f"two configs contradict each other: {first}, {second}")
+        )
 
 
-def agreement(config: Config, others: Sequence[Config]) -> Agreement:
+def agreement(config: Config, other_configs: Sequence[Config]) -> Agreement:
     """Compare a config with itself and with other ones.
 
     Raises:
         NameMismatch: A config says a number that no model has.
     """
     notes = _Notes()
-    for one, two in config.fields.clashes if config.fields is not None else ():
-        text = f"{config.name} contradicts itself: {one}, {two}, and loaders differ in which they read"
-        notes.contradictions.append(Contradiction(two.place, text))
-    for other in others:
-        pair = _hub_pair(config, other)
+    for first, second in config.fields.clashes if config.fields is not None else ():
+        text = f"{config.name} contradicts itself: {first}, {second}, and loaders differ in which they read"
+        notes.contradictions.append(Contradiction(second.place, text))
+    for other_config in other_configs:
+        pair = _hub_pair(config, other_config)
         if pair is not None:
-            _compare_fields(config, other, *pair, notes)
+            _compare_fields(config, other_config, *pair, notes)
             continue
         for compare in _BY_MEANING:
-            compare(config, other, notes)
-    own = _open_fields(config.fields) if config.fields is not None else set()
+            compare(config, other_config, notes)
+    open_fields = _open_fields(config.fields) if config.fields is not None else set()
     return Agreement(
         tuple({c.text: c for c in notes.contradictions}.values()),
         frozenset(notes.confirmed),
         frozenset(notes.one_sided),
-        tuple(sorted(own - notes.confirmed)),
+        tuple(sorted(open_fields - notes.confirmed)),
     )
 
 
@@ -106,11 +108,11 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
     for n, config in enumerate(configs):
         for contradiction in agreement(config, configs[n + 1 :]).contradictions:
             raise NameMismatch(contradiction.text, hint=HINT)
-    found: dict[str, tuple[Number, str]] = {}
+    stated_numbers: dict[str, tuple[Number, str]] = {}
     for config in configs:
         for number, (value, key) in config.numbers.items():
-            found.setdefault(number, (value, f"{config.name} says {says(key, value)}"))
-    return found
+            stated_numbers.setdefault(number, (value, f"{config.name} says {says(key, value)}"))
+    return stated_numbers
 
 
 def _open_fields(fields: HubFields) -> set[str]:
@@ -121,126 +123,143 @@ def _open_fields(fields: HubFields) -> set[str]:
     return {f for f in (*fields.functional, *of_class) if not in_shapes(f)}
 
 
-def _hub_pair(config: Config, other: Config) -> tuple[HubFields, HubFields] | None:
+def _hub_pair(config: Config, other_config: Config) -> tuple[HubFields, HubFields] | None:
     """Return the fields of two configs of one model type; one may be nested in the other."""
-    one, two = config.fields, other.fields
-    if one is None or two is None:
+    fields, other_fields = config.fields, other_config.fields
+    if fields is None or other_fields is None:
         return None
-    if one.model_type == two.model_type:
-        return one, two
-    if (part := nested_like(other.content, one.model_type)) is not None:
-        return one, hub_fields(part)
-    if (part := nested_like(config.content, two.model_type)) is not None:
-        return hub_fields(part), two
+    if fields.model_type == other_fields.model_type:
+        return fields, other_fields
+    if (part := nested_like(other_config.content, fields.model_type)) is not None:
+        return fields, hub_fields(part)
+    if (part := nested_like(config.content, other_fields.model_type)) is not None:
+        return hub_fields(part), other_fields
     return None
 
 
-def _compare_fields(config: Config, other: Config, one: HubFields, two: HubFields, notes: _Notes) -> None:
+def _compare_fields(
+    config: Config, other_config: Config, fields: HubFields, other_fields: HubFields, notes: _Notes
+) -> None:
     """Compare all fields of two configs of one model type."""
-    mine, theirs = one.functional, two.functional
-    defaults = one.of_class or {}
+    mine, theirs = fields.functional, other_fields.functional
+    defaults = fields.of_class or {}
     for name in mine.keys() | theirs.keys():
         first, second = mine.get(name), theirs.get(name)
         if defaults.get(name) is not None or (name in defaults and _is_null(first or second)):
             of_class = Stated(defaults[name], f"{name} (unset, the class has)")
             first, second = first or of_class, second or of_class
         if first is None or second is None:
-            if name in one.values and name in two.values:
+            if name in fields.values and name in other_fields.values:
                 continue  # it counts in one of them alone, by a field that is compared itself
             notes.one_sided.add(name)
         elif same_value(first.value, second.value):
             notes.confirmed.add(name)
-        elif not name.endswith("vocab_size") and one.reads(name):
-            notes.differs(first.place, f"{config.name} says {first}", f"{other.name} says {second}")
+        elif not name.endswith("vocab_size") and fields.reads(name):
+            notes.differs(first.place, f"{config.name} says {first}", f"{other_config.name} says {second}")
 
 
 def _is_null(stated: Stated | None) -> bool:
     return stated is not None and stated.value is None
 
 
-def _compare_types(config: Config, other: Config, notes: _Notes) -> None:
+def _compare_types(config: Config, other_config: Config, notes: _Notes) -> None:
     """Require that two configs of classes that are known, and neither of which has the other, are of one."""
-    one, two = config.fields, other.fields
-    if one is not None and two is not None and None not in (one.of_class, two.of_class):
-        says = [f"{c.name} says model_type = {of.model_type}" for c, of in ((config, one), (other, two))]
+    fields, other_fields = config.fields, other_config.fields
+    if (
+        fields is not None
+        and other_fields is not None
+        and None not in (fields.of_class, other_fields.of_class)
+    ):
+        says = [
+            f"{c.name} says model_type = {of.model_type}"
+            for c, of in ((config, fields), (other_config, other_fields))
+        ]
         notes.differs("model_type", *says)
 
 
-def _compare_numbers(config: Config, other: Config, notes: _Notes) -> None:
+def _compare_numbers(config: Config, other_config: Config, notes: _Notes) -> None:
     for number, (value, key) in config.numbers.items():
-        if number in _NOT_COMPARED or number not in other.numbers:
+        if number in _NOT_COMPARED or number not in other_config.numbers:
             continue
-        second, place = other.numbers[number]
+        second, place = other_config.numbers[number]
         if value == second or (number == _WINDOW and abs(value - second) == 1 and value and second):
             notes.confirmed.update(_names(config, key, number))
         else:
             notes.differs(
-                key, f"{config.name} says {says(key, value)}", f"{other.name} says {says(place, second)}"
+                key,
+                f"{config.name} says {says(key, value)}",
+                f"{other_config.name} says {says(place, second)}",
             )
 
 
-def _compare_terms(config: Config, other: Config, notes: _Notes) -> None:
+def _compare_terms(config: Config, other_config: Config, notes: _Notes) -> None:
     for name, (text, key) in config.terms.items():
-        if name not in other.terms:
+        if name not in other_config.terms:
             continue
-        second, place = other.terms[name]
+        second, place = other_config.terms[name]
         kind = config.fields.model_type if config.fields is not None else ""
-        if " = " in place and is_untold(other.world, name, kind):
+        if " = " in place and is_untold(other_config.world, name, kind):
             continue
         if same_value(text, second):
             notes.confirmed.update(_names(config, key, name))
         else:
             notes.differs(
-                key, f"{config.name} says {says(key, text)}", f"{other.name} says {says(place, second)}"
+                key,
+                f"{config.name} says {says(key, text)}",
+                f"{other_config.name} says {says(place, second)}",
             )
 
 
-def _compare_routing(config: Config, other: Config, notes: _Notes) -> None:
+def _compare_routing(config: Config, other_config: Config, notes: _Notes) -> None:
     """Compare whether the weights of a token's experts sum to 1."""
-    one, two = config.sums_to_one, other.sums_to_one
-    if one is None or two is None:
+    sums, other_sums = config.sums_to_one, other_config.sums_to_one
+    if sums is None or other_sums is None:
         return
-    if one[0] == two[0]:
+    if sums[0] == other_sums[0]:
         notes.confirmed.add(_ROUTING)
     else:
-        notes.differs(_ROUTING, f"{config.name} says {one[1]}", f"{other.name} says {two[1]}")
+        notes.differs(_ROUTING, f"{config.name} says {sums[1]}", f"{other_config.name} says {other_sums[1]}")
 
 
-def _compare_sliding(config: Config, other: Config, notes: _Notes) -> None:
+def _compare_sliding(config: Config, other_config: Config, notes: _Notes) -> None:
     """Compare which layers attend to a window of tokens."""
     kind = config.fields.model_type if config.fields is not None else ""
-    if is_untold(other.world, "sliding_layers", kind):
+    if is_untold(other_config.world, "sliding_layers", kind):
         return
-    one, two = config.sliding_layers, other.sliding_layers
-    if one is None or two is None:
+    layers, other_layers = config.sliding_layers, other_config.sliding_layers
+    if layers is None or other_layers is None:
         return
-    if one[0] == two[0]:
+    if layers[0] == other_layers[0]:
         notes.confirmed.update(("layer_types", "max_window_layers"))
     else:
-        notes.differs("layer_types", f"{config.name} says {one[1]}", f"{other.name} says {two[1]}")
+        notes.differs(
+            "layer_types", f"{config.name} says {layers[1]}", f"{other_config.name} says {other_layers[1]}"
+        )
 
 
-def _compare_scaling(config: Config, other: Config, notes: _Notes) -> None:
-    one, two = config.rope_scaling, other.rope_scaling
-    if one is None or two is None:
+def _compare_scaling(config: Config, other_config: Config, notes: _Notes) -> None:
+    scaling, other_scaling = config.rope_scaling, other_config.rope_scaling
+    if scaling is None or other_scaling is None:
         return
-    if same_scaling(one, two):
-        shared = one.parameters.keys() & two.parameters.keys()
+    if same_scaling(scaling, other_scaling):
+        shared = scaling.parameters.keys() & other_scaling.parameters.keys()
         notes.confirmed |= {_ROPE_TYPE, *(f"rope_parameters.{k}" for k in shared)}
     else:
-        notes.differs(_ROPE_TYPE, one.text, two.text)
+        notes.differs(_ROPE_TYPE, scaling.text, other_scaling.text)
 
 
-def _compare_vocabulary(config: Config, other: Config, notes: _Notes) -> None:
+def _compare_vocabulary(config: Config, other_config: Config, notes: _Notes) -> None:
     """Require that no vocabulary is smaller than the tokens of a trainer: later rows are no padding."""
-    if config.fields is not None and other.fields is not None:
+    if config.fields is not None and other_config.fields is not None:
         return
-    for one, two in ((config, other), (other, config)):
-        vocab, tokens = one.numbers.get("vocab"), two.numbers.get("tokens")
+    for vocab_config, tokens_config in ((config, other_config), (other_config, config)):
+        vocab, tokens = vocab_config.numbers.get("vocab"), tokens_config.numbers.get("tokens")
         if vocab is not None and tokens is not None and vocab[0] < tokens[0]:
-            mine = f"{one.name} says {vocab[1]} = {vocab[0]}"
+            vocab_text = f"{vocab_config.name} says {vocab[1]} = {vocab[0]}"
             notes.differs(
-                vocab[1], mine, f"and later rows are not padding: {two.name} says {tokens[1]} = {tokens[0]}"
+                vocab[1],
+                vocab_text,
+                f"and later rows are not padding: {tokens_config.name} says {tokens[1]} = {tokens[0]}",
             )
 
 

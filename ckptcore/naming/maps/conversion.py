@@ -17,10 +17,10 @@ from ckptcore.core.dequantize import ADDED
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Derived, Envelope, Ints, Manifest, TensorSpec, with_dims
 from ckptcore.errors import UsageError
-from ckptcore.naming.maps.classes import Class, Takers, keys_in, placed, sizes_of
 from ckptcore.naming.maps.declaration import ArchMap
 from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
 from ckptcore.naming.maps.matching import Matched, match, require_fit
+from ckptcore.naming.maps.tensor_groups import RuleAssignment, TensorGroup, keys_in, placed, sizes_of
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among, distinct
@@ -76,16 +76,20 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
     """Return the manifest after a map that fits it; raise `UsageError` as `convert` does."""
     _require_stored(manifest, matched)
     names = [t.fqn for t in manifest.tensors]
-    number = {made.name: n for n, made in enumerate(matched.made)}
-    ids, parts = _pieces(manifest.chunks, manifest, matched.classes, number)
-    specs = [TensorSpec(m.name, m.dtype, m.shape) for m in matched.made]
+    number = {tensor.name: n for n, tensor in enumerate(matched.tensors)}
+    ids, parts = _pieces(manifest.chunks, manifest, matched.groups, number)
+    specs = [TensorSpec(m.name, m.dtype, m.shape) for m in matched.tensors]
     result = _mapped_manifest(manifest, matched, specs, ids, parts, number)
     return MappedManifest(
         result,
         matched.map,
-        {m.name: tuple(names[s] for s in m.sources) for m in matched.made},
-        {m.name: m.rule for m in matched.made},
-        {m.name: names[m.sources[0]] for m in matched.made if m.same and not m.add and len(m.sources) == 1},
+        {m.name: tuple(names[s] for s in m.sources) for m in matched.tensors},
+        {m.name: m.rule for m in matched.tensors},
+        {
+            m.name: names[m.sources[0]]
+            for m in matched.tensors
+            if m.same and not m.add and len(m.sources) == 1
+        },
         tuple((names[t], reason) for t, reason in matched.dropped.items()),
         tuple((names[t], reason, count) for t, reason, count in matched.parts),
         matched.guessed,
@@ -93,39 +97,44 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
     )
 
 
-def with_zeros(found: MappedManifest, source: Manifest, numbers: Mapping[str, int]) -> MappedManifest:
+def with_zeros(mapped: MappedManifest, source: Manifest, numbers: Mapping[str, int]) -> MappedManifest:
     """Return the result of an inverse with the tensors that it makes of nothing: zeros in float32.
 
     Args:
-        found: The result, without them.
+        mapped: The result, without them.
         source: The tensors that were mapped.
         numbers: The model's sizes, by the names that rules use.
     """
-    if not found.map.zeros:
-        return found
-    rules = replace(found.map, rules=found.map.zeros, zeros=())
-    taken = Takers(rules, source.tensors, numbers, Templates.of(t.fqn for t in source.tensors))
+    if not mapped.map.zeros:
+        return mapped
+    rules = replace(mapped.map, rules=mapped.map.zeros, zeros=())
+    assignment = RuleAssignment(rules, source.tensors, numbers, Templates.of(t.fqn for t in source.tensors))
     specs: list[TensorSpec] = []
     zeros: list[tuple[str, str, str]] = []
-    for of in taken.classes:
-        (term,) = of.rule.to
+    for group in assignment.groups:
+        (term,) = group.rule.to
         for name, row in zip(
-            term.name.spell(of.index, of.wild, of.inside, len(of.rows)), of.rows.tolist(), strict=True
+            term.name.spell(group.index, group.wild, group.inside, len(group.rows)),
+            group.rows.tolist(),
+            strict=True,
         ):
-            specs.append(TensorSpec(name, "float32", sizes_of(term.layout.filled(0), of.sizes)))
-            zeros.append((name, of.rule.name, source.tensors[row].fqn))
+            specs.append(TensorSpec(name, "float32", sizes_of(term.layout.filled(0), group.sizes)))
+            zeros.append((name, group.rule.name, source.tensors[row].fqn))
     if not specs:
-        return found
-    made = found.manifest
-    below = made.inputs
-    first = np.concatenate([made.chunks.first, np.full(len(specs), made.chunks.first[-1], np.int64)])
-    nodes = dict(made.derived) | {
-        len(made.tensors) + n: Derived("zeros_float32", (), spec.shape) for n, spec in enumerate(specs)
+        return mapped
+    manifest = mapped.manifest
+    # Zeros have no chunks: their tensors end where they begin in the table, and `Derived` makes them.
+    below = manifest.inputs
+    first = np.concatenate([manifest.chunks.first, np.full(len(specs), manifest.chunks.first[-1], np.int64)])
+    nodes = dict(manifest.derived) | {
+        len(manifest.tensors) + n: Derived("zeros_float32", (), spec.shape) for n, spec in enumerate(specs)
     }
     inputs = below.tensors if below is not None else ()
-    chunks = below.chunks if below is not None else _without_chunks(made.chunks)
-    extended = replace(made, tensors=(*made.tensors, *specs), chunks=replace(made.chunks, first=first))
-    return replace(found, manifest=extended.deriving(nodes, inputs, chunks), zeros=tuple(zeros))
+    chunks = below.chunks if below is not None else _without_chunks(manifest.chunks)
+    extended = replace(
+        manifest, tensors=(*manifest.tensors, *specs), chunks=replace(manifest.chunks, first=first)
+    )
+    return replace(mapped, manifest=extended.deriving(nodes, inputs, chunks), zeros=tuple(zeros))
 
 
 def _without_chunks(chunks: Chunks) -> Chunks:
@@ -136,44 +145,45 @@ def _without_chunks(chunks: Chunks) -> Chunks:
 
 def _require_stored(manifest: Manifest, matched: Matched) -> None:
     """Require that computed tensors are renamed only."""
-    for made in matched.made:
-        if made.add and made.dtype not in ADDED:
+    for tensor in matched.tensors:
+        if tensor.add and tensor.dtype not in ADDED:
             raise UsageError(
-                f"cannot make {made.name}: cannot add to {made.dtype} (must be one of {', '.join(ADDED)})",
+                f"cannot make {tensor.name}: cannot add to {tensor.dtype} "
+                f"(must be one of {', '.join(ADDED)})",
                 hint="try --names stored to keep the names as they are",
             )
-        computed = next((s for s in made.sources if s in manifest.derived), None)
-        if computed is not None and (not made.same or made.add):
+        computed = next((s for s in tensor.sources if s in manifest.derived), None)
+        if computed is not None and (not tensor.same or tensor.add):
             raise UsageError(
-                f"cannot make {made.name} of {manifest.tensors[computed].fqn}: its values are not stored",
+                f"cannot make {tensor.name} of {manifest.tensors[computed].fqn}: its values are not stored",
                 hint="try --names stored, or carry the stored values with --keep-quantized",
             )
 
 
 def _pieces(
-    chunks: Chunks, manifest: Manifest, classes: Sequence[Class], number: Mapping[str, int]
+    chunks: Chunks, manifest: Manifest, groups: Sequence[TensorGroup], number: Mapping[str, int]
 ) -> tuple[Ints, list[tuple[int, Pieces, Ints]]]:
-    """Return (the tensor of every box, (rank, boxes, chunk of each) class by class)."""
+    """Return (the tensor of every box, (rank, boxes, chunk of each) group by group)."""
     ids: list[Ints] = [np.zeros(0, np.int64)]
     parts: list[tuple[int, Pieces, Ints]] = []
     twin = np.full(len(chunks), -1, np.int64)
     for first, copy in equal_boxes(manifest):
         twin[first] = twin[copy] = first
-    for of in classes:
-        begin, count = chunks.first[of.rows], np.diff(chunks.first)[of.rows]
-        at = np.repeat(np.arange(len(of.rows)), count)
-        within = np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+    for group in groups:
+        begin, count = chunks.first[group.rows], np.diff(chunks.first)[group.rows]
+        members = np.repeat(np.arange(len(group.rows)), count)
+        within = np.arange(len(members)) - np.repeat(np.cumsum(count) - count, count)
         row = np.repeat(begin, count) + within
-        rank = len(manifest.tensors[int(of.rows[0])].shape)
-        width = np.array([BY_NAME[manifest.tensors[t].dtype].itemsize for t in of.rows.tolist()], np.int64)
+        rank = len(manifest.tensors[int(group.rows[0])].shape)
+        width = np.array([BY_NAME[manifest.tensors[t].dtype].itemsize for t in group.rows.tolist()], np.int64)
         view = None if chunks.view is None else chunks.view[row]
         loose = manifest.items.envelope[chunks.item[row]] == Envelope.TORCHZIP
         lo, shape = chunks.lo[row, :rank], chunks.shape[row, :rank]
-        boxes = pieces_of(np.arange(len(row)), width[at], lo, shape, view, loose, twin[row])
-        for term, p in placed(boxes, of, at):
-            which, names = keys_in(of, term, p, at)
+        boxes = pieces_of(np.arange(len(row)), width[members], lo, shape, view, loose, twin[row])
+        for term, p in placed(boxes, group, members):
+            which, names = keys_in(group, term, p, members)
             ids.append(np.array([number[name] for name in names], np.int64)[which])
-            parts.append((len(of.rule.to[term].layout.filled(of.rank).dims), p, row[p.row]))
+            parts.append((len(group.rule.to[term].layout.filled(group.rank).dims), p, row[p.row]))
     return np.concatenate(ids), parts
 
 
@@ -188,6 +198,7 @@ def _mapped_manifest(
     """Return the manifest of the mapped tensors, with nodes for those that are computed."""
     ranks = np.array([len(t.shape) for t in manifest.tensors], np.int64)
     chunks = _chunk_columns(manifest.chunks, ranks, len(specs), ids, parts)
+    # Paths are recorded by the names that the map has just replaced.
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     items = replace(manifest.items, holds=_promised(manifest, ranks, parts))
     mapped = replace(
@@ -203,16 +214,16 @@ def _mapped_manifest(
     nodes: dict[int, Derived] = {}
     inputs: list[TensorSpec] = []
     spans: list[tuple[Chunks, int]] = []
-    for n, made in enumerate(matched.made):
-        source = made.sources[0]
+    for n, tensor in enumerate(matched.tensors):
+        source = tensor.sources[0]
         if source in manifest.derived and manifest.inputs is not None:
             node = manifest.derived[source]
             nodes[n] = replace(node, inputs=tuple(range(len(inputs), len(inputs) + len(node.inputs))))
             inputs += [manifest.inputs.tensors[i] for i in node.inputs]
             spans += [(manifest.inputs.chunks, i) for i in node.inputs]
-        elif made.add:
-            nodes[n] = Derived(f"add_{made.dtype}", (len(inputs),), (made.add,))
-            inputs.append(TensorSpec(manifest.tensors[source].fqn, made.dtype, made.shape))
+        elif tensor.add:
+            nodes[n] = Derived(f"add_{tensor.dtype}", (len(inputs),), (tensor.add,))
+            inputs.append(TensorSpec(manifest.tensors[source].fqn, tensor.dtype, tensor.shape))
             spans.append((chunks, n))
     if not nodes:
         return mapped
@@ -234,44 +245,44 @@ def _chunk_columns(
     total = len(ids)
     lo, shape = np.zeros((total, rank), np.int64), np.ones((total, rank), np.int64)
     step, start, row = np.ones((total, rank), np.int64), np.zeros(total, np.int64), np.zeros(total, np.int64)
-    own = np.zeros(total, np.int64)  # the rank of each
+    box_ranks = np.zeros(total, np.int64)  # the rank of each
     end = 0
     for r, p, of in parts:
         begin, end = end, end + len(p)
         lo[begin:end, :r], shape[begin:end, :r] = p.lo[:, :r], p.ext[:, :r]
         step[begin:end, :r], start[begin:end], row[begin:end] = p.step[:, :r], p.start, of
-        own[begin:end] = r
+        box_ranks[begin:end] = r
+    # `Chunks` wants the chunks of one tensor together; the last key of `lexsort` is the first.
     order = (
         np.lexsort((*(lo[:, d] for d in reversed(range(rank))), row, ids)) if total else np.zeros(0, np.int64)
     )
     lo, shape, step, start, row = lo[order], shape[order], step[order], start[order], row[order]
     view = np.hstack([start[:, None], _flags(stored, row)[:, None], step])
-    unchanged = _unchanged(stored, row, shape, step, start) & (own[order] == ranks[stored.tensor[row]])
+    unchanged = _unchanged(stored, row, shape, step, start) & (box_ranks[order] == ranks[stored.tensor[row]])
     view[unchanged, 0] = -1
     first = np.searchsorted(ids[order], np.arange(tensors + 1)).astype(np.int64)
-    kept = view if bool((view[:, 0] >= 0).any()) else None
-    return Chunks(first, lo, shape, stored.item[row], kept)
+    resolved_view = view if bool((view[:, 0] >= 0).any()) else None
+    return Chunks(first, lo, shape, stored.item[row], resolved_view)
 
 
 def _promised(manifest: Manifest, ranks: Ints, parts: Sequence[tuple[int, Pieces, Ints]]) -> Ints | None:
     """Return the shape that metadata promises for every item that boxes are views into: see `Items`."""
-    stored, known = manifest.chunks, manifest.items.holds
+    stored, earlier_shapes = manifest.chunks, manifest.items.holds
     rows = distinct(np.concatenate([np.zeros(0, np.int64), *(of for _, _, of in parts)]))
     if stored.view is not None:
         rows = rows[stored.view[rows, 0] < 0]
     rows = rows[stored.item[rows] >= 0]
     if not len(rows):
-        return known
+        return earlier_shapes
     rank = stored.shape.shape[1]
-    width = (
-        1 + rank if known is None else max(1 + rank, known.shape[1])
-    )  # an earlier map cut items of more dims
-    found = np.full((len(manifest.items), width), -1, np.int64)
-    if known is not None:
-        found[:, : known.shape[1]] = known
-    found[stored.item[rows], 0] = ranks[stored.tensor[rows]]
-    found[stored.item[rows], 1 : 1 + rank] = stored.shape[rows]
-    return found
+    # An earlier map may have cut items of more dims.
+    width = 1 + rank if earlier_shapes is None else max(1 + rank, earlier_shapes.shape[1])
+    shapes = np.full((len(manifest.items), width), -1, np.int64)
+    if earlier_shapes is not None:
+        shapes[:, : earlier_shapes.shape[1]] = earlier_shapes
+    shapes[stored.item[rows], 0] = ranks[stored.tensor[rows]]
+    shapes[stored.item[rows], 1 : 1 + rank] = stored.shape[rows]
+    return shapes
 
 
 def _flags(stored: Chunks, row: Ints) -> Ints:
@@ -322,7 +333,7 @@ def _without_chunks_of(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks
     """Return the table without the chunks of some tensors, which stay in it."""
     if not tensors:
         return chunks
-    kept = ~among(chunks.tensor, np.array(sorted(tensors), np.int64))
-    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]).astype(np.int64)
-    view = None if chunks.view is None else chunks.view[kept]
-    return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)
+    mask = ~among(chunks.tensor, np.array(sorted(tensors), np.int64))
+    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)]).astype(np.int64)
+    view = None if chunks.view is None else chunks.view[mask]
+    return Chunks(count[chunks.first], chunks.lo[mask], chunks.shape[mask], chunks.item[mask], view)

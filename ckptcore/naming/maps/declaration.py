@@ -356,16 +356,16 @@ class AlikeForm(_Form):
             return None
         if not all(t.startswith(self.to[0]) for t in form.to or ()):
             return None
-        others = [
+        copied_sides = [
             tuple(start + t.removeprefix(self.source[0]) for t in side)
             for start in self.source[1:]
             for side in sides
         ]
         to = form.to and tuple(self.to[1] + t.removeprefix(self.to[0]) for t in form.to)
-        spelled = form.spelled and form.spelled + ("-",) * (len(others) - len(form.spelled))
+        spelled = form.spelled and form.spelled + ("-",) * (len(copied_sides) - len(form.spelled))
         update = {
-            "source": others[0],
-            "spellings": tuple(others[1:]),
+            "source": copied_sides[0],
+            "spellings": tuple(copied_sides[1:]),
             "to": to,
             "part": self.name,
             "spelled": spelled,
@@ -413,12 +413,12 @@ def built_in_maps() -> tuple[ArchMap, ...]:
     return tuple(m for name in names for m in read_maps((families / name).read_text("utf-8"), name))
 
 
-def read_maps(text: str, what: str) -> tuple[ArchMap, ...]:
+def read_maps(text: str, file_name: str) -> tuple[ArchMap, ...]:
     """Return the maps of a family's file.
 
     Args:
         text: TOML.
-        what: Name of the file, for errors.
+        file_name: Name of the file, for errors.
 
     Raises:
         UsageError: The file is not valid, or its rules contradict each other.
@@ -429,9 +429,9 @@ def read_maps(text: str, what: str) -> tuple[ArchMap, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"cannot read the map {what}: {where}: {first['msg']}") from error
+        raise UsageError(f"cannot read the map {file_name}: {where}: {first['msg']}") from error
     except ValueError as error:
-        raise UsageError(f"cannot read the map {what}: {error}") from error
+        raise UsageError(f"cannot read the map {file_name}: {error}") from error
 
 
 def compiled(form: RuleForm, *, group: str = "", texts: Mapping[str, str] | None = None) -> list[Rule]:
@@ -455,10 +455,10 @@ def _groups(name: str) -> Mapping[str, GroupForm]:
 
 def _group(name: str) -> GroupForm:
     file, slash, group = name.partition("/")
-    found = _groups(file).get(group) if slash else None
-    if found is None:
+    form = _groups(file).get(group) if slash else None
+    if form is None:
         raise ValueError(f"no group of shared rules is called {name}")
-    return found
+    return form
 
 
 def _map(family: FamilyForm, form: MapForm) -> ArchMap:
@@ -472,15 +472,15 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         used |= {x for r in group.rule for x in _TEXT.findall(r.model_dump_json())}
         texts = group.defaults | form.texts
         axes = group.axes | form.axes
-        kept = [r for r in group.rule if f"{name}/{r.name}" not in form.without]
-        for each in kept:
-            rules += _rules_of_form(each, name, texts, axes, form.stacked | group.stacked)
-            rules += _rules_of_alike(form, each, name, texts, axes)
-    for each in form.rule:
-        rules += _rules_of_form(each, "", form.texts, form.axes, form.stacked)
-        rules += _rules_of_alike(form, each, "", form.texts, form.axes)
-    known = {f"{name}/{r.name}" for name, group in groups for r in group.rule}
-    if unknown := [w for w in form.without if w not in known]:
+        group_rules = [r for r in group.rule if f"{name}/{r.name}" not in form.without]
+        for rule_form in group_rules:
+            rules += _rules_of_form(rule_form, name, texts, axes, form.stacked | group.stacked)
+            rules += _rules_of_alike(form, rule_form, name, texts, axes)
+    for rule_form in form.rule:
+        rules += _rules_of_form(rule_form, "", form.texts, form.axes, form.stacked)
+        rules += _rules_of_alike(form, rule_form, "", form.texts, form.axes)
+    group_rule_names = {f"{name}/{r.name}" for name, group in groups for r in group.rule}
+    if unknown := [w for w in form.without if w not in group_rule_names]:
         raise ValueError(f"`without` names {unknown[0]}, which is in no group that is used")
     if unused := sorted(set(form.texts) - used):
         raise ValueError(f"`with` has a text for <{unused[0]}>, which no rule names")
@@ -489,9 +489,10 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
     declared = [r.name for r in form.rule] + [f"{n}/{r.name}" for n, g in groups for r in g.rule]
     if len(set(declared)) != len(declared):
         raise ValueError("two rules have one name")
-    own = form.model_dump(mode="json")
-    own["again"] = own.pop("alike")  # a digest depends on the declaration, not on names of fields here
-    content = [family.arch, own, [g.model_dump(mode="json") for _, g in groups]]
+    declaration = form.model_dump(mode="json")
+    # A digest depends on the declaration, not on names of fields here: plans record it.
+    declaration["again"] = declaration.pop("alike")
+    content = [family.arch, declaration, [g.model_dump(mode="json") for _, g in groups]]
     return ArchMap(
         family.arch,
         family.architectures,
@@ -522,10 +523,12 @@ def _rules_of_alike(
         "spellings": tuple(tuple(_with_texts(t, texts) for t in side) for side in rule.spellings),
         "to": rule.to and tuple(_with_texts(t, texts) for t in rule.to),
     }
-    for each in form.alike:
-        other = each.of(rule.model_copy(update=update))
-        if other is not None:
-            yield from _rules_of_form(other, f"{each.name}/{group}" if group else each.name, {}, axes, {})
+    for alike in form.alike:
+        alike_rule = alike.of(rule.model_copy(update=update))
+        if alike_rule is not None:
+            yield from _rules_of_form(
+                alike_rule, f"{alike.name}/{group}" if group else alike.name, {}, axes, {}
+            )
 
 
 def _rules_of_form(
@@ -550,14 +553,15 @@ def _rules_of_form(
             *written, to, beside = sides
             labels_of = [_labels(text) for text in form.spelled] or [_ALL, *[_NONE] * (len(written) - 1)]
             spellings = [
-                each
-                for side, own in zip(written, labels_of, strict=True)
-                for each in _stacked(side, stacked, own)
+                spelling
+                for side, generations in zip(written, labels_of, strict=True)
+                for spelling in _stacked(side, stacked, generations)
             ]
             rule = Rule(
                 name,
                 tuple(side for side, _ in spellings),
                 to,
+                # A model may lack some texts of a choice, such as biases: only the first must be there.
                 form.presence if n == 0 else "optional",
                 dict(axes) | form.axes,
                 form.default,
@@ -569,7 +573,7 @@ def _rules_of_form(
                 form.one_way or form.drop or "; ".join(form.drops.values()) or (_ADDING if form.add else ""),
                 form.part,
                 form.only_zero,
-                tuple(own for _, own in spellings),
+                tuple(generations for _, generations in spellings),
                 next(iter(beside), None),
                 form.back if n == 0 else "",
             )
@@ -582,10 +586,10 @@ def _rules_of_form(
 def _with_texts(text: str, texts: Mapping[str, str]) -> str:
     """Return a name with texts in place of angle brackets."""
 
-    def put(found: re.Match[str]) -> str:
-        if found[1] not in texts:
-            raise ValueError(f"there is no text for <{found[1]}>")
-        return texts[found[1]]
+    def put(match: re.Match[str]) -> str:
+        if match[1] not in texts:
+            raise ValueError(f"there is no text for <{match[1]}>")
+        return texts[match[1]]
 
     return _TEXT.sub(put, text)
 
@@ -593,12 +597,12 @@ def _with_texts(text: str, texts: Mapping[str, str]) -> str:
 def _terms(text: str) -> list[tuple[Term, dict[str, str]]]:
     name, colon, layout = text.partition(" : ")
     shape = parse_layout(layout) if colon else AxisLayout((Axis(ELLIPSIS),))
-    return [(Term(each, shape), chosen) for each, chosen in parse_name(name.strip())]
+    return [(Term(tensor_name, shape), chosen) for tensor_name, chosen in parse_name(name.strip())]
 
 
 def _chosen(terms: Sequence[tuple[Term, dict[str, str]]], chosen: Mapping[str, str]) -> Term:
-    for term, own in terms:
-        if own.items() <= chosen.items():
+    for term, texts in terms:
+        if texts.items() <= chosen.items():
             return term
     label = next(k for k, v in terms[0][1].items() if k not in chosen or v != chosen[k])
     raise ValueError(f"{{{label}:...}} has other texts elsewhere in the rule")
@@ -612,15 +616,18 @@ def _stacked(
     side: tuple[Term, ...], stacked: Mapping[str, str], labels: frozenset[str]
 ) -> list[tuple[tuple[Term, ...], frozenset[str]]]:
     """Return a spelling, and the same with layers in the tensors' first dim, each with its generations."""
-    others = [
+    stacked_sides = [
         tuple(_with_stacked_axis(t, axis) for t in side)
         for axis, prefix in stacked.items()
         if all(_is_below(t, axis, prefix) for t in side)
     ]
-    if not others:
+    if not stacked_sides:
         return [(side, labels)]
-    own = frozenset({STACKED}) if not labels or STACKED in labels else _NONE
-    return [(side, labels - own or _ALL if labels != _NONE else _NONE), *((other, own) for other in others)]
+    stacked_labels = frozenset({STACKED}) if not labels or STACKED in labels else _NONE
+    return [
+        (side, labels - stacked_labels or _ALL if labels != _NONE else _NONE),
+        *((stacked_side, stacked_labels) for stacked_side in stacked_sides),
+    ]
 
 
 def _is_below(term: Term, axis: str, prefix: str) -> bool:
@@ -629,10 +636,10 @@ def _is_below(term: Term, axis: str, prefix: str) -> bool:
 
 
 def _with_stacked_axis(term: Term, axis: str) -> Term:
-    prefix, _, rest, *more = term.name.parts
+    prefix, _, rest, *later_parts = term.name.parts
     assert isinstance(prefix, str)  # `_is_below` has checked
     assert isinstance(rest, str)
-    name = TensorName((prefix + rest.removeprefix("."), *more))
+    name = TensorName((prefix + rest.removeprefix("."), *later_parts))
     return Term(name, AxisLayout((Axis(axis), *term.layout.dims)))
 
 
@@ -649,19 +656,21 @@ def _require_bijective(rule: Rule) -> None:
         raise ValueError("its names have other wild parts")
     if rule.drop:
         return
-    made = [block - rule.repeats for term in rule.to for block in term.blocks]
+    target_blocks = [block - rule.repeats for term in rule.to for block in term.blocks]
     for side in rule.spellings:
         blocks = [block for term in side for block in term.blocks]
-        kept = [b for b in blocks if not b & rule.drops.keys()]
-        for block in kept:
-            if made.count(block) != 1:
+        source_blocks = [b for b in blocks if not b & rule.drops.keys()]
+        for block in source_blocks:
+            if target_blocks.count(block) != 1:
                 raise ValueError(
-                    f"{_first_terms(side)} has a part of {sorted(block)}, and `to` {_count(made, block)}"
+                    f"{_first_terms(side)} has a part of {sorted(block)}, "
+                    f"and `to` {_count(target_blocks, block)}"
                 )
-        for block in made:
-            if kept.count(block) != 1:
+        for block in target_blocks:
+            if source_blocks.count(block) != 1:
                 raise ValueError(
-                    f"`to` has a part of {sorted(block)}, and {_first_terms(side)} {_count(kept, block)}"
+                    f"`to` has a part of {sorted(block)}, "
+                    f"and {_first_terms(side)} {_count(source_blocks, block)}"
                 )
         for axis in rule.drops:
             if not any(axis in block for block in blocks):

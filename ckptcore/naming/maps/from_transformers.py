@@ -81,7 +81,7 @@ def entries() -> dict[str, tuple[StepForm, ...]]:
     """Return the steps of every model type and class that the installed transformers lists."""
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     listed: Mapping[str, Sequence[Any]] = mapping._build_checkpoint_conversion_mapping()
-    return {name: steps_of(found) for name, found in sorted(listed.items()) if name != "legacy"}
+    return {name: steps_of(transforms) for name, transforms in sorted(listed.items()) if name != "legacy"}
 
 
 def entries_of(names: Iterable[str]) -> dict[str, tuple[StepForm, ...]]:
@@ -102,25 +102,25 @@ def family_of(model: Any, model_type: str, names: Sequence[str]) -> LiveFamilyFo
     """
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
-    seen: dict[str, list[str]] = {}
+    paths_by_entry: dict[str, list[str]] = {}
     parts: list[PartForm] = []
     for path, module in model.named_modules():
         if not isinstance(module, modeling.PreTrainedModel) or module.is_custom_code():
             continue
         name, kind = type(module).__name__, module.config.model_type
-        if _is_below(path, seen.get(name, ())):
+        if _is_below(path, paths_by_entry.get(name, ())):
             continue
         by_class = mapping.get_checkpoint_conversion_mapping(name) is not None
-        if not by_class and (not kind or _is_below(path, seen.get(kind, ()))):
+        if not by_class and (not kind or _is_below(path, paths_by_entry.get(kind, ()))):
             continue
         entry = name if by_class else kind
         if mapping.get_checkpoint_conversion_mapping(entry) is None:
             continue
         scope = path.removeprefix(model.base_model_prefix).removeprefix(".") if path else None
         parts.append(PartForm(entry=entry, scope=scope))
-        seen.setdefault(name, []).append(path)
+        paths_by_entry.setdefault(name, []).append(path)
         if not by_class:
-            seen.setdefault(kind, []).append(path)
+            paths_by_entry.setdefault(kind, []).append(path)
     return LiveFamilyForm(
         arch=model_type,
         architectures=tuple(names),
@@ -146,18 +146,20 @@ def _float32(model: Any) -> tuple[str, ...]:
     torch: Any = importlib.import_module("torch")
     listed = _patterns(model._keep_in_fp32_modules_strict)
     dtypes = {n: t.dtype for n, t in model.state_dict().items() if hasattr(t, "dtype")}
-    others = [_numbered(name) for name, dtype in dtypes.items() if dtype == torch.bfloat16]
-    found: dict[str, None] = {}
+    bfloat16_names = [_numbered(name) for name, dtype in dtypes.items() if dtype == torch.bfloat16]
+    patterns: dict[str, None] = {}
     for name, dtype in dtypes.items():
-        known = any(re.search(pattern, name) for pattern in listed)
-        if known or not dtype.is_floating_point or dtype == torch.bfloat16:
+        is_listed = any(re.search(pattern, name) for pattern in listed)
+        if is_listed or not dtype.is_floating_point or dtype == torch.bfloat16:
             continue
         parts = _numbered(name).split(".")
         ends = ["." + ".".join(parts[-n:]) for n in range(2, len(parts))]
-        end = next((e for e in ends if not any(other.endswith(e) for other in others)), "")
+        end = next(
+            (e for e in ends if not any(bfloat16_name.endswith(e) for bfloat16_name in bfloat16_names)), ""
+        )
         pattern = re.escape(end) if end else "^" + re.escape(".".join(parts))
-        found[pattern.replace(_ANY, r"\d+") + "$"] = None
-    return (*listed, *sorted(found))
+        patterns[pattern.replace(_ANY, r"\d+") + "$"] = None
+    return (*listed, *sorted(patterns))
 
 
 def _numbered(name: str) -> str:
@@ -204,10 +206,12 @@ def families(kinds: Iterable[str] | None = None) -> list[LiveFamilyForm]:
                 model = built(kind, name)
             except Exception:  # a default config need not be one that a class takes
                 continue
-            found = family_of(model, model.config.model_type or kind, ())
-            alike.setdefault(found.model_dump_json(), (found, set()))[1].add(name)
-    made = (f.model_copy(update={"architectures": tuple(sorted(names))}) for f, names in alike.values())
-    return sorted(made, key=lambda f: (f.arch, f.architectures))
+            family = family_of(model, model.config.model_type or kind, ())
+            alike.setdefault(family.model_dump_json(), (family, set()))[1].add(name)
+    merged_families = (
+        f.model_copy(update={"architectures": tuple(sorted(names))}) for f, names in alike.values()
+    )
+    return sorted(merged_families, key=lambda f: (f.arch, f.architectures))
 
 
 def _step_form(transform: Any) -> StepForm:
@@ -426,12 +430,12 @@ def _small(library: Any, config: Any) -> Any:
     return config
 
 
-def steps_toml(found: Mapping[str, Sequence[StepForm]], version: str) -> str:
+def steps_toml(steps_by_entry: Mapping[str, Sequence[StepForm]], version: str) -> str:
     """Return the text of ``steps.toml``: steps of every entry; equal ones are written once."""
     first: dict[str, str] = {}
     same: list[str] = []
     out = [_HEAD, f"version = {_toml_string(version)}\n\n[entries]\n"]
-    for name, steps in found.items():
+    for name, steps in steps_by_entry.items():
         content = "".join(
             f"  {_toml_value(s.model_dump(mode='json', by_alias=True, exclude_defaults=True))},\n"
             for s in steps
@@ -444,9 +448,9 @@ def steps_toml(found: Mapping[str, Sequence[StepForm]], version: str) -> str:
     return "".join([*out, "[same] # entry = the one that has the same steps\n", *same])
 
 
-def families_toml(found: Iterable[LiveFamilyForm], version: str) -> str:
+def families_toml(forms: Iterable[LiveFamilyForm], version: str) -> str:
     """Return the text of ``families.toml``."""
-    lines = [f"  {_toml_value(f.model_dump(mode='json', exclude_defaults=True))},\n" for f in found]
+    lines = [f"  {_toml_value(f.model_dump(mode='json', exclude_defaults=True))},\n" for f in forms]
     return "".join([_HEAD, f"version = {_toml_string(version)}\n\nfamily = [\n", *lines, "]\n"])
 
 
@@ -475,15 +479,16 @@ def _defaults(library: Any, kind: str) -> dict[str, Any]:
     config = cls()
     saved = {k: v for k, v in config.to_dict().items() if k not in ("architectures", "transformers_version")}
     fields = hub_fields({k: v for k, v in saved.items() if k in _ROPE or not isinstance(v, (list, dict))})
-    found = {f: s.value for f, s in fields.functional.items() if isinstance(s.value, (bool, int, float, str))}
+    functional_defaults = {
+        f: s.value for f, s in fields.functional.items() if isinstance(s.value, (bool, int, float, str))
+    }
     declared = {f: getattr(cls, f, None) for f in saved if "." not in f}
-    derived = [f for f in found if f in declared and declared[f] is None]
+    derived = [f for f in functional_defaults if f in declared and declared[f] is None]
     has = [name for name in (*saved, *cls.attribute_map) if fields.may_count(name) and name not in _ROPE]
-    others = {
-        n: declared.get(n) for n in has if not fields.counts(n)
-    }  # with other values of a field, they do
-    unused = {n: v for n, v in others.items() if isinstance(v, (bool, int, float, str))}
-    return dict.fromkeys(has, NULL) | unused | found | dict.fromkeys(derived, NULL)
+    # They count with other values of the field that `hub_config.toml` names beside them.
+    uncounted = {n: declared.get(n) for n in has if not fields.counts(n)}
+    unused = {n: v for n, v in uncounted.items() if isinstance(v, (bool, int, float, str))}
+    return dict.fromkeys(has, NULL) | unused | functional_defaults | dict.fromkeys(derived, NULL)
 
 
 def _toml_value(value: Any) -> str:

@@ -63,8 +63,8 @@ class HubFields:
 
     def get(self, field: str) -> Stated | None:
         """Return a field of the language model: of its own config, where the config has a nested one."""
-        found = self.values.get(f"{_TEXT}.{field}")
-        return found if found is not None else self.values.get(field)
+        nested = self.values.get(f"{_TEXT}.{field}")
+        return nested if nested is not None else self.values.get(field)
 
     @property
     def functional(self) -> dict[str, Stated]:
@@ -111,7 +111,7 @@ class HubFields:
             value = (self.of_class or {}).get(rule["field"], "") if stated is None else stated.value
             return str(value) in rule["values"]
         return re.fullmatch(rule["model_types"], self.model_type) is not None or any(
-            re.fullmatch(rule["architectures"], each) for each in self.architectures
+            re.fullmatch(rule["architectures"], architecture) for architecture in self.architectures
         )
 
 
@@ -154,28 +154,28 @@ def nested_like(content: Mapping[str, Any], model_type: str) -> Mapping[str, Any
     """Return the nested config of a model type, at any depth, or None."""
     for name, part in content.items():
         if isinstance(part, Mapping) and name.endswith("_config"):
-            found = part if part.get("model_type") == model_type else nested_like(part, model_type)
-            if found is not None:
-                return found
+            nested = part if part.get("model_type") == model_type else nested_like(part, model_type)
+            if nested is not None:
+                return nested
     return None
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(first: Any, second: Any) -> bool:
     """Return whether two values of a field mean the same.
 
     >>> same_value(1_000_000, 1e6), same_value("swish", "silu"), same_value(1, True)
     (True, True, False)
     """
-    if isinstance(one, str) and isinstance(other, str):
-        a, b = term(one), term(other)
+    if isinstance(first, str) and isinstance(second, str):
+        a, b = term(first), term(second)
         return (
             a == b or {a, b} <= {"gelu", "gelu or gelu_tanh"} or {a, b} <= {"gelu_tanh", "gelu or gelu_tanh"}
         )
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_value(v, other[k]) for k, v in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_value, one, other))
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same_value(v, second[k]) for k, v in first.items())
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
 def term(text: str) -> str:

@@ -86,14 +86,14 @@ def pieces_of(
     step = _row_major(shape)
     start = np.zeros(len(row), np.int64)
     if view is not None:
-        known = view[:, 0] >= 0
-        loose = loose & ~known
-        start = np.where(known, view[:, 0], 0)
-        step = np.where(known[:, None], view[:, 2 : 2 + shape.shape[1]], step)
+        is_resolved = view[:, 0] >= 0
+        loose = loose & ~is_resolved
+        start = np.where(is_resolved, view[:, 0], 0)
+        step = np.where(is_resolved[:, None], view[:, 2 : 2 + shape.shape[1]], step)
     names = tuple(f"{n}" for n in range(shape.shape[1]))
-    found = Pieces(names, row, start, width, lo, shape, step, _own_dims(shape), loose, twin)
+    pieces = Pieces(names, row, start, width, lo, shape, step, _own_dims(shape), loose, twin)
     filled = (shape > 0).all(axis=1)
-    return found if filled.all() else found[np.flatnonzero(filled)]
+    return pieces if filled.all() else pieces[np.flatnonzero(filled)]
 
 
 def full_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
@@ -130,10 +130,10 @@ def opened(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> list
         layout: Without an ellipsis.
         sizes: Of every axis.
     """
-    found = [pieces]
+    blocks = [pieces]
     for column in reversed(range(len(layout.dims))):  # columns before it stay where they are
-        found = [q for p in found for q in _open(p, column, layout.dims[column], sizes)]
-    return found
+        blocks = [q for p in blocks for q in _open(p, column, layout.dims[column], sizes)]
+    return blocks
 
 
 def closed(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> Pieces:
@@ -215,13 +215,13 @@ def _close(p: Pieces, node: Node, block: frozenset[str], sizes: Mapping[str, int
 
 def _part_of(node: Sum, block: frozenset[str], sizes: Mapping[str, int]) -> tuple[Node, int]:
     """Return the part of a sum that has a block, and its start: lacking fewest axes, then sharing most."""
-    begin, best, found = 0, (1 << 30, 0), (node.parts[0], 0)
+    begin, best, best_part = 0, (1 << 30, 0), (node.parts[0], 0)
     for part in node.parts:
         fits = min((len(c - {"1"} - block), -len(c & block)) for c in axes_of(part))
         if fits < best:
-            best, found = fits, (part, begin)
+            best, best_part = fits, (part, begin)
         begin += _sized(part, sizes)
-    return found
+    return best_part
 
 
 def _sized(node: Node, sizes: Mapping[str, int]) -> int:
@@ -235,14 +235,14 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
     inner = max(inner, 1)
     lo, end = p.lo[:, column], p.lo[:, column] + p.ext[:, column]
     first, last = lo // inner, (end - 1) // inner
-    one = first == last
+    is_one_row = first == last
     body_begin, body_end = -(-lo // inner), end // inner
     # One row of the outer index; full rows; the rest before these, and after.
     cases = (
-        (one, lo, end, first, np.ones_like(lo)),
-        (~one & (body_end > body_begin), body_begin * inner, body_end * inner, body_begin, None),
-        (~one & (lo % inner != 0), lo, body_begin * inner, first, np.ones_like(lo)),
-        (~one & (end % inner != 0), body_end * inner, end, last, np.ones_like(lo)),
+        (is_one_row, lo, end, first, np.ones_like(lo)),
+        (~is_one_row & (body_end > body_begin), body_begin * inner, body_end * inner, body_begin, None),
+        (~is_one_row & (lo % inner != 0), lo, body_begin * inner, first, np.ones_like(lo)),
+        (~is_one_row & (end % inner != 0), body_end * inner, end, last, np.ones_like(lo)),
     )
     parts = []
     for mask, begin, stop, outer, count in cases:
@@ -291,6 +291,7 @@ def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
         (p.ext[:, b] == size) & ((size == 1) | (p.step[:, a] == size * p.step[:, b]))
     )
     fits &= ~p.loose | (p.ext[:, a] == 1) | (p.ext[:, b] == 1) | (p.dim[:, a] == p.dim[:, b])
+    # A box is cut where one of its copies is: copies are recognised by equal boxes.
     if (p.twin >= 0).any():
         fits &= (p.twin < 0) | ~among(p.twin, p.twin[~fits])
     p = _exploded(p, a, ~fits)
@@ -314,12 +315,12 @@ def _exploded(p: Pieces, column: int, which: Bools) -> Pieces:
             hint="try --names stored",
         )
     rows = np.repeat(np.arange(len(p)), count)
-    at = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+    offsets = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
     q = p[rows]
     lo, ext = q.lo.copy(), q.ext.copy()
-    lo[:, column] += at
+    lo[:, column] += offsets
     ext[:, column] = np.where(which[rows], 1, ext[:, column])
-    return replace(q, lo=lo, ext=ext, start=q.start + at * q.step[:, column] * q.width)
+    return replace(q, lo=lo, ext=ext, start=q.start + offsets * q.step[:, column] * q.width)
 
 
 def _repeated(p: Pieces, name: str, size: int) -> Pieces:
@@ -350,8 +351,8 @@ def _picked(p: Pieces, names: tuple[str, ...], columns: list[int]) -> Pieces:
     return replace(p, names=names, lo=lo, ext=ext, step=step, dim=dim)
 
 
-def _two(columns: Ints, at: int, first: Ints, second: Ints) -> Ints:
-    return np.hstack([columns[:, :at], first[:, None], second[:, None], columns[:, at + 1 :]])
+def _two(columns: Ints, column: int, first: Ints, second: Ints) -> Ints:
+    return np.hstack([columns[:, :column], first[:, None], second[:, None], columns[:, column + 1 :]])
 
 
 def _two_columns(p: Pieces, column: int) -> Pieces:

@@ -71,7 +71,7 @@ class AxisLayout:
     def blocks(self) -> tuple[frozenset[str], ...]:
         """The axes of every block, in the order of the tensor's elements."""
         choices = [list(axes_of(d)) for d in self.dims]
-        return tuple(frozenset().union(*each) - {"1"} for each in product(*choices))
+        return tuple(frozenset().union(*choice) - {"1"} for choice in product(*choices))
 
     def closed(self, rank: int) -> AxisLayout | None:
         """Replace the ellipsis, for a tensor of ``rank`` dims; None for too few dims."""
@@ -80,14 +80,14 @@ class AxisLayout:
         count = rank - len(self.dims) + 1
         if count < 0:
             return None
-        at = self.dims.index(Axis(ELLIPSIS))
-        return AxisLayout((*self.dims[:at], *self.tail(count), *self.dims[at + 1 :]))
+        ellipsis_dim = self.dims.index(Axis(ELLIPSIS))
+        return AxisLayout((*self.dims[:ellipsis_dim], *self.tail(count), *self.dims[ellipsis_dim + 1 :]))
 
     def filled(self, count: int) -> AxisLayout:
         """Replace the ellipsis by ``count`` dims."""
-        found = self.closed(len(self.dims) - 1 + count) if self.open else self
-        assert found is not None  # the count is not negative
-        return found
+        layout = self.closed(len(self.dims) - 1 + count) if self.open else self
+        assert layout is not None  # the count is not negative
+        return layout
 
     @staticmethod
     def tail(count: int) -> tuple[Axis, ...]:
@@ -108,18 +108,18 @@ def parse_layout(text: str) -> AxisLayout:
     dims: list[Node] = []
     while tokens:
         dims.append(_factor(tokens, text))
-    found = AxisLayout(tuple(dims))
+    layout = AxisLayout(tuple(dims))
     if sum(d == Axis(ELLIPSIS) for d in dims) > 1 or any(
         ELLIPSIS in _axes(d) for d in dims if d != Axis(ELLIPSIS)
     ):
         raise ValueError(f"{text!r}: an ellipsis must be a dim, once")
     for choice in product(*(list(_occurring(d)) for d in dims)):
-        names = [a for each in choice for a in each if a != "1"]
+        names = [a for part_axes in choice for a in part_axes if a != "1"]
         if len(names) != len(set(names)):
             raise ValueError(f"{text!r}: an axis is named twice")
-    if len(set(found.blocks)) != len(found.blocks):
+    if len(set(layout.blocks)) != len(layout.blocks):
         raise ValueError(f"{text!r}: two parts have the same axes")
-    return found
+    return layout
 
 
 def size_of(node: Node, sizes: Mapping[str, int]) -> int | None:
@@ -127,8 +127,8 @@ def size_of(node: Node, sizes: Mapping[str, int]) -> int | None:
     if isinstance(node, Axis):
         return 1 if node == UNIT else sizes.get(node.name)
     total = 0 if isinstance(node, Sum) else 1
-    for each in node.parts if isinstance(node, Sum) else node.factors:
-        size = size_of(each, sizes)
+    for child in node.parts if isinstance(node, Sum) else node.factors:
+        size = size_of(child, sizes)
         if size is None:
             return None
         total = total + size if isinstance(node, Sum) else total * size
@@ -149,29 +149,29 @@ def solved(layout: AxisLayout, shape: tuple[int, ...], sizes: Mapping[str, int])
     >>> solved(parse_layout("(g (q + k + v) d) h"), (48, 7), {"g": 2, "q": 4, "k": 1, "v": 1})["d"]
     4
     """
-    known = dict(sizes)
+    axis_sizes = dict(sizes)
     while True:
-        before = len(known)
+        before = len(axis_sizes)
         for node, size in zip(layout.dims, shape, strict=True):
-            _solve(node, size, known)
-        if len(known) == before:
-            return known
+            _solve(node, size, axis_sizes)
+        if len(axis_sizes) == before:
+            return axis_sizes
 
 
-def _solve(node: Node, size: int, known: dict[str, int]) -> None:
+def _solve(node: Node, size: int, axis_sizes: dict[str, int]) -> None:
     """Adds the one unknown axis of a dim."""
     if isinstance(node, Axis):
-        expected = known.setdefault(node.name, size) if node != UNIT else 1
+        expected = axis_sizes.setdefault(node.name, size) if node != UNIT else 1
         if expected != size:
             raise ValueError(f"{_node_text(node)} is {expected}, and the tensor has {size}")
         return
-    each = node.parts if isinstance(node, Sum) else node.factors
-    sizes = [size_of(n, known) for n in each]
-    unknown = [n for n, s in zip(each, sizes, strict=True) if s is None]
+    children = node.parts if isinstance(node, Sum) else node.factors
+    sizes = [size_of(n, axis_sizes) for n in children]
+    unknown = [n for n, s in zip(children, sizes, strict=True) if s is None]
     rest = 0 if isinstance(node, Sum) else 1
-    for found in sizes:
-        if found is not None:
-            rest = rest + found if isinstance(node, Sum) else rest * found
+    for child_size in sizes:
+        if child_size is not None:
+            rest = rest + child_size if isinstance(node, Sum) else rest * child_size
     if not unknown:
         if rest != size:
             raise ValueError(f"{_node_text(node)} is {rest}, and the tensor has {size}")
@@ -179,25 +179,25 @@ def _solve(node: Node, size: int, known: dict[str, int]) -> None:
         if isinstance(node, Sum):
             if rest > size:
                 raise ValueError(f"{_node_text(node)} is at least {rest}, and the tensor has {size}")
-            _solve(unknown[0], size - rest, known)
+            _solve(unknown[0], size - rest, axis_sizes)
         elif rest and size % rest == 0:
-            _solve(unknown[0], size // rest, known)
+            _solve(unknown[0], size // rest, axis_sizes)
         else:
             raise ValueError(f"{_node_text(node)} is a multiple of {rest}, and the tensor has {size}")
 
 
 def axes_of(node: Node) -> Iterator[frozenset[str]]:
     """Yield the axes of each block of a dim."""
-    for each in _occurring(node):
-        yield frozenset(each)
+    for axes in _occurring(node):
+        yield frozenset(axes)
 
 
 def _axes(node: Node) -> Iterator[str]:
     if isinstance(node, Axis):
         yield node.name
         return
-    for each in node.parts if isinstance(node, Sum) else node.factors:
-        yield from _axes(each)
+    for child in node.parts if isinstance(node, Sum) else node.factors:
+        yield from _axes(child)
 
 
 def _occurring(node: Node) -> Iterator[tuple[str, ...]]:
@@ -208,8 +208,8 @@ def _occurring(node: Node) -> Iterator[tuple[str, ...]]:
         for part in node.parts:
             yield from _occurring(part)
     else:
-        for each in product(*(list(_occurring(f)) for f in node.factors)):
-            yield tuple(name for one in each for name in one)
+        for choice in product(*(list(_occurring(f)) for f in node.factors)):
+            yield tuple(name for axes in choice for name in axes)
 
 
 def _node_text(node: Node) -> str:
@@ -221,13 +221,13 @@ def _node_text(node: Node) -> str:
 
 
 def _tokens(text: str) -> Iterator[str]:
-    at = 0
-    while at < len(text.rstrip()):
-        found = _TOKEN.match(text, at)
-        if found is None:
-            raise ValueError(f"{text!r} is not a layout (at {text[at:]!r})")
-        yield found[1]
-        at = found.end()
+    position = 0
+    while position < len(text.rstrip()):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ValueError(f"{text!r} is not a layout (at {text[position:]!r})")
+        yield match[1]
+        position = match.end()
 
 
 def _factor(tokens: list[str], text: str) -> Node:

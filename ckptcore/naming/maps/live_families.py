@@ -138,29 +138,29 @@ def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
     """
     kind, named = config.get("model_type"), config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
-    own = [f for f in frozen_families() if f.arch == kind]
-    found = _if_alike([f for f in own if name in f.architectures] or ([] if name else own))
-    if found is None:
+    forms = [f for f in frozen_families() if f.arch == kind]
+    form = _if_alike([f for f in forms if name in f.architectures] or ([] if name else forms))
+    if form is None:
         return None
-    for place, model_type in found.within.items():
+    for place, model_type in form.within.items():
         inside: Any = config
         for key in place.split("."):
             inside = inside.get(key) if isinstance(inside, Mapping) else None
         if isinstance(inside, Mapping) and inside.get("model_type", model_type) != model_type:
             return None
-    return LiveFamily.of(found, frozen_steps, frozen_version())
+    return LiveFamily.of(form, frozen_steps, frozen_version())
 
 
 def called(arch: str) -> LiveFamily | None:
     """Return the frozen family of a model type or class; None if there is none, or classes differ."""
-    found = _if_alike([f for f in frozen_families() if arch == f.arch or arch in f.architectures])
-    return None if found is None else LiveFamily.of(found, frozen_steps, frozen_version())
+    form = _if_alike([f for f in frozen_families() if arch == f.arch or arch in f.architectures])
+    return None if form is None else LiveFamily.of(form, frozen_steps, frozen_version())
 
 
-def _if_alike(found: Sequence[LiveFamilyForm]) -> LiveFamilyForm | None:
+def _if_alike(forms: Sequence[LiveFamilyForm]) -> LiveFamilyForm | None:
     """Return the first of families, if all have the same steps."""
-    kinds = {f.model_dump_json(include={"base", "parts"}) for f in found}
-    return found[0] if len(kinds) == 1 else None
+    kinds = {f.model_dump_json(include={"base", "parts"}) for f in forms}
+    return forms[0] if len(kinds) == 1 else None
 
 
 def live_map(
@@ -246,12 +246,12 @@ def _sampled(names: Iterable[str]) -> set[str]:
     """Return a few names of every kind: one number for all that steps do not distinguish."""
     out: dict[str, str] = {}
     for name in names:
-        out.setdefault(NUMBER.sub(lambda found: found[0] if len(found[0]) < 2 else SLOT, name), name)
+        out.setdefault(NUMBER.sub(lambda match: match[0] if len(match[0]) < 2 else SLOT, name), name)
     return set(out.values())
 
 
 def _loaded(family: LiveFamily, names: Iterable[str], *, refuse: bool = True) -> set[str]:
-    return {n for found in live_names(family.steps, names, refuse=refuse).values() for n in found}
+    return {n for parameters in live_names(family.steps, names, refuse=refuse).values() for n in parameters}
 
 
 def _saved(family: LiveFamily, names: Iterable[str]) -> set[str]:
@@ -312,16 +312,16 @@ def _rules_of_routes(routes: Sequence[Route], numbers: Mapping[str, int], shapes
     for route in routes:
         live, hub = (tuple(NUMBER.sub(SLOT, n) for n in side) for side in (route.live, route.hub))
         groups[id(route.step), live, hub].append(route)
-    alike = [_Alike(tuple(found), live, hub) for (_, live, hub), found in groups.items()]
+    alike = [_Alike(tuple(alike_routes), live, hub) for (_, live, hub), alike_routes in groups.items()]
     taken: dict[str, int] = defaultdict(int)
-    for each in alike:
-        for template in set(each.live):
+    for group in alike:
+        for template in set(group.live):
             taken[template] += 1
     out: list[RuleForm] = []
-    for each in alike:
-        many = all(taken[t] == 1 for t in each.live)
-        for live, hub in _indexed(each, len(out)) if many else [(r.live, r.hub) for r in each.routes]:
-            out.append(_step_rule(len(out), each, live, hub, numbers, shapes))
+    for group in alike:
+        many = all(taken[t] == 1 for t in group.live)
+        for live, hub in _indexed(group, len(out)) if many else [(r.live, r.hub) for r in group.routes]:
+            out.append(_step_rule(len(out), group, live, hub, numbers, shapes))
     return out
 
 
@@ -401,27 +401,27 @@ def _indexed(alike: _Alike, number: int) -> list[Sides]:
     axes = _distinct_columns(live)
     if len(axes) > 1 and not _is_product(axes):
         widest = max(range(len(axes)), key=lambda n: len(distinct(axes[n])))
-        others = np.stack([a for n, a in enumerate(axes) if n != widest], axis=1)
-        parts = [np.flatnonzero((others == values).all(axis=1)) for values in distinct(others)]
+        narrower_axes = np.stack([a for n, a in enumerate(axes) if n != widest], axis=1)
+        parts = [np.flatnonzero((narrower_axes == values).all(axis=1)) for values in distinct(narrower_axes)]
         out: list[Sides] = []
         for rows in parts:
             part = replace(alike, routes=tuple(alike.routes[r] for r in rows.tolist()))
             out += _indexed(part, number + len(out))
         return out
-    fields = [_field(column, axes, number) for column in live.T]
-    made = [_field(column, axes, number) for column in hub.T]
-    given = [f for f in fields if f is not None]
-    wanted = [f for f in made if f is not None]
-    if len(wanted) < len(made) or not axes:
+    live_fields = [_field(column, axes, number) for column in live.T]
+    hub_fields = [_field(column, axes, number) for column in hub.T]
+    live_indices = [f for f in live_fields if f is not None]
+    hub_indices = [f for f in hub_fields if f is not None]
+    if len(hub_indices) < len(hub_fields) or not axes:
         return [(r.live, r.hub) for r in alike.routes]
-    return [(_filled_templates(alike.live, given), _filled_templates(alike.hub, wanted))]
+    return [(_filled_templates(alike.live, live_indices), _filled_templates(alike.hub, hub_indices))]
 
 
 def _distinct_columns(columns: Columns) -> list[Columns]:
     """Return the columns that are not constant, each once."""
     out: list[Columns] = []
     for column in columns.T:
-        if not (column == column[0]).all() and not any((column == other).all() for other in out):
+        if not (column == column[0]).all() and not any((column == earlier).all() for earlier in out):
             out.append(column)
     return out
 

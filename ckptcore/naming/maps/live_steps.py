@@ -126,21 +126,21 @@ class _Renaming:
     """Renaming steps in their order; those that are guarded remember that they began."""
 
     steps: Sequence[tuple[Step, Substitution]]
-    begun: set[int] = field(default_factory=set)
+    started_steps: set[int] = field(default_factory=set)
 
     def applied(self, name: str) -> str:
         for n, (step, sub) in enumerate(self.steps):
-            found = _first_match(step, sub, name)
-            if found is None:
+            step_match = _first_match(step, sub, name)
+            if step_match is None:
                 continue
-            before, own, match, branch = found
+            before, inner_name, match, branch = step_match
             if sub.guarded:
                 if branch == 0:
-                    self.begun.add(n)
-                elif n not in self.begun:
+                    self.started_steps.add(n)
+                elif n not in self.started_steps:
                     continue
             put = _replacement(sub, match, branch)
-            name = before + own.replace(match.group(0), put, 1)
+            name = before + inner_name.replace(match.group(0), put, 1)
         return name
 
 
@@ -159,20 +159,21 @@ def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = T
     backwards = [(s, s.form.to_hub) for s in reversed(steps) if s.form.to_hub is not None]
     joins = [(s, sub) for s, sub in backwards if s.form.rule is not None or (refuse and s.form.refused)]
     renaming = _Renaming([(s, sub) for s, sub in backwards if s.form.rule is None and not s.form.refused])
+    # In transformers' order: a guarded step does nothing before its first pattern was found in some name.
     out: list[Route] = []
     groups: dict[tuple[int, str], dict[int, tuple[str, str]]] = {}
     for name in sorted(names, key=natural_order):
         for n, (step, sub) in enumerate(joins):
-            found = _first_match(step, sub, name)
-            if found is None:
+            step_match = _first_match(step, sub, name)
+            if step_match is None:
                 continue
             if step.form.refused:
                 raise UsageError(
                     f"cannot map {name} to the hub's names: {step.form.refused}",
                     hint="try --names stored, or save_pretrained in the training program",
                 )
-            before, own, match, branch = found
-            key = before + own.replace(match.group(0), sub.put[0], 1)
+            before, inner_name, match, branch = step_match
+            key = before + inner_name.replace(match.group(0), sub.put[0], 1)
             branches = groups.setdefault((n, key), {})
             if branch in branches:
                 raise NameMismatch(
@@ -212,15 +213,15 @@ def live_names(
         out[name] = (renamed,)
         for step in joins:
             sub = step.form.to_live
-            found = _first_match(step, sub, renamed)
-            if found is None:
+            step_match = _first_match(step, sub, renamed)
+            if step_match is None:
                 continue
             if step.form.refused:
                 raise UsageError(
                     f"cannot map {name} to the module's names: {step.form.refused}", hint="try --names stored"
                 )
-            before, own, match, _ = found
-            out[name] = tuple(before + own.replace(match.group(0), put, 1) for put in sub.put)
+            before, inner_name, match, _ = step_match
+            out[name] = tuple(before + inner_name.replace(match.group(0), put, 1) for put in sub.put)
             break
     return out
 
@@ -247,12 +248,12 @@ def _first_match(step: Step, sub: Substitution, name: str) -> tuple[str, str, re
     inside = step.within(name)
     if inside is None:
         return None
-    before, own = inside
-    match = sub.regex.search(own)
+    before, inner_name = inside
+    match = sub.regex.search(inner_name)
     if match is None:
         return None
     branch = next(k for k, v in match.groupdict().items() if v is not None)
-    return before, own, match, int(branch[1:])
+    return before, inner_name, match, int(branch[1:])
 
 
 def _replacement(sub: Substitution, match: re.Match[str], branch: int) -> str:
@@ -272,10 +273,11 @@ def _hub_name(renaming: _Renaming, name: str) -> str:
     """
     if "*" not in name:
         return renaming.applied(name)
-    called = [renaming.applied(name.replace("*", probe)) for probe in _PROBES]
-    for found in re.finditer(_PROBES[-1], called[-1]):
-        form = called[-1][: found.start()] + ITEM + called[-1][found.end() :]
-        if all(form.replace(ITEM, p) == c for p, c in zip(_PROBES, called, strict=True)):
+    probed_names = [renaming.applied(name.replace("*", probe)) for probe in _PROBES]
+    # The place of the number is where all probes differ. A step may have spelled the same digits itself.
+    for probe_match in re.finditer(_PROBES[-1], probed_names[-1]):
+        form = probed_names[-1][: probe_match.start()] + ITEM + probed_names[-1][probe_match.end() :]
+        if all(form.replace(ITEM, p) == c for p, c in zip(_PROBES, probed_names, strict=True)):
             return form
     raise UsageError(
         f"cannot map {name} to the hub's names: they depend on the layer's number", hint="try --names stored"
@@ -286,5 +288,7 @@ def _part_names(form: StepForm, parts: Mapping[int, tuple[str, str]]) -> tuple[s
     """Return the names of a joined tensor's parts, absent ones too, in the order of the rule."""
     assert form.rule is not None
     texts = [source.partition(" : ")[0] for source in form.rule.source]
-    name, found = next(iter(parts.values()))
-    return tuple(parts[n][0] if n in parts else name.replace(found, text, 1) for n, text in enumerate(texts))
+    name, matched_text = next(iter(parts.values()))
+    return tuple(
+        parts[n][0] if n in parts else name.replace(matched_text, text, 1) for n, text in enumerate(texts)
+    )

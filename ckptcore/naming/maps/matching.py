@@ -11,9 +11,16 @@ import numpy as np
 
 from ckptcore.core.manifest import TensorSpec, row_major
 from ckptcore.errors import NameMismatch
-from ckptcore.naming.maps.classes import Class, Seen, Takers, keys_in, placed, shape_in
 from ckptcore.naming.maps.declaration import ArchMap, Term
 from ckptcore.naming.maps.index_space import full_boxes
+from ckptcore.naming.maps.tensor_groups import (
+    IndicesByTerm,
+    RuleAssignment,
+    TensorGroup,
+    keys_in,
+    placed,
+    shape_in,
+)
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import listed
@@ -25,7 +32,7 @@ _MOST_INDICES = 100_000  # of one axis, whatever a config says
 
 
 @dataclass
-class Made:
+class TargetTensor:
     """A tensor that a map makes.
 
     Attributes:
@@ -60,8 +67,8 @@ class Matched:
 
     Attributes:
         map: The map.
-        made: The tensors of the new world.
-        classes: Classes of the tensors that are mapped.
+        tensors: The tensors of the new world.
+        groups: Groups of the tensors that are mapped.
         dropped: Position -> why the tensor is dropped.
         left: Positions of tensors that no rule takes.
         twice: (position, rules) of those that several take.
@@ -74,8 +81,8 @@ class Matched:
     """
 
     map: ArchMap
-    made: tuple[Made, ...]
-    classes: tuple[Class, ...]
+    tensors: tuple[TargetTensor, ...]
+    groups: tuple[TensorGroup, ...]
     dropped: Mapping[int, str]
     left: tuple[int, ...]
     twice: tuple[tuple[int, tuple[str, ...]], ...]
@@ -112,21 +119,21 @@ def match(
         templates: Of the tensors' names, where they are known already.
     """
     templates = templates or Templates.of(t.fqn for t in tensors)
-    taken = Takers(rules, tensors, numbers, templates)
-    made, seen, problems = _make(taken, tensors)
+    assignment = RuleAssignment(rules, tensors, numbers, templates)
+    made_tensors, made_indices, problems = _make(assignment, tensors)
     return Matched(
         rules,
-        tuple(made),
-        tuple(taken.classes),
-        taken.dropped,
-        tuple(np.flatnonzero(taken.count == 0).tolist()),
-        tuple(taken.twice()),
-        tuple(taken.parts),
-        tuple(taken.unused(seen)),
-        tuple(sorted(taken.guessed.items())),
-        tuple(_absent(taken, seen)),
-        (*taken.problems, *problems, *_disagreeing(taken.classes, tensors)),
-        taken.only_zero,
+        tuple(made_tensors),
+        tuple(assignment.groups),
+        assignment.dropped,
+        tuple(np.flatnonzero(assignment.count == 0).tolist()),
+        tuple(assignment.twice()),
+        tuple(assignment.parts),
+        tuple(assignment.unused(made_indices)),
+        tuple(sorted(assignment.guessed.items())),
+        tuple(_absent(assignment, made_indices)),
+        (*assignment.problems, *problems, *_disagreeing(assignment.groups, tensors)),
+        assignment.only_zero,
     )
 
 
@@ -165,39 +172,45 @@ def require_fit(
     )
 
 
-def _disagreeing(classes: Sequence[Class], tensors: Sequence[TensorSpec]) -> list[str]:
+def _disagreeing(groups: Sequence[TensorGroup], tensors: Sequence[TensorSpec]) -> list[str]:
     """Return sizes that differ between tensors: four experts by the router, three by their own."""
-    found: dict[str, dict[int, str]] = {}
-    for of in classes:
-        for axis in _OF_ALL & of.sizes.keys():
-            found.setdefault(axis, {}).setdefault(of.sizes[axis], tensors[int(of.rows[0])].fqn)
-    for of in classes:
-        for axis in (_OF_ALL & of.index.keys() & found.keys()) - of.sizes.keys():
-            last = int(of.index[axis].argmax())
-            if of.index[axis][last] >= max(found[axis]):  # fewer of them are said by what they do not make
-                found[axis].setdefault(int(of.index[axis][last]) + 1, tensors[int(of.rows[last])].fqn)
+    sizes_by_axis: dict[str, dict[int, str]] = {}
+    for group in groups:
+        for axis in _OF_ALL & group.sizes.keys():
+            sizes_by_axis.setdefault(axis, {}).setdefault(group.sizes[axis], tensors[int(group.rows[0])].fqn)
+    for group in groups:
+        for axis in (_OF_ALL & group.index.keys() & sizes_by_axis.keys()) - group.sizes.keys():
+            last = int(group.index[axis].argmax())
+            # Fewer than another tensor says: `_absent` names what they do not make.
+            if group.index[axis][last] >= max(sizes_by_axis[axis]):
+                sizes_by_axis[axis].setdefault(
+                    int(group.index[axis][last]) + 1, tensors[int(group.rows[last])].fqn
+                )
     return [
         f"{axis} is {' and '.join(f'{size} by {name}' for size, name in sorted(sizes.items()))}"
-        for axis, sizes in found.items()
+        for axis, sizes in sizes_by_axis.items()
         if len(sizes) > 1
     ]
 
 
-def _make(taken: Takers, tensors: Sequence[TensorSpec]) -> tuple[list[Made], Seen, list[str]]:
+def _make(
+    assignment: RuleAssignment, tensors: Sequence[TensorSpec]
+) -> tuple[list[TargetTensor], IndicesByTerm, list[str]]:
     """Return the tensors that are made, the indices of each term, and what does not fit together."""
-    made: dict[str, Made] = {}
-    begun: dict[str, tuple[Class, int, int]] = {}  # name -> (class, term of `to`, position) of its first part
-    seen: dict[str, set[tuple[int, ...]]] = {}
+    tensor_by_name: dict[str, TargetTensor] = {}
+    # Name -> (group, term of `to`, position) of its first part.
+    first_parts: dict[str, tuple[TensorGroup, int, int]] = {}
+    made_indices: dict[str, set[tuple[int, ...]]] = {}
     problems: list[str] = []
-    for of in taken.classes:
-        shape = tensors[int(of.rows[0])].shape
-        at = np.arange(len(of.rows))
-        boxes = full_boxes(at, np.ones(len(at), np.int64), shape)
-        for number, p in placed(boxes, of, at):
-            target = shape_in(of, number)
-            key, names = keys_in(of, number, p, at)
-            columns = [p.names.index(each.axis) for each in of.rule.to[number].name.indices]
-            made_at = seen.setdefault(str(of.rule.to[number]), set())
+    for group in assignment.groups:
+        shape = tensors[int(group.rows[0])].shape
+        members = np.arange(len(group.rows))
+        boxes = full_boxes(members, np.ones(len(members), np.int64), shape)
+        for number, p in placed(boxes, group, members):
+            target = shape_in(group, number)
+            key, names = keys_in(group, number, p, members)
+            columns = [p.names.index(index.axis) for index in group.rule.to[number].name.indices]
+            made_at = made_indices.setdefault(str(group.rule.to[number]), set())
             made_at.update(map(tuple, p.lo[:, columns].tolist()))
             rank = len(target)
             count = p.ext[:, :rank].prod(axis=1)
@@ -206,99 +219,109 @@ def _make(taken: Takers, tensors: Sequence[TensorSpec]) -> tuple[list[Made], See
             for k, row, elements, alike in zip(
                 key.tolist(), p.row.tolist(), count.tolist(), same.tolist(), strict=True
             ):
-                name, source = names[k], int(of.rows[row])
-                one = made.get(name)
-                if one is None:
+                name, source = names[k], int(group.rows[row])
+                tensor = tensor_by_name.get(name)
+                if tensor is None:
                     dtype = tensors[source].dtype
-                    one = made[name] = Made(name, target, dtype, of.rule.name, of.rule.add)
-                    begun[name] = of, number, row
-                elif one.shape != target or one.dtype != tensors[source].dtype:
-                    first = tensors[one.sources[0]]
+                    tensor = tensor_by_name[name] = TargetTensor(
+                        name, target, dtype, group.rule.name, group.rule.add
+                    )
+                    first_parts[name] = group, number, row
+                elif tensor.shape != target or tensor.dtype != tensors[source].dtype:
+                    first = tensors[tensor.sources[0]]
                     problems.append(
-                        f"{name} would be {one.dtype} {list(one.shape)} by {first.fqn} and "
+                        f"{name} would be {tensor.dtype} {list(tensor.shape)} by {first.fqn} and "
                         f"{tensors[source].dtype} {list(target)} by {tensors[source].fqn}"
                     )
-                if not one.sources or one.sources[-1] != source:
-                    one.sources.append(source)
-                one.same = one.same and alike and one.filled == 0
-                one.filled += elements
+                if not tensor.sources or tensor.sources[-1] != source:
+                    tensor.sources.append(source)
+                tensor.same = tensor.same and alike and tensor.filled == 0
+                tensor.filled += elements
     stored_names = {t.fqn for t in tensors}
-    for one in made.values():
-        one.sources = list(dict.fromkeys(one.sources))
-        if one.filled != one.numel:
-            problems.append(_gap(one, begun[one.name], tensors, stored_names, taken.numbers))
-    return sorted(made.values(), key=lambda m: min(m.sources)), seen, problems
+    for tensor in tensor_by_name.values():
+        tensor.sources = list(dict.fromkeys(tensor.sources))
+        if tensor.filled != tensor.numel:
+            problems.append(_gap(tensor, first_parts[tensor.name], tensors, stored_names, assignment.numbers))
+    return sorted(tensor_by_name.values(), key=lambda m: min(m.sources)), made_indices, problems
 
 
 def _gap(
-    one: Made,
-    begun: tuple[Class, int, int],
+    tensor: TargetTensor,
+    first_part: tuple[TensorGroup, int, int],
     tensors: Sequence[TensorSpec],
     stored_names: set[str],
     numbers: Mapping[str, int],
 ) -> str:
     """Return why a tensor that is made is incomplete, with the names that are missing."""
-    of, number, row = begun
-    by = ", ".join(tensors[s].fqn for s in one.sources[:_FEW])
-    if one.filled > one.numel:
-        return f"{one.name} has elements of several tensors: {by}"
-    kept = {i.axis: int(of.index[i.axis][row]) for i in of.rule.to[number].name.indices if i.axis in of.index}
+    group, number, row = first_part
+    by = ", ".join(tensors[s].fqn for s in tensor.sources[:_FEW])
+    if tensor.filled > tensor.numel:
+        return f"{tensor.name} has elements of several tensors: {by}"
+    fixed_indices = {
+        i.axis: int(group.index[i.axis][row])
+        for i in group.rule.to[number].name.indices
+        if i.axis in group.index
+    }
     missing: list[str] = []
-    for term in of.side:
+    for term in group.side:
         axes = [i.axis for i in term.name.indices]
-        ranges = [[kept[a]] if a in kept else range(min(of.sizes.get(a, 0), 100_000)) for a in axes]
-        inside = {k: v[row][None, :] for k, v in of.inside.items()}
+        ranges = [
+            [fixed_indices[a]] if a in fixed_indices else range(min(group.sizes.get(a, 0), 100_000))
+            for a in axes
+        ]
+        inside = {k: v[row][None, :] for k, v in group.inside.items()}
         for values in product(*ranges):
             index = {
                 i.axis: np.array([v + i.shifted(numbers) if i.shift else v])
                 for i, v in zip(term.name.indices, values, strict=True)
             }
-            (name,) = term.name.spell(index, of.wild, inside, 1)
+            (name,) = term.name.spell(index, group.wild, inside, 1)
             if name not in stored_names:
                 missing.append(name)
             if len(missing) > _FEW:
                 break
-    what = f"missing: {listed(missing)}" if missing else f"there is {by}"
-    return f"{one.name} is incomplete ({one.filled} of {one.numel} elements): {what}"
+    reason = f"missing: {listed(missing)}" if missing else f"there is {by}"
+    return f"{tensor.name} is incomplete ({tensor.filled} of {tensor.numel} elements): {reason}"
 
 
-def _absent(taken: Takers, seen: Seen) -> list[str]:
+def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str]:
     """Return indices, mostly layers, for which a rule makes some of its tensors, or none though it must."""
     ends: dict[str, int] = {}
-    for terms in taken.made.values():
+    for terms in assignment.terms_of_rule.values():
         for term in terms:
-            for n, each in enumerate(term.name.indices):
-                for values in seen.get(str(term), ()):
-                    ends[each.axis] = max(ends.get(each.axis, 0), values[n] + 1)
-    for of in taken.classes:
-        for axis in _OF_ALL & ends.keys() & of.sizes.keys():
-            ends[axis] = max(ends[axis], of.sizes[axis])
-    sizes = {axis: taken.numbers.get(axis, end) for axis, end in ends.items()}
+            for n, index in enumerate(term.name.indices):
+                for values in made_indices.get(str(term), ()):
+                    ends[index.axis] = max(ends.get(index.axis, 0), values[n] + 1)
+    for group in assignment.groups:
+        for axis in _OF_ALL & ends.keys() & group.sizes.keys():
+            ends[axis] = max(ends[axis], group.sizes[axis])
+    sizes = {axis: assignment.numbers.get(axis, end) for axis, end in ends.items()}
     out: dict[str, None] = {}
-    for rule, terms in taken.made.items():
+    for rule, terms in assignment.terms_of_rule.items():
         for axes in dict.fromkeys(tuple(i.axis for i in t.name.indices) for t in terms if t.name.indices):
             alike = [t for t in terms if tuple(i.axis for i in t.name.indices) == axes]
-            every = set[tuple[int, ...]]().union(*(seen.get(str(t), set()) for t in alike))
-            if not every:
+            all_indices = set[tuple[int, ...]]().union(*(made_indices.get(str(t), set()) for t in alike))
+            if not all_indices:
                 continue
-            firsts = {values[0] for values in every}
-            if taken.everywhere.get(rule) == axes[0]:
+            firsts = {values[0] for values in all_indices}
+            if assignment.everywhere.get(rule) == axes[0]:
                 firsts = set(range(min(sizes[axes[0]], _MOST_INDICES)))
             count = prod([len(firsts), *(sizes[a] for a in axes[1:])])
-            if count > 2 * len(every) * len(alike) + _MOST_INDICES:
-                out[f"{len(every)} of {count} are there of {alike[0]}"] = None
+            # A config may claim any number of layers or experts: do not list far more names than tensors.
+            if count > 2 * len(all_indices) * len(alike) + _MOST_INDICES:
+                out[f"{len(all_indices)} of {count} are there of {alike[0]}"] = None
                 continue
             if len(axes) > 1:
                 rest = [range(sizes[a]) for a in axes[1:]]
-                every = {(first, *values) for first in firsts for values in product(*rest)}
+                all_indices = {(first, *values) for first in firsts for values in product(*rest)}
             else:
-                every = {(first,) for first in firsts}
+                all_indices = {(first,) for first in firsts}
             for term in alike:
-                gone = sorted(every - seen.get(str(term), set()))
+                gone = sorted(all_indices - made_indices.get(str(term), set()))
                 if gone:
-                    names = [_tensor_name(term, values, taken.numbers) for values in gone[:_FEW]]
-                    more = f" and {len(gone) - _FEW} more" if len(gone) > _FEW else ""
-                    out[f"nothing makes {', '.join(names)}{more}"] = None
+                    names = [_tensor_name(term, values, assignment.numbers) for values in gone[:_FEW]]
+                    suffix = f" and {len(gone) - _FEW} more" if len(gone) > _FEW else ""
+                    out[f"nothing makes {', '.join(names)}{suffix}"] = None
     return list(out)
 
 

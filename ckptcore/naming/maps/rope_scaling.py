@@ -63,10 +63,10 @@ class RopeScaling:
     parameters: Mapping[str, float]
 
 
-def same_scaling(one: RopeScaling, other: RopeScaling) -> bool:
+def same_scaling(first: RopeScaling, second: RopeScaling) -> bool:
     """Return whether two configs scale alike; a parameter that one does not say differs in nothing."""
-    shared = one.parameters.keys() & other.parameters.keys()
-    return one.kind == other.kind and all(one.parameters[k] == other.parameters[k] for k in shared)
+    shared = first.parameters.keys() & second.parameters.keys()
+    return first.kind == second.kind and all(first.parameters[k] == second.parameters[k] for k in shared)
 
 
 def rope_scaling_of_megatron(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
@@ -93,8 +93,9 @@ def rope_scaling_of_megatron(name: str, content: Mapping[str, Any]) -> RopeScali
         stretched = _number(content.get(place))
         if stretched is not None:
             return _scaling(name, place, stretched, "linear", {"factor": stretched})
-    known = switch or next((k for k in _STRETCHED if k in content), "")  # of releases before the switch
-    return _scaling(name, known, content[known], PLAIN_ROPE, {}) if known else None
+    # Releases before the switch only have a factor of the other kind.
+    stated_field = switch or next((k for k in _STRETCHED if k in content), "")
+    return _scaling(name, stated_field, content[stated_field], PLAIN_ROPE, {}) if stated_field else None
 
 
 def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
@@ -141,9 +142,9 @@ def rope_scaling_of_torchtitan(name: str, content: Mapping[str, Any]) -> RopeSca
             return None
         kind, factor = _TITAN_KINDS[named]
     length = "original_seq_len" if kind == "yarn" else "original_max_position_embeddings"
-    own = {"factor": factor, "original_max_position_embeddings": length}
+    titan_names = {"factor": factor, "original_max_position_embeddings": length}
     used = ("beta_fast", "beta_slow") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
-    parameters = {k: _number(stated.get(own.get(k, k))) for k in (*own, *used)}
+    parameters = {k: _number(stated.get(titan_names.get(k, k))) for k in (*titan_names, *used)}
     return _scaling(name, place, stated.get("scaling", dict(stated)), kind, parameters)
 
 
@@ -156,19 +157,21 @@ def rope_scaling_of_hub(name: str, fields: HubFields) -> RopeScaling | None:
         return None
     stated = {k: fields.get(f"{ROPE}.{k}") for k in _PARAMETERS}
     parameters = {k: None if s is None else _number(s.value) for k, s in stated.items()}
-    found = _scaling(name, kind.place, kind.value, kind.value, parameters)
-    return replace(found, text=f"{name} says {kind}") if kind.text else found
+    scaling = _scaling(name, kind.place, kind.value, kind.value, parameters)
+    return replace(scaling, text=f"{name} says {kind}") if kind.text else scaling
 
 
 def _scaling(
     name: str, place: str, value: Any, kind: str, parameters: Mapping[str, float | None]
 ) -> RopeScaling:
-    known = {k: v for k, v in parameters.items() if v is not None}
-    if kind == PLAIN_ROPE or (kind in ("linear", "llama3", "yarn") and known.get("factor") == 1):
+    stated_parameters = {k: v for k, v in parameters.items() if v is not None}
+    if kind == PLAIN_ROPE or (kind in ("linear", "llama3", "yarn") and stated_parameters.get("factor") == 1):
         return RopeScaling(f"{name} says {place} = {short_repr(value)}", PLAIN_ROPE, {})
-    of = ", ".join(f"{k} = {v:.15g}" for k, v in known.items())
+    of = ", ".join(f"{k} = {v:.15g}" for k, v in stated_parameters.items())
     return RopeScaling(
-        f"{name} says {place} = {short_repr(value)} ({kind}{f': {of}' if of else ''})", kind, known
+        f"{name} says {place} = {short_repr(value)} ({kind}{f': {of}' if of else ''})",
+        kind,
+        stated_parameters,
     )
 
 

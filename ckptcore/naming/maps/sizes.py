@@ -77,7 +77,7 @@ def value_of(expression: str, numbers: Mapping[str, Any]) -> Any:
 def _parsed_expression(expression: str) -> ast.Expression:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: it nests too deep
         raise ValueError(f"{expression!r} is not an expression") from error
     for node in ast.walk(tree):
         if not isinstance(node, _NODES) or (isinstance(node, ast.Constant) and type(node.value) is not int):
@@ -110,8 +110,8 @@ def _evaluated(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
             left = right
         return result
     assert isinstance(node, ast.BoolOp)  # `_parsed_expression` lets nothing else through
-    every = isinstance(node.op, ast.And)
-    result = every
+    is_and = isinstance(node.op, ast.And)
+    result = is_and
     for operand in node.values:
-        result = (np.logical_and if every else np.logical_or)(result, _evaluated(operand, numbers))
+        result = (np.logical_and if is_and else np.logical_or)(result, _evaluated(operand, numbers))
     return result

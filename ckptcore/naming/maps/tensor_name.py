@@ -25,6 +25,7 @@ from ckptcore.naming.maps.sizes import names_in, value_of
 from ckptcore.utils.dataclass import dataclass
 
 SLOT = "\0"  # where a number is in a template
+# As `%d` writes it, so without leading zeros, and short enough for int64.
 NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,8})(?![0-9])")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _AXIS = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*)\s*(?:([+-].*))?")
@@ -130,14 +131,14 @@ class TensorName:
     def match(self, templates: Templates) -> list[NameMatch]:
         """Return the names that fit, template by template."""
         if not self.wild:
-            found = self._of(self.template, templates, {})
-            return [found] if found is not None else []
+            name_match = self._of(self.template, templates, {})
+            return [name_match] if name_match is not None else []
         out = []
         for template in templates.rows:
             texts = self._regex.fullmatch(template)
-            found = self._of(template, templates, texts.groupdict()) if texts is not None else None
-            if found is not None:
-                out.append(found)
+            name_match = self._of(template, templates, texts.groupdict()) if texts is not None else None
+            if name_match is not None:
+                out.append(name_match)
         return out
 
     def spell(
@@ -167,7 +168,7 @@ class TensorName:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        seen: set[str] = set()
+        labels: set[str] = set()
         form = []
         for part in self.parts:
             if isinstance(part, str):
@@ -175,8 +176,8 @@ class TensorName:
             elif isinstance(part, Index):
                 form.append(re.escape(SLOT))
             else:
-                form.append(f"(?P={part.label})" if part.label in seen else f"(?P<{part.label}>.+)")
-                seen.add(part.label)
+                form.append(f"(?P={part.label})" if part.label in labels else f"(?P<{part.label}>.+)")
+                labels.add(part.label)
         return re.compile("".join(form), re.DOTALL)
 
     def _of(self, template: str, templates: Templates, texts: Mapping[str, str]) -> NameMatch | None:
@@ -186,26 +187,26 @@ class TensorName:
             return None
         numbers = templates.numbers[template]
         keep = np.ones(len(rows), np.bool_)
-        at = 0
+        column = 0
         index: dict[str, Ints] = {}
         inside: dict[str, Ints] = {}
         for part in self.parts:
             if isinstance(part, str):
                 for digits in NUMBER.findall(part):
-                    keep &= numbers[:, at] == int(digits)
-                    at += 1
+                    keep &= numbers[:, column] == int(digits)
+                    column += 1
             elif isinstance(part, Index):
                 if part.axis in index:
-                    keep &= numbers[:, at] == index[part.axis]
-                index[part.axis] = numbers[:, at]
-                at += 1
+                    keep &= numbers[:, column] == index[part.axis]
+                index[part.axis] = numbers[:, column]
+                column += 1
             else:
                 count = texts[part.label].count(SLOT)
-                digits_of_text = numbers[:, at : at + count]
+                digits_of_text = numbers[:, column : column + count]
                 if part.label in inside:
                     keep &= (digits_of_text == inside[part.label]).all(axis=1)
                 inside[part.label] = digits_of_text
-                at += count
+                column += count
         if not keep.any():
             return None
         chosen = np.flatnonzero(keep)
@@ -255,10 +256,10 @@ def _field(text: str, of: str) -> Part | tuple[str, Sequence[str]]:
     if labelled is not None:
         label, form = labelled.groups()
         return Wild(label) if form == "*" else (label, form.split("|"))
-    found = _AXIS.fullmatch(text)
-    if found is None:
+    match = _AXIS.fullmatch(text)
+    if match is None:
         raise ValueError(f"{of!r}: {{{text}}} is neither an index nor a choice")
-    shift = (found[2] or "").replace(" ", "")
+    shift = (match[2] or "").replace(" ", "")
     if shift:
         names_in("0" + shift)
-    return Index(found[1], shift)
+    return Index(match[1], shift)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptcore.naming.maps.agreement import agreement
-from ckptcore.naming.maps.numbers import Config
+from ckptcore.naming.maps.hyperparameters import Config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

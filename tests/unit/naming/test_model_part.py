@@ -89,8 +89,8 @@ def test_doubt_is_an_error_that_lists_the_candidates(paths: list[tuple[str, ...]
 def test_other_parts_that_could_be_the_model_are_findings() -> None:
     for paths in (under("model") + under("ema") + adam("optim"), under("model") + under("ema")):
         part = find_model(manifest_of(paths))
-        assert (part.prefix, part.others) == ("model.", ("ema.",))
-    assert find_model(manifest_of(under("model") + adam("optim"))).others == ()
+        assert (part.prefix, part.other_prefixes) == ("model.", ("ema.",))
+    assert find_model(manifest_of(under("model") + adam("optim"))).other_prefixes == ()
 
 
 @pytest.mark.parametrize("beside", ["ema_model", "ema", "averaged", "aa.ema"])

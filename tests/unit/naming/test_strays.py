@@ -225,7 +225,7 @@ def test_found(case: str) -> None:
     part = find_model(manifest_of(names))
     assert part.prefix == prefix
     assert part.strays == tuple(strays)
-    assert part.others == tuple(others)
+    assert part.other_prefixes == tuple(others)
     model = {n for n in names if n.startswith(prefix)} if prefix else {*W, *own} & {*names}
     assert kept(part, names) == model
 

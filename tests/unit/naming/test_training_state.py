@@ -15,7 +15,7 @@ from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, encode
 from ckptcore.naming.moments import state_of
-from ckptcore.naming.trainer_keys import AVERAGES, SCHEDULERS, STATES, every
+from ckptcore.naming.trainer_keys import AVERAGES, SCHEDULERS, STATES, all_keys
 from ckptcore.naming.training_state import (
     AVERAGE,
     DATA_LOADER,
@@ -221,7 +221,7 @@ def _states(cls: type[torch.optim.Optimizer], **options: Any) -> set[str]:
 
 def test_every_optimizer_of_torch_is_known() -> None:
     """The installed torch is asked; a new optimizer needs its row."""
-    known = every(STATES) | every(AVERAGES)
+    known = all_keys(STATES) | all_keys(AVERAGES)
     options: list[dict[str, Any]] = [
         {},
         {"momentum": 0.9, "centered": True},
@@ -237,7 +237,7 @@ def test_every_optimizer_of_torch_is_known() -> None:
                 and cls is not torch.optim.Optimizer
             ):
                 assert _states(cls, **more) <= known, cls
-    assert every(SCHEDULERS) >= {"last_epoch", "_step_count", "base_lrs", "_last_lr"}
+    assert all_keys(SCHEDULERS) >= {"last_epoch", "_step_count", "base_lrs", "_last_lr"}
 
 
 def test_states_are_parsed_as_trainers_write_them() -> None:

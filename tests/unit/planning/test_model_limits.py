@@ -13,7 +13,7 @@ from samples import SAMPLES
 
 import ckptcore
 from ckptcore.errors import UsageError
-from ckptcore.naming.maps.numbers import Config
+from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.planning import model_limits
 from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.model_limits import require_possible

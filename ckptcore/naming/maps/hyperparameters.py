@@ -65,7 +65,7 @@ class Config:
         table = _config_keys()[self.world]
         nulls: Mapping[str, Number] = table.get("null", {})
         unset: Mapping[str, Number] = table.get("unset", {})
-        found: dict[str, tuple[Number, str]] = {}
+        stated_numbers: dict[str, tuple[Number, str]] = {}
         for number, places in table.items():
             if number in _TABLES:
                 continue
@@ -74,35 +74,41 @@ class Config:
                 if stated is not None and number in unset and stated.value == unset[number]:
                     continue
                 if place.startswith("|"):
-                    found |= {number: found[place[1:]]} if place[1:] in found else {}
+                    stated_numbers |= (
+                        {number: stated_numbers[place[1:]]} if place[1:] in stated_numbers else {}
+                    )
                 elif stated is not None and stated.value is None and number in nulls:
-                    found[number] = nulls[number], _unset(stated.place)
+                    stated_numbers[number] = nulls[number], _unset(stated.place)
                 elif stated is not None and (value := _scalar(stated.value)) is not None:
-                    found[number] = self._number(number, stated.place, value), stated.place
-                if number in found:
+                    stated_numbers[number] = self._number(number, stated.place, value), stated.place
+                if number in stated_numbers:
                     break
         if self.world == "megatron":
-            _of_megatron(self.content, found)
-        return found
+            _of_megatron(self.content, stated_numbers)
+        return stated_numbers
 
     @cached_property
     def terms(self) -> dict[str, tuple[str, str]]:
         """Word -> (text, key of the config), as ``activation``."""
         table = _config_keys()[self.world]
-        found: dict[str, tuple[str, str]] = {}
+        stated_terms: dict[str, tuple[str, str]] = {}
         for name, places in table.get("terms", {}).items():
             stated = [*map(self._stated, places), self._of_class(places, False)]
             text = next((s for s in stated if s is not None and isinstance(s.value, str)), None)
             if text is not None:
-                found[name] = text.value, text.place
+                stated_terms[name] = text.value, text.place
         for name, flags in table.get("flags", {}).items():
             stored = {f: value for f in flags if isinstance(value := self.at(f), bool)}
             flag = next((f for f, value in stored.items() if value), "")
-            if name not in found and (flag or [*flags][-2] in stored):
-                found[name] = flags[flag], f"{flag} = True" if flag else f"{' = '.join(stored)} = False"
+            # The last flag is "" for none of them: true only of a release that has the one before it.
+            if name not in stated_terms and (flag or [*flags][-2] in stored):
+                stated_terms[name] = (
+                    flags[flag],
+                    f"{flag} = True" if flag else f"{' = '.join(stored)} = False",
+                )
         if self.world == "megatron" and "experts" not in self.numbers:
-            found.pop("router_score", None)
-        return found
+            stated_terms.pop("router_score", None)
+        return stated_terms
 
     def _stated(self, place: str) -> Stated | None:
         """Return what the config says at a place; None where it has no such place, or the class none."""
@@ -166,8 +172,8 @@ class Config:
         if self.fields is not None:
             stated, has = self._stated(_LAYERS), self.fields.of_class
             if stated is None or not isinstance(stated.value, (list, tuple)):
-                every = window[0] and has is not None and _LAYERS not in has
-                return ((True,) * count, says(window[1], window[0])) if every else None
+                all_slide = window[0] and has is not None and _LAYERS not in has
+                return ((True,) * count, says(window[1], window[0])) if all_slide else None
             sliding = tuple(kind == _SLIDING for kind in stated.value)
             compared = all(kind in (_SLIDING, _FULL) for kind in stated.value)
             return (sliding, str(stated)) if compared and window[0] else None
@@ -241,16 +247,16 @@ def hub_places(name: str) -> tuple[str, ...]:
     return tuple(table.get(name) or table["terms"][name])
 
 
-def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]]) -> None:
+def _of_megatron(content: Mapping[str, Any], numbers: dict[str, tuple[Number, str]]) -> None:
     """Set query groups and scales as Megatron does without the options; leave unused routers out."""
-    if "heads" in found and ("kv_heads" not in found or content.get("group_query_attention") is False):
-        found["kv_heads"] = found["heads"]
+    if "heads" in numbers and ("kv_heads" not in numbers or content.get("group_query_attention") is False):
+        numbers["kv_heads"] = numbers["heads"]
     usual = _usual_scale(content)
-    if _SCALE in content and "attention_scale" not in found and usual:
-        found["attention_scale"] = (usual, "1 / sqrt(kv_channels)")
-    if "experts" not in found:
+    if _SCALE in content and "attention_scale" not in numbers and usual:
+        numbers["attention_scale"] = (usual, "1 / sqrt(kv_channels)")
+    if "experts" not in numbers:
         for number in _OF_ROUTERS:
-            found.pop(number, None)
+            numbers.pop(number, None)
 
 
 def _usual_scale(content: Mapping[str, Any]) -> float:

@@ -1,6 +1,6 @@
-"""Group stored tensors into classes: one term of a rule takes them, and their shapes and sizes are equal.
+"""Group stored tensors into groups: one term of a rule takes them, and their shapes and sizes are equal.
 
-A class is handled at once, in columns, whatever the number of its tensors.
+A group is handled at once, in columns, whatever the number of its tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import distinct
 
 Shape = tuple[int, ...]
-Seen = Mapping[str, set[tuple[int, ...]]]  # term of `to`, as it is written -> indices of what it makes
+# Term of `to`, as it is written -> indices of what it makes.
+IndicesByTerm = Mapping[str, set[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Class:
+class TensorGroup:
     """Tensors of one shape that one term of a rule takes, with their axes.
 
     Attributes:
@@ -58,68 +59,68 @@ class Class:
         return self.term.layout.filled(self.rank)
 
 
-def placed(pieces: Pieces, of: Class, at: Ints) -> Iterator[tuple[int, Pieces]]:
-    """Yield where boxes of a class's tensors are in what is made of them.
+def placed(pieces: Pieces, group: TensorGroup, members: Ints) -> Iterator[tuple[int, Pieces]]:
+    """Yield where boxes of a group's tensors are in what is made of them.
 
     Args:
-        pieces: Boxes over the dims of the class's tensors.
-        of: The class.
-        at: Number of a box -> number of its tensor in the class.
+        pieces: Boxes over the dims of the group's tensors.
+        group: The group.
+        members: Number of a box -> number of its tensor in the group.
 
     Yields:
         The number of a term of ``to``, and the boxes over its dims, with a column per index of its name
         behind them.
     """
-    for axis, value in of.index.items():
-        pieces = with_index(pieces, axis, value[at[pieces.row]])
+    for axis, value in group.index.items():
+        pieces = with_index(pieces, axis, value[members[pieces.row]])
     blocks: dict[tuple[str, ...], list[Pieces]] = {}
-    for block in opened(pieces, of.layout, of.sizes):
-        if len(block) and not of.rule.drops.keys() & set(block.names):
+    for block in opened(pieces, group.layout, group.sizes):
+        if len(block) and not group.rule.drops.keys() & set(block.names):
             blocks.setdefault(block.names, []).append(block)
     for names, parts in blocks.items():
         axes = frozenset(names)
-        number = next(n for n, term in enumerate(of.rule.to) if _has(of, term, axes))
-        term = of.rule.to[number]
-        found = joined(parts)
-        for each in term.name.indices:
-            found = single(found, each.axis)
-        yield number, closed(found, term.layout.filled(of.rank), of.sizes)
+        number = next(n for n, term in enumerate(group.rule.to) if _has(group, term, axes))
+        term = group.rule.to[number]
+        boxes = joined(parts)
+        for index in term.name.indices:
+            boxes = single(boxes, index.axis)
+        yield number, closed(boxes, term.layout.filled(group.rank), group.sizes)
 
 
-def shape_in(of: Class, number: int) -> Shape:
+def shape_in(group: TensorGroup, number: int) -> Shape:
     """Return the shape of the tensors that a term of ``to`` makes."""
-    return sizes_of(of.rule.to[number].layout.filled(of.rank), of.sizes)
+    return sizes_of(group.rule.to[number].layout.filled(group.rank), group.sizes)
 
 
-def keys_in(of: Class, number: int, pieces: Pieces, at: Ints) -> tuple[Ints, list[str]]:
+def keys_in(group: TensorGroup, number: int, pieces: Pieces, members: Ints) -> tuple[Ints, list[str]]:
     """Return the tensor that each box is part of: (int64 [n], the names that these number)."""
-    name = of.rule.to[number].name
+    name = group.rule.to[number].name
     columns = [
-        pieces.lo[:, pieces.names.index(each.axis)] + of.shifts[number].get(each.axis, 0)
-        for each in name.indices
+        pieces.lo[:, pieces.names.index(index_field.axis)] + group.shifts[number].get(index_field.axis, 0)
+        for index_field in name.indices
     ]
     width = len(columns)
     spans: dict[str, tuple[int, int]] = {}
     for label in name.wild:
-        texts = of.inside[label][at[pieces.row]]
+        texts = group.inside[label][members[pieces.row]]
         spans[label] = len(columns), len(columns) + texts.shape[1]
         columns += list(texts.T)
     if not columns:
-        return np.zeros(len(pieces), np.int64), name.spell({}, of.wild, of.inside, 1)
+        return np.zeros(len(pieces), np.int64), name.spell({}, group.wild, group.inside, 1)
     keys, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    index = {each.axis: keys[:, n] for n, each in enumerate(name.indices[:width])}
+    index = {index_field.axis: keys[:, n] for n, index_field in enumerate(name.indices[:width])}
     inside = {label: keys[:, a:b] for label, (a, b) in spans.items()}
-    return which.reshape(-1).astype(np.int64), name.spell(index, of.wild, inside, len(keys))
+    return which.reshape(-1).astype(np.int64), name.spell(index, group.wild, inside, len(keys))
 
 
-def _has(of: Class, term: Term, axes: frozenset[str]) -> bool:
+def _has(group: TensorGroup, term: Term, axes: frozenset[str]) -> bool:
     """Return whether a term has the block of these axes."""
     indices = frozenset(i.axis for i in term.name.indices)
-    blocks = term.layout.filled(of.rank).blocks
-    return any((block | indices) - of.rule.repeats == axes for block in blocks)
+    blocks = term.layout.filled(group.rank).blocks
+    return any((block | indices) - group.rule.repeats == axes for block in blocks)
 
 
-class Takers:
+class RuleAssignment:
     """The tensors that every rule of a map takes."""
 
     def __init__(
@@ -132,7 +133,7 @@ class Takers:
         self._rank = np.array([len(s) for s in self._shapes], np.int64)
         self._by: list[tuple[str, Ints]] = []
         self.count = np.zeros(len(tensors), np.int64)
-        self.classes: list[Class] = []
+        self.groups: list[TensorGroup] = []
         self.dropped: dict[int, str] = {}
         self.only_zero: dict[int, str] = {}
         self.parts: list[tuple[int, str, int]] = []
@@ -140,12 +141,14 @@ class Takers:
         self.problems: list[str] = []
         self.needed: dict[str, str] = {}  # rule that must take something -> a name that it takes
         self.part: dict[str, str] = {r.name: r.part for r in rules.rules}
-        self.made: dict[str, tuple[Term, ...]] = {}  # rule -> what it makes
+        self.terms_of_rule: dict[str, tuple[Term, ...]] = {}  # rule -> what it makes
         self.everywhere: dict[str, str] = {}  # rule that must take something for each index -> its axis
+        # A declared rule is several here, one for each choice of texts in its names. The first of them states
+        # what must be there (`_rules_of_form` makes the others optional): hence `setdefault`.
         for rule in rules.rules:
             if rule.presence != "optional":
                 self.needed.setdefault(rule.name, str(rule.spellings[0][0]))
-            self.made.setdefault(rule.name, rule.to)
+            self.terms_of_rule.setdefault(rule.name, rule.to)
             if rule.presence == "every" and rule.to and rule.to[0].name.indices:
                 self.everywhere.setdefault(rule.name, rule.to[0].name.indices[0].axis)
             self._take(rule)
@@ -155,7 +158,7 @@ class Takers:
         for row in np.flatnonzero(self.count > 1).tolist():
             yield row, tuple(name for name, rows in self._by if row in rows)
 
-    def unused(self, seen: Seen) -> Iterator[str]:
+    def unused(self, made_indices: IndicesByTerm) -> Iterator[str]:
         """Yield the rules that must make tensors and do not, with a name that they would take."""
         used = {name for name, rows in self._by if len(rows)}
         parts = {"", *(self.part[name] for name in used)}
@@ -163,49 +166,49 @@ class Takers:
             if (
                 name not in used
                 and self.part[name] in parts
-                and not all(str(term) in seen for term in self.made[name])
+                and not all(str(term) in made_indices for term in self.terms_of_rule[name])
             ):
                 yield f"{name} ({of})"
 
     def _take(self, rule: Rule) -> None:
         try:
-            known, wrong = _known(rule, self.numbers), ""
+            sizes, wrong = _sizes_from_numbers(rule, self.numbers), ""
         except ValueError as error:
-            known, wrong = {}, str(error)
+            sizes, wrong = {}, str(error)
         for side in rule.spellings:
-            found = [self._matches(rule, term, known) for term in side]
-            if not found[0]:  # others may be terms of another spelling, too
+            matches_by_term = [self._matches(rule, term, sizes) for term in side]
+            if not matches_by_term[0]:  # others may be terms of another spelling, too
                 continue
-            for matches in found:
-                for each in matches:
-                    self.count[each.rows] += 1
-                    self._by.append((rule.name, each.rows))
+            for matches in matches_by_term:
+                for match in matches:
+                    self.count[match.rows] += 1
+                    self._by.append((rule.name, match.rows))
                     if rule.drop:
-                        self.dropped |= dict.fromkeys(each.rows.tolist(), rule.drop)
+                        self.dropped |= dict.fromkeys(match.rows.tolist(), rule.drop)
                         if rule.only_zero:
-                            self.only_zero |= dict.fromkeys(each.rows.tolist(), rule.only_zero)
-            if wrong and any(found):
+                            self.only_zero |= dict.fromkeys(match.rows.tolist(), rule.only_zero)
+            if wrong and any(matches_by_term):
                 self.problems.append(f"{rule.name} does not fit the numbers: {wrong}")
-            elif not rule.drop and any(found):
-                self._classify(rule, side, found, known)
+            elif not rule.drop and any(matches_by_term):
+                self._group(rule, side, matches_by_term, sizes)
 
-    def _matches(self, rule: Rule, term: Term, known: Mapping[str, int]) -> list[NameMatch]:
+    def _matches(self, rule: Rule, term: Term, sizes: Mapping[str, int]) -> list[NameMatch]:
         """Return the names that a term takes, with indices on its axes."""
         out = []
-        for each in term.name.match(self._templates):
-            index = dict(each.index)
-            rank = self._rank[self._shape[each.rows]]
+        for match in term.name.match(self._templates):
+            index = dict(match.index)
+            rank = self._rank[self._shape[match.rows]]
             dims = len(term.layout.dims)
             keep = rank >= dims - 1 if term.layout.open else rank == dims
             try:
                 for field_ in term.name.indices:
-                    index[field_.axis] = each.index[field_.axis] - field_.shifted(self.numbers)
-                    size = known.get(field_.axis)
+                    index[field_.axis] = match.index[field_.axis] - field_.shifted(self.numbers)
+                    size = sizes.get(field_.axis)
                     keep &= index[field_.axis] >= 0
                     if size is not None:
                         keep &= index[field_.axis] < size
                 if rule.where:
-                    keep &= value_of(rule.where, {**self.numbers, **known, **index})
+                    keep &= value_of(rule.where, {**self.numbers, **sizes, **index})
             except UnknownNumber as error:
                 self.problems.append(f"{rule.name} needs the number {error}, which is not known")
                 continue
@@ -214,35 +217,39 @@ class Takers:
                 continue
             rows = np.flatnonzero(keep)
             if len(rows):
-                inside = {k: v[rows] for k, v in each.inside.items()}
+                inside = {k: v[rows] for k, v in match.inside.items()}
                 indices = {k: v[rows] for k, v in index.items()}
-                out.append(NameMatch(each.rows[rows], indices, each.wild, inside))
+                out.append(NameMatch(match.rows[rows], indices, match.wild, inside))
         return out
 
-    def _classify(
-        self, rule: Rule, side: tuple[Term, ...], found: list[list[NameMatch]], known: Mapping[str, int]
+    def _group(
+        self,
+        rule: Rule,
+        side: tuple[Term, ...],
+        matches_by_term: list[list[NameMatch]],
+        sizes_from_numbers: Mapping[str, int],
     ) -> None:
-        """Group the tensors that a spelling takes into classes."""
+        """Group the tensors that a spelling takes."""
         dims = {a for term in rule.to for a in term.layout.axes}
         longest: dict[str, int] = {}
-        for matches in found:
-            for each in matches:
-                for axis, value in each.index.items():
-                    if axis in dims and axis not in known:
+        for matches in matches_by_term:
+            for match in matches:
+                for axis, value in match.index.items():
+                    if axis in dims and axis not in sizes_from_numbers:
                         longest[axis] = max(longest.get(axis, 0), int(value.max()) + 1)
-        sizes = {**known, **longest}
+        sizes = {**sizes_from_numbers, **longest}
         if len(side) == 1:
-            for each in found[0]:
-                shape = self._shape[each.rows]
+            for match in matches_by_term[0]:
+                shape = self._shape[match.rows]
                 for kind in distinct(shape).tolist():
-                    self._add(rule, side, (kind,), [(0, each, np.flatnonzero(shape == kind))], sizes)
+                    self._add(rule, side, (kind,), [(0, match, np.flatnonzero(shape == kind))], sizes)
             return
-        for same in _matches_together(found):
+        for same in _matches_together(matches_by_term):
             for kinds, members in self._instances(rule, side, same):
                 self._add(rule, side, kinds, members, sizes)
 
     def _instances(
-        self, rule: Rule, side: tuple[Term, ...], found: Sequence[tuple[int, NameMatch]]
+        self, rule: Rule, side: tuple[Term, ...], matches: Sequence[tuple[int, NameMatch]]
     ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, NameMatch, Ints]]]]:
         """Yield tensors that go together by shapes: (shape of each term, its (term, match, rows))."""
         shared = set.intersection(*({i.axis for i in t.name.indices} for t in side))
@@ -255,12 +262,13 @@ class Takers:
                     *(m.inside[w] for w in sorted(m.inside)),
                 ]
             )
-            for _, m in found
+            for _, m in matches
         ]
         lengths = np.cumsum([0, *(len(k) for k in keys)])
-        every, which = _unique_rows(np.vstack(keys))
-        table = np.full((every, len(side)), -1, np.int64)
-        for (term, m), (a, b) in zip(found, pairwise(lengths.tolist()), strict=True):
+        row_count, which = _unique_rows(np.vstack(keys))
+        # -1: the term has no tensor for these indices; its shape is then none of those that give sizes.
+        table = np.full((row_count, len(side)), -1, np.int64)
+        for (term, m), (a, b) in zip(matches, pairwise(lengths.tolist()), strict=True):
             table[which[a:b], term] = self._shape[m.rows]
             differing = np.flatnonzero(table[which[a:b], term] != self._shape[m.rows])
             if len(differing):
@@ -272,7 +280,7 @@ class Takers:
         kind = kind.reshape(-1)
         for n, row in enumerate(kinds.tolist()):
             members = []
-            for (term, m), (a, b) in zip(found, pairwise(lengths.tolist()), strict=True):
+            for (term, m), (a, b) in zip(matches, pairwise(lengths.tolist()), strict=True):
                 chosen = np.flatnonzero(kind[which[a:b]] == n)
                 if len(chosen):
                     members.append((term, m, chosen))
@@ -284,14 +292,14 @@ class Takers:
         side: tuple[Term, ...],
         kinds: tuple[int, ...],
         members: Sequence[tuple[int, NameMatch, Ints]],
-        known: Mapping[str, int],
+        initial_sizes: Mapping[str, int],
     ) -> None:
-        """Add the classes of tensors that go together, if their sizes are known."""
+        """Add the groups of tensors that go together, if their sizes are known."""
         _, m, chosen = members[0]
         first = self._tensors[int(m.rows[chosen[0]])].fqn
         shapes = [None if k < 0 else self._shapes[k] for k in kinds]
         try:
-            sizes, guessed = _all_sizes(rule, side, shapes, known, self.numbers)
+            sizes, guessed = _all_sizes(rule, side, shapes, initial_sizes, self.numbers)
             shifts = tuple({i.axis: i.shifted(self.numbers) for i in term.name.indices} for term in rule.to)
         except UnknownNumber as error:
             self.problems.append(f"{first} cannot be mapped: {error} is not known")
@@ -309,8 +317,10 @@ class Takers:
             rank = len(shape) - len(term.layout.dims) + 1 if term.layout.open else 0
             index = {a: v[rows] for a, v in match_.index.items()}
             inside = {k: v[rows] for k, v in match_.inside.items()}
-            self.classes.append(
-                Class(rule, side, term, match_.rows[rows], index, match_.wild, inside, sizes, rank, shifts)
+            self.groups.append(
+                TensorGroup(
+                    rule, side, term, match_.rows[rows], index, match_.wild, inside, sizes, rank, shifts
+                )
             )
             self.parts += [
                 (row, rule.drops[a], _elements_along(a, term.layout.filled(rank), sizes))
@@ -324,11 +334,11 @@ def _elements_along(axis: str, layout: AxisLayout, sizes: Mapping[str, int]) -> 
     return sum(prod(sizes[a] for a in block) for block in layout.blocks if axis in block)
 
 
-def _known(rule: Rule, numbers: Mapping[str, int]) -> dict[str, int]:
+def _sizes_from_numbers(rule: Rule, numbers: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes of a rule's axes that follow from the numbers."""
     axes = {a for side in (*rule.spellings, rule.to) for t in side for a in _every_axis(t)}
-    known = {a: numbers[a] for a in axes - rule.axes.keys() if a in numbers}
-    return _evaluated(rule, known, numbers)
+    sizes = {a: numbers[a] for a in axes - rule.axes.keys() if a in numbers}
+    return _evaluated(rule, sizes, numbers)
 
 
 def _every_axis(term: Term) -> set[str]:
@@ -337,25 +347,25 @@ def _every_axis(term: Term) -> set[str]:
 
 def _evaluated(rule: Rule, sizes: Mapping[str, int], numbers: Mapping[str, int]) -> dict[str, int]:
     """Add the axes that can be computed; raise `ValueError` where one contradicts a known size."""
-    found = dict(sizes)
+    all_sizes = dict(sizes)
     while True:
-        before = len(found)
+        before = len(all_sizes)
         for axis, expression in rule.axes.items():
             try:
-                value = int(value_of(expression, {**numbers, **found}))
+                value = int(value_of(expression, {**numbers, **all_sizes}))
             except UnknownNumber:
                 continue
-            if found.setdefault(axis, value) != value:
-                raise ValueError(f"{axis} is {expression} = {value}, and the tensor has {found[axis]}")
-        if len(found) == before:
-            return found
+            if all_sizes.setdefault(axis, value) != value:
+                raise ValueError(f"{axis} is {expression} = {value}, and the tensor has {all_sizes[axis]}")
+        if len(all_sizes) == before:
+            return all_sizes
 
 
 def _all_sizes(
     rule: Rule,
     side: Sequence[Term],
     shapes: Sequence[Shape | None],
-    known: Mapping[str, int],
+    initial_sizes: Mapping[str, int],
     numbers: Mapping[str, int],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the size of every axis of a rule, and the sizes that are guessed.
@@ -369,7 +379,8 @@ def _all_sizes(
         layout = None if shape is None else term.layout.closed(len(shape))
         if layout is not None and shape is not None:
             layouts.append((layout, shape))
-    sizes, guessed = dict(known), dict[str, int]()
+    # Shapes and expressions give each other sizes. A default comes last: it must not contradict either.
+    sizes, guessed = dict(initial_sizes), dict[str, int]()
     while True:
         before = len(sizes)
         for layout, shape in layouts:
@@ -397,12 +408,14 @@ def _all_sizes(
     return sizes, guessed
 
 
-def _matches_together(found: Sequence[Sequence[NameMatch]]) -> Iterator[list[tuple[int, NameMatch]]]:
+def _matches_together(
+    matches_by_term: Sequence[Sequence[NameMatch]],
+) -> Iterator[list[tuple[int, NameMatch]]]:
     """Group the matches of several terms by the texts of their wild parts."""
     groups: dict[tuple[tuple[str, str], ...], list[tuple[int, NameMatch]]] = {}
-    for term, matches in enumerate(found):
-        for each in matches:
-            groups.setdefault(tuple(sorted(each.wild.items())), []).append((term, each))
+    for term, matches in enumerate(matches_by_term):
+        for match in matches:
+            groups.setdefault(tuple(sorted(match.wild.items())), []).append((term, match))
     yield from groups.values()
 
 
@@ -410,12 +423,12 @@ def _unique_rows(table: Ints) -> tuple[int, Ints]:
     """Return (number of distinct rows, number of each row among these)."""
     if not table.shape[1]:
         return 1, np.zeros(len(table), np.int64)
-    every, which = np.unique(table, axis=0, return_inverse=True)
-    return len(every), which.reshape(-1).astype(np.int64)
+    unique_rows, which = np.unique(table, axis=0, return_inverse=True)
+    return len(unique_rows), which.reshape(-1).astype(np.int64)
 
 
 def sizes_of(layout: AxisLayout, sizes: Mapping[str, int]) -> Shape:
     """Return the shape that a layout has with these sizes."""
-    found = tuple(size_of(d, sizes) for d in layout.dims)
-    assert None not in found  # `_all_sizes` has checked
-    return tuple(int(n) for n in found if n is not None)
+    shape = tuple(size_of(d, sizes) for d in layout.dims)
+    assert None not in shape  # `_all_sizes` has checked
+    return tuple(int(n) for n in shape if n is not None)

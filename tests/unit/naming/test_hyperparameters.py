@@ -8,7 +8,7 @@ import pytest
 
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.agreement import agreed
-from ckptcore.naming.maps.numbers import Config
+from ckptcore.naming.maps.hyperparameters import Config
 
 ARGS = {"num_layers": 2, "num_attention_heads": 4, "rotary_base": 10_000, "vocab_size": 40}
 
