@@ -23,9 +23,9 @@ _FEED = 512
 _MAX_WINDOW = 128 << 20  # the window of zstd's highest ordinary levels
 
 
-def decode_small(codec: str, data: bytes, max_bytes: int, what: str) -> bytes:
+def decode_small(codec: str, data: bytes, max_bytes: int, label: str) -> bytes:
     """Return the plain bytes of a complete compressed item; raises when they exceed ``max_bytes``."""
-    return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, what))
+    return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, label))
 
 
 def decode_into(
@@ -65,9 +65,9 @@ def decode_to_place(
 
     def flush() -> None:
         data = memoryview(b"".join(pending))
-        done = 0
-        while done < len(data):
-            done += os.pwrite(file, data[done:], begin + total - waiting + done)
+        written = 0
+        while written < len(data):
+            written += os.pwrite(file, data[written:], begin + total - waiting + written)
         pending.clear()
 
     for part in _decoded(codec, source, max_bytes, path):
@@ -91,33 +91,33 @@ class _InMemory:
     """Memory as a stream. `io.BytesIO` would copy it."""
 
     def __init__(self, data: Buffer) -> None:
-        self._data, self._at = data, 0
+        self._data, self._position = data, 0
 
     def read(self, count: int, /) -> bytes:
-        self._at += count
-        return bytes(self._data[self._at - count : self._at])
+        self._position += count
+        return bytes(self._data[self._position - count : self._position])
 
 
 class _Range(io.RawIOBase):
     """A range of a stored file as a stream."""
 
     def __init__(self, store: Readable, path: str, start: int, length: int) -> None:
-        self._store, self._path, self._at, self._end = store, path, start, start + length
+        self._store, self._path, self._position, self._end = store, path, start, start + length
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, into: Any) -> int:  # any writable buffer: collections.abc has no name for it yet
-        view = memoryview(into)[: max(self._end - self._at, 0)]
-        self._store.read_into(self._path, self._at, view)
-        self._at += len(view)
+        view = memoryview(into)[: max(self._end - self._position, 0)]
+        self._store.read_into(self._path, self._position, view)
+        self._position += len(view)
         return len(view)
 
 
-def _decoded(codec: str, source: _Reads, max_bytes: int, what: str) -> Iterator[bytes]:
+def _decoded(codec: str, source: _Reads, max_bytes: int, label: str) -> Iterator[bytes]:
     """Yield the plain bytes in steps; a small input can expand to any number of them."""
     if codec != "zstd":
-        raise MalformedCheckpoint(f"{what}: unknown codec {codec!r}")
+        raise MalformedCheckpoint(f"{label}: unknown codec {codec!r}")
     decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
     total = 0
     try:
@@ -125,12 +125,12 @@ def _decoded(codec: str, source: _Reads, max_bytes: int, what: str) -> Iterator[
             plain = decoder.decompress(part)
             total += len(plain)
             if total > max_bytes:
-                raise MalformedCheckpoint(f"{what} unpacks to more than {max_bytes} bytes")
+                raise MalformedCheckpoint(f"{label} unpacks to more than {max_bytes} bytes")
             if plain:
                 yield plain
             if decoder.eof:
                 break
     except zstandard.ZstdError as error:
-        raise MalformedCheckpoint(f"{what}: cannot decode the zstd stream: {error}") from error
+        raise MalformedCheckpoint(f"{label}: cannot decode the zstd stream: {error}") from error
     if not decoder.eof or decoder.unused_data or source.read(1):
-        raise MalformedCheckpoint(f"{what}: the zstd stream does not end where its item ends")
+        raise MalformedCheckpoint(f"{label}: the zstd stream does not end where its item ends")

@@ -15,19 +15,19 @@ from ckptcore.utils.foreign_text import MAX_DEPTH, load_json
 _LIST, _NAMED, _ITEM, _CHAR = 512, 512, 48, 6
 
 
-def parse(raw: bytes | str, what: str, depth: int = MAX_DEPTH) -> Any:
+def parse(raw: bytes | str, label: str, depth: int = MAX_DEPTH) -> Any:
     """Return the value of a JSON text, counted on the reading's meter.
 
     Args:
         raw: The text.
-        what: The file, for messages.
+        label: The file, for messages.
         depth: How deep containers may nest.
 
     Raises:
         InvalidText: It is not JSON, or an object has a name twice.
         MetadataTooLarge: It costs too much; nothing was built.
     """
-    meter().take(cost(raw), what)
+    meter().take(cost(raw), label)
     return load_json(raw, unique=True, depth=depth)
 
 
@@ -38,8 +38,8 @@ def cost(raw: bytes | str) -> int:
     2174
     """
     if isinstance(raw, str):
-        found = [raw.count(mark) for mark in "{[:,"]
+        counts = [raw.count(mark) for mark in "{[:,"]
     else:
-        found = [raw.count(mark) for mark in (b"{", b"[", b":", b",")]
+        counts = [raw.count(mark) for mark in (b"{", b"[", b":", b",")]
     weights = CONTAINER, _LIST, _NAMED, _ITEM
-    return sum(n * weight for n, weight in zip(found, weights, strict=True)) + _CHAR * len(raw)
+    return sum(n * weight for n, weight in zip(counts, weights, strict=True)) + _CHAR * len(raw)

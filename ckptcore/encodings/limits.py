@@ -29,7 +29,7 @@ def absent(present: Collection[int], stop: int, limit: int) -> list[int]:
     return list(islice((n for n in range(min(stop, len(have) + limit)) if n not in have), limit))
 
 
-def bound_tree(tree: Any, nbytes: int, what: str) -> None:
+def bound_tree(tree: Any, nbytes: int, label: str) -> None:
     """Count a tree, written out, on the reading's meter; refuse one that is far larger than its pickle.
 
     Values shared through the memo make a few bytes an endless tree, or endless names. Both are summed over
@@ -38,28 +38,28 @@ def bound_tree(tree: Any, nbytes: int, what: str) -> None:
     Args:
         tree: The unpickled tree.
         nbytes: Bytes of the pickle.
-        what: The file, for messages.
+        label: The file, for messages.
 
     Raises:
         MalformedCheckpoint: The tree is far larger than its pickle.
         MetadataTooLarge: The tree is over the budget of metadata.
     """
-    below = _Sums(what).of(tree)
+    below = _Sums(label).of(tree)
     if below.text > _TEXT * nbytes + (1 << 20):
         raise MalformedCheckpoint(
-            f"{what}: a pickle of {nbytes} bytes expands to {below.text} characters of text"
+            f"{label}: a pickle of {nbytes} bytes expands to {below.text} characters of text"
         )
     if below.raw > 4 * nbytes + (1 << 20):
         raise MalformedCheckpoint(
-            f"{what}: a pickle of {nbytes} bytes expands to {below.raw} bytes of binary values"
+            f"{label}: a pickle of {nbytes} bytes expands to {below.raw} bytes of binary values"
         )
     if below.values > _VALUES * nbytes + 10_000:
-        raise MalformedCheckpoint(f"{what}: a pickle of {nbytes} bytes expands to {below.values} values")
+        raise MalformedCheckpoint(f"{label}: a pickle of {nbytes} bytes expands to {below.values} values")
     cost = CONTAINER * (below.named + below.containers) + CONTAINER // 2 * below.forms
     cost += SLOT * below.values
     cost += _CHAR * below.text + _BYTE * below.raw
-    meter().take(cost, what)
-    meter().require(below.chars, what)
+    meter().take(cost, label)
+    meter().require(below.chars, label)
 
 
 class _Below(NamedTuple):
@@ -87,11 +87,11 @@ class _Below(NamedTuple):
 class _Sums:
     """Sums over the values of a tree."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._known: dict[int, _Below] = {}
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._sums_by_id: dict[int, _Below] = {}
         self._open: set[int] = set()
-        self._count, self._seen = meter(), 0
+        self._count, self._structured = meter(), 0
 
     def of(self, value: Any, depth: int = 0) -> _Below:
         """Return the sums of a value and everything below it."""
@@ -99,16 +99,17 @@ class _Sums:
             value = value.value  # such as a namespace or an array
         if not isinstance(value, _CONTAINERS):
             return _of_scalars([value]) if type(value) in SCALARS else _ONE
-        known = self._known.get(id(value))
-        if known is not None:
-            return known
+        earlier_sums = self._sums_by_id.get(id(value))
+        if earlier_sums is not None:
+            return earlier_sums
+        # What contains itself nests without end.
         if depth > _MAX_DEPTH or id(value) in self._open:
-            raise MalformedCheckpoint(f"{self._what} nests deeper than {_MAX_DEPTH} levels")
+            raise MalformedCheckpoint(f"{self._label} nests deeper than {_MAX_DEPTH} levels")
         self._open.add(id(value))
-        made = self._inside(value, depth)
+        sums = self._inside(value, depth)
         self._open.discard(id(value))
-        self._known[id(value)] = made
-        return made
+        self._sums_by_id[id(value)] = sums
+        return sums
 
     def _inside(self, value: Any, depth: int) -> _Below:
         plain, rest, pairs = [], [], 0
@@ -119,8 +120,9 @@ class _Sums:
             plain += [self.of(k, depth + 1) for k in keys]
             pairs = 0 if set(map(type, value)) <= {str} else len(value)
         inside = value.values() if is_dict else value
-        self._seen += len(inside) - sum(map(SCALARS.__contains__, map(type, inside)))
-        self._count.require(CONTAINER * self._seen, self._what)  # before millions are visited one by one
+        self._structured += len(inside) - sum(map(SCALARS.__contains__, map(type, inside)))
+        # Before millions are visited one by one.
+        self._count.require(CONTAINER * self._structured, self._label)
         if set(map(type, inside)) <= SCALARS:
             plain.append(_of_scalars(inside))
         else:
@@ -156,10 +158,10 @@ def expands(nbytes: int, stored: int) -> bool:
     return nbytes > 1024 * stored + (1 << 30)
 
 
-def bound_views(nbytes: int, stored: int, what: str) -> None:
+def bound_views(nbytes: int, stored: int, label: str) -> None:
     """Refuse tensors of far more bytes than are stored, such as expanded views of one element."""
     if expands(nbytes, stored):
-        raise MalformedCheckpoint(f"{what}: {stored} stored bytes expand to tensors of {nbytes} bytes")
+        raise MalformedCheckpoint(f"{label}: {stored} stored bytes expand to tensors of {nbytes} bytes")
 
 
 _ONE = _Below(1, 1, 0, 0, 0, 0, 0)
@@ -181,20 +183,20 @@ def refused_in(tree: Any, kinds: tuple[type[Any], ...] = (Refused,)) -> tuple[st
         tree: An unpickled tree.
         kinds: Classes with a ``name`` whose instances are refused.
     """
-    found: set[str] = set()
-    seen: set[int] = set()
+    refused_names: set[str] = set()
+    visited: set[int] = set()
     queue = [tree]
     while queue:
         v = queue.pop()
         if isinstance(v, kinds):
-            found.add(v.name)
+            refused_names.add(v.name)
         elif isinstance(v, Named):
             if v.kind == "ndarray" and "refused" in v.value:
-                found.add(v.value["refused"])
+                refused_names.add(v.value["refused"])
             elif type(v.value) not in SCALARS:
                 queue.append(v.value)
-        elif isinstance(v, (dict, list, tuple, set, frozenset)) and id(v) not in seen:
-            seen.add(id(v))
+        elif isinstance(v, (dict, list, tuple, set, frozenset)) and id(v) not in visited:
+            visited.add(id(v))
             inside = chain(v, v.values()) if isinstance(v, dict) else v
             queue += [x for x in inside if type(x) not in SCALARS]
-    return tuple(sorted(found))
+    return tuple(sorted(refused_names))

@@ -58,15 +58,17 @@ def read_header(
     last = _last_header.get(reading)
     if last is None or last.raw != header or last.path != path or last.size != size:
         _last_header.pop(reading, None)  # one header at a time is in memory
-        more: dict[str, Any] = {}
-        last = _ParsedHeader(path, size, header, *parse_header(header, size - 8 - length, path, more), more)
+        extra_fields: dict[str, Any] = {}
+        last = _ParsedHeader(
+            path, size, header, *parse_header(header, size - 8 - length, path, extra_fields), extra_fields
+        )
         _last_header[reading] = last
     if taken is not None:
         explain(store, path, 0, 8 + length)
         content = FileRange(store, path, 0, size)
-        others = {k: v for k, v in last.metadata.items() if k not in taken and (k, v) != FOR_TORCH}
-        content.carry(METADATA, others)
-        content.carry(FIELDS, last.more)
+        free_entries = {k: v for k, v in last.metadata.items() if k not in taken and (k, v) != FOR_TORCH}
+        content.carry(METADATA, free_entries)
+        content.carry(FIELDS, last.extra_fields)
     return last.tensors, last.metadata, 8 + length
 
 
@@ -106,20 +108,20 @@ def is_free(key: str, value: object) -> bool:
     >>> is_free("epoch", "3"), is_free("epoch", 3), is_free("format", "mlx"), is_free("ckptcore.x", "{}")
     (True, False, False, False)
     """
-    own = key == FORMAT or key in SHARDS or key.startswith(OWN)
-    return type(value) is str and not own and not _not_text(key) and not _not_text(value)
+    is_reserved = key == FORMAT or key in SHARDS or key.startswith(OWN)
+    return type(value) is str and not is_reserved and not _not_text(key) and not _not_text(value)
 
 
 def parse_header(
-    raw: bytes, data_length: int, what: str, more: dict[str, Any] | None = None
+    raw: bytes, data_length: int, label: str, extra_fields: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse a header.
 
     Args:
         raw: The JSON text.
         data_length: Bytes behind the header.
-        what: The file, for messages.
-        more: Receives tensor -> fields of its entry that the format does not have.
+        label: The file, for messages.
+        extra_fields: Receives tensor -> fields of its entry that the format does not have.
 
     Returns:
         (name -> (dtype, shape, start, stop), metadata). Start and stop are relative to the data. An
@@ -129,27 +131,28 @@ def parse_header(
         MalformedCheckpoint: The tensors do not tile ``data_length`` bytes exactly.
         MetadataTooLarge: The header is over the budget of metadata.
     """
-    meter().require(cost(raw), what)  # what the caller keeps is counted there
+    meter().require(cost(raw), label)  # what the caller keeps is counted there
     try:
         top = load_json_object(raw, finite=True, unique=True, encodable=True)
     except InvalidText as error:
-        raise MalformedCheckpoint(f"{what}: cannot read the header: {error}") from error
+        raise MalformedCheckpoint(f"{label}: cannot read the header: {error}") from error
     metadata = top.pop(METADATA, None)
     if metadata is None:
         metadata = {}
     if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
-        raise MalformedCheckpoint(f"{what}: {METADATA} must be an object of texts")
-    tensors = {name: _header_entry(name, entry, what) for name, entry in top.items()}
-    if more is not None:
+        raise MalformedCheckpoint(f"{label}: {METADATA} must be an object of texts")
+    tensors = {name: _header_entry(name, entry, label) for name, entry in top.items()}
+    if extra_fields is not None:
         odd = (name for name, entry in top.items() if len(entry) != len(_FIELDS))
-        more |= {name: {k: v for k, v in top[name].items() if k not in _FIELDS} for name in odd}
-    end = _end_of(tensors.items(), what, in_order=True)
+        extra_fields |= {name: {k: v for k, v in top[name].items() if k not in _FIELDS} for name in odd}
+    # Writers put entries in the order of the data. Only others are sorted.
+    end = _end_of(tensors.items(), label, in_order=True)
     if end is None:
-        end = _end_of(sorted(tensors.items(), key=lambda row: row[1][2:]), what)
+        end = _end_of(sorted(tensors.items(), key=lambda row: row[1][2:]), label)
     if end != data_length:
         cut = next((name for name, row in tensors.items() if row[3] > data_length), None)
         raise MalformedCheckpoint(
-            f"{what}: header describes {end} bytes of data, the file has {data_length}"
+            f"{label}: header describes {end} bytes of data, the file has {data_length}"
             f"{f': {cut} is cut off' if cut is not None else ''}",
             hint="the file is truncated, or longer than it should be; copy it again",
         )
@@ -163,7 +166,7 @@ class _ParsedHeader:
     raw: bytes
     tensors: dict[str, Any]
     metadata: dict[str, Any]
-    more: dict[str, Any]
+    extra_fields: dict[str, Any]
 
 
 # The header that a reading has parsed last: detectors and the reader ask for the same one, and a large one
@@ -173,41 +176,41 @@ _last_header: WeakKeyDictionary[Meter, _ParsedHeader] = WeakKeyDictionary()
 _Entry = tuple[str, tuple[int, ...], int, int]
 
 
-def _end_of(tensors: Iterable[tuple[str, _Entry]], what: str, *, in_order: bool = False) -> int | None:
+def _end_of(tensors: Iterable[tuple[str, _Entry]], label: str, *, in_order: bool = False) -> int | None:
     """Return the end of tensors without holes; ``in_order``: None where they are in another order."""
     end = 0
     for name, (_, _, start, stop) in tensors:
         if start != end:
             if in_order:
                 return None
-            raise MalformedCheckpoint(f"{what}: {name} must start at {end}, behind other data (got {start})")
+            raise MalformedCheckpoint(f"{label}: {name} must start at {end}, behind other data (got {start})")
         end = stop
     return end
 
 
-def _header_entry(name: str, entry: Any, what: str) -> _Entry:
+def _header_entry(name: str, entry: Any, label: str) -> _Entry:
     try:
         spelled, dims, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         shape = tuple(dims)
         start, stop = offsets
     except (KeyError, TypeError, ValueError) as error:
-        raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
+        raise MalformedCheckpoint(f"{label}: entry {name!r} is not a tensor: {error}") from error
     if type(dims) is not list or type(offsets) is not list:
         raise MalformedCheckpoint(
-            f"{what}: entry {name!r} is not a tensor: its shape and offsets must be lists"
+            f"{label}: entry {name!r} is not a tensor: its shape and offsets must be lists"
         )
     dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
     if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
-        raise MalformedCheckpoint(f"{what}: {name} has an invalid dtype (got {short_repr(spelled, 40)})")
+        raise MalformedCheckpoint(f"{label}: {name} has an invalid dtype (got {short_repr(spelled, 40)})")
     count = 1 if len(shape) <= 64 else -1
     for n in shape:  # a plain loop: files have tens of thousands of tensors
         if count < 0 or type(n) is not int or not 0 <= n < _MAX_DIM:
             raise MalformedCheckpoint(
-                f"{what}: {name} has an invalid shape (got {short_repr(list(shape), 120)})"
+                f"{label}: {name} has an invalid shape (got {short_repr(list(shape), 120)})"
             )
         count *= n
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
-        raise MalformedCheckpoint(f"{what}: {name} has invalid offsets (got {short_repr([start, stop])})")
+        raise MalformedCheckpoint(f"{label}: {name} has invalid offsets (got {short_repr([start, stop])})")
     if dtype is not None and dtype.packed > 1:  # torch counts elements, safetensors the values in them
         if not shape or shape[-1] % dtype.packed:
             return spelled, shape, start, stop
@@ -216,7 +219,7 @@ def _header_entry(name: str, entry: Any, what: str) -> _Entry:
         return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
     if stop - start != count * dtype.itemsize:
         raise MalformedCheckpoint(
-            f"{what}: {name} ({dtype.name} {list(shape)}) needs {count * dtype.itemsize} bytes "
+            f"{label}: {name} ({dtype.name} {list(shape)}) needs {count * dtype.itemsize} bytes "
             f"(got {stop - start})"
         )
     return dtype.name, shape, start, stop
@@ -254,12 +257,12 @@ class HeaderText:
             if packed > 1 and not shape:
                 raise UnsupportedDtype(f"a safetensors file cannot have a 0-d tensor of {dtype} ({name})")
             dims = [*shape[:-1], shape[-1] * packed] if shape else []
-            about = self._spell({"dtype": BY_NAME[dtype].safetensors, "shape": dims})
+            fields_text = self._spell({"dtype": BY_NAME[dtype].safetensors, "shape": dims})
             nbytes = prod(shape) * BY_NAME[dtype].itemsize
-            kind = self._kinds[dtype, shape] = nbytes, f'{about[:-1]},"data_offsets":['
-        nbytes, about = kind
+            kind = self._kinds[dtype, shape] = nbytes, f'{fields_text[:-1]},"data_offsets":['
+        nbytes, fields_text = kind
         start, self.end = self.end, self.end + nbytes
-        self._rows.append(f"{self._spell(name)}:{about}{start},{self.end}]}}")
+        self._rows.append(f"{self._spell(name)}:{fields_text}{start},{self.end}]}}")
         return start
 
     def packed(self, align: int) -> bytes:

@@ -24,54 +24,59 @@ class TarMember(NamedTuple):
     length: int
 
 
-def tar_members(read: Callable[[int, int], bytes], length: int, what: str) -> tuple[TarMember, ...]:
+def tar_members(read: Callable[[int, int], bytes], length: int, label: str) -> tuple[TarMember, ...]:
     """Return the regular files of a tar.
 
     Args:
         read: (start, length) -> exactly these bytes of the tar.
         length: Bytes of the tar.
-        what: The file, for messages.
+        label: The file, for messages.
 
     Raises:
         MalformedCheckpoint: A header is not valid, or the tar ends before its end.
     """
     members: list[TarMember] = []
-    position, more = 0, dict[str, str]()
+    position, pax_records = 0, dict[str, str]()
     for _ in range(_MAX_MEMBERS):
         block = read(position, TAR_BLOCK) if position + TAR_BLOCK <= length else b""
         if block and not any(block):
             return tuple(members)
-        if not is_tar(block) or _number(block[148:156], what) != _checksum(block):
-            raise MalformedCheckpoint(f"{what} has no header of a tar at byte {position}", file=what)
-        size, kind, start = _number(block[124:136], what), block[156:157], position + TAR_BLOCK
-        if kind in _FILE and "size" in more:
-            size = int(more["size"]) if more["size"].isdecimal() and len(more["size"]) < 19 else -1
+        if not is_tar(block) or _number(block[148:156], label) != _checksum(block):
+            raise MalformedCheckpoint(f"{label} has no header of a tar at byte {position}", file=label)
+        size, kind, start = _number(block[124:136], label), block[156:157], position + TAR_BLOCK
+        # The header's own field ends at 8 GiB: pax has larger sizes in a record before it.
+        if kind in _FILE and "size" in pax_records:
+            size = (
+                int(pax_records["size"])
+                if pax_records["size"].isdecimal() and len(pax_records["size"]) < 19
+                else -1
+            )
         if not 0 <= size <= length - start:
-            raise MalformedCheckpoint(f"{what} ends inside of a file of {size} bytes", file=what)
+            raise MalformedCheckpoint(f"{label} ends inside of a file of {size} bytes", file=label)
         if kind in (_PAX, _GLOBAL_PAX, _LONG_NAME):
             if size > _MAX_EXTENSION:
-                raise MalformedCheckpoint(f"{what} has a tar header of {size} bytes", file=what)
+                raise MalformedCheckpoint(f"{label} has a tar header of {size} bytes", file=label)
             data = read(start, size)
-            more |= {"path": _text(data)} if kind == _LONG_NAME else _records(data, what)
+            pax_records |= {"path": _text(data)} if kind == _LONG_NAME else _records(data, label)
         else:
             if kind in _FILE:
-                members.append(TarMember(more.get("path", _text(block[:100])), start, size))
-            more = {}
+                members.append(TarMember(pax_records.get("path", _text(block[:100])), start, size))
+            pax_records = {}
         position = start + -(-size // TAR_BLOCK) * TAR_BLOCK
-    raise MalformedCheckpoint(f"{what} has more than {_MAX_MEMBERS} headers", file=what)
+    raise MalformedCheckpoint(f"{label} has more than {_MAX_MEMBERS} headers", file=label)
 
 
 def _checksum(block: bytes) -> int:
     return sum(block) - sum(block[148:156]) + 8 * ord(" ")
 
 
-def _number(field: bytes, what: str) -> int:
+def _number(field: bytes, label: str) -> int:
     """Parse a number: octal text, or GNU's binary form with its first bit set."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     text = field.strip(b" \0")
     if text.strip(b"01234567") or not text:
-        raise MalformedCheckpoint(f"{what} has {field[:12]!r} in the place of a number of a tar", file=what)
+        raise MalformedCheckpoint(f"{label} has {field[:12]!r} in the place of a number of a tar", file=label)
     return int(text, 8)
 
 
@@ -79,7 +84,7 @@ def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode("utf-8", "replace")
 
 
-def _records(data: bytes, what: str) -> dict[str, str]:
+def _records(data: bytes, label: str) -> dict[str, str]:
     """Parse the records of pax, ``LENGTH KEY=VALUE`` and a line feed, where LENGTH is that of all of it."""
     records: dict[str, str] = {}
     while data:
@@ -87,7 +92,7 @@ def _records(data: bytes, what: str) -> dict[str, str]:
         length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
         key, equals, value = data[len(digits) + 1 : length - 1].partition(b"=")
         if not equals or data[length - 1 : length] != b"\n":
-            raise MalformedCheckpoint(f"{what} has a tar header that is none of pax", file=what)
+            raise MalformedCheckpoint(f"{label} has a tar header that is none of pax", file=label)
         records[_text(key)] = value.decode("utf-8", "replace")
         data = data[length:]
     return records

@@ -52,7 +52,7 @@ class Array:
         order: C or F, inside a chunk.
         separator: Between the numbers of a chunk's name.
         swapped: Whether elements are big-endian.
-        more: Fields that the format does not have.
+        extra_fields: Fields that the format does not have.
     """
 
     dtype: DType
@@ -61,7 +61,7 @@ class Array:
     order: str = "C"
     separator: str = "."
     swapped: bool = False
-    more: Mapping[str, Any] = field(default_factory=dict)
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -89,8 +89,8 @@ class Array:
         parts = name.split(self.separator)
         if len(parts) != len(self.shape) or not all(_INDEX.match(p) for p in parts):
             return None
-        found = tuple(map(int, parts))
-        return found if all(i < n for i, n in zip(found, self.grid, strict=True)) else None
+        grid_index = tuple(map(int, parts))
+        return grid_index if all(i < n for i, n in zip(grid_index, self.grid, strict=True)) else None
 
     def outside(self, name: str) -> bool:
         """Report whether a file is named like a chunk of an array of this rank, but of a larger one."""
@@ -111,11 +111,12 @@ class Array:
 
     def missing(self, present: Iterable[tuple[int, ...]], limit: int) -> Iterator[tuple[int, ...]]:
         """Yield the first ``limit`` grid indices without a file."""
-        there = set(present)
-        left = limit if self.count > len(there) else 0
+        present_cells = set(present)
+        # A complete grid, which may have millions of cells, is recognised by their number.
+        left = limit if self.count > len(present_cells) else 0
         for number in range(self.count if left else 0):
             index = cell(self.grid, number)
-            if index not in there:
+            if index not in present_cells:
                 yield index
                 left -= 1
                 if not left:
@@ -130,15 +131,15 @@ def cell(grid: tuple[int, ...], number: int) -> tuple[int, ...]:
     """
     index = []
     for n in reversed(grid):
-        number, at = divmod(number, n)
-        index.append(at)
+        number, coordinate = divmod(number, n)
+        index.append(coordinate)
     return tuple(reversed(index))
 
 
 _INDEX = late_pattern(r"^(?:0|[1-9]\d{0,14})$")
 
 
-def parse(raw: bytes, what: str) -> Array:
+def parse(raw: bytes, label: str) -> Array:
     """Parse the array of a ``.zarray``.
 
     Raises:
@@ -147,39 +148,42 @@ def parse(raw: bytes, what: str) -> Array:
         UnreadablePart: The array is compressed or filtered, or its dtype is not a plain number; has dtype
             and shape.
     """
-    form = _form(raw, what)
+    form = _form(raw, label)
     if form.get("zarr_format") != 2:
         raise UnsupportedFormat(
-            f"{what} must be zarr format 2 (got {short_repr(form.get('zarr_format'), 20)})", hint="known: 2"
+            f"{label} must be zarr format 2 (got {short_repr(form.get('zarr_format'), 20)})", hint="known: 2"
         )
-    shape, chunks = (_dims(form.get(field), field, what) for field in ("shape", "chunks"))
+    shape, chunks = (_dims(form.get(field), field, label) for field in ("shape", "chunks"))
     if len(shape) != len(chunks) or any(c < 1 and n for c, n in zip(chunks, shape, strict=True)):
-        raise MalformedCheckpoint(f"{what}: chunks {list(chunks)} do not fit shape {list(shape)}", file=what)
+        raise MalformedCheckpoint(
+            f"{label}: chunks {list(chunks)} do not fit shape {list(shape)}", file=label
+        )
     order, separator = form.get("order", "C"), form.get("dimension_separator", ".")
     if order not in ("C", "F") or separator not in (".", "/"):
         raise MalformedCheckpoint(
-            f"{what}: unknown order or separator (got {short_repr(order, 20)}, {short_repr(separator, 20)})",
-            file=what,
+            f"{label}: unknown order or separator (got {short_repr(order, 20)}, {short_repr(separator, 20)})",
+            file=label,
         )
     for name in ("compressor", "filters"):
         if form.get(name):
             raise UnreadablePart(
-                f"{what}: cannot read chunks with {name} {_codec_names(form[name])}",
+                f"{label}: cannot read chunks with {name} {_codec_names(form[name])}",
                 hint="rewrite the array uncompressed with zarr or tensorstore, like Megatron-Core",
                 shape=shape,
                 dtype=short_repr(form.get("dtype"), 40),
             )
-    found = _dtype(form.get("dtype"))
-    if found is None:
+    dtype_and_order = _dtype(form.get("dtype"))
+    if dtype_and_order is None:
         raise UnreadablePart(
-            f"{what}: cannot read elements of dtype {short_repr(form.get('dtype'))}",
+            f"{label}: cannot read elements of dtype {short_repr(form.get('dtype'))}",
             hint=f"known: {', '.join(BY_ZARR)}",
             shape=shape,
             dtype=short_repr(form.get("dtype"), 40),
         )
-    dtype, swapped = found
-    more = {name: value for name, value in form.items() if name not in _FIELDS}
-    return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped, more)
+    dtype, swapped = dtype_and_order
+    extra_fields = {name: value for name, value in form.items() if name not in _FIELDS}
+    # A dim without elements may have chunks of 0 elements, by which `grid` would divide.
+    return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped, extra_fields)
 
 
 def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes:
@@ -198,11 +202,11 @@ def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes
     return json.dumps(form, indent=4, sort_keys=True, ensure_ascii=True).encode()
 
 
-def _form(raw: bytes, what: str) -> dict[str, Any]:
+def _form(raw: bytes, label: str) -> dict[str, Any]:
     try:
         return load_json_object(raw, unique=True)
     except InvalidText as error:
-        raise MalformedCheckpoint(f"cannot read {what}: {error}", file=what) from error
+        raise MalformedCheckpoint(f"cannot read {label}: {error}", file=label) from error
 
 
 def _codec_names(value: Any) -> str:
@@ -210,14 +214,14 @@ def _codec_names(value: Any) -> str:
     return ", ".join(str(e.get("id") if isinstance(e, dict) else e)[:40] for e in entries[:8])
 
 
-def _dims(value: Any, field: str, what: str) -> tuple[int, ...]:
+def _dims(value: Any, field: str, label: str) -> tuple[int, ...]:
     if (
         not isinstance(value, list)
         or len(value) > _MAX_RANK
         or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in value)
         or prod(value) >= 1 << 62
     ):
-        raise MalformedCheckpoint(f"{what}: invalid {field} (got {short_repr(value)})", file=what)
+        raise MalformedCheckpoint(f"{label}: invalid {field} (got {short_repr(value)})", file=label)
     return tuple(value)
 
 
@@ -227,11 +231,11 @@ def _dtype(text: Any) -> tuple[DType, bool] | None:
     bfloat16 and float8 have no spelling in zarr 2: Megatron-Core writes what tensorstore reads.
     """
     if isinstance(text, str):
-        found = BY_ZARR.get(text) or (BY_NAME.get(text) if text.startswith("float8_") else None)
-        if found is not None:
-            return found, False
-        if text[:1] in (">", "|", "=") and (found := BY_ZARR.get("<" + text[1:])) and text[0] != "=":
-            return found, text[0] == ">"
+        dtype = BY_ZARR.get(text) or (BY_NAME.get(text) if text.startswith("float8_") else None)
+        if dtype is not None:
+            return dtype, False
+        if text[:1] in (">", "|", "=") and (dtype := BY_ZARR.get("<" + text[1:])) and text[0] != "=":
+            return dtype, text[0] == ">"
     return None
 
 

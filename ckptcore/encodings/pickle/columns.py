@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.encodings.pickle.records import Memo, Record, Seen, match_record
+from ckptcore.encodings.pickle.records import Memo, Record, RecordSpan, match_record
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among
 
@@ -39,9 +39,8 @@ class Slots:
         self._shift = np.uint64(64 - len(hashes).bit_length() - _SPARE)
         slots = (hashes >> self._shift).astype(np.int64)
         self._first = np.zeros(1 << (64 - int(self._shift)), np.int64)
-        self._first[slots[::-1]] = np.arange(len(hashes))[
-            ::-1
-        ]  # of equal slots the first hash is written last
+        # Of equal slots the first hash is written last.
+        self._first[slots[::-1]] = np.arange(len(hashes))[::-1]
 
     def find(self, hashes: Hashes) -> Ints:
         """Return the position of each hash; any position for one that is unknown.
@@ -52,14 +51,14 @@ class Slots:
         Returns:
             int64 [n].
         """
-        at = self._first[(hashes >> self._shift).astype(np.int64)]
+        positions = self._first[(hashes >> self._shift).astype(np.int64)]
         if not len(self._hashes):
-            return at
-        others = np.flatnonzero(self._hashes[at] != hashes)
-        if len(others):
-            found = np.searchsorted(self._hashes, hashes[others])
-            at[others] = np.minimum(found, len(self._hashes) - 1)
-        return at
+            return positions
+        unequal = np.flatnonzero(self._hashes[positions] != hashes)
+        if len(unequal):
+            searched = np.searchsorted(self._hashes, hashes[unequal])
+            positions[unequal] = np.minimum(searched, len(self._hashes) - 1)
+        return positions
 
 
 Ints = npt.NDArray[np.int64]
@@ -145,9 +144,9 @@ class Pattern:
     size: bytes
 
 
-def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
+def pattern_of(record: RecordSpan, data: bytes, memo: Memo) -> Pattern | None:
     """Return the pattern of a record if a run of such records can be read, else None."""
-    call, at, behind, _ = seen
+    call, start, behind, _ = record
     match = match_record(data, behind)
     assert match is not None  # it was read
     names, values = match.groups()[::2], match.groups()[1::2]
@@ -174,11 +173,11 @@ def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
         return None
     places = tuple(call.fields.index(n) for n in texts)
     return Pattern(
-        call.name, data[at:behind], names, tuple(kinds), places, call.fields, next(iter(sizes), b"")
+        call.name, data[start:behind], names, tuple(kinds), places, call.fields, next(iter(sizes), b"")
     )
 
 
-class Taken:
+class RunMemo:
     """The memo's view of a decoded run: its values by memo number.
 
     ``first`` is the first of its numbers; ``starts``, int64 [n], are those of the rows, counted from it.
@@ -215,9 +214,9 @@ class Taken:
 
     def _record(self, k: int, row: int) -> Record:
         pattern = self._patterns[k]
-        made = Record(pattern.kind, (), pattern.fields)
-        made.state = self._columns.state(k, row)
-        return made
+        record = Record(pattern.kind, (), pattern.fields)
+        record.state = self._columns.state(k, row)
+        return record
 
 
 _QUICK = 1 << 16  # texts found by hash; sorting more would cost more than it saves
@@ -245,11 +244,11 @@ class Texts:
 
     def add(self, raw: bytes) -> int:
         """Return the number of a text; raises `UnicodeDecodeError`."""
-        at = self._ids.get(raw)
-        if at is None:
+        number = self._ids.get(raw)
+        if number is None:
             self.values.append(raw.decode("utf-8", "surrogatepass"))
-            at = self._ids[raw] = len(self.values) - 1
-        return at
+            number = self._ids[raw] = len(self.values) - 1
+        return number
 
     def find(self, data: bytes, begin: Ints, length: Ints) -> Ints:
         """Return the numbers of the texts ``data[begin:begin + length]``.
@@ -270,29 +269,29 @@ class Texts:
         spelled = _padded_texts(data, begin, length)
         hashes = spelled @ _FACTORS[: spelled.shape[1]]
         hashes += length.astype(np.uint64) * _FACTORS[32]
-        found = self._look(spelled, hashes, length)
-        rows = np.flatnonzero(found < 0)
+        numbers = self._look(spelled, hashes, length)
+        rows = np.flatnonzero(numbers < 0)
         # Sorting once more is worth it for many; a few are looked up one by one.
         if len(self._hashes) >> 3 < len(rows) and len(self._hashes) < _QUICK:
-            _, one = np.unique(hashes[rows], return_index=True)
-            self._learn(data, begin, length, spelled, hashes, rows[one])
-            found[rows] = self._look(spelled[rows], hashes[rows], length[rows])
-        for row in np.flatnonzero(found < 0).tolist():
-            at = int(begin[row])
-            found[row] = self.add(data[at : at + int(length[row])])
-        return found
+            _, distinct_rows = np.unique(hashes[rows], return_index=True)
+            self._learn(data, begin, length, spelled, hashes, rows[distinct_rows])
+            numbers[rows] = self._look(spelled[rows], hashes[rows], length[rows])
+        for row in np.flatnonzero(numbers < 0).tolist():
+            start = int(begin[row])
+            numbers[row] = self.add(data[start : start + int(length[row])])
+        return numbers
 
     def _look(self, spelled: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64], length: Ints) -> Ints:
         """Return the numbers of the texts that are known by hash, -1 for the others."""
         if not len(self._hashes):
             return np.full(len(hashes), -1, np.int64)
-        at = self._slots.find(hashes)
-        found = self._hashed[at]
+        slots = self._slots.find(hashes)
+        numbers = self._hashed[slots]
         # Lengths are equal, so the columns that both have cover the text; both are multiples of eight.
         width = min(spelled.shape[1], self._qwords.shape[1])
-        equal = self._qwords.take(at, axis=0)[:, :width] == spelled[:, :width]
+        equal = self._qwords.take(slots, axis=0)[:, :width] == spelled[:, :width]
         same = (equal.view(np.uint64) == _ALL).all(axis=1)
-        return np.where(same & (self._lengths[at] == length), found, -1)
+        return np.where(same & (self._lengths[slots] == length), numbers, -1)
 
     def _learn(
         self,
@@ -306,10 +305,10 @@ class Texts:
         rows = rows[~among(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
         ends = (begin[rows] + length[rows]).tolist()
         places = zip(begin[rows].tolist(), ends, strict=True)
-        ids = np.array([self.add(data[at:end]) for at, end in places], np.int64)
-        both = np.concatenate([self._hashes, hashes[rows]])
-        order = np.argsort(both)
-        self._hashes, self._hashed = both[order], np.concatenate([self._hashed, ids])[order]
+        ids = np.array([self.add(data[start:end]) for start, end in places], np.int64)
+        all_hashes = np.concatenate([self._hashes, hashes[rows]])
+        order = np.argsort(all_hashes)
+        self._hashes, self._hashed = all_hashes[order], np.concatenate([self._hashed, ids])[order]
         self._lengths = np.concatenate([self._lengths, length[rows]])[order]
         self._qwords = np.concatenate(_padded(self._qwords, spelled[rows]))[order]
         self._slots = Slots(self._hashes)
@@ -352,38 +351,39 @@ class PickleWindow:
     def __init__(self, pickle: bytes, begin: int, frame_end: int) -> None:
         """Cut the window; ``frame_end`` is the end of the frame around ``begin``, or behind the pickle."""
         self._raw: list[int] = []  # of each piece: first byte in the pickle, in the window, frame's end
-        self._at: list[int] = []
+        self._starts: list[int] = []
         self._ends: list[int] = []
         pieces: list[bytes] = []
-        at, used = begin, 0
+        position, used = begin, 0
         view = memoryview(pickle)
-        while used < _BYTES and at < len(pickle) and len(pieces) < _MOST_FRAMES:
-            end = min(frame_end, at + _BYTES - used, len(pickle))
-            if end <= at:
+        while used < _BYTES and position < len(pickle) and len(pieces) < _MOST_FRAMES:
+            end = min(frame_end, position + _BYTES - used, len(pickle))
+            if end <= position:
                 break
-            self._raw.append(at)
-            self._at.append(used)
+            self._raw.append(position)
+            self._starts.append(used)
             self._ends.append(frame_end)
-            pieces.append(view[at:end])  # type: ignore[arg-type]
-            used += end - at
+            pieces.append(view[position:end])  # type: ignore[arg-type]
+            used += end - position
             if end != frame_end or end + _HEADER > len(pickle) or pickle[end] != _FRAME:
                 break
-            at = end + _HEADER
-            frame_end = at + int.from_bytes(pickle[end + 1 : at], "little")
-        self.begin, self.end = begin, at if not self._raw else self._raw[-1] + used - self._at[-1]
+            position = end + _HEADER
+            frame_end = position + int.from_bytes(pickle[end + 1 : position], "little")
+        self.begin, self.end = begin, position if not self._raw else self._raw[-1] + used - self._starts[-1]
         self._is_last = self.end == len(pickle)
         self.data = b"".join((*pieces, _PADDING))
         self.qwords: npt.NDArray[np.uint64] = np.ndarray(
             (len(self.data) - 7,), "<u8", buffer=self.data, strides=(1,)
         )
-        self.cuts = np.array(self._at[1:], np.int64)
-        found = np.flatnonzero(np.frombuffer(self.data, np.uint8, used) == 0x81) - 1
-        found = found[1:] if len(found) and found[0] < 0 else found
-        self.heads: Ints = found[(self.qwords[found] & _HEAD_BYTES) == _HEAD]
+        self.cuts = np.array(self._starts[1:], np.int64)
+        # 0x81, NEWOBJ, is the second byte of a head.
+        candidates = np.flatnonzero(np.frombuffer(self.data, np.uint8, used) == 0x81) - 1
+        candidates = candidates[1:] if len(candidates) and candidates[0] < 0 else candidates
+        self.heads: Ints = candidates[(self.qwords[candidates] & _HEAD_BYTES) == _HEAD]
 
-    def holds(self, at: int, cycle: int) -> bool:
+    def holds(self, position: int, cycle: int) -> bool:
         """Report whether enough instances follow a position, or the window is the pickle's last."""
-        left = len(self.heads) - int(np.searchsorted(self.heads, at))
+        left = len(self.heads) - int(np.searchsorted(self.heads, position))
         return left > cycle or self._is_last
 
     def place(self, raw: int) -> int | None:
@@ -391,15 +391,16 @@ class PickleWindow:
         if not self.begin <= raw < self.end:
             return None
         n = bisect_right(self._raw, raw) - 1
-        at = self._at[n] + raw - self._raw[n]
-        return at if n + 1 == len(self._at) or at < self._at[n + 1] else None
+        position = self._starts[n] + raw - self._raw[n]
+        # The bytes of a frame header are in no piece.
+        return position if n + 1 == len(self._starts) or position < self._starts[n + 1] else None
 
-    def raw(self, at: int) -> tuple[int, int]:
-        """Return (the pickle's position of the window's byte ``at``, the end of its frame).
+    def raw(self, position: int) -> tuple[int, int]:
+        """Return (the pickle's position of the window's byte ``position``, the end of its frame).
 
         A position between two frames is the end of the first.
         """
-        n = bisect_right(self._at, at) - 1
-        if n and self._at[n] == at:
+        n = bisect_right(self._starts, position) - 1
+        if n and self._starts[n] == position:
             n -= 1
-        return self._raw[n] + at - self._at[n], self._ends[n]
+        return self._raw[n] + position - self._starts[n], self._ends[n]

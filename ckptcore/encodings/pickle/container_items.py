@@ -20,7 +20,7 @@ _ALIKE = 10_000  # allowed keys per pickle that share a hash with another
 _SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
 
 
-class Far:
+class LargeKeys:
     """The large integers used as keys; refuses more than ``alike`` that share a hash with another."""
 
     __slots__ = ("_alike", "_first")
@@ -29,35 +29,35 @@ class Far:
         self._first: dict[int, int] = {}
         self._alike = alike
 
-    def see(self, key: int, what: str) -> None:
+    def add(self, key: int, label: str) -> None:
         """Record a key; raises `MalformedCheckpoint`."""
         if self._first.setdefault(hash(key), key) != key:
             self._alike -= 1
             if self._alike < 0:
-                raise MalformedCheckpoint(f"{what} uses many integers of one hash as keys")
+                raise MalformedCheckpoint(f"{label} uses many integers of one hash as keys")
 
 
-def set_items(target: Any, items: list[Any], far: Far, what: str) -> None:
+def set_items(target: Any, items: list[Any], large_keys: LargeKeys, label: str) -> None:
     """Put alternating keys and values into a dict; raises `MalformedCheckpoint`."""
     if type(target) is Named and target.kind == "defaultdict":
         target = target.value["items"]
     if type(target) is dict or type(target) is OrderedDict:
         if len(items) % 2:
-            raise MalformedCheckpoint(f"{what} has a key without a value")
+            raise MalformedCheckpoint(f"{label} has a key without a value")
         keys = items[::2]
         for key in keys:
             if type(key) is str:  # nearly all
                 continue
             if type(key) is int and not -_FAR < key < _FAR:
-                far.see(key, what)
+                large_keys.add(key, label)
             if type(key) not in _SCALARS and type(key) is not Record and type(key) is not Columns:
-                _check_key(key, far, what)
+                _check_key(key, large_keys, label)
         target.update(zip(keys, items[1::2], strict=True))
     elif type(target) is not Refused:
-        raise MalformedCheckpoint(f"{what}: cannot set items of a {type(target).__name__}")
+        raise MalformedCheckpoint(f"{label}: cannot set items of a {type(target).__name__}")
 
 
-def extend(target: Any, items: list[Any], what: str) -> None:
+def extend(target: Any, items: list[Any], label: str) -> None:
     """Append values to a list; raises `MalformedCheckpoint`."""
     if type(target) is list:
         target.extend(items)
@@ -65,19 +65,19 @@ def extend(target: Any, items: list[Any], what: str) -> None:
         target.value["items"].extend(items)
         longest = target.value["maxlen"]
         if longest is not None and len(target.value["items"]) > longest:
-            raise MalformedCheckpoint(f"{what}: a deque of at most {longest} values has more")
+            raise MalformedCheckpoint(f"{label}: a deque of at most {longest} values has more")
     elif type(target) is not Refused:
-        raise MalformedCheckpoint(f"{what}: cannot append to a {type(target).__name__}")
+        raise MalformedCheckpoint(f"{label}: cannot append to a {type(target).__name__}")
 
 
-def keys(items: list[Any], far: Far, what: str) -> list[Any]:
+def keys(items: list[Any], large_keys: LargeKeys, label: str) -> list[Any]:
     """Return the items if all of them can be hashed at little cost; raises `MalformedCheckpoint`."""
     for item in items:
-        _check_key(item, far, what)
+        _check_key(item, large_keys, label)
     return items
 
 
-def _check_key(key: Any, far: Far, what: str) -> None:
+def _check_key(key: Any, large_keys: LargeKeys, label: str) -> None:
     """Refuse tuples that, nested through the memo, can take 2**n steps to hash; real keys are small."""
     left = _MAX_KEY_PARTS
     parts = [(key, 0)]
@@ -85,9 +85,9 @@ def _check_key(key: Any, far: Far, what: str) -> None:
         part, depth = parts.pop()
         kind, left = type(part), left - 1
         if kind is int and not -_FAR < part < _FAR:
-            far.see(part, what)
+            large_keys.add(part, label)
         if left < 0 or depth > 4:
-            raise MalformedCheckpoint(f"{what} uses a key of too many parts")
+            raise MalformedCheckpoint(f"{label} uses a key of too many parts")
         if kind in _SCALARS or kind is Record or kind is Refused or kind is TensorRef:
             continue
         if kind is Named:
@@ -95,4 +95,4 @@ def _check_key(key: Any, far: Far, what: str) -> None:
         elif (kind is tuple or kind is frozenset) and len(part) <= left:
             parts += [(p, depth + 1) for p in part]
         else:
-            raise MalformedCheckpoint(f"{what} uses a {kind.__name__} as a key")
+            raise MalformedCheckpoint(f"{label} uses a {kind.__name__} as a key")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.core.named_values import FACTORIES, normal
 from ckptcore.core.object_tree import Named, Refused
-from ckptcore.encodings.pickle.container_items import Far, keys
+from ckptcore.encodings.pickle.container_items import LargeKeys, keys
 from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
@@ -190,12 +190,13 @@ def _set(values: Any = ()) -> Any:
     refused = next((v for v in values if type(v) is Refused), None)
     if refused is None and not all(map(_is_key, values)):
         refused = Refused("builtins.set")  # of tensors, for example: only this value is lost
-    return refused or set(keys(list(values), Far(100), "a set"))
+    # Protocols before 4 call `set` with a list: a builder does not know the keys of the rest of the pickle.
+    return refused or set(keys(list(values), LargeKeys(100), "a set"))
 
 
 def _frozenset(values: Any = ()) -> Any:
-    made = _set(values)
-    return frozenset(made) if type(made) is set else made
+    members = _set(values)
+    return frozenset(members) if type(members) is set else members
 
 
 def _complex(real: Any, imag: Any) -> complex:

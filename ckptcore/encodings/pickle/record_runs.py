@@ -27,8 +27,8 @@ from ckptcore.encodings.pickle.columns import (
     Names,
     Pattern,
     PickleWindow,
+    RunMemo,
     Sizes,
-    Taken,
     Texts,
     pattern_of,
 )
@@ -41,7 +41,7 @@ _WORTH = 32  # instances from which on decoding at once is faster than one by on
 _FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances to decode at once
 _REPEATS, _REPEATED = 16, 1 << 20  # runs to recognise, and the bytes of the longest
 _BEGINNING = 96  # bytes by which such a run is looked up
-_PATIENCE = 1 << 12
+_PATIENCE = 1 << 12  # records read alone before a run is looked for again, at most
 # Opcode -> its total bytes, and the bits of its number: BININT1, BININT2, BININT.
 _WIDTH = np.zeros(256, np.int64)
 _WIDTH[[0x4B, 0x4D, 0x4A]] = 2, 3, 5
@@ -70,38 +70,38 @@ class RecordRuns:
         self.rows = 0  # decoded so far, an instance each
 
     def follow(
-        self, shortcuts: Shortcuts, call: Call, at: int, stack: list[Any], marks: list[list[Any]]
+        self, shortcuts: Shortcuts, call: Call, position: int, stack: list[Any], marks: list[list[Any]]
     ) -> int:
-        """Decode the run behind the last record, which ends at ``at``, onto the stack and into the memo.
+        """Decode the run behind the last record onto the stack and into the memo.
 
-        Return the position behind it, which is ``at`` when there is none. A dict's run is a key without a
-        value.
+        The record ends at ``position``. Return the position behind the run, the same when there is none. A
+        dict's run is a key without a value.
         """
         if self._skip:  # where runs are short, looking for them costs more than they save
             self._skip -= 1
-            return at
+            return position
         container = marks[-1][-1] if marks and marks[-1] else None
         pair = len(call.run) == 2
         before, last = shortcuts.before, shortcuts.last
         if last is None or (pair and before is None) or type(container) is not (dict if pair else list):
-            return at
-        seen = [last]
+            return position
+        records = [last]
         if pair and before is not None:
             if len(stack) % 2 or before[3] != last[1] or before[0].name != call.run[0]:
-                return at
-            seen = [before, last]
-        patterns = [pattern_of(one, self._data, self._memo) for one in seen]
-        known = [p for p in patterns if p is not None]
-        if len(known) < len(patterns):
+                return position
+            records = [before, last]
+        patterns = [pattern_of(record, self._data, self._memo) for record in records]
+        run_patterns = [p for p in patterns if p is not None]
+        if len(run_patterns) < len(patterns):
             self._skip = _PATIENCE
-            return at
-        pieces, at = self.take(known, at, b"u(" if pair else b"e(")
+            return position
+        pieces, position = self.take(run_patterns, position, b"u(" if pair else b"e(")
         for columns in pieces:
             stack += (columns, None) if pair else (columns,)
-        return at
+        return position
 
-    def take(self, patterns: Sequence[Pattern], at: int, batch: bytes) -> tuple[list[Columns], int]:
-        """Return the run that begins at ``at``, in pieces, and the position behind it.
+    def take(self, patterns: Sequence[Pattern], position: int, batch: bytes) -> tuple[list[Columns], int]:
+        """Return the run that begins at ``position``, in pieces, and the position behind it.
 
         ``batch`` is the opcodes that may come between two rows: they end a batch of items and begin the next.
         """
@@ -109,10 +109,10 @@ class RecordRuns:
         taken = 0
         while True:
             window = self._window
-            begin = window.place(at) if window is not None else None
+            begin = window.place(position) if window is not None else None
             if window is None or begin is None or not window.holds(begin, len(patterns)):
-                window = self._window = PickleWindow(self._data, at, self.frame_end)
-                begin = window.place(at)
+                window = self._window = PickleWindow(self._data, position, self.frame_end)
+                begin = window.place(position)
             if begin is None:
                 break
             run = self._repeats.find(window, begin, patterns)
@@ -125,16 +125,18 @@ class RecordRuns:
             taken += run.columns.count
             self.rows += run.columns.count * len(patterns)
             first = self._memo.next
-            self._memo.skip(Taken(run.columns, patterns, first, run.starts), first + run.numbers)
-            at, self.frame_end = window.raw(begin + run.length)
+            self._memo.skip(RunMemo(run.columns, patterns, first, run.starts), first + run.numbers)
+            position, self.frame_end = window.raw(begin + run.length)
             if run.broken:
                 break
+            # Rows behind the end of a run are decoded in vain, so pieces begin small.
             self._usual = min(2 * self._usual, _MOST)
+        # Where runs are short, they are looked for less and less often.
         self._pause = min(2 * self._pause + 16, _PATIENCE) if taken < _WORTH else 0
         self._skip = max(self._pause, 1)  # the record behind a run is read alone
         if taken:
             self._usual = max(_FEWEST, min(taken + (taken >> 3) + 16, _MOST))
-        return pieces, at
+        return pieces, position
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +168,19 @@ class _Repeats:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[Pattern, ...], bytes], tuple[bytes, _Run]] = {}
+        self._run_by_beginning: dict[tuple[tuple[Pattern, ...], bytes], tuple[bytes, _Run]] = {}
 
     def find(self, window: PickleWindow, begin: int, patterns: Sequence[Pattern]) -> _Run | None:
         """Return the run that begins at a position of the window, if its bytes are known."""
         key = tuple(patterns), window.data[begin : begin + _BEGINNING]
-        spelled, run = self._known.get(key, (b"", None))
+        spelled, run = self._run_by_beginning.get(key, (b"", None))
         if run is None or not window.data.startswith(spelled, begin):
             return None
         begins = run.begins + begin
         if _sound_frames(window, begins, begin + run.length) < len(begins):
             return None
-        self._known[key] = self._known.pop(key)
+        # The run that was used longest ago is the first to be forgotten.
+        self._run_by_beginning[key] = self._run_by_beginning.pop(key)
         return run
 
     def keep(self, window: PickleWindow, begin: int, patterns: Sequence[Pattern], run: _Run) -> None:
@@ -185,9 +188,9 @@ class _Repeats:
         if not run.broken or run.length > _REPEATED or any("text" in p.values for p in patterns):
             return
         key = tuple(patterns), window.data[begin : begin + _BEGINNING]
-        if key not in self._known and len(self._known) >= _REPEATS:
-            del self._known[next(iter(self._known))]
-        self._known[key] = window.data[begin : begin + run.length], run
+        if key not in self._run_by_beginning and len(self._run_by_beginning) >= _REPEATS:
+            del self._run_by_beginning[next(iter(self._run_by_beginning))]
+        self._run_by_beginning[key] = window.data[begin : begin + run.length], run
 
 
 class _Rows:
@@ -207,6 +210,7 @@ class _Rows:
         if self._window.data.startswith(self._batch, begin):
             begin += len(self._batch)
         first = int(np.searchsorted(heads, begin + len(prefix)))
+        # A row is accepted by where the next begins: the last one of a window waits for the next window.
         left = (len(heads) - first - 1) // cycle
         count = min(most, left)
         if count <= 0 or heads[first] != begin + len(prefix):
@@ -217,13 +221,13 @@ class _Rows:
         numbers = np.zeros(count, np.int64)  # memo numbers per row
         begins = heads[:-1:cycle] - len(prefix)
         ends = begins
-        found: list[list[Any]] = []
+        values_by_pattern: list[list[Any]] = []
         for k, pattern in enumerate(self._patterns):
             head = heads[k:-1:cycle]
             good &= ends == head - len(pattern.prefix)
             good &= self._match(head - len(pattern.prefix), pattern.prefix)
             values, ends = self._instance(pattern, head + _HEAD, good, numbers)
-            found.append(values)
+            values_by_pattern.append(values)
         gap = following - ends
         good &= (gap == 0) | ((gap == len(self._batch)) & self._match(ends, self._batch))
         rows = count if good.all() else int(good.argmin())
@@ -232,19 +236,21 @@ class _Rows:
             return None
         total = np.cumsum(numbers)
         starts = total - numbers
-        fields, rows = self._fields(found, starts, rows)
+        fields, rows = self._fields(values_by_pattern, starts, rows)
         if not rows:
             return None
         columns = Columns(tuple(p.kind for p in self._patterns), rows, fields)
         numbered, length = int(total[rows - 1]), int(following[rows - 1]) - run
         return _Run(columns, begins[:rows] - run, starts[:rows].copy(), numbered, length, rows < count)
 
-    def _match(self, at: Ints, spelling: bytes) -> Bools:
+    def _match(self, positions: Ints, spelling: bytes) -> Bools:
         """Report for each position whether up to eight bytes are there."""
         want = np.uint64(int.from_bytes(spelling, "little"))
-        return np.asarray((self._qwords[at] & _LOW[len(spelling)]) == want)
+        return np.asarray((self._qwords[positions] & _LOW[len(spelling)]) == want)
 
-    def _instance(self, pattern: Pattern, at: Ints, good: Bools, numbers: Ints) -> tuple[list[Any], Ints]:
+    def _instance(
+        self, pattern: Pattern, positions: Ints, good: Bools, numbers: Ints
+    ) -> tuple[list[Any], Ints]:
         """Decode an instance per row; clear ``good``, add to ``numbers``.
 
         A text is (number of its row in the memo, position, length or memo number, whether it is spelled).
@@ -255,31 +261,31 @@ class _Rows:
         values: list[Any] = []
         numbers += 2
         for name, kind in zip(pattern.names, pattern.values, strict=True):
-            good &= self._match(at, name)
-            at = at + len(name)
+            good &= self._match(positions, name)
+            positions = positions + len(name)
             if kind == "size":
-                good &= self._match(at, pattern.size)
-                size, at = self._size(at + len(pattern.size), good)
+                good &= self._match(positions, pattern.size)
+                size, positions = self._size(positions + len(pattern.size), good)
                 numbers += np.where(size.rank > 0, 3, 2)
                 values.append(size)
             elif kind == "number":
-                number, at = self._number(at, good)
+                number, positions = self._number(positions, good)
                 values.append(number)
             elif kind == "text":
-                text, after = self._text(at, good)
-                values.append((numbers.copy(), at + 2, *text))
+                text, after = self._text(positions, good)
+                values.append((numbers.copy(), positions + 2, *text))
                 numbers += text[1]
-                at = after
+                positions = after
             else:
                 assert isinstance(kind, bytes)
-                good &= self._match(at, kind)
-                at = at + len(kind)
+                good &= self._match(positions, kind)
+                positions = positions + len(kind)
                 values.append(None)
-        good &= self._match(at, b"ub")
-        return values, at + 2
+        good &= self._match(positions, b"ub")
+        return values, positions + 2
 
-    def _number(self, at: Ints, good: Bools) -> tuple[Ints, Ints]:
-        word = self._qwords[at]
+    def _number(self, positions: Ints, good: Bools) -> tuple[Ints, Ints]:
+        word = self._qwords[positions]
         op = word & _BYTE
         width, value = _WIDTH[op], (word >> np.uint64(8)) & _BITS[op]
         good &= value < 1 << 31
@@ -291,16 +297,16 @@ class _Rows:
             good[long] &= value[long] >> (8 * np.maximum(size, 1) - 1).astype(np.uint64) == 0
             width[long] = np.where(size > 0, size + 2, 0)
         good &= width > 0
-        return value.astype(np.int64), at + width
+        return value.astype(np.int64), positions + width
 
-    def _size(self, at: Ints, good: Bools) -> tuple[Sizes, Ints]:
-        word = self._qwords[at]
+    def _size(self, positions: Ints, good: Bools) -> tuple[Sizes, Ints]:
+        word = self._qwords[positions]
         marked = (word & _BYTE) == 0x28
         if marked.any():
-            at = at + marked
-            word = self._qwords[at]
+            positions = positions + marked
+            word = self._qwords[positions]
         dims: list[npt.NDArray[np.uint64]] = []
-        rank = np.zeros(len(at), np.int64)
+        rank = np.zeros(len(positions), np.int64)
         for _ in range(_MOST_DIMS):
             op = word & _BYTE
             width = _WIDTH[op]
@@ -310,31 +316,31 @@ class _Rows:
             good &= value < 1 << 31  # BININT is signed
             dims.append(value)
             rank += width > 0
-            at = at + width
-            word = self._qwords[at]
+            positions = positions + width
+            word = self._qwords[positions]
         good &= marked == (rank > 3)
         none = (word & _LOW[5]) == _NO_DIMS
         some = (word & _LOW[6]) == _SIZE_END[np.minimum(rank, 4) - 1]
         good &= np.where(rank > 0, some, none)
-        table = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), np.uint64)
-        return Sizes(table.astype(np.int64), rank.astype(np.int8)), at + np.where(rank > 0, 6, 5)
+        table = np.stack(dims, axis=1) if dims else np.zeros((len(positions), 0), np.uint64)
+        return Sizes(table.astype(np.int64), rank.astype(np.int8)), positions + np.where(rank > 0, 6, 5)
 
-    def _text(self, at: Ints, good: Bools) -> tuple[tuple[Ints, Bools], Ints]:
-        word = self._qwords[at]
+    def _text(self, positions: Ints, good: Bools) -> tuple[tuple[Ints, Bools], Ints]:
+        word = self._qwords[positions]
         op = word & _BYTE
         spelled, near, far = op == 0x8C, op == 0x68, op == 0x6A
         good &= spelled | near | far
         value = ((word >> np.uint64(8)) & np.where(far, _LOW[4], _BYTE)).astype(np.int64)
         behind = np.where(spelled, value + 2, 0)
-        good &= ~spelled | ((self._qwords[at + behind] & _BYTE) == 0x94)
-        return (value, spelled), at + np.where(spelled, value + 3, np.where(near, 2, 5))
+        good &= ~spelled | ((self._qwords[positions + behind] & _BYTE) == 0x94)
+        return (value, spelled), positions + np.where(spelled, value + 3, np.where(near, 2, 5))
 
     def _fields(
-        self, found: list[list[Any]], starts: Ints, rows: int
+        self, values_by_pattern: list[list[Any]], starts: Ints, rows: int
     ) -> tuple[tuple[tuple[Column, ...], ...], int]:
         """Return the columns by declared field, and the number of rows whose texts are known."""
         decoded: list[list[Column]] = []
-        for pattern, values in zip(self._patterns, found, strict=True):
+        for pattern, values in zip(self._patterns, values_by_pattern, strict=True):
             columns: list[Column] = [None] * len(pattern.fields)
             for kind, place, value in zip(pattern.values, pattern.places, values, strict=True):
                 if kind == "text":
@@ -345,35 +351,41 @@ class _Rows:
             decoded.append(columns)
         return tuple(tuple(_first_rows(c, rows) for c in columns) for columns in decoded), rows
 
-    def _names(self, number: Ints, at: Ints, value: Ints, spelled: Bools) -> tuple[Names, int]:
+    def _names(self, number: Ints, positions: Ints, value: Ints, spelled: Bools) -> tuple[Names, int]:
         """Return a column of texts that ends before the first unknown memo number, and its length.
 
         ``number`` is the memo number that each text has, or would have.
         """
-        ids = np.zeros(len(at), np.int64)
-        here = np.flatnonzero(spelled)
-        ids[here] = self._texts.find(self._window.data, at[here], value[here])
-        there = np.flatnonzero(~spelled)
-        rows = len(at)
-        if len(there):
-            asked = value[there]
+        ids = np.zeros(len(positions), np.int64)
+        spelled_rows = np.flatnonzero(spelled)
+        ids[spelled_rows] = self._texts.find(self._window.data, positions[spelled_rows], value[spelled_rows])
+        memo_rows = np.flatnonzero(~spelled)
+        rows = len(positions)
+        if len(memo_rows):
+            asked = value[memo_rows]
             # Names of files are mostly those of the row before: one of each streak is enough to sort.
             heads = np.flatnonzero(np.concatenate([[True], asked[1:] != asked[:-1]]))
-            wanted, place = np.unique(asked[heads], return_inverse=True)
-            known = np.array([self._known(int(n), number, here, ids) for n in wanted], np.int64)
-            ids[there] = np.repeat(known[place], np.diff(heads, append=len(asked)))
-            wrong = (ids[there] < 0) | (asked >= number[there])
+            memo_numbers, place = np.unique(asked[heads], return_inverse=True)
+            text_ids = np.array(
+                [self._text_id(int(n), number, spelled_rows, ids) for n in memo_numbers], np.int64
+            )
+            ids[memo_rows] = np.repeat(text_ids[place], np.diff(heads, append=len(asked)))
+            wrong = (ids[memo_rows] < 0) | (asked >= number[memo_rows])
             if wrong.any():
-                rows = int(there[wrong.argmax()])
+                rows = int(memo_rows[wrong.argmax()])
         return Names(ids, spelled, self._texts.values), rows
 
-    def _known(self, wanted: int, number: Ints, here: Ints, ids: Ints) -> int:
+    def _text_id(self, memo_number: int, number: Ints, spelled_rows: Ints, ids: Ints) -> int:
         """Return the text of a memo number: spelled before, or in this column; else -1."""
-        if wanted < self._memo.next:
-            value = self._memo.get(wanted)
+        if memo_number < self._memo.next:
+            value = self._memo.get(memo_number)
             return self._texts.add(value.encode("utf-8", "surrogatepass")) if type(value) is str else -1
-        at = int(np.searchsorted(number[here], wanted))
-        return int(ids[here[at]]) if at < len(here) and number[here[at]] == wanted else -1
+        place = int(np.searchsorted(number[spelled_rows], memo_number))
+        return (
+            int(ids[spelled_rows[place]])
+            if place < len(spelled_rows) and number[spelled_rows[place]] == memo_number
+            else -1
+        )
 
 
 def _sound_frames(window: PickleWindow, begins: Ints, end: int) -> int:
@@ -405,9 +417,9 @@ def _first_rows(column: Column, rows: int) -> Column:
 _LENGTHS = {**dict.fromkeys(b")(}\x81\x94\x85\x86\x87tRubeN", 1), 0x68: 2, 0x4B: 2, 0x4D: 3, 0x6A: 5, 0x4A: 5}
 
 
-def _is_boundary(data: bytes, at: int, cut: int) -> bool:
-    """Report whether an opcode begins at ``cut``, counted from the one at ``at``."""
-    while at < cut:
-        op = data[at]
-        at += 2 + data[at + 1] if op in (0x8C, 0x8A) else _LENGTHS.get(op, 1)
-    return at == cut
+def _is_boundary(data: bytes, position: int, cut: int) -> bool:
+    """Report whether an opcode begins at ``cut``, counted from the one at ``position``."""
+    while position < cut:
+        op = data[position]
+        position += 2 + data[position + 1] if op in (0x8C, 0x8A) else _LENGTHS.get(op, 1)
+    return position == cut

@@ -150,8 +150,8 @@ class Memo:
         elif index < self._base:
             value = self._search(index)
         else:
-            at = index - self._base
-            value = self.rows[at] if at < len(self.rows) else self._far[index]
+            row = index - self._base
+            value = self.rows[row] if row < len(self.rows) else self._far[index]
         if value is _SKIPPED:
             raise ValueError(f"memo entry {index} is a temporary")
         return value
@@ -163,7 +163,7 @@ class Memo:
 
 
 # A record that was read: its class, and the positions of the class, behind it, and behind the record.
-Seen = tuple[Call, int, int, int]
+RecordSpan = tuple[Call, int, int, int]
 # What is behind its class: its bytes, its state, and the values of the memo numbers behind its own.
 _Read = tuple[bytes, tuple[Any, ...], list[Any]]
 _SKIPPED = object()
@@ -177,9 +177,9 @@ class Shortcuts:
 
     def __init__(self, data: bytes, memo: Memo) -> None:
         self._data, self._memo = data, memo
-        self.before: Seen | None = None  # the second last record
-        self.last: Seen | None = None
-        self._known: dict[bytes, Any] = {}  # bytes -> integer, or tuple of a size
+        self.before: RecordSpan | None = None  # the second last record
+        self.last: RecordSpan | None = None
+        self._parsed_values: dict[bytes, Any] = {}  # bytes -> integer, or tuple of a size
         self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
         # Tensors of one shape have records of equal bytes, mostly one after the other: they share values.
         self._states: dict[tuple[Call, bytes], _Read] = {}
@@ -187,52 +187,53 @@ class Shortcuts:
         self._openings: dict[bytes, tuple[Any, ...]] = {}
         self._opened: tuple[bytes, tuple[Any, ...]] = b"", ()
 
-    def size(self, at: int) -> tuple[Any, int]:
-        """Return (dims, end) of a size behind its class at ``at``; end 0 when it does not match."""
-        found = _match_size(self._data, at)
-        if found is None:
+    def size(self, start: int) -> tuple[Any, int]:
+        """Return (dims, end) of a size behind its class at ``start``; end 0 when it does not match."""
+        match = _match_size(self._data, start)
+        if match is None:
             return None, 0
-        dims = self._size(found[0])
+        dims = self._size(match[0])
         self._memo.rows += (_SKIPPED, _SKIPPED, dims)
-        return dims, found.end()
+        return dims, match.end()
 
-    def record(self, call: Call, at: int, op: int) -> tuple[Record | None, int]:
-        """Return (record, end) of an instance behind its class at ``at``; end 0 when it does not match.
+    def record(self, call: Call, start: int, op: int) -> tuple[Record | None, int]:
+        """Return (record, end) of an instance behind its class at ``start``; end 0 when it does not match.
 
         ``op`` is the opcode that fetched the class.
         """
-        made = Record(call.name, (), call.fields)
+        new_record = Record(call.name, (), call.fields)
         rows = self._memo.rows
-        rows.append(made)
+        # The instance's number comes before those of its values; it is removed where the bytes do not match.
+        rows.append(new_record)
         alike = self._last.get(call)
-        if alike is None or not self._data.startswith(alike[0], at):
-            found = match_record(self._data, at)
-            if found is None:
+        if alike is None or not self._data.startswith(alike[0], start):
+            match = match_record(self._data, start)
+            if match is None:
                 rows.pop()
                 return None, 0
-            alike = self._states.get((call, found[0]))
+            alike = self._states.get((call, match[0]))
             if alike is None:
-                alike = self._read(call, found)
+                alike = self._read(call, match)
             else:
                 self._last[call] = alike
-        raw, made.state, numbered = alike
+        raw, new_record.state, numbered = alike
         rows += numbered
-        end = at + len(raw)
-        self.before, self.last = self.last, (call, at - (2 if op == 0x68 else 5), at, end)
-        return made, end
+        end = start + len(raw)
+        self.before, self.last = self.last, (call, start - (2 if op == 0x68 else 5), start, end)
+        return new_record, end
 
-    def _read(self, call: Call, found: re.Match[bytes]) -> _Read:
+    def _read(self, call: Call, match: re.Match[bytes]) -> _Read:
         rows = self._memo.rows
         first = len(rows)
         rows.append(_SKIPPED)
-        read = found[0], self._state(call, found), rows[first:]
+        read = match[0], self._state(call, match), rows[first:]
         del rows[first:]
-        if len(self._states) < _ALIKE and not any(value and value[0] in _OWN for value in found.groups()):
-            self._states[call, found[0]] = self._last[call] = read
+        if len(self._states) < _ALIKE and not any(value and value[0] in _OWN for value in match.groups()):
+            self._states[call, match[0]] = self._last[call] = read
         return read
 
-    def _state(self, call: Call, found: re.Match[bytes]) -> tuple[Any, ...]:
-        n0, v0, n1, v1, n2, v2, n3, v3 = found.groups()
+    def _state(self, call: Call, match: re.Match[bytes]) -> tuple[Any, ...]:
+        n0, v0, n1, v1, n2, v2, n3, v3 = match.groups()
         value = self._value
         if n2 is None:
             values: tuple[Any, ...] = (value(v0), value(v1))
@@ -246,8 +247,8 @@ class Shortcuts:
             order = self._orders[key] = self.order(call, (n0, n1, n2, n3)[: len(values)])
         return values if order is _AS_IS else tuple([None if i < 0 else values[i] for i in order])
 
-    def opening(self, call: Call, at: int) -> tuple[Record, dict[Any, Any], list[Any], int] | None:
-        """Read an instance behind its class at ``at``, up to the list that ends its dict.
+    def opening(self, call: Call, start: int) -> tuple[Record, dict[Any, Any], list[Any], int] | None:
+        """Read an instance behind its class at ``start``, up to the list that ends its dict.
 
         That is the metadata of a tensor (its dtype and layout, its size, and its chunks), of which there may
         be a hundred thousand. Single opcodes would have left the same on the stack and in the memo.
@@ -257,28 +258,28 @@ class Shortcuts:
             position behind); None when it does not match.
         """
         raw, values = self._opened
-        if not raw or not self._data.startswith(raw, at):
-            found = _match_opening(self._data, at)
-            if found is None:
+        if not raw or not self._data.startswith(raw, start):
+            match = _match_opening(self._data, start)
+            if match is None:
                 return None
-            raw = found[0]
-            values = self._openings.get(raw) or self._opening(found)
+            raw = match[0]
+            values = self._openings.get(raw) or self._opening(match)
             if not values:
                 return None
             self._opened = raw, values
             if len(self._openings) < _ALIKE:
                 self._openings[raw] = values
         n0, kind, state, n1, dims, n2 = values
-        made, part = call.build(), kind.build()
+        instance, part = call.build(), kind.build()
         part.state = state
         named: dict[Any, Any] = {}
         last: list[Any] = []
-        self._memo.rows += (made, named, part, state, _SKIPPED, _SKIPPED, dims, last)
-        return made, named, [n0, part, n1, dims, n2, last], at + len(raw)
+        self._memo.rows += (instance, named, part, state, _SKIPPED, _SKIPPED, dims, last)
+        return instance, named, [n0, part, n1, dims, n2, last], start + len(raw)
 
-    def _opening(self, found: re.Match[bytes]) -> tuple[Any, ...]:
+    def _opening(self, match: re.Match[bytes]) -> tuple[Any, ...]:
         """Return (name, class of the record, its state, name, dims, name); () for other classes."""
-        n0, kind, parts, n1, of, size, n2 = found.groups()
+        n0, kind, parts, n1, of, size, n2 = match.groups()
         rows = _PART.findall(parts)
         if max(map(_number, (n0, kind, n1, of, n2, *(ref for ref, *_ in rows if ref)))) >= self._memo.next:
             return ()  # it refers to itself
@@ -307,11 +308,11 @@ class Shortcuts:
         return tuple(last.get(f, -1) for f in call.fields)
 
     def _value(self, raw: bytes) -> Any:
-        seen = self._known.get(raw, _SKIPPED)
-        if seen is not _SKIPPED:
-            if type(seen) is tuple:
-                self._memo.rows += (_SKIPPED, _SKIPPED, seen)
-            return seen
+        earlier_value = self._parsed_values.get(raw, _SKIPPED)
+        if earlier_value is not _SKIPPED:
+            if type(earlier_value) is tuple:
+                self._memo.rows += (_SKIPPED, _SKIPPED, earlier_value)
+            return earlier_value
         kind = raw[0]
         if kind in (0x68, 0x6A):  # BINGET, LONG_BINGET
             width = 2 if kind == 0x68 else 5
@@ -320,15 +321,15 @@ class Shortcuts:
                 return value
             if type(value) is not Call or not value.is_size:
                 raise ValueError("something else than torch.Size is called like it")
-            dims = self._known[raw] = self._size(raw[width:])
+            dims = self._parsed_values[raw] = self._size(raw[width:])
             self._memo.rows += (_SKIPPED, _SKIPPED, dims)
             return dims
         if kind == 0x4E:  # NONE
             return None
         if kind == 0x5D:  # EMPTY_LIST, MEMOIZE, a value from the memo, APPEND
-            one = [self._memo.get(raw[3] if raw[2] == 0x68 else _long(raw, 3))]
-            self._memo.rows.append(one)
-            return one
+            single_list = [self._memo.get(raw[3] if raw[2] == 0x68 else _long(raw, 3))]
+            self._memo.rows.append(single_list)
+            return single_list
         if kind == 0x8C:  # SHORT_BINUNICODE, MEMOIZE
             if raw[1] != len(raw) - 3:
                 raise ValueError("text of another length than it claims")
@@ -337,16 +338,16 @@ class Shortcuts:
             return text
         start = 2 if kind == 0x8A else 1
         number = int.from_bytes(raw[start:], "little", signed=kind in (0x4A, 0x8A))
-        self._known[raw] = number
+        self._parsed_values[raw] = number
         return number
 
     def _size(self, raw: bytes) -> tuple[int, ...]:
-        dims: tuple[int, ...] | None = self._known.get(raw)
+        dims: tuple[int, ...] | None = self._parsed_values.get(raw)
         if dims is None:
             end = raw.index(b"\x94\x85\x94R\x94", len(raw) - 5)
-            dims = self._known[raw] = tuple(
-                one[0] if one else int.from_bytes(two or four, "little", signed=bool(four))
-                for one, two, four in _DIM.findall(raw, raw[0] == 0x28, end - 1)
+            dims = self._parsed_values[raw] = tuple(
+                byte[0] if byte else int.from_bytes(short or word, "little", signed=bool(word))
+                for byte, short, word in _DIM.findall(raw, raw[0] == 0x28, end - 1)
             )
             if raw[end - 1] not in (0x74, 0x84 + len(dims)):  # TUPLE, or TUPLE1 to TUPLE3
                 raise ValueError(f"a size of {len(dims)} dims from a tuple of others")
@@ -358,8 +359,8 @@ def _number(raw: bytes) -> int:
     return raw[1] if len(raw) == 2 else _long(raw, 1)
 
 
-def _long(raw: bytes, at: int) -> int:
-    return int.from_bytes(raw[at : at + 4], "little")
+def _long(raw: bytes, start: int) -> int:
+    return int.from_bytes(raw[start : start + 4], "little")
 
 
 def by_name(fields: tuple[str, ...], names: list[Any], values: list[Any]) -> tuple[Any, ...]:

@@ -98,8 +98,8 @@ class StoredStorage(RefusedTensor):
     @property
     def name(self) -> str:
         """The class of the storage."""
-        known = BY_NAME.get(self.dtype)
-        return f"torch.{known.storage}" if known is not None else "torch.storage.UntypedStorage"
+        dtype = BY_NAME.get(self.dtype)
+        return f"torch.{dtype.storage}" if dtype is not None else "torch.storage.UntypedStorage"
 
     @property
     def what(self) -> str:
@@ -135,26 +135,26 @@ def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
 
 def tensors_in(tree: Any) -> Iterator[StoredView | RefusedTensor]:
     """Yield the tensors of a tree, those of containers that are there several times once."""
-    queue, seen = [tree], set[int]()
+    queue, visited = [tree], set[int]()
     while queue:
         value = queue.pop()
         if isinstance(value, (StoredView, RefusedTensor)):
             yield value
         elif isinstance(value, Named):
             queue.append(value.value)
-        elif isinstance(value, Record) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, Record) and id(value) not in visited:
+            visited.add(id(value))
             queue += [value.args, value.state]
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in visited:
+            visited.add(id(value))
             inside = value.values() if isinstance(value, dict) else value
             queue += [v for v in inside if type(v) not in SCALARS]
 
 
-def _dims(values: Any, what: str) -> tuple[int, ...]:
+def _dims(values: Any, label: str) -> tuple[int, ...]:
     dims = tuple(values)
     if len(dims) > _MAX_RANK or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims):
-        raise ValueError(f"{what} {short_repr(dims)}")
+        raise ValueError(f"{label} {short_repr(dims)}")
     return dims
 
 
@@ -283,24 +283,26 @@ def with_attributes(tensor: Any, state: Any) -> Any:
     parts = state if type(state) is tuple else (state,)
     if any(part is not None and type(part) is not dict for part in parts):
         raise ValueError(f"a tensor with the state {short_repr(state)}")
-    own = {str(name): value for part in parts if part for name, value in part.items()}
-    own = {name: value for name, value in own.items() if name not in MARKS or type(value) not in SCALARS}
-    return replace(tensor, attributes=own) if own else tensor
+    attributes = {str(name): value for part in parts if part for name, value in part.items()}
+    attributes = {
+        name: value for name, value in attributes.items() if name not in MARKS or type(value) not in SCALARS
+    }
+    return replace(tensor, attributes=attributes) if attributes else tensor
 
 
 def attributes_in(tree: Any) -> dict[str, Any]:
     """Return dotted path -> attributes, for the tensors in a tree that have some; each tensor once."""
-    found: dict[str, Any] = {}
-    queue, seen = [("", tree)], set[int]()
+    attributes_by_path: dict[str, Any] = {}
+    queue, visited = [("", tree)], set[int]()
     while queue:
         path, value = queue.pop()
         if isinstance(value, StoredView):
             if value.attributes:
-                found.setdefault(path, value.attributes)
+                attributes_by_path.setdefault(path, value.attributes)
             continue
-        if not isinstance(value, (dict, list, tuple, Named, Record)) or id(value) in seen:
+        if not isinstance(value, (dict, list, tuple, Named, Record)) or id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, Record):
             queue += [(path, value.args), (path, value.state)]
         elif isinstance(value, Named):
@@ -308,7 +310,7 @@ def attributes_in(tree: Any) -> dict[str, Any]:
         else:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             queue += [(f"{path}.{k}" if path else str(k), v) for k, v in items if type(v) not in SCALARS]
-    return found
+    return attributes_by_path
 
 
 def _parameter(data: Any, grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
@@ -387,8 +389,8 @@ def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
         return of_class(kind, function, args, *state)
     if type(function) is Refused:
         return function
-    known = type(function) is Call and any(function is call for call in REBUILDS.values())
-    if type(kind) is not Refused or not known or type(args) is not tuple:
+    is_rebuild = type(function) is Call and any(function is call for call in REBUILDS.values())
+    if type(kind) is not Refused or not is_rebuild or type(args) is not tuple:
         raise ValueError(f"a tensor of {short_repr(kind, 60)}")
     return with_attributes(function.build(*args), state[0] if state else None)
 

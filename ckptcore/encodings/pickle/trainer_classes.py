@@ -84,20 +84,20 @@ def require_class(kind: str, value: Any) -> tuple[str, str]:
 
 def foreign_classes(tree: Any) -> tuple[str, ...]:
     """Return the classes that the values of a decoded tree name, and that are none of the lists above."""
-    found: dict[str, None] = {}
+    class_names: dict[str, None] = {}
     queue = [tree]
     while queue:
         value = queue.pop()
         if isinstance(value, Named):
             reason = _doubt(value.kind, value.value) if value.kind in _KNOWN else ""
             if reason:
-                found[reason] = None
+                class_names[reason] = None
             queue.append(value.value)
         elif isinstance(value, dict):
             queue += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset)):
             queue += value
-    return tuple(sorted(found))
+    return tuple(sorted(class_names))
 
 
 def _doubt(kind: str, value: Any) -> str:
@@ -105,5 +105,5 @@ def _doubt(kind: str, value: Any) -> str:
     if not isinstance(value, (list, tuple)) or len(value) != 2 or type(value[0]) is not str:
         return f"{kind} {short_repr(value, 60)}"
     name, content = value
-    made = type(content) in (int, str) if kind == "enum" else isinstance(content, dict)
-    return "" if name in _KNOWN[kind] and made else str(short_repr(name, 80)).strip("'\"")
+    is_plain = type(content) in (int, str) if kind == "enum" else isinstance(content, dict)
+    return "" if name in _KNOWN[kind] and is_plain else str(short_repr(name, 80)).strip("'\"")

@@ -19,7 +19,7 @@ from typing import Any
 from ckptcore.core.metadata_budget import CONTAINER, meter
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.columns import Columns, Names, Sizes
-from ckptcore.encodings.pickle.container_items import Far, extend, keys, set_items
+from ckptcore.encodings.pickle.container_items import LargeKeys, extend, keys, set_items
 from ckptcore.encodings.pickle.record_runs import RecordRuns
 from ckptcore.encodings.pickle.records import Call, Memo, Record, Shortcuts, by_name
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
@@ -116,7 +116,7 @@ def loads(
 def _run(
     data: bytes,
     table: Mapping[str, Any],
-    what: str,
+    label: str,
     persistent: Callable[[Any], Any] | None,
     refused: list[str] | None,
 ) -> tuple[Any, int]:
@@ -127,9 +127,9 @@ def _run(
     rows = memo.rows
     shortcuts = Shortcuts(data, memo)
     runs = RecordRuns(data, memo)
-    at, size = 0, len(data)
-    given, limit = 0, _MAX_GIVEN * size + (1 << 20)
-    count, spent, far = meter(), size, Far()
+    position, size = 0, len(data)
+    argument_bytes, limit = 0, _MAX_GIVEN * size + (1 << 20)
+    count, spent, large_keys = meter(), size, LargeKeys()
     fresh: dict[Any, Any] | None = None  # the last new dict, until it becomes a record's state
     # Dicts that are the state of a record: Python copies the items, so that later ones are not the record's.
     # They are kept: the id of one that is gone would be another's.
@@ -137,36 +137,41 @@ def _run(
     quick = True  # until explicit memo numbers appear, which protocol 4 does not use
     append = stack.append
     while True:
-        count.require(_cost(spent, given, memo, runs), what)
+        count.require(_cost(spent, argument_bytes, memo, runs), label)
         spent += _BLOCK * _OP
         for _ in repeat(None, _BLOCK):
-            op = data[at]
-            at += 1
+            op = data[position]
+            position += 1
             # In order of frequency in real `.metadata` files.
             if op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
                 if op == 0x68:
-                    value = memo.get(data[at])
-                    at += 1
+                    value = memo.get(data[position])
+                    position += 1
                 else:
-                    value = memo.get(int.from_bytes(data[at : at + 4], "little"))
-                    at += 4
+                    value = memo.get(int.from_bytes(data[position : position + 4], "little"))
+                    position += 4
                 if type(value) is Call and quick:
                     if value.fields or value.is_size:
-                        made, end = shortcuts.size(at) if value.is_size else shortcuts.record(value, at, op)
+                        instance, end = (
+                            shortcuts.size(position)
+                            if value.is_size
+                            else shortcuts.record(value, position, op)
+                        )
                         if end:
-                            append(made)
+                            append(instance)
                             spent += _RECORD
-                            at = runs.follow(shortcuts, value, end, stack, marks) if value.run else end
+                            position = runs.follow(shortcuts, value, end, stack, marks) if value.run else end
                             rows = memo.rows
                             continue
-                    elif value.opens and (opened := shortcuts.opening(value, at)) is not None:
-                        made, fresh, items, end = opened
-                        spent += 2 * (_RECORD + CONTAINER) + _OP * (end - at) // 3  # as its opcodes would
-                        at = end
-                        stack += (made, fresh)
+                    elif value.opens and (opened := shortcuts.opening(value, position)) is not None:
+                        instance, fresh, items, end = opened
+                        # As its opcodes would.
+                        spent += 2 * (_RECORD + CONTAINER) + _OP * (end - position) // 3
+                        position = end
+                        stack += (instance, fresh)
                         marks.append(stack)
                         if len(marks) > _MAX_STACK:
-                            raise _too_deep(what)
+                            raise _too_deep(label)
                         stack = items
                         append = stack.append
                         continue
@@ -174,12 +179,12 @@ def _run(
             elif op == 0x94:  # MEMOIZE
                 rows.append(stack[-1])
             elif op == 0x4B:  # BININT1
-                append(data[at])
-                at += 1
+                append(data[position])
+                position += 1
             elif op == 0x28:  # MARK
                 marks.append(stack)
                 if len(marks) > _MAX_STACK:
-                    raise _too_deep(what)
+                    raise _too_deep(label)
                 stack = []
                 append = stack.append
             elif op == 0x7D:  # EMPTY_DICT
@@ -190,62 +195,62 @@ def _run(
                 items, stack = stack, marks.pop()
                 append = stack.append
                 if id(stack[-1]) in states:
-                    raise _set_late(what)
-                set_items(stack[-1], items, far, what)
+                    raise _set_late(label)
+                set_items(stack[-1], items, large_keys, label)
                 spent += _ITEM * len(items)
             elif op == 0x62:  # BUILD
                 state = stack.pop()
                 if type(state) is dict:
-                    given += len(state) * _ENTRY
+                    argument_bytes += len(state) * _ENTRY
                     if state is fresh and type(stack[-1]) is Record and stack[-1].fields:
                         fresh = None  # only its values are kept
                         spent -= CONTAINER - _RECORD
-                if given > limit:
-                    raise _too_much(what, size)
+                if argument_bytes > limit:
+                    raise _too_much(label, size)
                 target = stack[-1]
                 if type(target) is Record and target.state is not None:
-                    raise MalformedCheckpoint(f"{what} sets the state of a {target.kind} twice")
+                    raise MalformedCheckpoint(f"{label} sets the state of a {target.kind} twice")
                 if type(target) is Record and not target.fields:
                     target.state = state
                     # Of a pair the second dict has the slots (Lib/pickle.py, load_build).
                     pair = type(state) is tuple and len(state) == 2
-                    for each in state if pair else (state,):
-                        if type(each) is dict:
-                            states[id(each)] = each
+                    for state_dict in state if pair else (state,):
+                        if type(state_dict) is dict:
+                            states[id(state_dict)] = state_dict
                 else:
-                    _build(target, state, table, what)
+                    _build(target, state, table, label)
             elif op == 0x81 or op == 0x52:  # NEWOBJ
                 args = stack.pop()
                 if args:
-                    given += _given(args)
-                    if given > limit:
-                        raise _too_much(what, size)
-                stack[-1] = made = _call(stack[-1], args, what)
-                spent += _RECORD // 2 if type(made) is Record else CONTAINER // 2
+                    argument_bytes += _given(args)
+                    if argument_bytes > limit:
+                        raise _too_much(label, size)
+                stack[-1] = instance = _call(stack[-1], args, label)
+                spent += _RECORD // 2 if type(instance) is Record else CONTAINER // 2
             elif op == 0x85:  # TUPLE1
                 stack[-1] = (stack[-1],)
             elif op == 0x86:  # TUPLE2
                 last = stack.pop()
                 stack[-1] = (stack[-1], last)
             elif op == 0x4D:  # BININT2
-                append(data[at] | data[at + 1] << 8)
-                at += 2
+                append(data[position] | data[position + 1] << 8)
+                position += 2
             elif op == 0x4A:  # BININT
-                append(int.from_bytes(_take(data, at, 4), "little", signed=True))
-                at += 4
+                append(int.from_bytes(_take(data, position, 4), "little", signed=True))
+                position += 4
             elif op == 0x29:  # EMPTY_TUPLE
                 append(())
             elif op == 0x8C:  # SHORT_BINUNICODE
-                end = at + 1 + data[at]
+                end = position + 1 + data[position]
                 if end > size:
-                    raise IndexError(at)
-                append(data[at + 1 : end].decode("utf-8", "surrogatepass"))
-                at = end
+                    raise IndexError(position)
+                append(data[position + 1 : end].decode("utf-8", "surrogatepass"))
+                position = end
             elif op == 0x58:  # BINUNICODE
-                n = int.from_bytes(_take(data, at, 4), "little")
-                append(_take(data, at + 4, n).decode("utf-8", "surrogatepass"))
+                n = int.from_bytes(_take(data, position, 4), "little")
+                append(_take(data, position + 4, n).decode("utf-8", "surrogatepass"))
                 spent += _CHAR * n
-                at += 4 + n
+                position += 4 + n
             elif op == 0x4E:  # NONE
                 append(None)
             elif op == 0x5D:  # EMPTY_LIST
@@ -254,14 +259,14 @@ def _run(
             elif op == 0x65:  # APPENDS
                 items, stack = stack, marks.pop()
                 append = stack.append
-                extend(stack[-1], items, what)
+                extend(stack[-1], items, label)
             elif op == 0x61:  # APPEND
                 last = stack.pop()
                 target = stack[-1]
                 if type(target) is list:
                     target.append(last)
                 else:
-                    extend(target, [last], what)
+                    extend(target, [last], label)
             elif op == 0x74:  # TUPLE
                 items, stack = stack, marks.pop()
                 append = stack.append
@@ -271,25 +276,25 @@ def _run(
                 middle = stack.pop()
                 stack[-1] = (stack[-1], middle, last)
             elif op == 0x71:  # BINPUT
-                memo.put(data[at], stack[-1])
+                memo.put(data[position], stack[-1])
                 quick = False
-                at += 1
+                position += 1
             elif op == 0x72:  # LONG_BINPUT
-                memo.put(int.from_bytes(_take(data, at, 4), "little"), stack[-1])
+                memo.put(int.from_bytes(_take(data, position, 4), "little"), stack[-1])
                 quick = False
-                at += 4
+                position += 4
             elif op == 0x93:  # STACK_GLOBAL
                 name, module = stack.pop(), stack.pop()
-                append(_global(module, name, table, what, refused))
+                append(_global(module, name, table, label, refused))
             elif op == 0x63:  # GLOBAL
-                end = data.index(b"\n", at)
+                end = data.index(b"\n", position)
                 stop = data.index(b"\n", end + 1)
-                module, name = data[at:end].decode(), data[end + 1 : stop].decode()
-                append(_global(module, name, table, what, refused))
-                at = stop + 1
+                module, name = data[position:end].decode(), data[end + 1 : stop].decode()
+                append(_global(module, name, table, label, refused))
+                position = stop + 1
             elif op == 0x51:  # BINPERSID
                 if persistent is None:
-                    raise MalformedCheckpoint(f"{what} refers to storages, and there are none")
+                    raise MalformedCheckpoint(f"{label} refers to storages, and there are none")
                 stack[-1] = persistent(stack[-1])
             elif op == 0x88:  # NEWTRUE
                 append(True)
@@ -298,46 +303,49 @@ def _run(
             elif op == 0x73:  # SETITEM
                 value, key = stack.pop(), stack.pop()
                 if id(stack[-1]) in states:
-                    raise _set_late(what)
-                set_items(stack[-1], [key, value], far, what)
+                    raise _set_late(label)
+                set_items(stack[-1], [key, value], large_keys, label)
             elif op == 0x47:  # BINFLOAT
-                append(struct.unpack(">d", _take(data, at, 8))[0])
-                at += 8
+                append(struct.unpack(">d", _take(data, position, 8))[0])
+                position += 8
             elif op == 0x8A:  # LONG1
-                n = data[at]
+                n = data[position]
                 if n > _MAX_LONG_BYTES:
-                    raise MalformedCheckpoint(f"{what} holds an integer of {n} bytes")
-                append(int.from_bytes(_take(data, at + 1, n), "little", signed=True))
-                at += 1 + n
+                    raise MalformedCheckpoint(f"{label} holds an integer of {n} bytes")
+                append(int.from_bytes(_take(data, position + 1, n), "little", signed=True))
+                position += 1 + n
             elif op == 0x95:  # FRAME
-                at += 8
-                runs.frame_end = at + int.from_bytes(data[at - 8 : at], "little")
+                position += 8
+                # Only runs need it: their windows remove the headers of the frames that follow.
+                runs.frame_end = position + int.from_bytes(data[position - 8 : position], "little")
             elif op == 0x80:  # PROTO
-                if data[at] > 5:
-                    raise MalformedCheckpoint(f"{what} must be pickle protocol 2 to 5 (got {data[at]})")
-                at += 1
+                if data[position] > 5:
+                    raise MalformedCheckpoint(
+                        f"{label} must be pickle protocol 2 to 5 (got {data[position]})"
+                    )
+                position += 1
             elif op == 0x43:  # SHORT_BINBYTES
-                n = data[at]
-                append(_take(data, at + 1, n))
-                at += 1 + n
+                n = data[position]
+                append(_take(data, position + 1, n))
+                position += 1 + n
             elif op in (0x42, 0x54):  # BINBYTES, BINSTRING
-                n = int.from_bytes(_take(data, at, 4), "little")
-                append(_text_or_bytes(op == 0x54, _take(data, at + 4, n)))
+                n = int.from_bytes(_take(data, position, 4), "little")
+                append(_text_or_bytes(op == 0x54, _take(data, position + 4, n)))
                 spent += _CHAR * n
-                at += 4 + n
+                position += 4 + n
             elif op == 0x55:  # SHORT_BINSTRING
-                n = data[at]
-                append(_text_or_bytes(True, _take(data, at + 1, n)))
-                at += 1 + n
+                n = data[position]
+                append(_text_or_bytes(True, _take(data, position + 1, n)))
+                position += 1 + n
             elif op in (0x8D, 0x8E, 0x96):  # BINUNICODE8, BINBYTES8, BYTEARRAY8
-                n = int.from_bytes(_take(data, at, 8), "little")
-                raw = _take(data, at + 8, n)
+                n = int.from_bytes(_take(data, position, 8), "little")
+                raw = _take(data, position + 8, n)
                 if op == 0x8D:
                     append(raw.decode("utf-8", "surrogatepass"))
                 else:
                     append(raw if op == 0x8E else Named("bytearray", raw))
                 spent += _CHAR * n
-                at += 8 + n
+                position += 8 + n
             elif op == 0x8F:  # EMPTY_SET
                 append(set())
                 spent += CONTAINER
@@ -345,27 +353,30 @@ def _run(
                 items, stack = stack, marks.pop()
                 append = stack.append
                 if type(stack[-1]) is not set:
-                    raise MalformedCheckpoint(f"{what}: cannot add set items to a {type(stack[-1]).__name__}")
-                stack[-1].update(keys(items, far, what))
+                    raise MalformedCheckpoint(
+                        f"{label}: cannot add set items to a {type(stack[-1]).__name__}"
+                    )
+                stack[-1].update(keys(items, large_keys, label))
                 spent += _ITEM * len(items)
             elif op == 0x91:  # FROZENSET
                 items, stack = stack, marks.pop()
                 append = stack.append
-                append(frozenset(keys(items, far, what)))
+                append(frozenset(keys(items, large_keys, label)))
                 spent += CONTAINER + _ITEM * len(items)
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs, args = stack.pop(), stack.pop()
                 if kwargs:
-                    raise MalformedCheckpoint(f"{what} makes an object with keyword arguments")
-                given += _given(args)
-                if given > limit:
-                    raise _too_much(what, size)
-                stack[-1] = made = _call(stack[-1], args, what)
-                spent += _RECORD // 2 if type(made) is Record else CONTAINER // 2
+                    raise MalformedCheckpoint(f"{label} makes an object with keyword arguments")
+                argument_bytes += _given(args)
+                if argument_bytes > limit:
+                    raise _too_much(label, size)
+                stack[-1] = instance = _call(stack[-1], args, label)
+                spent += _RECORD // 2 if type(instance) is Record else CONTAINER // 2
             elif op == 0x30:  # POP
                 if stack:
+                    # One value on the stack is all rows of a run. The pickle would remove the last row only.
                     if type(stack.pop()) is Columns:
-                        raise MalformedCheckpoint(f"{what} removes records that it has put into a list")
+                        raise MalformedCheckpoint(f"{label} removes records that it has put into a list")
                 else:
                     stack = marks.pop()
                     append = stack.append
@@ -376,23 +387,24 @@ def _run(
                 append(stack[-1])
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
-                    raise MalformedCheckpoint(f"{what} ends with {len(stack)} values on the stack")
-                spent -= max(_BLOCK - at, 0) * _OP  # a short pickle does not use its complete block
-                count.take(_cost(spent, given, memo, runs), what)
-                return stack[0], at
+                    raise MalformedCheckpoint(f"{label} ends with {len(stack)} values on the stack")
+                spent -= max(_BLOCK - position, 0) * _OP  # a short pickle does not use its complete block
+                count.take(_cost(spent, argument_bytes, memo, runs), label)
+                return stack[0], position
             else:
-                raise MalformedCheckpoint(f"{what} uses pickle opcode {op:#04x} at {at - 1} of {size}")
+                raise MalformedCheckpoint(f"{label} uses pickle opcode {op:#04x} at {position - 1} of {size}")
 
 
-def _cost(spent: int, given: int, memo: Memo, runs: RecordRuns) -> int:
+def _cost(spent: int, argument_bytes: int, memo: Memo, runs: RecordRuns) -> int:
     """Estimate the bytes of what was built so far, its later forms included."""
-    return max(spent, 0) + given + _ROW * runs.rows + _FAR * memo.far
+    return max(spent, 0) + argument_bytes + _ROW * runs.rows + _FAR * memo.far
 
 
-def _take(data: bytes, at: int, n: int) -> bytes:
-    raw = data[at : at + n]
+def _take(data: bytes, position: int, n: int) -> bytes:
+    # A slice behind the end is short, and no error. `loads` reports an IndexError as a cut pickle.
+    raw = data[position : position + n]
     if len(raw) != n:
-        raise IndexError(at)
+        raise IndexError(position)
     return raw
 
 
@@ -406,29 +418,29 @@ def _text_or_bytes(is_string: bool, raw: bytes) -> str | bytes:
         return raw
 
 
-def _global(module: Any, name: Any, table: Mapping[str, Any], what: str, refused: list[str] | None) -> Any:
+def _global(module: Any, name: Any, table: Mapping[str, Any], label: str, refused: list[str] | None) -> Any:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise MalformedCheckpoint(f"{what} names a global by a value that is not text")
+        raise MalformedCheckpoint(f"{label} names a global by a value that is not text")
     full = f"{module}.{name}"
     if full in table:
         return table[full]
     if refused is None:
         raise UnsafeContent(
-            f"cannot load {full!r} for {what}: it is not on the allow-list", **{"global": full}
+            f"cannot load {full!r} for {label}: it is not on the allow-list", **{"global": full}
         )
     if full not in refused:
         refused.append(full)
     return Refused(full)
 
 
-def _call(function: Any, args: Any, what: str) -> Any:
+def _call(function: Any, args: Any, label: str) -> Any:
     if type(function) is Call:
         if type(args) is not tuple:
-            raise MalformedCheckpoint(f"{what} calls {function.name} without an argument tuple")
+            raise MalformedCheckpoint(f"{label} calls {function.name} without an argument tuple")
         return function.build(*args)
     if type(function) is Refused:
         return function
-    raise MalformedCheckpoint(f"{what} calls a {type(function).__name__}, which cannot be called")
+    raise MalformedCheckpoint(f"{label} calls a {type(function).__name__}, which cannot be called")
 
 
 def _given(args: Any) -> int:
@@ -443,19 +455,19 @@ def _given(args: Any) -> int:
     return total
 
 
-def _set_late(what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"{what} sets items of a dict that is already the state of an object")
+def _set_late(label: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{label} sets items of a dict that is already the state of an object")
 
 
-def _too_deep(what: str) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"{what} nests deeper than {_MAX_STACK} levels")
+def _too_deep(label: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{label} nests deeper than {_MAX_STACK} levels")
 
 
-def _too_much(what: str, size: int) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"{what}: a pickle of {size} bytes calls for far more than it holds")
+def _too_much(label: str, size: int) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{label}: a pickle of {size} bytes calls for far more than it holds")
 
 
-def _build(target: Any, state: Any, table: Mapping[str, Any], what: str) -> None:
+def _build(target: Any, state: Any, table: Mapping[str, Any], label: str) -> None:
     if type(target) is Record:
         if target.fields and type(state) is dict:
             state = by_name(target.fields, list(state), list(state.values()))
@@ -465,4 +477,4 @@ def _build(target: Any, state: Any, table: Mapping[str, Any], what: str) -> None
     elif type(target) is Named and f"BUILD {target.kind}" in table:
         table[f"BUILD {target.kind}"](target, state)  # every global has a dot in its name
     elif type(target) is not Refused:
-        raise MalformedCheckpoint(f"{what}: cannot set the state of a {type(target).__name__}")
+        raise MalformedCheckpoint(f"{label}: cannot set the state of a {type(target).__name__}")

@@ -37,15 +37,19 @@ def _taken_apart(function: Any, kind: Any, args: Any, *state: Any) -> Any:
     parts = state[0] if state and type(state[0]) is tuple else state
     attributes = {str(name): value for part in parts if type(part) is dict for name, value in part.items()}
     tensors = {name: value for name, value in attributes.items() if isinstance(value, StoredView)}
-    others = {name: value for name, value in attributes.items() if name not in tensors}
-    unplain = any(isinstance(v, (RefusedTensor, WrappedTensor)) for v in others.values())
+    plain_attributes = {name: value for name, value in attributes.items() if name not in tensors}
+    unplain = any(isinstance(v, (RefusedTensor, WrappedTensor)) for v in plain_attributes.values())
     if not tensors or unplain or CLASS in attributes or outer.shape is None:
         return outer
-    about = {name: value for name, value in others.items() if name not in _OUTER and not refused_in(value)}
+    description = {
+        name: value
+        for name, value in plain_attributes.items()
+        if name not in _OUTER and not refused_in(value)
+    }
     dtype, shape = Named("dtype", outer.dtype), Named("size", outer.shape)
-    odd = {name: value for name, value in others.items() if name not in about}
+    odd = {name: value for name, value in plain_attributes.items() if name not in description}
     return WrappedTensor(
-        {**tensors, **odd, CLASS: {"class": kind.name, "dtype": dtype, "shape": shape, **about}}
+        {**tensors, **odd, CLASS: {"class": kind.name, "dtype": dtype, "shape": shape, **description}}
     )
 
 

@@ -97,11 +97,12 @@ class Pickled:
     def name(self, module: str, name: str) -> None:
         """Append a global."""
         full = f"{module}.{name}"
-        seen = self._memo.get(full)
-        if seen is not None:
-            self.out += b"h" + bytes([seen])
+        memo_number = self._memo.get(full)
+        if memo_number is not None:
+            self.out += b"h" + bytes([memo_number])
             return
         self.out += f"c{module}\n{name}\n".encode()
+        # BINPUT has one byte for the number. Names beyond are spelled each time.
         if len(self._memo) < 256:
             self._memo[full] = len(self._memo)
             self.out += b"q" + bytes([self._memo[full]])
@@ -239,16 +240,16 @@ def _with_zone(p: Pickled, name: str, packed: bytes, zone: Any) -> None:
 
 def _datetime(p: Pickled, value: Any) -> None:
     """Write a moment like datetime_getstate in Modules/_datetimemodule.c; the fold is a bit of the month."""
-    at = moment_of(datetime.datetime, value)
-    fields = bytes([at.month | at.fold << 7, at.day, at.hour, at.minute, at.second])
-    packed = at.year.to_bytes(2, "big") + fields + at.microsecond.to_bytes(3, "big")
+    moment = moment_of(datetime.datetime, value)
+    fields = bytes([moment.month | moment.fold << 7, moment.day, moment.hour, moment.minute, moment.second])
+    packed = moment.year.to_bytes(2, "big") + fields + moment.microsecond.to_bytes(3, "big")
     _with_zone(p, "datetime", packed, value[2])
 
 
 def _time(p: Pickled, value: Any) -> None:
-    at = moment_of(datetime.time, value)
-    fields = bytes([at.hour | at.fold << 7, at.minute, at.second])
-    _with_zone(p, "time", fields + at.microsecond.to_bytes(3, "big"), value[2])
+    moment = moment_of(datetime.time, value)
+    fields = bytes([moment.hour | moment.fold << 7, moment.minute, moment.second])
+    _with_zone(p, "time", fields + moment.microsecond.to_bytes(3, "big"), value[2])
 
 
 def _timezone(p: Pickled, value: Any) -> None:
@@ -257,8 +258,8 @@ def _timezone(p: Pickled, value: Any) -> None:
 
 
 def _uuid(p: Pickled, value: Any) -> None:
-    made = uuid_of(value)
-    state = {"int": made.int} | ({} if value[1] is None else {"is_safe": value[1]})
+    identifier = uuid_of(value)
+    state = {"int": identifier.int} | ({} if value[1] is None else {"is_safe": value[1]})
     _attributes("uuid", "UUID", b")\x81")(p, state)
 
 

@@ -66,7 +66,7 @@ class Unused(NamedTuple):
 
     start: int
     end: int
-    what: str
+    description: str
     padding: bool = False
 
 
@@ -117,8 +117,8 @@ class Window:
         if start + length <= len(self._head):
             return self._head[start : start + length]
         if start >= self._tail_at:
-            at = start - self._tail_at
-            return self._tail[at : at + length]
+            offset = start - self._tail_at
+            return self._tail[offset : offset + length]
         return self._read(start, length)
 
     def holds(self, start: int, length: int) -> bool:
@@ -154,7 +154,7 @@ class Archive:
 
     Args:
         window: The zip.
-        what: Its name, for messages.
+        label: Its name, for messages.
 
     Attributes:
         records: By name, without the archive's own folder.
@@ -164,8 +164,8 @@ class Archive:
         MalformedCheckpoint: It is not a complete, uncompressed zip.
     """
 
-    def __init__(self, window: Window, what: str) -> None:
-        self._window, self._what = window, what
+    def __init__(self, window: Window, label: str) -> None:
+        self._window, self._label = window, label
         self.records: dict[str, ZipRecord] = {}
         self.checked = False
         self._odd: list[Unused] = []  # what the directory and the headers have beyond their own fields
@@ -189,16 +189,16 @@ class Archive:
 
     def read(self, name: str) -> bytes:
         """Return a small record's payload, verified against its CRC-32 where there is one."""
-        entry, what = self.records[name], self._what
+        entry, label = self.records[name], self._label
         if entry.length > _MAX_PICKLE:
             raise MalformedCheckpoint(
-                f"{what}: zip record {entry.name!r} must have at most {_MAX_PICKLE} bytes "
+                f"{label}: zip record {entry.name!r} must have at most {_MAX_PICKLE} bytes "
                 f"(got {entry.length})"
             )
         raw = self._window.read(self.start(name), entry.length)
         if self.checked and crc32(raw) != entry.crc32:
             raise ChecksumMismatch(
-                f"{what}: record {entry.name!r} must have CRC-32 {entry.crc32:08x} (got {crc32(raw):08x})",
+                f"{label}: record {entry.name!r} must have CRC-32 {entry.crc32:08x} (got {crc32(raw):08x})",
                 hint="copy the file again from where it was written",
             )
         return raw
@@ -214,17 +214,17 @@ class Archive:
         """Return what belongs to nothing: records that are not named, and what is between all of them."""
         for name in self.records.keys() - self._payloads.keys():
             self.start(name)
-        found = list(self._odd)
+        leftovers = list(self._odd)
         for name in sorted(self.records.keys() - consumed):
             start, entry = self.start(name), self.records[name]
             if entry.length:
-                found.append(Unused(start, start + entry.length, f"zip record {entry.name}"))
+                leftovers.append(Unused(start, start + entry.length, f"zip record {entry.name}"))
         table = self._table()
         table = table[np.argsort(table[:, 0], kind="stable")]
         first = np.append(table[:, 0], self._begin)
         reach = np.maximum.accumulate(np.insert(table[:, 3], 0, 0))
         gaps = np.flatnonzero(first > reach).tolist()
-        return [*found, *(Unused(int(reach[n]), int(first[n]), "") for n in gaps)]
+        return [*leftovers, *(Unused(int(reach[n]), int(first[n]), "") for n in gaps)]
 
     def _table(self) -> Ints:
         """Return where header, payload, descriptor and next record begin, of the records located so far."""
@@ -238,7 +238,7 @@ class Archive:
 
     def _locate(self, entry: ZipRecord) -> int:
         """Check a record around its payload, and return the payload's first byte."""
-        what, name = self._what, entry.name.encode()
+        label, name = self._label, entry.name.encode()
         begin = entry.header + _LOCAL.size + len(name)
         raw = self._near(entry.header, min(begin + _PAD, self._begin))
         sig, _, flags, method, _, _, crc, packed, plain, name_length, extra_length = _LOCAL.unpack_from(raw)
@@ -254,12 +254,12 @@ class Archive:
             or name_length != len(name)
             or not raw.startswith(name, _LOCAL.size)
         ):
-            raise MalformedCheckpoint(f"{what}: zip header of {entry.name!r} is damaged")
-        _require_plain(flags, entry.name, what)
+            raise MalformedCheckpoint(f"{label}: zip header of {entry.name!r} is damaged")
+        _require_plain(flags, entry.name, label)
         start: int = begin + extra_length
         end = start + entry.length
         if end > self._window.length:
-            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
+            raise MalformedCheckpoint(f"{label}: zip record {entry.name!r} is cut off")
         extra = raw[begin - entry.header : start - entry.header]
         if len(extra) < extra_length:
             extra = self._window.read(begin, extra_length)
@@ -270,20 +270,22 @@ class Archive:
         self._places.extend((entry.header, start, end, end + behind))
         return start
 
-    def _descriptor(self, entry: ZipRecord, at: int) -> int:
+    def _descriptor(self, entry: ZipRecord, start: int) -> int:
         """Return the bytes of the descriptor behind a payload."""
-        raw = self._near(at, min(at + _WIDE.size, self._begin))
+        raw = self._near(start, min(start + _WIDE.size, self._begin))
         # The wide form first: of an empty record it begins like the narrow one.
         for form in (_WIDE, _NARROW):
             sig, crc, packed, plain = form.unpack_from(raw) if len(raw) >= form.size else (b"", 0, 0, 0)
             if (sig, packed, plain) == (DESCRIPTOR, entry.length, entry.length):
                 break
         else:
-            raise MalformedCheckpoint(f"{self._what}: zip record {entry.name!r} does not end where it should")
+            raise MalformedCheckpoint(
+                f"{self._label}: zip record {entry.name!r} does not end where it should"
+            )
         if crc != entry.crc32:
             raise ChecksumMismatch(
-                f"{self._what}: zip record {entry.name!r} has CRC-32 {entry.crc32:08x} in the directory, and "
-                f"{crc:08x} behind its payload",
+                f"{self._label}: zip record {entry.name!r} has CRC-32 {entry.crc32:08x} in the directory, "
+                f"and {crc:08x} behind its payload",
                 hint="copy the file again from where it was written",
             )
         return form.size
@@ -298,99 +300,102 @@ class Archive:
 
     def _read_directory(self) -> int:
         """Read the directory, and return its first byte."""
-        window, what = self._window, self._what
-        count, at, size, end = self._directory_range()
-        meter().take(_RECORD * count + size, what)
-        raw = window.read(at, size)
+        window, label = self._window, self._label
+        count, begin, size, end = self._directory_range()
+        meter().take(_RECORD * count + size, label)
+        raw = window.read(begin, size)
         row, prefix = 0, None
         for _ in range(count):
-            entry, behind = self._row(raw, row, at)
+            entry, behind = self._row(raw, row, begin)
             folder, _, name = entry.name.partition("/")
             if prefix is None:
                 prefix = folder
             if folder != prefix or not name or name in self.records:
-                raise MalformedCheckpoint(f"{what}: unexpected zip record {entry.name!r}")
-            if entry.header + _LOCAL.size + entry.length > at:
-                raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is after the directory")
+                raise MalformedCheckpoint(f"{label}: unexpected zip record {entry.name!r}")
+            if entry.header + _LOCAL.size + entry.length > begin:
+                raise MalformedCheckpoint(f"{label}: zip record {entry.name!r} is after the directory")
+            # `torch.serialization.set_crc32_options(False)` writes 0 for every record.
             self.checked |= entry.crc32 != 0
             self.records[name] = entry
             row = behind
-        if at + row < end:
-            self._odd.append(Unused(at + row, end, "between the zip's directory and its end"))
-        return at
+        if begin + row < end:
+            self._odd.append(Unused(begin + row, end, "between the zip's directory and its end"))
+        return begin
 
     def _directory_range(self) -> tuple[int, int, int, int]:
         """Return the number of records, the directory's first byte and length, and where its end begins."""
-        window, what, size = self._window, self._what, self._window.length
+        window, label, size = self._window, self._label, self._window.length
         if size < _EOCD.size:
-            raise MalformedCheckpoint(f"{what}: a torch zip must have {_EOCD.size} bytes (got {size})")
+            raise MalformedCheckpoint(f"{label}: a torch zip must have {_EOCD.size} bytes (got {size})")
         sig, *numbers, comment = _EOCD.unpack(window.read(size - _EOCD.size, _EOCD.size))
-        disk, first_disk, here, count, length, at = numbers
+        disk, first_disk, disk_count, count, length, begin = numbers
         if sig != b"PK\x05\x06" or comment or disk or first_disk:
             if is_before_zip(window.read(0, min(size, BEFORE_ZIP))):
-                raise UnsupportedFormat(f"{what} {BEFORE_ZIP_REASON}", hint=BEFORE_ZIP_HINT, file=what)
-            raise MalformedCheckpoint(f"{what} does not end like a torch zip: it is truncated or overwritten")
+                raise UnsupportedFormat(f"{label} {BEFORE_ZIP_REASON}", hint=BEFORE_ZIP_HINT, file=label)
+            raise MalformedCheckpoint(
+                f"{label} does not end like a torch zip: it is truncated or overwritten"
+            )
         end = size - _EOCD.size
         if end >= _LOCATOR.size:
-            sig, disk, at64, disks = _LOCATOR.unpack(window.read(end - _LOCATOR.size, _LOCATOR.size))
+            sig, disk, begin64, disks = _LOCATOR.unpack(window.read(end - _LOCATOR.size, _LOCATOR.size))
             if sig == b"PK\x06\x07":
-                narrow = here, count, length, at
-                sig, nbytes, _, _, *own_disks, here, count, length, at = _EOCD64.unpack(
-                    window.read(at64, _EOCD64.size)
+                narrow = disk_count, count, length, begin
+                sig, nbytes, _, _, *own_disks, disk_count, count, length, begin = _EOCD64.unpack(
+                    window.read(begin64, _EOCD64.size)
                 )
-                wide = min(here, 0xFFFF), min(count, 0xFFFF), min(length, _NONE32), min(at, _NONE32)
-                fits = at64 + 12 + nbytes == end - _LOCATOR.size and narrow == wide
+                wide = min(disk_count, 0xFFFF), min(count, 0xFFFF), min(length, _NONE32), min(begin, _NONE32)
+                fits = begin64 + 12 + nbytes == end - _LOCATOR.size and narrow == wide
                 if sig != b"PK\x06\x06" or any((disk, *own_disks)) or disks != 1 or not fits:
-                    raise MalformedCheckpoint(f"{what}: the zip64 directory record is damaged")
+                    raise MalformedCheckpoint(f"{label}: the zip64 directory record is damaged")
                 if nbytes + 12 > _EOCD64.size:
-                    odd = Unused(at64 + _EOCD64.size, at64 + 12 + nbytes, "in the zip64 end record")
+                    odd = Unused(begin64 + _EOCD64.size, begin64 + 12 + nbytes, "in the zip64 end record")
                     self._odd.append(odd)
-                self._free = [(at64 + a, at64 + b) for a, b in _FREE_END64]
-                end = at64
-        if here != count or at + length > end or count * _CENTRAL.size > length:
-            raise MalformedCheckpoint(f"{what}: the zip directory claims {count} records in {length} bytes")
-        return count, at, length, end
+                self._free = [(begin64 + a, begin64 + b) for a, b in _FREE_END64]
+                end = begin64
+        if disk_count != count or begin + length > end or count * _CENTRAL.size > length:
+            raise MalformedCheckpoint(f"{label}: the zip directory claims {count} records in {length} bytes")
+        return count, begin, length, end
 
-    def _row(self, raw: bytes, at: int, base: int) -> tuple[ZipRecord, int]:
+    def _row(self, raw: bytes, row: int, base: int) -> tuple[ZipRecord, int]:
         """Read a row of the directory, which begins at byte ``base``; return it and the place of the next."""
-        what = self._what
-        if at + _CENTRAL.size > len(raw):
-            raise MalformedCheckpoint(f"{what}: the zip directory is truncated")
-        fields = _CENTRAL.unpack_from(raw, at)
+        label = self._label
+        if row + _CENTRAL.size > len(raw):
+            raise MalformedCheckpoint(f"{label}: the zip directory is truncated")
+        fields = _CENTRAL.unpack_from(raw, row)
         sig, method, crc, packed, plain = fields[0], fields[4], fields[7], fields[8], fields[9]
         name_length, extra_length, comment_length, disk = fields[10], fields[11], fields[12], fields[13]
         header = fields[16]
-        begin = at + _CENTRAL.size
+        begin = row + _CENTRAL.size
         body = begin + name_length
         end = body + extra_length + comment_length
         if sig != b"PK\x01\x02" or end > len(raw) or disk:
-            raise MalformedCheckpoint(f"{what}: the zip directory is damaged")
+            raise MalformedCheckpoint(f"{label}: the zip directory is damaged")
         try:
             name = raw[begin:body].decode()
         except UnicodeDecodeError as error:
-            raise MalformedCheckpoint(f"{what}: zip record name is not text") from error
+            raise MalformedCheckpoint(f"{label}: zip record name is not text") from error
         if extra_length:
             extra = raw[body : body + extra_length]
             if _NONE32 in (packed, plain, header):
-                plain, packed, header = _wide_sizes(extra, plain, packed, header, what)
+                plain, packed, header = _wide_sizes(extra, plain, packed, header, label)
             self._odd += _odd_fields(extra, base + body, name)
         elif _NONE32 in (packed, plain, header):
-            raise MalformedCheckpoint(f"{what}: zip64 sizes are missing")
+            raise MalformedCheckpoint(f"{label}: zip64 sizes are missing")
         if comment_length:
             comment = base + body + extra_length
             self._odd.append(Unused(comment, comment + comment_length, f"comment of the zip record {name}"))
-        _require_plain(fields[3], name, what)
+        _require_plain(fields[3], name, label)
         if method or packed != plain:
-            raise MalformedCheckpoint(f"{what}: zip record {name!r} is compressed")
-        return ZipRecord(name, header, plain, crc, base + at), end
+            raise MalformedCheckpoint(f"{label}: zip record {name!r} is compressed")
+        return ZipRecord(name, header, plain, crc, base + row), end
 
 
-def _require_plain(flags: int, name: str, what: str) -> None:
+def _require_plain(flags: int, name: str, label: str) -> None:
     """Raise unless a record's payload is what its bytes say."""
     if flags & (_ENCRYPTED | _PATCHED):
         kind = "encrypted" if flags & _ENCRYPTED else "a patch"
         raise MalformedCheckpoint(
-            f"{what}: zip record {name!r} is {kind}",
+            f"{label}: zip record {name!r} is {kind}",
             hint="decrypt the file where it was written, or save it with torch.save",
         )
 
@@ -403,30 +408,36 @@ def _padding_of(length: int) -> bytes:
 
 def _odd_fields(extra: bytes, base: int, name: str) -> list[Unused]:
     """Return the part of an extra field from its first one that is neither sizes nor torch's padding."""
-    at, length = 0, len(extra)
-    while at + 4 <= length:
-        number, n = struct.unpack_from("<HH", extra, at)
-        body, end = extra[at + 4 : at + 4 + n], at + 4 + n
-        padding = extra[at : at + 2] == _PADDING and (body.count(b"Z") == n or not any(body))
+    position, length = 0, len(extra)
+    while position + 4 <= length:
+        number, n = struct.unpack_from("<HH", extra, position)
+        body, end = extra[position + 4 : position + 4 + n], position + 4 + n
+        padding = extra[position : position + 2] == _PADDING and (body.count(b"Z") == n or not any(body))
         sizes = number == _ZIP64 and n % 8 == 0 and n <= 24
         if end > length or not (padding or sizes):
             break
-        at = end
-    return [Unused(base + at, base + length, f"extra field of the zip record {name}")] if at < length else []
+        position = end
+    return (
+        [Unused(base + position, base + length, f"extra field of the zip record {name}")]
+        if position < length
+        else []
+    )
 
 
-def _wide_sizes(extra: bytes, plain: int, packed: int, header: int, what: str) -> tuple[int, int, int]:
+def _wide_sizes(extra: bytes, plain: int, packed: int, header: int, label: str) -> tuple[int, int, int]:
     """Return the sizes and the place that are too large for their own fields of a directory row."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, n = struct.unpack_from("<HH", extra, at)
+    position = 0
+    while position + 4 <= len(extra):
+        kind, n = struct.unpack_from("<HH", extra, position)
         if kind == _ZIP64:
-            values = list(struct.unpack_from(f"<{min(n, len(extra) - at - 4) // 8}Q", extra, at + 4))
-            wanted = [v == _NONE32 for v in (plain, packed, header)]
-            if len(values) >= sum(wanted):
+            values = list(
+                struct.unpack_from(f"<{min(n, len(extra) - position - 4) // 8}Q", extra, position + 4)
+            )
+            is_wide = [v == _NONE32 for v in (plain, packed, header)]
+            if len(values) >= sum(is_wide):
                 parts = [
-                    values.pop(0) if w else v for w, v in zip(wanted, (plain, packed, header), strict=True)
+                    values.pop(0) if w else v for w, v in zip(is_wide, (plain, packed, header), strict=True)
                 ]
                 return parts[0], parts[1], parts[2]
-        at += 4 + n
-    raise MalformedCheckpoint(f"{what}: zip64 sizes are missing")
+        position += 4 + n
+    raise MalformedCheckpoint(f"{label}: zip64 sizes are missing")

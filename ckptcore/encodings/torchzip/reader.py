@@ -46,9 +46,8 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _MAX_RUNS = 1 << 20  # contiguous ranges of one tensor that are kept apart
-_SMALL_FILE = (
-    1 << 20
-)  # bytes of a file with many records, each of which takes two reads, that is read entirely
+# Bytes up to which a file of many records, each of which takes two reads, is read entirely.
+_SMALL_FILE = 1 << 20
 _STORAGE = 400  # bytes that a storage's location takes
 _TEXTS = ("byteorder", "version", ".format_version", ".storage_alignment")
 _ID = ".data/serialization_id"
@@ -120,21 +119,23 @@ class SharedTrees:
 
     def __init__(self, finish: Callable[[Objects, int, str], Objects]) -> None:
         self._finish = finish
-        self._known: dict[bytes, Objects] = {}
+        self._objects_by_key: dict[bytes, Objects] = {}
 
-    def find(self, key: bytes, storages: Storages, swapped: bool, what: str) -> Objects | None:
+    def find(self, key: bytes, storages: Storages, swapped: bool, label: str) -> Objects | None:
         """Return the tree of an equal pickle, with the storages of this file; None for a new one."""
-        known = self._known.get(key)
-        if known is None or (known.storages == storages and known.swapped == swapped):
-            return known
-        meter().take(_STORAGE * len(storages), what)
-        found = self._known[key] = replace(known, storages=storages, swapped=swapped)
-        return found
+        earlier_objects = self._objects_by_key.get(key)
+        if earlier_objects is None or (
+            earlier_objects.storages == storages and earlier_objects.swapped == swapped
+        ):
+            return earlier_objects
+        meter().take(_STORAGE * len(storages), label)
+        objects = self._objects_by_key[key] = replace(earlier_objects, storages=storages, swapped=swapped)
+        return objects
 
-    def add(self, key: bytes, objects: Objects, length: int, what: str) -> Objects:
+    def add(self, key: bytes, objects: Objects, length: int, label: str) -> Objects:
         """Finish and hold what was parsed."""
-        found = self._known[key] = self._finish(objects, length, what)
-        return found
+        finished = self._objects_by_key[key] = self._finish(objects, length, label)
+        return finished
 
 
 # Pickle bytes -> its only tensor, and how many of the bytes are behind it; equal shards pickle equally.
@@ -160,7 +161,7 @@ class Parsed:
     id_length: int
 
 
-def parse_tensor(window: Window, what: str) -> Parsed:
+def parse_tensor(window: Window, label: str) -> Parsed:
     """Return the only tensor of a torch zip.
 
     Raises:
@@ -169,57 +170,58 @@ def parse_tensor(window: Window, what: str) -> Parsed:
         UnsafeContent: The pickle needs a global that is not on the allow-list.
         UnreadablePart: The tensor's elements are not plain.
     """
-    archive = Archive(window, what)
-    swapped, pickled = _preamble(archive, what)
-    seen, behind = _parsed.get(pickled, (None, 0))
-    if seen is None:
-        seen, behind, refused = _loaded(pickled, TENSOR_TABLE, what)
-        _require_known(seen, refused, what)
+    archive = Archive(window, label)
+    swapped, pickled = _preamble(archive, label)
+    tensor, behind = _parsed.get(pickled, (None, 0))
+    if tensor is None:
+        tensor, behind, refused = _loaded(pickled, TENSOR_TABLE, label)
+        _require_permitted(tensor, refused, label)
         if len(_parsed) < 4096 and len(pickled) < 4096:
-            _parsed[pickled] = seen, behind
-    if not isinstance(seen, StoredView):
-        raise MalformedCheckpoint(f"{what} must hold a tensor (got a {type(seen).__name__})")
-    record = f"data/{seen.key}"
+            _parsed[pickled] = tensor, behind
+    if not isinstance(tensor, StoredView):
+        raise MalformedCheckpoint(f"{label} must hold a tensor (got a {type(tensor).__name__})")
+    record = f"data/{tensor.key}"
     entry = archive.records.get(record)
     if entry is None:
-        raise MalformedCheckpoint(f"{what} has no storage {seen.key!r}")
+        raise MalformedCheckpoint(f"{label} has no storage {tensor.key!r}")
     start = archive.start(record)
-    view = check_view(seen, entry.length, start, what, swapped)
+    view = check_view(tensor, entry.length, start, label, swapped)
     crc = entry.crc32 if archive.checked else None
     ident = archive.records.get(_ID)
     if ident is not None:
         archive.read(_ID)
-    hidden = [Unused(start + one.start, start + one.end, _EXCESS, True) for one in excess([seen])]
-    others = archive.unused({*_CONSUMED, record})
-    unused = (*others, *hidden, *_behind(archive, behind), *_attributes(archive, seen))
-    resolved = Resolved(seen.dtype, seen.shape, view, start, entry.length, crc, unused)
+    hidden = [Unused(start + gap.start, start + gap.end, _EXCESS, True) for gap in excess([tensor])]
+    leftovers = archive.unused({*_CONSUMED, record})
+    unused = (*leftovers, *hidden, *_behind(archive, behind), *_attributes(archive, tensor))
+    resolved = Resolved(tensor.dtype, tensor.shape, view, start, entry.length, crc, unused)
     if ident is None:
         return Parsed(resolved, entry.row, 0, 0, 0)
     return Parsed(resolved, entry.row, ident.row, archive.start(_ID), ident.length)
 
 
-def _require_known(seen: Any, refused: list[str], what: str) -> None:
+def _require_permitted(tensor: Any, refused: list[str], label: str) -> None:
     """Raise unless a pickle is of one tensor and uses only permitted globals.
 
     A tensor's foreign class, and what its package keeps in it, make the tensor unreadable. Any other
     global is code that a pickle could run.
     """
-    odd = seen if isinstance(seen, RefusedTensor) else None
+    odd = tensor if isinstance(tensor, RefusedTensor) else None
     package = f"{odd.name.partition('.')[0]}." if odd is not None and odd.foreign else "\0"
     wraps = {_WRAPPER} if odd is not None and odd.foreign else set()
-    others = [name for name in refused if name not in wraps and not name.startswith(package)]
-    if others:
+    unsafe_names = [name for name in refused if name not in wraps and not name.startswith(package)]
+    if unsafe_names:
         raise UnsafeContent(
-            f"cannot load {others[0]!r} for {what}: it is not on the allow-list", **{"global": others[0]}
+            f"cannot load {unsafe_names[0]!r} for {label}: it is not on the allow-list",
+            **{"global": unsafe_names[0]},
         )
     if odd is not None:
-        raise UnreadablePart(f"{what} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
+        raise UnreadablePart(f"{label} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
 
 
-def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
+def head_holds(read: Reader, length: int, text: str, label: str) -> bool:
     """Report whether a torch zip's pickle contains this text; False for anything but a complete torch zip."""
     try:
-        archive = Archive(Window(read, length), what)
+        archive = Archive(Window(read, length), label)
         is_torch = "data.pkl" in archive.records and "constants.pkl" not in archive.records
         return is_torch and text.encode() in archive.read("data.pkl")
     except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
@@ -232,7 +234,7 @@ def refused_in(tree: Any) -> tuple[str, ...]:
 
 
 def read_objects(
-    content: FileRange, what: str, table: Mapping[str, Any] = OBJECT_TABLE, shared: SharedTrees | None = None
+    content: FileRange, label: str, table: Mapping[str, Any] = OBJECT_TABLE, shared: SharedTrees | None = None
 ) -> Objects:
     """Return the complete tree of a torch zip; globals outside ``table`` become `Refused` values.
 
@@ -241,13 +243,13 @@ def read_objects(
 
     Args:
         content: The zip.
-        what: Its name, for messages.
+        label: Its name, for messages.
         table: Permitted globals.
         shared: Trees of files that were read with the same table.
     """
     with passing():  # the directory, the pickle and the unpickler's memory are freed afterwards
-        archive = Archive(Window(content, content.length, _SMALL_FILE), what)
-        swapped, pickled = _preamble(archive, what)
+        archive = Archive(Window(content, content.length, _SMALL_FILE), label)
+        swapped, pickled = _preamble(archive, label)
         if _ID in archive.records:
             archive.read(_ID)
         data = {name: entry for name, entry in archive.records.items() if name.startswith("data/")}
@@ -259,71 +261,71 @@ def read_objects(
             )
             for name, entry in data.items()
         }
-        for one in archive.unused({*_CONSUMED, *data}):
-            content.leave(*one)
+        for leftover in archive.unused({*_CONSUMED, *data}):
+            content.leave(*leftover)
         content.explain(archive.structure([name for name in _CONSUMED if name in archive.records]))
         key = blake3(pickled).digest() if shared is not None else b""
-        known = shared.find(key, storages, swapped, what) if shared is not None else None
-        if known is None:
-            tree, behind, refused = _loaded(pickled, table, what)
+        shared_objects = shared.find(key, storages, swapped, label) if shared is not None else None
+        if shared_objects is None:
+            tree, behind, refused = _loaded(pickled, table, label)
         else:
-            behind = known.behind
-        for one in _behind(archive, behind):
-            content.leave(*one)
-        if known is not None:
-            _report(content, known)
-            return known
-    meter().take(_STORAGE * len(storages), what)
-    bound_tree(tree, len(pickled), what)
+            behind = shared_objects.behind
+        for leftover in _behind(archive, behind):
+            content.leave(*leftover)
+        if shared_objects is not None:
+            _report(content, shared_objects)
+            return shared_objects
+    meter().take(_STORAGE * len(storages), label)
+    bound_tree(tree, len(pickled), label)
     inside = (name for name in refused_in(tree) if name not in refused)
     attributes = attributes_in(tree) if any(name in pickled for name in _WITH_STATE) else {}
     hidden = excess(tensors_in(tree)) if storages else ()
-    found = Objects(tree, storages, (*refused, *inside), swapped, behind, hidden, attributes)
-    _report(content, found)
-    return found if shared is None else shared.add(key, found, content.length, what)
+    objects = Objects(tree, storages, (*refused, *inside), swapped, behind, hidden, attributes)
+    _report(content, objects)
+    return objects if shared is None else shared.add(key, objects, content.length, label)
 
 
 def _report(content: FileRange, objects: Objects) -> None:
     """Report what a zip's tensors leave, and their attributes."""
-    for one in objects.excess:
-        start, length, _ = objects.storages.get(one.key, (0, 0, None))
-        content.leave(start + min(one.start, length), start + min(one.end, length), _EXCESS, True)
+    for gap in objects.excess:
+        start, length, _ = objects.storages.get(gap.key, (0, 0, None))
+        content.leave(start + min(gap.start, length), start + min(gap.end, length), _EXCESS, True)
     content.carry(ATTRIBUTES, objects.attributes)
 
 
-def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bool) -> View:
+def check_view(tensor: StoredView, nbytes: int, start: int, label: str, swapped: bool) -> View:
     """Return the view of a pickled tensor in its record; raises when it reaches outside."""
-    itemsize = BY_NAME[seen.dtype].itemsize
-    if seen.storage_bytes != nbytes:
+    itemsize = BY_NAME[tensor.dtype].itemsize
+    if tensor.storage_bytes != nbytes:
         raise MalformedCheckpoint(
-            f"{what}: storage {seen.key!r} must have {seen.storage_bytes} bytes (got {nbytes})"
+            f"{label}: storage {tensor.key!r} must have {tensor.storage_bytes} bytes (got {nbytes})"
         )
-    last = seen.offset + sum((n - 1) * s for n, s in zip(seen.shape, seen.strides, strict=True))
-    if 0 not in seen.shape and (last + 1) * itemsize > nbytes:
-        raise MalformedCheckpoint(f"{what}: tensor {seen.shape} reaches outside its storage")
-    strides = None if is_row_major(seen.shape, seen.strides) else seen.strides
-    flags = seen.flags | (SWAPPED if swapped and itemsize > 1 else 0)
-    return View(start + seen.offset * itemsize, strides, flags)
+    last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+    if 0 not in tensor.shape and (last + 1) * itemsize > nbytes:
+        raise MalformedCheckpoint(f"{label}: tensor {tensor.shape} reaches outside its storage")
+    strides = None if is_row_major(tensor.shape, tensor.strides) else tensor.strides
+    flags = tensor.flags | (SWAPPED if swapped and itemsize > 1 else 0)
+    return View(start + tensor.offset * itemsize, strides, flags)
 
 
-def _preamble(archive: Archive, what: str) -> tuple[bool, bytes]:
+def _preamble(archive: Archive, label: str) -> tuple[bool, bytes]:
     """Return whether elements are big-endian, and the pickle."""
     if "data.pkl" not in archive.records:
-        raise MalformedCheckpoint(f"{what} has no data.pkl")
+        raise MalformedCheckpoint(f"{label} has no data.pkl")
     if "constants.pkl" in archive.records:
-        raise UnsafeContent(f"{what} is a TorchScript archive: it holds code, not a checkpoint")
+        raise UnsafeContent(f"{label} is a TorchScript archive: it holds code, not a checkpoint")
     texts = {name: archive.read(name) for name in _TEXTS if name in archive.records}
     order = texts.get("byteorder", b"little")
     if order not in (b"little", b"big"):
-        raise MalformedCheckpoint(f"{what}: byte order {order!r}")
+        raise MalformedCheckpoint(f"{label}: byte order {order!r}")
     return order == b"big", archive.read("data.pkl")
 
 
-def _loaded(pickled: bytes, table: Mapping[str, Any], what: str) -> tuple[Any, int, list[str]]:
+def _loaded(pickled: bytes, table: Mapping[str, Any], label: str) -> tuple[Any, int, list[str]]:
     """Return a pickle's value, the number of bytes behind it, and the globals that were refused."""
     refused: list[str] = []
     behind: list[int] = []
-    value = loads(pickled, table, what=what, persistent=_storage_fields, refused=refused, behind=behind)
+    value = loads(pickled, table, what=label, persistent=_storage_fields, refused=refused, behind=behind)
     return value, sum(behind), refused
 
 
@@ -356,10 +358,10 @@ def _storage_fields(pid: Any) -> StoredStorage:
     if kind.value in UNSUPPORTED_STORAGES:
         name, width = UNSUPPORTED_STORAGES[kind.value]
         return StoredStorage(key, name, numel, numel * width)
-    found = BY_STORAGE.get(kind.value)
-    if found is None:
+    dtype = BY_STORAGE.get(kind.value)
+    if dtype is None:
         raise ValueError(f"unknown storage type {kind.value!r}")
-    return StoredStorage(key, found.name, numel, numel * found.itemsize)
+    return StoredStorage(key, dtype.name, numel, numel * dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,20 +386,20 @@ def excess(tensors: Iterable[StoredView | RefusedTensor]) -> tuple[Excess, ...]:
     """
     several: dict[str, list[StoredView] | None] = {}  # None: one of them has, or may have, all of it
     sizes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}  # kind -> bytes, -1 if there are gaps
-    for one in tensors:
-        if isinstance(one, RefusedTensor):
-            several |= dict.fromkeys(one.storages)
+    for tensor in tensors:
+        if isinstance(tensor, RefusedTensor):
+            several |= dict.fromkeys(tensor.storages)
             continue
-        kind = one.dtype, one.shape, one.strides
+        kind = tensor.dtype, tensor.shape, tensor.strides
         nbytes = sizes.get(kind)
         if nbytes is None:
-            nbytes = prod(one.shape) * BY_NAME[one.dtype].itemsize
-            nbytes = sizes[kind] = nbytes if is_row_major(one.shape, one.strides) else -1
-        if nbytes == one.storage_bytes and not one.offset:
-            several[one.key] = None
-        elif (views := several.setdefault(one.key, [])) is not None:
-            views.append(one)
-    return tuple(one for key, views in several.items() if views for one in _between(key, views))
+            nbytes = prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
+            nbytes = sizes[kind] = nbytes if is_row_major(tensor.shape, tensor.strides) else -1
+        if nbytes == tensor.storage_bytes and not tensor.offset:
+            several[tensor.key] = None
+        elif (views := several.setdefault(tensor.key, [])) is not None:
+            views.append(tensor)
+    return tuple(gap for key, views in several.items() if views for gap in _between(key, views))
 
 
 def _between(key: str, views: list[StoredView]) -> Iterator[Excess]:

@@ -50,36 +50,36 @@ class _Template:
 _templates: dict[int, list[_Template]] = {}
 
 
-def read_tensor(window: Window, what: str) -> Resolved:
+def read_tensor(window: Window, label: str) -> Resolved:
     """Return the only tensor of a DCP tensor item; raises like `parse_tensor`."""
     for template in _templates.get(window.length, ()):
-        if all(window.read(at, len(raw)) == raw for at, raw in template.fixed) and all(
-            window.read(at, 4) == window.read(behind, 4) for at, behind in template.same
+        if all(window.read(position, len(raw)) == raw for position, raw in template.fixed) and all(
+            window.read(position, 4) == window.read(behind, 4) for position, behind in template.same
         ):
-            return _resolved_by(template, window, what)
-    parsed = parse_tensor(window, what)
+            return _resolved_by(template, window, label)
+    parsed = parse_tensor(window, label)
     _remember(parsed, window)
     return parsed.resolved
 
 
-def _resolved_by(template: _Template, window: Window, what: str) -> Resolved:
+def _resolved_by(template: _Template, window: Window, label: str) -> Resolved:
     if template.resolved.crc32 is None:
         return template.resolved
     if template.id_length:
         crc = crc32(window.read(template.id_at, template.id_length))
         if crc != int.from_bytes(window.read(template.id_crc_at, 4), "little"):
-            raise ChecksumMismatch(f"{what}: the serialization id does not match its CRC-32")
-    known, crc = template.resolved, int.from_bytes(window.read(template.crc_at, 4), "little")
-    return replace(known, crc32=crc)
+            raise ChecksumMismatch(f"{label}: the serialization id does not match its CRC-32")
+    resolved, crc = template.resolved, int.from_bytes(window.read(template.crc_at, 4), "little")
+    return replace(resolved, crc32=crc)
 
 
 def _remember(parsed: Parsed, window: Window) -> None:
     alike = _templates.get(window.length, [])
     if len(alike) >= _MAX_ALIKE or (not alike and len(_templates) >= _MAX_TEMPLATES):
         return
-    found = _template(parsed, window)
-    if found is not None:
-        _templates.setdefault(window.length, []).append(found)
+    template = _template(parsed, window)
+    if template is not None:
+        _templates.setdefault(window.length, []).append(template)
 
 
 def _template(parsed: Parsed, window: Window) -> _Template | None:
@@ -98,15 +98,16 @@ def _template(parsed: Parsed, window: Window) -> _Template | None:
         free += [(id_at, after), (after + 4, after + 8), (id_crc_at, id_crc_at + 4)]
         same.append((id_crc_at, after + 4))
     fixed: list[tuple[int, bytes]] = []
-    at = 0
+    position = 0
     for first, last in [*sorted(free), (window.length, window.length)]:
-        if first < at:
+        if first < position:
             return None
-        if first > at:
-            if not window.holds(at, first - at):
+        if first > position:
+            # Another read for each zip would cost what the template saves.
+            if not window.holds(position, first - position):
                 return None
-            fixed.append((at, window.read(at, first - at)))
-        at = last
+            fixed.append((position, window.read(position, first - position)))
+        position = last
     crc_at = parsed.payload_row + 16
     return _Template(resolved, tuple(fixed), crc_at, id_at, id_length, id_crc_at, tuple(same))
 
@@ -123,13 +124,13 @@ class AlikeZips:
         self._content, self._length = content, length
         self._rows = np.frombuffer(content, np.uint8).reshape(-1, length)
 
-    def payloads(self, dtype: str, shape: tuple[int, ...], what: str) -> tuple[int, npt.NDArray[np.bool_]]:
+    def payloads(self, dtype: str, shape: tuple[int, ...], label: str) -> tuple[int, npt.NDArray[np.bool_]]:
         """Find the zips that hold one complete row-major tensor.
 
         Args:
             dtype: Dtype of the tensor.
             shape: Its shape.
-            what: The first zip, for messages.
+            label: The first zip, for messages.
 
         Returns:
             (first byte of the payload in each of these zips, which zips hold such a tensor with intact
@@ -140,36 +141,45 @@ class AlikeZips:
         """
         if not self._templates(dtype, shape):
             first = bytes(self._content[: self._length])
-            read_tensor(Window(lambda at, count: first[at : at + count], len(first), len(first)), what)
+            read_tensor(
+                Window(lambda position, count: first[position : position + count], len(first), len(first)),
+                label,
+            )
         for template in self._templates(dtype, shape):
-            known, good = template.resolved, np.ones(len(self._rows), np.bool_)
-            for at, raw in template.fixed:
-                good &= (self._rows[:, at : at + len(raw)] == np.frombuffer(raw, np.uint8)).all(axis=1)
-            for at, behind in template.same:
-                good &= (self._rows[:, at : at + 4] == self._rows[:, behind : behind + 4]).all(axis=1)
+            resolved, good = template.resolved, np.ones(len(self._rows), np.bool_)
+            for position, raw in template.fixed:
+                good &= (self._rows[:, position : position + len(raw)] == np.frombuffer(raw, np.uint8)).all(
+                    axis=1
+                )
+            for position, behind in template.same:
+                good &= (self._rows[:, position : position + 4] == self._rows[:, behind : behind + 4]).all(
+                    axis=1
+                )
             if template.id_length:
                 self._verify(template.id_at, template.id_length, template.id_crc_at, good)
-            self._verify(known.record_start, known.record_length, template.crc_at, good)
+            self._verify(resolved.record_start, resolved.record_length, template.crc_at, good)
             if good.any():
-                return known.record_start, good
+                return resolved.record_start, good
         return 0, np.zeros(len(self._rows), np.bool_)
 
     def _templates(self, dtype: str, shape: tuple[int, ...]) -> list[_Template]:
         """Return the templates of this length whose only record is such a tensor, with a checksum."""
         nbytes = prod(shape) * BY_NAME[dtype].itemsize
-        found = []
+        templates = []
         for template in _templates.get(self._length, ()):
-            known = template.resolved
-            plain = known.view.strides is None and not known.view.flags and known.crc32 is not None
-            complete = (known.view.start, nbytes) == (known.record_start, known.record_length)
-            if (known.dtype, known.shape) == (dtype, shape) and plain and complete:
-                found.append(template)
-        return found
+            resolved = template.resolved
+            plain = resolved.view.strides is None and not resolved.view.flags and resolved.crc32 is not None
+            complete = (resolved.view.start, nbytes) == (resolved.record_start, resolved.record_length)
+            if (resolved.dtype, resolved.shape) == (dtype, shape) and plain and complete:
+                templates.append(template)
+        return templates
 
     def _verify(self, start: int, length: int, crc_at: int, good: npt.NDArray[np.bool_]) -> None:
         """Clear ``good`` where a range does not match the CRC-32 at ``crc_at``."""
         stored = np.ascontiguousarray(self._rows[:, crc_at : crc_at + 4]).view("<u4").reshape(-1)
         content, end = self._content, len(self._content)
         begins = range(start, end, self._length)
-        found = np.fromiter((crc32(content[at : at + length]) for at in begins), np.uint32, len(begins))
-        good &= found == stored
+        checksums = np.fromiter(
+            (crc32(content[begin : begin + length]) for begin in begins), np.uint32, len(begins)
+        )
+        good &= checksums == stored

@@ -27,11 +27,11 @@ _NONE32 = 0xFFFFFFFF
 _FLAGS = 0x0808  # bit 3: sizes and CRC follow the payload; bit 11: UTF-8 names
 
 
-def local_header(name: str, at: int) -> bytes:
-    """Return the header of a record that begins at byte ``at``, padded so that its payload is aligned."""
+def local_header(name: str, start: int) -> bytes:
+    """Return the header of a record that begins at byte ``start``, padded so that its payload is aligned."""
     raw = name.encode()
     fixed = 30 + len(raw) + 4
-    pad = -(at + fixed) % ALIGN
+    pad = -(start + fixed) % ALIGN
     # Extra field "FB" is torch's own padding.
     extra = b"FB" + pad.to_bytes(2, "little") + b"Z" * pad
     return (
@@ -47,11 +47,11 @@ def descriptor(crc: int, length: int) -> bytes:
     return struct.pack(f"<4sI2{wide}", b"PK\x07\x08", crc, length, length)
 
 
-def central_entry(name: str, at: int, crc: int, length: int) -> bytes:
+def central_entry(name: str, start: int, crc: int, length: int) -> bytes:
     """Return one row of the central directory; the CRC is at byte 16."""
     raw = name.encode()
-    wide_size, wide_at = length >= _NONE32, at >= _NONE32
-    values = ([length, length] if wide_size else []) + ([at] if wide_at else [])
+    wide_size, wide_start = length >= _NONE32, start >= _NONE32
+    values = ([length, length] if wide_size else []) + ([start] if wide_start else [])
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
     size32 = _NONE32 if wide_size else length
     return (
@@ -73,27 +73,27 @@ def central_entry(name: str, at: int, crc: int, length: int) -> bytes:
             0,
             0,
             0,
-            _NONE32 if wide_at else at,
+            _NONE32 if wide_start else start,
         )
         + raw
         + extra
     )
 
 
-def end_records(count: int, at: int, size: int) -> bytes:
+def end_records(count: int, start: int, size: int) -> bytes:
     """Return the zip64 end record, its locator, and the classic end record: torch always writes all three."""
-    end64 = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at)
-    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, at + size, 1)
+    end64 = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)
     few = min(count, 0xFFFF)
     return (
         end64
         + locator
-        + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, few, few, min(size, _NONE32), min(at, _NONE32), 0)
+        + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, few, few, min(size, _NONE32), min(start, _NONE32), 0)
     )
 
 
-def small_record(name: str, at: int, data: bytes) -> tuple[bytes, bytes]:
+def small_record(name: str, start: int, data: bytes) -> tuple[bytes, bytes]:
     """Return (header + payload + descriptor, directory row) of a record whose bytes are known."""
     crc = crc32(data)
-    record = local_header(name, at) + data + descriptor(crc, len(data))
-    return record, central_entry(name, at, crc, len(data))
+    record = local_header(name, start) + data + descriptor(crc, len(data))
+    return record, central_entry(name, start, crc, len(data))

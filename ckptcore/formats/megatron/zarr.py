@@ -157,8 +157,8 @@ def _add_array(
         builder.unread(key, Unread(error.message, dtype, shape, path))
         return None
     source.explain(path, 0, min(source.listing[path], _zarr.MAX_ARRAY))
-    if array.more:
-        source.carry(path, _zarr.ARRAY, {key: dict(array.more)})
+    if array.extra_fields:
+        source.carry(path, _zarr.ARRAY, {key: dict(array.extra_fields)})
     tensor = builder.tensor(TensorSpec(key, array.dtype.name, array.shape))
     top, _, below = key.partition("/")
     prefix = f"{below}/" if below else ""
