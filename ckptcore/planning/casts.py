@@ -95,43 +95,46 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
     if general is None and not exceptions:
         return Casts({})
     partners = _partners(source, mapped)
-    found: dict[str, str] = {}
-    kept: list[str] = []
+    cast_dtypes: dict[str, str] = {}
+    quantized: list[str] = []
     wide: list[str] = []
     for spec in tensors:
+        # (whether an exception decides, its dtype): the first glob that matches counts, not the narrowest.
         hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
-        wanted = hit[1]
-        if wanted is None or wanted.name == spec.dtype:
+        target_dtype = hit[1]
+        if target_dtype is None or target_dtype.name == spec.dtype:
             continue
-        if not dtypes.get(spec.dtype).is_float or not wanted.is_float:
+        if not dtypes.get(spec.dtype).is_float or not target_dtype.is_float:
             if hit[0]:
                 raise UsageError(
-                    f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}; "
+                    f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {target_dtype.name}; "
                     "only floating-point dtypes are cast"
                 )
             continue
         code, partner = is_code(spec.dtype), partners.get(spec.fqn)
         if hit[0] and code and partner is not None:
             raise UsageError(
-                f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}, without {partner}, "
-                "which its values need",
+                f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {target_dtype.name}, without "
+                f"{partner}, which its values need",
                 hint="leave it out of the globs",
             )
         if not hit[0] and (partner is not None or (code and request.keep_quantized)):
-            kept.append(spec.fqn)
+            quantized.append(spec.fqn)
             continue
-        if not hit[0] and float32 is not None and spec.fqn in float32 and half_dtype(wanted.name):
+        if not hit[0] and float32 is not None and spec.fqn in float32 and half_dtype(target_dtype.name):
             wide.append(spec.fqn)
-            wanted = dtypes.get("float32")
-            if spec.dtype == wanted.name:
+            target_dtype = dtypes.get("float32")
+            if spec.dtype == target_dtype.name:
                 continue
-        found[spec.fqn] = wanted.name
-    findings = [_kept(request, kept)] if kept else []
+        cast_dtypes[spec.fqn] = target_dtype.name
+    findings = [_kept(request, quantized)] if quantized else []
     findings += [_wide(request, wide)] if wide else []
     if request.verb == "export" and float32 is None and half_dtype(request.dtype):
-        rounded = [name for name in found if _OFTEN_FLOAT32.search(name) and half_dtype(found[name])]
+        rounded = [
+            name for name in cast_dtypes if _OFTEN_FLOAT32.search(name) and half_dtype(cast_dtypes[name])
+        ]
         findings += [_rounded(request, rounded)] if rounded else []
-    return Casts(found, tuple(findings))
+    return Casts(cast_dtypes, tuple(findings))
 
 
 def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
@@ -140,11 +143,11 @@ def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
     if not stored:
         return {}
     old = {new: (name,) for name, new in mapped.renamed} | {m.name: m.sources for m in mapped.made}
-    found = {
+    partners = {
         t.fqn: next((stored[n] for n in old.get(t.fqn, (t.fqn,)) if n in stored), None)
         for t in mapped.manifest.tensors
     }
-    return {name: partner for name, partner in found.items() if partner is not None}
+    return {name: partner for name, partner in partners.items() if partner is not None}
 
 
 def _stored(source: Manifest) -> list[TensorSpec]:

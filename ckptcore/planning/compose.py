@@ -130,7 +130,7 @@ class Composed:
 def compose(
     request: Request,
     manifest: Manifest,
-    each: Callable[[FilePlan], None] | None = None,
+    on_file_plan: Callable[[FilePlan], None] | None = None,
     topology: Layouts | None = None,
 ) -> Composed:
     """Plan a request.
@@ -138,7 +138,7 @@ def compose(
     Args:
         request: The output.
         manifest: The source.
-        each: Called with every file's plan as it is made.
+        on_file_plan: Called with every file's plan as it is made.
         topology: Layout of the tensors over the request's mesh; None for the request's rules.
 
     Raises:
@@ -167,7 +167,7 @@ def compose(
     of_diffusers = beside.config is not None and beside.config.of_diffusers
     of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
     layout = _output_layout(request, manifest, writer, of_export)
-    carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
+    carried, carried_findings = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if request.takes_model else None
     if model is not None:
         require_decided(request, manifest, model)
@@ -181,11 +181,12 @@ def compose(
     if by_config and (beside.config is None or any(f.severity != "info" for f in doubts)):
         # The model class proves nothing.
         require_complete(manifest, selected)
-    warnings += [*doubts, *beside.findings, *found, *unused_renames(request, manifest)]
+    warnings += [*doubts, *beside.findings, *carried_findings, *unused_renames(request, manifest)]
     if model is not None:
         warnings += [*_other_parts(model), *left_out_findings(request, manifest, model)]
     if export:
         warnings += unopened(request, beside, [t.fqn for t in mapped.manifest.tensors])
+    # Reads tensors, as nothing else here does: a refusal must come before anything is written.
     require_zero(free, mapped.dropped)
     cast = find_casts(request, manifest, mapped, fitted.float32)
     warnings += cast.findings
@@ -193,6 +194,7 @@ def compose(
     warnings += left_out
     warnings += value_findings(layout, objects) + split_objects(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
+    # Casts were chosen by the names before nesting.
     casts = {moved.get(name, name): dtype for name, dtype in cast.dtypes.items()}
     target = Target(
         format,
@@ -244,7 +246,7 @@ def compose(
         target.arrangement(mapped.manifest.tensors, paths, topology, _order(manifest, mapped)),
         source=manifest,
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
-        each=each,
+        on_file_plan=on_file_plan,
     )
     plan = replace(plan, map_digest=digest_of_map(manifest, mapped), made=mapped.made)
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
@@ -348,11 +350,11 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
 
 def model_names(request: Request, manifest: Manifest) -> dict[str, str]:
     """Return stored name -> name in the model, for the tensors that an export keeps."""
-    inside, found = in_model(manifest, request.model_prefix), dict[str, str]()
+    inside, names_in_model = in_model(manifest, request.model_prefix), dict[str, str]()
     for spec in manifest.tensors:
         if is_kept(spec.fqn, request.include, request.exclude) and (inner := inside(spec.fqn)) is not None:
-            found[spec.fqn] = apply_renames(strip_wrappers(inner), request.rename)
-    return found
+            names_in_model[spec.fqn] = apply_renames(strip_wrappers(inner), request.rename)
+    return names_in_model
 
 
 @dataclass(frozen=True)
@@ -395,9 +397,9 @@ def _fitted(
             )
             raise type(error)(error.message, hint=hint, **error.values) from error
         message = f"what was asked for does not fit the config that was found, {config.url}: {error.message}"
-        kept = [f for f in beside.findings if config.url not in f.message]
+        other_findings = [f for f in beside.findings if config.url not in f.message]
         left = finding("not-loadable", "files", message)
-        without = replace(beside, config=None, findings=(*kept, left))
+        without = replace(beside, config=None, findings=(*other_findings, left))
         return _checked_names(request, manifest, model, None), without
 
 
@@ -488,8 +490,8 @@ def _order(manifest: Manifest, mapped: Mapped) -> tuple[str, ...]:
 def digest_of_map(manifest: Manifest, mapped: Mapped) -> str:
     """Return the digest of how names were mapped, as plans and conversions record it."""
     old = {b: a for a, b in mapped.renamed}
-    kept = {old.get(t.fqn, t.fqn) for t in mapped.manifest.tensors}
-    gone = [t.fqn for t in manifest.tensors if t.fqn not in kept]
+    mapped_names = {old.get(t.fqn, t.fqn) for t in mapped.manifest.tensors}
+    gone = [t.fqn for t in manifest.tensors if t.fqn not in mapped_names]
     return map_digest(mapped.renamed, gone, mapped.ties, (mapped.map, mapped.made))
 
 
@@ -548,9 +550,9 @@ def _part_hint(bare: Mapped, prefixes: Sequence[str]) -> str:
         first = next(name for name in names if name.startswith(prefix))
         options.append(stored.get(first, first).removesuffix(first.removeprefix(prefix)))
     beside = [name for name in names if not name.startswith(tuple(prefixes))]
-    others = f" (or {', '.join(options[1:4])})" if options[1:] else ""
+    alternatives = f" (or {', '.join(options[1:4])})" if options[1:] else ""
     return (
-        f"add --model-prefix {options[0]}{others}: the names below it are the model's"
+        f"add --model-prefix {options[0]}{alternatives}: the names below it are the model's"
         f"{f'; outside of it, and left out: {listed(beside)}' if beside else ''}"
     )
 
@@ -563,8 +565,10 @@ def _fitting_names(
     class_ties: bool,
 ) -> _Fitted:
     named = _named_tensors(request, manifest, model, config)
-    found = named.found
-    warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
+    mapped_names = named.mapped_names
+    warnings, naming = (
+        (list(mapped_names.warnings), mapped_names.map) if mapped_names is not None else ([], None)
+    )
     if config is None or model is None or _of_trainer(request.names):
         mapped = named.tied(manifest, request.tie)
         if config is not None and model is not None:
@@ -696,19 +700,19 @@ def _mapped_to(
 
 def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
     """Apply ties, by the names after a map."""
-    found = remap(mapped.manifest, tie=ties)
+    tied = remap(mapped.manifest, tie=ties)
     uses = Counter(source for m in mapped.made for source in m.sources)
     before = {m.name: m.sources[0] for m in mapped.made if len(m.sources) == 1 and uses[m.sources[0]] == 1}
     before |= {new: old for old, new in mapped.renamed}
-    gone = tuple(replace(d, fqn=before.get(d.fqn, d.fqn)) for d in found.dropped)
-    kept = {t.fqn for t in found.manifest.tensors}
+    gone = tuple(replace(d, fqn=before.get(d.fqn, d.fqn)) for d in tied.dropped)
+    tied_names = {t.fqn for t in tied.manifest.tensors}
     return replace(
         mapped,
-        manifest=found.manifest,
-        renamed=tuple((old, new) for old, new in mapped.renamed if new in kept),
+        manifest=tied.manifest,
+        renamed=tuple((old, new) for old, new in mapped.renamed if new in tied_names),
         dropped=(*mapped.dropped, *gone),
-        ties=found.ties,
-        twins=found.twins,
+        ties=tied.ties,
+        twins=tied.twins,
     )
 
 
@@ -719,18 +723,18 @@ class _Named:
     Attributes:
         bare: The tensors, without ties.
         options: Arguments of `remap`.
-        found: The tensors in another world of names; None if names stay.
+        mapped_names: The tensors in another world of names; None if names stay.
         renamed: The tensors under exact names; None if names stay.
     """
 
     bare: Mapped
     options: Mapping[str, Any]
-    found: MappedNames | None
+    mapped_names: MappedNames | None
     renamed: Mapped | None = None
 
     def tied(self, manifest: Manifest, tie: Sequence[tuple[str, str]]) -> Mapped:
         """Apply ties; manifest: the source."""
-        mapped = self.found.mapped if self.found is not None else None
+        mapped = self.mapped_names.mapped if self.mapped_names is not None else None
         mapped = self.renamed if self.renamed is not None else mapped
         if mapped is not None:
             return _tied(mapped, tie) if tie else mapped
@@ -740,7 +744,7 @@ class _Named:
         """Rename tensors: name -> new name."""
         if not names:
             return self
-        mapped = self.found.mapped if self.found is not None else self.bare
+        mapped = self.mapped_names.mapped if self.mapped_names is not None else self.bare
         return replace(self, renamed=with_names(mapped, names))
 
 
@@ -755,8 +759,8 @@ def _named_tensors(
     if model is not None:
         options |= {"prefix": model.prefix, "also": model.foreign, "unwrap": True}
     bare = remap(manifest, **options)
-    found = _in_world(request, manifest, bare, config) if model is not None else None
-    return _Named(bare, options, found)
+    mapped_names = _in_world(request, manifest, bare, config) if model is not None else None
+    return _Named(bare, options, mapped_names)
 
 
 def _carried_objects(
@@ -770,7 +774,7 @@ def _carried_objects(
         why = "an export holds the model only" if request.verb == "export" else f"no names of {request.names}"
         return {}, [Dropped(b.key, why) for b in manifest.blobs], []
     names = {t.fqn for t in manifest.tensors if not matches(t.fqn, request.exclude)}
-    kept: dict[str, Any] = {}
+    carried_trees: dict[str, Any] = {}
     warnings: list[Finding] = []
     for blob in keep_blobs(manifest.blobs, request.include, request.exclude):
         if not blob.known:
@@ -787,9 +791,9 @@ def _carried_objects(
                 )
             )
             continue
-        kept[blob.key] = tree
-    dropped = [Dropped(b.key, _why_dropped(b, request)) for b in manifest.blobs if b.key not in kept]
-    return kept, dropped, warnings
+        carried_trees[blob.key] = tree
+    dropped = [Dropped(b.key, _why_dropped(b, request)) for b in manifest.blobs if b.key not in carried_trees]
+    return carried_trees, dropped, warnings
 
 
 def _why_dropped(blob: Blob, request: Request) -> str:
@@ -804,10 +808,10 @@ def _why_dropped(blob: Blob, request: Request) -> str:
 
 def _other_parts(model: ModelPart) -> Iterable[Finding]:
     """Yield findings for other parts that could be the model."""
-    for other in model.other_prefixes:
-        message = f"{other[:-1] or 'the top level'} could be the model, too, and is left out"
+    for prefix in model.other_prefixes:
+        message = f"{prefix[:-1] or 'the top level'} could be the model, too, and is left out"
         yield finding(
-            "other-part", "coverage", message, hint=f"export it with --model-prefix {other or chr(39) * 2}"
+            "other-part", "coverage", message, hint=f"export it with --model-prefix {prefix or chr(39) * 2}"
         )
 
 
@@ -858,13 +862,13 @@ def carried_files(
     if not folder or request.single is not None:
         return {}, ()
     try:
-        found = find_files(request, manifest)
+        model_files = find_files(request, manifest)
     except AmbiguousModel as error:
         message = f"no config and no tokenizer is written to {folder}/: {error.message}"
         return {}, (finding("left-beside", "files", message, hint=error.hint),)
-    config = found.config.content if found.config is not None else {}
-    files = {**(found.tokenizer or {}), **(config if _is_model(config) else {})}
-    return {f"{folder}/{name}": data for name, data in files.items()}, found.findings
+    config = model_files.config.content if model_files.config is not None else {}
+    files = {**(model_files.tokenizer or {}), **(config if _is_model(config) else {})}
+    return {f"{folder}/{name}": data for name, data in files.items()}, model_files.findings
 
 
 def _is_model(content: Mapping[str, bytes]) -> bool:
@@ -879,7 +883,7 @@ def unused_renames(request: Request, manifest: Manifest) -> Iterator[Finding]:
     for name in _names(request, manifest) if left else ():
         for old, new in request.rename:
             if applies(name, old):
-                left = [other for other in left if other != old]
+                left = [pattern for pattern in left if pattern != old]
             name = apply_renames(name, [(old, new)])
         if not left:
             return

@@ -35,14 +35,14 @@ _NAMED = 12  # fields in a line of text
 _SECONDS = 300  # to import transformers takes a few
 
 
-def agreement_of(config: Config, others: Sequence[Config]) -> Agreement:
+def agreement_of(config: Config, other_configs: Sequence[Config]) -> Agreement:
     """Compare a config with other ones, as `agreement` does, and complete what only one of two has.
 
     Raises:
         NameMismatch: A config says a number that no model has.
     """
-    first = agreement(config, others)
-    of_hub = [config, *(o for o in others if o.world == HUB)]
+    first = agreement(config, other_configs)
+    of_hub = [config, *(o for o in other_configs if o.world == HUB)]
     if not first.one_sided or importlib.util.find_spec("transformers") is None:
         return first
     asked = {"configs": [dict(c.content) for c in of_hub]}
@@ -69,8 +69,8 @@ def source_configs(manifest: Manifest, names: Iterable[str]) -> list[Config]:
         manifest: The checkpoint.
         names: Of its model's tensors, which show the trainer.
     """
-    found = stored_configs(manifest, suspected(names) or HUB)
-    return [c if c.name.startswith("the ") else replace(c, name=f"the source's {c.name}") for c in found]
+    configs = stored_configs(manifest, suspected(names) or HUB)
+    return [c if c.name.startswith("the ") else replace(c, name=f"the source's {c.name}") for c in configs]
 
 
 def config_beside(request: Request, manifest: Manifest) -> Config | None:
@@ -99,14 +99,14 @@ def require_agreement(config: ConfigFolder, manifest: Manifest, names: Iterable[
     Raises:
         NameMismatch: Two places differ; with both values.
     """
-    others = source_configs(manifest, names)
-    own = any(c.content == config.form for c in others)
-    found = agreement_of(Config(f"--config {config.url}", HUB, config.form), others)
-    for contradiction in found.contradictions:
+    checkpoint_configs = source_configs(manifest, names)
+    is_of_checkpoint = any(c.content == config.form for c in checkpoint_configs)
+    comparison = agreement_of(Config(f"--config {config.url}", HUB, config.form), checkpoint_configs)
+    for contradiction in comparison.contradictions:
         raise NameMismatch(contradiction.text, hint=HINT)
-    if own or not found.unconfirmed:
+    if is_of_checkpoint or not comparison.unconfirmed:
         return ()
-    return (finding("config-unconfirmed", "coverage", unconfirmed_text(found.unconfirmed)),)
+    return (finding("config-unconfirmed", "coverage", unconfirmed_text(comparison.unconfirmed)),)
 
 
 def unconfirmed_text(fields: Sequence[str]) -> str:

@@ -102,31 +102,31 @@ class Expected:
         Raises:
             NameMismatch: With those that are others.
         """
-        others = [*self.inexact, *(() if renaming else self.names)]
-        if not others:
+        inexact_names = [*self.inexact, *(() if renaming else self.names)]
+        if not inexact_names:
             return
-        exact = {name: self.names[name] for name in others if name in self.names}
+        exact = {name: self.names[name] for name in inexact_names if name in self.names}
         called = "; ".join(f"{name} is {right} there" for name, right in [*exact.items()][:1])
         raise NameMismatch(
-            f"{listed(others)}: not what save_pretrained of {self.model} writes, though transformers 5 opens "
-            f"it; other readers do not{f' ({called})' if called else ''}",
+            f"{listed(inexact_names)}: not what save_pretrained of {self.model} writes, though transformers "
+            f"5 opens it; other readers do not{f' ({called})' if called else ''}",
             hint="--names stored keeps the names as they are; for those of the hub, save the model with "
             "save_pretrained",
             missing=[],
-            inexact=others,
+            inexact=inexact_names,
         )
 
     def kept_names(self) -> tuple[Finding, ...]:
         """Return the warning about names that stay others than those that `save_pretrained` writes."""
-        others = [*self.inexact, *self.names]
-        if not others:
+        inexact_names = [*self.inexact, *self.names]
+        if not inexact_names:
             return ()
-        message = f"{listed(others)}: not what save_pretrained of {self.model} writes"
+        message = f"{listed(inexact_names)}: not what save_pretrained of {self.model} writes"
         return (finding("fused-names", "coverage", message),)
 
 
 def check_names(
-    config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
+    config: ConfigFolder, tensor_shapes: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
 ) -> Expected:
     """Compare names and shapes with the model of a config.
 
@@ -137,7 +137,7 @@ def check_names(
 
     Args:
         config: With config.json.
-        found: Name -> shape; None for one that is unknown, and not compared.
+        tensor_shapes: Name -> shape; None for one that is unknown, and not compared.
         arch: ``--arch``; of a config that names no class, it may be the class.
 
     Returns:
@@ -151,8 +151,10 @@ def check_names(
     if find_spec(library) is None:
         hint = "pip install diffusers" if config.of_diffusers else "pip install 'ckptcore[hf]'"
         return _unchecked(f"{library} is not installed", hint)
-    require_possible(config.form, f"--config {config.url}", (s for s in found.values() if s is not None))
-    answer = _ask_model(config, found, arch)
+    require_possible(
+        config.form, f"--config {config.url}", (s for s in tensor_shapes.values() if s is not None)
+    )
+    answer = _ask_model(config, tensor_shapes, arch)
     if "rejected" in answer:
         raise UsageError(
             f"--config {config.url}: {library} builds no model from config.json: {answer['rejected']}",
@@ -201,39 +203,39 @@ def check_names(
 
 
 def _ask_model(
-    config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
+    config: ConfigFolder, tensor_shapes: Mapping[str, tuple[int, ...] | None], arch: str = "auto"
 ) -> Answer:
     """Ask the model of a config; the dtype that the config names makes no other question."""
     form = deepcopy(config.form)
     asked: dict[str, Any]
     if config.of_diffusers:
-        asked = {"config": form, "tensors": found}
+        asked = {"config": form, "tensors": tensor_shapes}
         return ask_once("ckptcore.planning.diffusers_model", asked, seconds=_SECONDS)
     for part in _with_nested(form):
         for name in _DTYPES:
             part.pop(name, None)
-    asked = {"config": form, "tensors": found}
+    asked = {"config": form, "tensors": tensor_shapes}
     if not form.get("architectures") and arch.isidentifier() and not arch.islower():  # a class
         asked["class"] = arch
     return ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
 
 
-def exact_prefixes(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> list[str]:
+def exact_prefixes(config: ConfigFolder, tensor_shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return the prefixes below which names are exactly those of a config's model, the shortest first.
 
     They are those of its files, or of the live model. There is none where transformers builds no model.
 
     Args:
         config: With config.json.
-        found: Name -> shape.
+        tensor_shapes: Name -> shape.
 
     Raises:
         UsageError: transformers would build too many modules.
     """
     if find_spec("diffusers" if config.of_diffusers else "transformers") is None:
         return []
-    require_possible(config.form, f"--config {config.url}", found.values())
-    prefixes: list[str] = _ask_model(config, found).get("prefixes", [])
+    require_possible(config.form, f"--config {config.url}", tensor_shapes.values())
+    prefixes: list[str] = _ask_model(config, tensor_shapes).get("prefixes", [])
     return prefixes
 
 
@@ -371,9 +373,9 @@ def _drop_quantisation(part: dict[str, Any]) -> bool:
 
 def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
     """Set the dtype of a part of a config; return whether it had another one."""
-    others = {k: dtype for k in _DTYPES if isinstance(part.get(k), str) and part[k] not in (dtype, "auto")}
-    part |= others
-    return bool(others)
+    changes = {k: dtype for k in _DTYPES if isinstance(part.get(k), str) and part[k] not in (dtype, "auto")}
+    part |= changes
+    return bool(changes)
 
 
 def _unchecked(reason: str, hint: str) -> Expected:

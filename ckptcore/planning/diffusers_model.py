@@ -36,17 +36,25 @@ def describe(content: Mapping[str, Any], tensors: Mapping[str, Sequence[int] | N
             model = kind.from_config(dict(content))
     except Exception as error:  # a config may have anything
         return {"rejected": brief(error)}
-    wanted = {n: tuple(t.shape) for n, t in model.state_dict().items()}
-    kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    in_float32 = [n for n in wanted if any(part in n.split(".") for part in kept)]
-    found = {n: wanted.get(n, ()) if shape is None else tuple(shape) for n, shape in tensors.items()}
+    model_shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    float32_modules = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    in_float32 = [n for n in model_shapes if any(part in n.split(".") for part in float32_modules)]
+    tensor_shapes = {
+        n: model_shapes.get(n, ()) if shape is None else tuple(shape) for n, shape in tensors.items()
+    }
     mismatch = ModelMismatch(
-        missing=[n for n in wanted if n not in found],
-        unexpected=[n for n in found if n not in wanted],
-        shapes=[(n, found[n], wanted[n]) for n in wanted if n in found and found[n] != wanted[n]],
+        missing=[n for n in model_shapes if n not in tensor_shapes],
+        unexpected=[n for n in tensor_shapes if n not in model_shapes],
+        shapes=[
+            (n, tensor_shapes[n], model_shapes[n])
+            for n in model_shapes
+            if n in tensor_shapes and tensor_shapes[n] != model_shapes[n]
+        ],
         float32=dict.fromkeys(HALF, in_float32),
         prefixes=[
-            p for p in _prefixes(found) if {n[len(p) :] for n in found if n.startswith(p)} == wanted.keys()
+            p
+            for p in _prefixes(tensor_shapes)
+            if {n[len(p) :] for n in tensor_shapes if n.startswith(p)} == model_shapes.keys()
         ],
     )
     return {**mismatch.as_dict(), "class": name}

@@ -32,13 +32,13 @@ class FileForm:
     Attributes:
         tensors: Positions of the tensors, int64 [n].
         group: Class of each tensor, int64 [n].
-        one: The first tensor of each class, as a position in ``tensors``, int64 [classes].
+        first_of_group: The first tensor of each class, as a position in ``tensors``, int64 [classes].
         spreads: The last spreads, by the number of chunks that each class needs.
     """
 
     tensors: Ints
     group: Ints
-    one: Ints
+    first_of_group: Ints
     spreads: dict[bytes, Spread] = field(default_factory=dict)
 
     @property
@@ -54,14 +54,14 @@ class FileForm:
             first: First row of each tensor's chunks, int64 [n]; the same for all files of a form.
         """
         key = counts.tobytes()
-        found = self.spreads.get(key)
-        if found is None:
-            found = Spread.of(counts, self.group, first)
-            if len(found.place) <= _LARGEST:
+        spread = self.spreads.get(key)
+        if spread is None:
+            spread = Spread.of(counts, self.group, first)
+            if len(spread.place) <= _LARGEST:
                 if len(self.spreads) >= _SPREADS:
                     del self.spreads[next(iter(self.spreads))]
-                self.spreads[key] = found
-        return found
+                self.spreads[key] = spread
+        return spread
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Spread:
     @classmethod
     def of(cls, counts: Ints, group: Ints, first: Ints) -> Spread:
         """Return the spread of tensors whose classes need so many chunks."""
-        each = counts[group]
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(each)])
-        within = np.arange(int(ends[-1])) - np.repeat(ends[:-1], each)
+        tensor_counts = counts[group]
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(tensor_counts)])
+        within = np.arange(int(ends[-1])) - np.repeat(ends[:-1], tensor_counts)
         begin = np.cumsum(counts) - counts
-        return cls(np.repeat(first, each), np.repeat(begin[group], each) + within, ends)
+        return cls(np.repeat(first, tensor_counts), np.repeat(begin[group], tensor_counts) + within, ends)
 
 
 class SortOrder:
@@ -110,14 +110,14 @@ class SortOrder:
     def number(self, used: Ints) -> tuple[Ints, Ints]:
         """Return the numbers in use, ascending, and for each use the position of its number."""
         order = self.sort(used)
-        kept = used[order]
-        if not ascends(kept):  # some more than once
-            kept, inverse = np.unique(used, return_inverse=True)
-            return kept.astype(np.int64), inverse.reshape(-1).astype(np.int64)
+        numbers = used[order]
+        if not ascends(numbers):  # some more than once
+            numbers, inverse = np.unique(used, return_inverse=True)
+            return numbers.astype(np.int64), inverse.reshape(-1).astype(np.int64)
         if self._inverse is None:
             self._inverse = np.empty(len(order), np.int64)
             self._inverse[order] = np.arange(len(order))
-        return kept, self._inverse
+        return numbers, self._inverse
 
 
 class Forms:
@@ -131,34 +131,34 @@ class Forms:
                 of one shape with equal chunks.
         """
         self._alike = alike
-        self._known: dict[tuple[int, ...], list[FileForm]] = {}
+        self._forms_by_tensors: dict[tuple[int, ...], list[FileForm]] = {}
 
     def of(self, layout: FileLayout) -> FileForm:
         """Return the form of a file."""
-        known = self._known.pop(layout.tensors, [])
-        self._known[layout.tensors] = known  # the last one
-        while len(self._known) > _FORMS or (len(self._known) > 1 and self.rows > _MOST):
-            del self._known[next(iter(self._known))]
+        forms = self._forms_by_tensors.pop(layout.tensors, [])
+        self._forms_by_tensors[layout.tensors] = forms  # the last one
+        while len(self._forms_by_tensors) > _FORMS or (len(self._forms_by_tensors) > 1 and self.rows > _MOST):
+            del self._forms_by_tensors[next(iter(self._forms_by_tensors))]
         # Boxes are shared between tensors of one shape, and distinguished as objects.
         ids = np.fromiter(map(id, layout.boxes), np.int64, len(layout.boxes))
-        for form in known:
-            if not len(ids) or np.array_equal(ids[form.one][form.group], ids):
+        for form in forms:
+            if not len(ids) or np.array_equal(ids[form.first_of_group][form.group], ids):
                 return form
-        form = self._made(layout.tensors, ids)
-        known.insert(0, form)
-        del known[_SPREADS:]
+        form = self._make_form(layout.tensors, ids)
+        forms.insert(0, form)
+        del forms[_SPREADS:]
         return form
 
     @property
     def rows(self) -> int:
         """Count the tensors and the reads of all forms that are kept."""
-        return sum(form.rows for forms in self._known.values() for form in forms)
+        return sum(form.rows for forms in self._forms_by_tensors.values() for form in forms)
 
-    def _made(self, positions: tuple[int, ...], ids: Ints) -> FileForm:
+    def _make_form(self, positions: tuple[int, ...], ids: Ints) -> FileForm:
         tensors = np.array(positions, np.int64)
         alike = self._alike(tensors)
         if len(ids):
             _, box = np.unique(ids, return_inverse=True)
             alike = alike + (int(alike.max(initial=0)) + 1) * box.reshape(-1)
-        _, one, group = np.unique(alike, return_index=True, return_inverse=True)
-        return FileForm(tensors, group.reshape(-1).astype(np.int64), one.astype(np.int64))
+        _, first_of_group, group = np.unique(alike, return_index=True, return_inverse=True)
+        return FileForm(tensors, group.reshape(-1).astype(np.int64), first_of_group.astype(np.int64))

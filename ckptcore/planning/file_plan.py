@@ -51,7 +51,7 @@ class FilePlan:
         commit: Whether it is written last, see `FileLayout`.
         source: Root URL of the source.
         columns: Its tensors.
-        known: Its known bytes.
+        literal_columns: Its known bytes.
         reads: Chunk columns grouped by tensor; ``reads.item`` points into ``items``.
         op: int8 per read, PLACE or COMPARE.
         items: Items of the source that it needs.
@@ -70,7 +70,7 @@ class FilePlan:
     commit: bool
     source: str
     columns: Tensors
-    known: Literals
+    literal_columns: Literals
     reads: Chunks
     op: npt.NDArray[np.int8]
     items: Items
@@ -88,7 +88,7 @@ class FilePlan:
     @cached_property
     def literals(self) -> tuple[Literal, ...]:
         """Its known bytes, in file order."""
-        return tuple(self.known.rows())
+        return tuple(self.literal_columns.rows())
 
     @cached_property
     def bytes_in(self) -> int:
@@ -108,13 +108,15 @@ class FilePlan:
         count = len(self.columns) + len(self.inputs)
         lo, hi = np.zeros((count, rank), np.int64), np.ones((count, rank), np.int64)
         width = np.ones(count, np.int64)
-        kept, own = len(self.columns), min(rank, self.columns.offset.shape[1])
-        lo[:kept, :own] = self.columns.offset[:, :own]
-        hi[:kept, :own] = lo[:kept, :own] + self.columns.shape[:, :own]
-        width[:kept] = np.array([BY_NAME[d].itemsize for d in self.columns.dtypes], np.int64)[
+        tensor_count, column_rank = len(self.columns), min(rank, self.columns.offset.shape[1])
+        lo[:tensor_count, :column_rank] = self.columns.offset[:, :column_rank]
+        hi[:tensor_count, :column_rank] = (
+            lo[:tensor_count, :column_rank] + self.columns.shape[:, :column_rank]
+        )
+        width[:tensor_count] = np.array([BY_NAME[d].itemsize for d in self.columns.dtypes], np.int64)[
             self.columns.source_dtype
         ]
-        for n, t in enumerate(self.inputs, kept):
+        for n, t in enumerate(self.inputs, tensor_count):
             lo[n, : len(t.shape)], hi[n, : len(t.shape)] = t.offset, t.box.end
             width[n] = BY_NAME[t.source_dtype].itemsize
         return lo, hi, width
@@ -136,8 +138,8 @@ class FilePlan:
     @property
     def weight(self) -> int:
         """Approximate bytes of memory."""
-        text = sum(map(len, self.known.texts))
-        return 200 * (len(self.reads) + len(self.columns) + len(self.known.text)) + text
+        text = sum(map(len, self.literal_columns.texts))
+        return 200 * (len(self.reads) + len(self.columns) + len(self.literal_columns.text)) + text
 
     @cached_property
     def digest(self) -> bytes:
@@ -166,7 +168,7 @@ class FilePlan:
         if self.derived:
             head["derived"] = dump_derived(self.derived)
             head["inputs"] = [[t.name, t.dtype, list(t.shape)] for t in self.inputs]
-        arrays |= self.known.parts()
+        arrays |= self.literal_columns.parts()
         arrays |= {
             "first": r.first,
             "lo": r.lo,
@@ -292,18 +294,18 @@ class Tensors:
     def boxes(self) -> tuple[Box, ...]:
         """The box of each tensor in the file; neighbours with equal boxes share one."""
         columns = np.column_stack((self.rank, self.offset, self.shape))
-        fresh = np.ones(len(self), np.bool_)
-        fresh[1:] = some(columns[1:] != columns[:-1])
-        made = [
+        differs = np.ones(len(self), np.bool_)
+        differs[1:] = some(columns[1:] != columns[:-1])
+        distinct_boxes = [
             Box(tuple(offset[:rank]), tuple(shape[:rank]))
             for rank, offset, shape in zip(
-                self.rank[fresh].tolist(),
-                self.offset[fresh].tolist(),
-                self.shape[fresh].tolist(),
+                self.rank[differs].tolist(),
+                self.offset[differs].tolist(),
+                self.shape[differs].tolist(),
                 strict=True,
             )
         ]
-        return tuple(made[n] for n in (np.cumsum(fresh) - 1).tolist())
+        return tuple(distinct_boxes[n] for n in (np.cumsum(differs) - 1).tolist())
 
     def rows(self) -> Iterator[PlannedTensor]:
         """Yield the tensors as objects."""
@@ -363,13 +365,15 @@ class Literals:
     def of(cls, literals: Sequence[Literal]) -> Literals:
         """Return the columns of literals."""
         data = [x.data for x in literals]
-        apart = {id(d): d for d in data}
-        if len(apart) == 1:  # the metadata of a large job is half a gigabyte, and hashing it takes as long
-            texts, text = tuple(apart.values()), np.zeros(len(data), np.int64)
+        text_of_id = {id(d): d for d in data}
+        if (
+            len(text_of_id) == 1
+        ):  # the metadata of a large job is half a gigabyte, and hashing it takes as long
+            texts, text = tuple(text_of_id.values()), np.zeros(len(data), np.int64)
         else:
-            known: dict[bytes, int] = {}
-            one = {n: known.setdefault(d, len(known)) for n, d in apart.items()}
-            texts, text = tuple(known), np.array([one[id(d)] for d in data], np.int64)
+            index_of_text: dict[bytes, int] = {}
+            index_of_id = {n: index_of_text.setdefault(d, len(index_of_text)) for n, d in text_of_id.items()}
+            texts, text = tuple(index_of_text), np.array([index_of_id[id(d)] for d in data], np.int64)
         start = np.array([x.start for x in literals], np.int64)
         patches = [(n, *crc) for n, x in enumerate(literals) if x.crc_at for crc in x.crc_at]
         return cls(texts, text, start, np.array(patches, np.int64).reshape(-1, 3))
@@ -377,8 +381,8 @@ class Literals:
     def rows(self) -> Iterator[Literal]:
         """Yield the literals as objects; equal texts are one object."""
         patches: dict[int, list[tuple[int, int]]] = {}
-        for n, at, tensor in self.patches.tolist():
-            patches.setdefault(n, []).append((at, tensor))
+        for n, offset, tensor in self.patches.tolist():
+            patches.setdefault(n, []).append((offset, tensor))
         for n, (text, start) in enumerate(zip(self.text.tolist(), self.start.tolist(), strict=True)):
             yield Literal(start, self.texts[text], tuple(patches.get(n, ())))
 

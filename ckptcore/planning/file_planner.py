@@ -34,7 +34,7 @@ from ckptcore.utils.row_wise import every
 def file_plans(
     layouts: Iterable[FileLayout],
     manifest: Manifest,
-    wanted: Sequence[TensorSpec],
+    written: Sequence[TensorSpec],
     twins: Manifest | None,
     followers: Mapping[int, Sequence[int]],
 ) -> Iterator[FilePlan]:
@@ -43,11 +43,11 @@ def file_plans(
     Args:
         layouts: File layouts of a writer.
         manifest: The source, under the output's names.
-        wanted: The manifest's tensors as they are written.
+        written: The manifest's tensors as they are written.
         twins: Tensors that are only compared, or None.
         followers: Position of a tensor -> positions of its twins.
     """
-    planner = _Planner(manifest, wanted, twins, followers)
+    planner = _Planner(manifest, written, twins, followers)
     for n, layout in enumerate(layouts):
         yield planner.plan(n, layout)
 
@@ -58,7 +58,7 @@ class _Planner:
     def __init__(
         self,
         manifest: Manifest,
-        wanted: Sequence[TensorSpec],
+        written: Sequence[TensorSpec],
         twins: Manifest | None,
         followers: Mapping[int, Sequence[int]],
     ) -> None:
@@ -68,13 +68,13 @@ class _Planner:
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
         self._overlaps = Overlaps(manifest.chunks)
         self._items = ItemSubsets(manifest.items)
-        self._rank = max((len(t.shape) for t in wanted), default=0)
-        self._fqns = [t.fqn for t in wanted]
-        self._full = np.ones((len(wanted), self._rank), np.int64)
-        self._ranks = np.array([len(t.shape) for t in wanted], np.int64)
+        self._rank = max((len(t.shape) for t in written), default=0)
+        self._fqns = [t.fqn for t in written]
+        self._full = np.ones((len(written), self._rank), np.int64)
+        self._ranks = np.array([len(t.shape) for t in written], np.int64)
         shapes: dict[tuple[int, ...], int] = {}
-        self._shape = np.zeros(len(wanted), np.int64)  # equal for tensors of one shape
-        for n, spec in enumerate(wanted):
+        self._shape = np.zeros(len(written), np.int64)  # equal for tensors of one shape
+        for n, spec in enumerate(written):
             self._full[n, : len(spec.shape)] = spec.shape
             self._shape[n] = shapes.setdefault(spec.shape, len(shapes))
         self._shapes = len(shapes)
@@ -82,14 +82,14 @@ class _Planner:
         chunks = manifest.chunks
         # Readers that add items as they add chunks: then a chunk has the number of its item.
         self._own_items = bool((chunks.item == np.arange(len(chunks.item))).all())
-        both = [t.dtype for t in (*wanted, *manifest.tensors)]
-        self._dtypes = tuple(sorted(set(both)))
+        spec_dtypes = [t.dtype for t in (*written, *manifest.tensors)]
+        self._dtypes = tuple(sorted(set(spec_dtypes)))
         code = {d: n for n, d in enumerate(self._dtypes)}
-        codes = np.array([code[d] for d in both], np.int8)
-        self._dtype, self._source_dtype = codes[: len(wanted)], codes[len(wanted) :]
+        codes = np.array([code[d] for d in spec_dtypes], np.int8)
+        self._dtype, self._source_dtype = codes[: len(written)], codes[len(written) :]
         # Names, literals and starts of the last few files are mostly those of the next one.
         self._names: _Recent[int, tuple[str, ...]] = _Recent(self._names_of)
-        self._known: _Recent[Literal, Literals] = _Recent(Literals.of)
+        self._literals: _Recent[Literal, Literals] = _Recent(Literals.of)
         self._starts: _Recent[Slot, Ints] = _Recent(_start)
 
     def plan(self, index: int, layout: FileLayout) -> FilePlan:
@@ -115,7 +115,7 @@ class _Planner:
             layout.commit,
             manifest.root,
             planned,
-            self._known.get(layout.literals),
+            self._literals.get(layout.literals),
             Chunks(first, lo, shape, renumbered, view),
             op,
             items,
@@ -133,13 +133,13 @@ class _Planner:
     def _tensors(self, layout: FileLayout, form: FileForm) -> tuple[Tensors, list[Box | None]]:
         """Return the tensors' columns, and the box of each class: None for entire tensors."""
         tensors = form.tensors
-        full = self._full.take(tensors[form.one], axis=0)
+        full = self._full.take(tensors[form.first_of_group], axis=0)
         offset, shape = np.zeros_like(full), full
         boxes: list[Box | None] = [None] * len(full)
         if layout.boxes:
             shape = np.ones_like(full)
-            for n, at in enumerate(form.one.tolist()):
-                boxes[n] = b = layout.boxes[at]
+            for n, position in enumerate(form.first_of_group.tolist()):
+                boxes[n] = b = layout.boxes[position]
                 offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
             for n in np.flatnonzero(every(shape == full)).tolist():
                 boxes[n] = None
@@ -171,18 +171,20 @@ class _Planner:
         A chunk named twice in the metadata is read once.
         """
         chunks, tensors = self._manifest.chunks, form.tensors
-        one = tensors[form.one].tolist()
-        found = [self._overlaps.rows(t, box) for t, box in zip(one, boxes, strict=True)]
-        spread = form.spread(np.array([len(rows) for rows in found], np.int64), chunks.first[tensors])
+        first_tensors = tensors[form.first_of_group].tolist()
+        group_rows = [self._overlaps.rows(t, box) for t, box in zip(first_tensors, boxes, strict=True)]
+        spread = form.spread(np.array([len(rows) for rows in group_rows], np.int64), chunks.first[tensors])
         none = np.zeros(0, np.int64)
-        rows = spread.begin + np.concatenate([none, *found])[spread.place]
+        rows = spread.begin + np.concatenate([none, *group_rows])[spread.place]
         if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
-            each = np.split(rows, spread.first[1:-1]) if len(tensors) else []
+            tensor_rows = np.split(rows, spread.first[1:-1]) if len(tensors) else []
             cut = [boxes[n] for n in form.group.tolist()]
-            columns, first, op = self._with_twins(tensors, cut, each, self._twins)
+            columns, first, op = self._with_twins(tensors, cut, tensor_rows, self._twins)
             return columns, spread, first, op
         # The boxes of a class are those of its first tensor, which are few, and close together.
-        alike = np.concatenate([none, *(chunks.first[t] + rows for t, rows in zip(one, found, strict=True))])
+        alike = np.concatenate(
+            [none, *(chunks.first[t] + rows for t, rows in zip(first_tensors, group_rows, strict=True))]
+        )
         columns = (
             chunks.lo.take(alike, axis=0).take(spread.place, axis=0),
             chunks.shape.take(alike, axis=0).take(spread.place, axis=0),
@@ -212,26 +214,28 @@ class _Planner:
 
 
 Part = TypeVar("Part")
-Made = TypeVar("Made")
+Product = TypeVar("Product")
 _RECENT = 32  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more
 
 
-class _Recent(Generic[Part, Made]):
+class _Recent(Generic[Part, Product]):
     """What was made of the last few tuples; equal tuples share it."""
 
-    def __init__(self, make: Callable[[tuple[Part, ...]], Made]) -> None:
+    def __init__(self, make: Callable[[tuple[Part, ...]], Product]) -> None:
         self._make = make
-        self._kept: list[tuple[tuple[Part, ...], Made]] = []
+        self._products: list[tuple[tuple[Part, ...], Product]] = []
 
-    def get(self, parts: tuple[Part, ...]) -> Made:
+    def get(self, parts: tuple[Part, ...]) -> Product:
         """Return what is made of a tuple."""
-        for known, made in self._kept:
+        for recent_parts, product in self._products:
             # The last parts of other tuples differ, and comparing all parts takes as long as making.
-            if known is parts or (len(known) == len(parts) and known[-1:] == parts[-1:] and known == parts):
-                return made
-        made = self._make(parts)
-        self._kept = [(parts, made), *self._kept[: _RECENT - 1]]
-        return made
+            if recent_parts is parts or (
+                len(recent_parts) == len(parts) and recent_parts[-1:] == parts[-1:] and recent_parts == parts
+            ):
+                return product
+        product = self._make(parts)
+        self._products = [(parts, product), *self._products[: _RECENT - 1]]
+        return product
 
 
 def _start(slots: tuple[Slot, ...]) -> Ints:

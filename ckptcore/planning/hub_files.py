@@ -182,29 +182,29 @@ def json_object(data: bytes) -> dict[str, Any] | None:
         return None
 
 
-def look(url: str, *, inside: str | None = None, known: Folder | None = None) -> HubFolder:
+def look(url: str, *, inside: str | None = None, listing: Folder | None = None) -> HubFolder:
     """List the small files at the top of a folder; none if there is no such folder.
 
     Args:
         url: The folder.
         inside: Ignore links to files outside of this local folder; None to follow all.
-        known: The listing of the folder, or None to list it.
+        listing: The listing of the folder, or None to list it.
 
     Raises:
         StorageTrouble: The storage failed.
         UsageError: The URL cannot be used.
     """
-    here = folder_at(url) if known is None else known
-    found = dict(here.files)
+    folder = folder_at(url) if listing is None else listing
+    sizes = dict(folder.files)
     for name in _FOLDERS:
-        if name in here.folders:
+        if name in folder.folders:
             below = folder_at(join_url(url, name))
-            found |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
-    modules = _module_files(url, here)
+            sizes |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
+    modules = _module_files(url, folder)
     names: dict[str, tuple[int, str]] = {}
     too_large: dict[str, tuple[int, str]] = {}
     left_out: list[str] = []
-    for name, nbytes in {**found, **modules}.items():
+    for name, nbytes in {**sizes, **modules}.items():
         role = _role(name) or (OTHER if name in modules or _is_other(name) else None)
         if role is None:
             left_out += [] if _TRAINING.match(name) or "/" in name else [name]
@@ -214,17 +214,17 @@ def look(url: str, *, inside: str | None = None, known: Folder | None = None) ->
     if len(names) > _MAX_FILES:
         names = {n: v for n, v in names.items() if not n.endswith(".py")}
     # The card is read for its licence and base model alone, and never copied.
-    if CARD in found and found[CARD] <= MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
-        names[CARD] = found[CARD], ""
+    if CARD in sizes and sizes[CARD] <= MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
+        names[CARD] = sizes[CARD], ""
     return HubFolder(url, names, too_large, tuple(left_out)).without_others()
 
 
-def _module_files(url: str, here: Folder) -> dict[str, int]:
+def _module_files(url: str, folder: Folder) -> dict[str, int]:
     """Return the files of the modules of sentence-transformers, weights among them; {} for another folder."""
-    if _MODULES not in here.files:
+    if _MODULES not in folder.files:
         return {}
     files: dict[str, int] = {}
-    for name in filter(_MODULE.match, here.folders):
+    for name in filter(_MODULE.match, folder.folders):
         below = folder_at(join_url(url, name))
         files |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
     return files
@@ -250,13 +250,13 @@ def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
                 hint="try a JSON file",
             )
         return HubFolder(url, {name: (nbytes, MODEL)}, _content={name: _file_bytes(url, nbytes)})
-    here = folder_at(url)
-    if not here.files and not here.folders:
+    folder = folder_at(url)
+    if not folder.files and not folder.folders:
         raise UsageError(
             f"cannot read {option} {url}: it does not exist, or is empty",
             hint=hub_hint(url) or "try a folder or a file",
         )
-    return look(url, known=here)
+    return look(url, listing=folder)
 
 
 def front_matter(card: bytes) -> dict[str, Any]:
@@ -265,11 +265,11 @@ def front_matter(card: bytes) -> dict[str, Any]:
     >>> front_matter(b"---\nlicense: mit\n---\n# x")
     {'license': 'mit'}
     """
-    found = re.match(r"---\r?\n(.{0,65536}?)\r?\n---\s", card.decode(errors="replace"), re.DOTALL)
-    if found is None:
+    header = re.match(r"---\r?\n(.{0,65536}?)\r?\n---\s", card.decode(errors="replace"), re.DOTALL)
+    if header is None:
         return {}
     try:
-        form = load_yaml(found[1])
+        form = load_yaml(header[1])
     except InvalidText:  # only licence and base model are used
         return {}
     return form if isinstance(form, dict) else {}
@@ -315,8 +315,8 @@ def left_out(folder: HubFolder) -> str:
         *sorted(folder.left_out),
         *sorted(n for n, (_, role) in folder.too_large.items() if role == OTHER),
     ]
-    more = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+    rest = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
+    return ", ".join(names[:_MAX_LISTED]) + rest
 
 
 def _file_size(url: str) -> int | None:

@@ -39,9 +39,9 @@ _MOST_FILES = 256
 def ask_once(module: str, asked: object, *, seconds: float | None) -> Answer:
     """Ask as `transformers_process.ask`, unless the answer is kept; keep it, if it is no failure."""
     place = _place(module, asked)
-    kept = None if place is None else _kept(place)
-    if kept is not None:
-        return kept
+    stored_answer = None if place is None else _kept(place)
+    if stored_answer is not None:
+        return stored_answer
     answer = transformers_process.ask(module, asked, seconds=seconds)
     if place is not None and not any(answer.get(key) for key in _FAILED):
         with suppress(OSError):  # a full disk, a read-only home: the next command asks again
@@ -65,9 +65,9 @@ def _place(module: str, asked: object) -> Path | None:
 
 
 def _folder() -> Path | None:
-    given = os.environ.get(VARIABLE)
-    if given is not None:
-        return Path(given) / _FOLDER if given else None
+    cache_path = os.environ.get(VARIABLE)
+    if cache_path is not None:
+        return Path(cache_path) / _FOLDER if cache_path else None
     import platformdirs
 
     folder = platformdirs.user_cache_path("ckptcore")
@@ -101,8 +101,8 @@ def _code() -> Iterator[object]:
 
 def _files(folder: Path) -> Iterable[object]:
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda each: each.name)
-    for entry in found:
+        children = sorted(entries, key=lambda child: child.name)
+    for entry in children:
         if entry.is_dir():
             yield from _files(Path(entry.path))
         elif entry.name.endswith((".py", ".toml")):
@@ -113,9 +113,10 @@ def _kept(place: Path) -> Answer | None:
     """Return the answer in a file, if this user wrote it, nobody else may write it, and it is complete."""
     try:
         _require_private(place.parent)
+        # To open a FIFO for reading would wait for a writer, but for O_NONBLOCK.
         with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode) or not _is_private(about) or about.st_size > _MOST_BYTES:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or not _is_private(status) or status.st_size > _MOST_BYTES:
                 return None
             digest, _, text = file.read().partition(b"\n")
     except OSError:
@@ -133,6 +134,7 @@ def _keep(place: Path, answer: Answer) -> None:
         return
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_private(place.parent)
+    # Other processes may read this answer: the rename shows them all of it, or none.
     draft = place.with_suffix(f".{os.getpid()}.draft")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
@@ -150,22 +152,22 @@ def _digest(place: Path, text: bytes) -> bytes:
 
 
 def _remove_oldest(folder: Path) -> None:
-    found = []
+    dated_paths = []
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name):
             with suppress(FileNotFoundError):  # another process removed it
-                found.append((path.lstat().st_mtime_ns, path))
-    for _, old in sorted(found)[:-_MOST_FILES]:
+                dated_paths.append((path.lstat().st_mtime_ns, path))
+    for _, old in sorted(dated_paths)[:-_MOST_FILES]:
         with suppress(OSError):  # a folder of that name
             old.unlink()
 
 
 def _require_private(folder: Path) -> None:
     """Require a folder, no link to one, where this user alone may write: files of others stay untouched."""
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or not _is_private(about):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or not _is_private(status):
         raise PermissionError(f"{folder} is not this user's alone")
 
 
-def _is_private(about: os.stat_result) -> bool:
-    return about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

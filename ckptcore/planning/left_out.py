@@ -29,8 +29,8 @@ def require_decided(request: Request, manifest: Manifest, model: ModelPart) -> N
     strays = [name for name in model.strays if is_kept(name, request.include, request.exclude)]
     if not strays:
         return
-    others = {spec.fqn for spec in manifest.tensors} - set(strays)
-    globs = covering(strays, others)[:4]
+    other_names = {spec.fqn for spec in manifest.tensors} - set(strays)
+    globs = covering(strays, other_names)[:4]
     place = model.prefix or "the model at the top level"
     raise AmbiguousModel(
         f"the optimizer has state for {count(len(strays), 'tensor')} outside of {place}: {some(strays)}",
@@ -80,11 +80,11 @@ def left_out_findings(request: Request, manifest: Manifest, model: ModelPart) ->
     for kind in (AVERAGE, _UNKNOWN):
         names = tensors.get(kind, [])
         if names:
-            what = (
+            label = (
                 "an average of weights" if kind == AVERAGE else "outside of the model, and no training state"
             )
             size = f"{count(len(names), 'tensor')}, {show_size(sizes[kind])}"
-            yield finding("left-out-weights", "coverage", f"left out, {what} ({size}): {some(names)}")
+            yield finding("left-out-weights", "coverage", f"left out, {label} ({size}): {some(names)}")
 
 
 def _unknown_kind(

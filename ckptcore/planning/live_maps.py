@@ -95,10 +95,10 @@ def map_live_names(
     rules = (live_map if to == HUB else hub_map)(family, names, content, shapes)
     matched = match(rules, mapped.manifest.tensors, {})
     require_fit(matched, mapped.manifest.tensors, part=part)
-    found = converted(mapped.manifest, matched)
+    conversion = converted(mapped.manifest, matched)
     numbers = {k: (v, source_name) for k, v in numbers_of(family, content or {}).items()}
-    how = NameMap(rules.arch, world, to, f"{because} ({rules.version})", numbers, rules.digest)
-    return MappedNames(composed(mapped, found), how, found, tuple(lacking(matched)))
+    name_map = NameMap(rules.arch, world, to, f"{because} ({rules.version})", numbers, rules.digest)
+    return MappedNames(composed(mapped, conversion), name_map, conversion, tuple(lacking(matched)))
 
 
 def _named_config(
@@ -116,15 +116,15 @@ def _family(
 ) -> LiveFamily | None:
     """Return the frozen family, else the one of the installed transformers."""
     if arch != "auto":
-        found = called(arch) or (
+        family = called(arch) or (
             frozen_family(config) if config is not None and arch in _calls(config) else None
         )
-        if found is None:
+        if family is None:
             raise UsageError(
                 f"no map of live modules is called {arch!r}, or its classes have different ones",
                 hint="try --arch with the class of the model, or --config with its config.json",
             )
-        return found
+        return family
     return family_of_config(config, tensors) if config is not None else None
 
 
@@ -147,9 +147,9 @@ def family_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int,
         UsageError: There are such names, and transformers builds no model.
     """
     calls = _calls(config)
-    found = frozen_family(config)
-    if found is not None or not calls:
-        return found
+    frozen = frozen_family(config)
+    if frozen is not None or not calls:
+        return frozen
     kind = calls[-1]
     if importlib.util.find_spec("transformers") is None:
         if any(map(_is_fused, tensors)):
@@ -185,8 +185,8 @@ def answer(config: Mapping[str, Any]) -> Answer:
         return {"error": brief(error)}
     form = family_of(model, model.config.model_type, [type(model).__name__])
     steps = {
-        name: [s.model_dump(mode="json", by_alias=True, exclude_defaults=True) for s in found]
-        for name, found in entries_of(p.entry for p in form.parts).items()
+        name: [s.model_dump(mode="json", by_alias=True, exclude_defaults=True) for s in entry_steps]
+        for name, entry_steps in entries_of(p.entry for p in form.parts).items()
     }
     return {"family": form.model_dump(mode="json"), "entries": steps, "version": library.__version__}
 

@@ -78,13 +78,13 @@ def _described(content: dict[str, Any], tensors: Mapping[str, Sequence[int] | No
         return {"error": brief(error)}
     except Exception as error:  # any failure of a third-party model class: the config does not fit
         return {"rejected": brief(error)}
-    own = {name: tuple(t.shape) for name, t in model.state_dict().items() if hasattr(t, "shape")}
+    model_shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if hasattr(t, "shape")}
     try:
         outcome = compare(
             model, {name: None if shape is None else tuple(shape) for name, shape in tensors.items()}
         )
     except Exception as error:  # the export's fault where the loader takes what the model itself has
-        compare(built(content, name), own)
+        compare(built(content, name), model_shapes)
         outcome = ModelMismatch(broken=[brief(error)])
     return {"class": type(model).__name__} | outcome.as_dict()
 
@@ -102,11 +102,11 @@ def class_of(content: Mapping[str, Any]) -> str:
 def classes_of(model_type: str) -> list[str]:
     """Return the classes of a model type, the usual ones first."""
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-    found: dict[str, None] = {}
+    class_names: dict[str, None] = {}
     for table in _TABLES:
         names = getattr(auto, f"MODEL_{table}MAPPING_NAMES", {}).get(model_type, ())
-        found |= dict.fromkeys([names] if isinstance(names, str) else names)
-    return [*found]
+        class_names |= dict.fromkeys([names] if isinstance(names, str) else names)
+    return [*class_names]
 
 
 def built(content: Mapping[str, Any], name: str = "") -> Any:

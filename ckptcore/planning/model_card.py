@@ -91,8 +91,8 @@ def fingerprint_line(fingerprint: str) -> bytes:
 
 def provenance(card: str) -> tuple[str, str, str] | None:
     """Read (source, digest of its manifest, version) from a README; None if `model_card` did not write it."""
-    found = _PROVENANCE.search(card)
-    return (uncoded(found["source"]), found["digest"], found["version"]) if found else None
+    match = _PROVENANCE.search(card)
+    return (uncoded(match["source"]), match["digest"], match["version"]) if match else None
 
 
 def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
@@ -102,8 +102,8 @@ def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
 
 def is_untouched(card: bytes, name: str) -> bool:
     """Return whether `model_card` wrote the README of a folder of this name, and nobody edited it."""
-    found = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
-    return found is not None and found["title"] in (prose(name, _MOST_TITLE), name)
+    match = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
+    return match is not None and match["title"] in (prose(name, _MOST_TITLE), name)
 
 
 def _head(files: ModelFiles) -> Iterator[str]:
@@ -157,8 +157,8 @@ def _facts(
 
 
 def _major(version: object) -> int:
-    found = re.match(r"\d{1,4}", version) if isinstance(version, str) else None
-    return int(found[0]) if found else 0
+    match = re.match(r"\d{1,4}", version) if isinstance(version, str) else None
+    return int(match[0]) if match else 0
 
 
 def _clean_url(url: str) -> str:

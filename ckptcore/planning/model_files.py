@@ -112,12 +112,12 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
     findings = []
     places = _Places(request, manifest)
     if config is None and request.config != NONE and not single:
-        config = _nearest("config", places.every())
+        config = _nearest("config", places.nearest_first())
         if config is not None:
             findings.append(_found_finding("config.json", config))
-    own = config is not None and config.has_tokenizer()
-    if tokenizer is None and request.tokenizer != NONE and not own and not single:
-        tokenizer = _nearest("tokenizer", places.every())
+    config_has_tokenizer = config is not None and config.has_tokenizer()
+    if tokenizer is None and request.tokenizer != NONE and not config_has_tokenizer and not single:
+        tokenizer = _nearest("tokenizer", places.nearest_first())
         if tokenizer is not None:
             findings.append(_found_finding("the tokenizer", tokenizer))
     return _collected(request, config, tokenizer, findings)
@@ -169,7 +169,7 @@ def find_adapter_files(
     config = named
     if named is None or not named.has_adapter():
         if request.config != NONE:
-            config = _nearest("adapter config", places.every())
+            config = _nearest("adapter config", places.nearest_first())
             if config is not None:
                 findings.append(_found_finding("adapter_config.json", config))
         if config is None and named is not None and trainer_form is None:
@@ -180,7 +180,7 @@ def find_adapter_files(
             )
     if tokenizer is None and request.tokenizer != NONE and not single:
         near = [f for f in (named, config) if f is not None and f.has_tokenizer()]
-        tokenizer = near[0] if near else _nearest("tokenizer", places.every())
+        tokenizer = near[0] if near else _nearest("tokenizer", places.nearest_first())
         if tokenizer is not None and not near:
             findings.append(_found_finding("the tokenizer", tokenizer))
     if tokenizer is not None:
@@ -208,7 +208,7 @@ def _base_config(request: Request, named: HubFolder | None, places: _Places) -> 
     """Return the config.json of the model that an adapter belongs to: the named one, or the nearest."""
     if named is None or not named.has_config():
         try:
-            named = None if request.config == NONE else _nearest("config", places.every())
+            named = None if request.config == NONE else _nearest("config", places.nearest_first())
         except AmbiguousModel:  # no evidence: nothing of it is published
             named = None
     return None if named is None else ConfigFolder(named.url, named.of(MODEL))
@@ -217,26 +217,32 @@ def _base_config(request: Request, named: HubFolder | None, places: _Places) -> 
 def _collected(
     request: Request, config: HubFolder | None, tokenizer: HubFolder | None, findings: list[Finding]
 ) -> ModelFiles:
-    other = tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
-    kept = [MODEL, LEGAL, OTHER]
-    kept += [] if other is not None or request.tokenizer == NONE else [TOKENIZER]
+    tokenizer_folder = (
+        tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
+    )
+    roles = [MODEL, LEGAL, OTHER]
+    roles += [] if tokenizer_folder is not None or request.tokenizer == NONE else [TOKENIZER]
     if config is not None and (names := left_out(config)):
         message = f"files of {config.url} are left out: {names}"
         findings = [*findings, finding("left-beside", "files", message)]
     findings = [
         *findings,
-        *(_too_large(config, kept) if config is not None else ()),
-        *(_too_large(other, [TOKENIZER, LEGAL]) if other is not None else ()),
+        *(_too_large(config, roles) if config is not None else ()),
+        *(_too_large(tokenizer_folder, [TOKENIZER, LEGAL]) if tokenizer_folder is not None else ()),
     ]
-    folder = None if config is None else ConfigFolder(config.url, config.of(*kept))
+    folder = None if config is None else ConfigFolder(config.url, config.of(*roles))
     content = folder.content if folder is not None else {}
-    beside = {n: d for n, d in other.of(TOKENIZER, LEGAL).items() if n not in content} if other else None
+    beside = (
+        {n: d for n, d in tokenizer_folder.of(TOKENIZER, LEGAL).items() if n not in content}
+        if tokenizer_folder
+        else None
+    )
     card = {} if config is None or CARD not in config.names else front_matter(config.read(CARD))
     licence = card.get("license")
     return ModelFiles(
         folder,
         beside,
-        other.url if other is not None else "",
+        tokenizer_folder.url if tokenizer_folder is not None else "",
         tuple(findings),
         _base_model(config, card.get("base_model")),
         licence if isinstance(licence, str) else "",
@@ -276,8 +282,8 @@ def _require_object(config: HubFolder, url: str) -> None:
         raise UsageError(f"--config {url}: config.json is not a JSON object")
 
 
-def _found_finding(what: str, folder: HubFolder) -> Finding:
-    return finding("found-files", "files", f"{what} is taken from {folder.url}, which no option names")
+def _found_finding(label: str, folder: HubFolder) -> Finding:
+    return finding("found-files", "files", f"{label} is taken from {folder.url}, which no option names")
 
 
 def _too_large(folder: HubFolder, roles: Collection[str]) -> Iterator[Finding]:
@@ -293,30 +299,30 @@ class _Places:
     """The folders to search, place by place, nearest first; each is listed once."""
 
     def __init__(self, request: Request, manifest: Manifest) -> None:
-        self._more = _places_outwards(request, manifest)
-        self._seen: list[list[HubFolder]] = []
+        self._unlisted = _places_outwards(request, manifest)
+        self._listed: list[list[HubFolder]] = []
 
-    def every(self) -> Iterator[list[HubFolder]]:
+    def nearest_first(self) -> Iterator[list[HubFolder]]:
         """Yield all of them, without listing one twice."""
-        yield from self._seen
-        for place in self._more:
-            self._seen.append(place)
+        yield from self._listed
+        for place in self._unlisted:
+            self._listed.append(place)
             yield place
 
 
-def _nearest(what: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
-    is_one, role = _IS[what]
+def _nearest(kind: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
+    is_one, role = _IS[kind]
     for place in places:
-        found = [folder for folder in place if is_one(folder)]
-        if len(found) > 1 and not agree(found, role):
-            urls = ", ".join(folder.url for folder in found[:8])
+        candidates = [folder for folder in place if is_one(folder)]
+        if len(candidates) > 1 and not agree(candidates, role):
+            urls = ", ".join(folder.url for folder in candidates[:8])
             raise AmbiguousModel(
-                f"cannot choose the model's {what}: several match (got {urls})",
-                hint=f"try --{what.split()[-1]} {found[0].url}, or --{what.split()[-1]} {NONE}",
-                candidates=[folder.url for folder in found],
+                f"cannot choose the model's {kind}: several match (got {urls})",
+                hint=f"try --{kind.split()[-1]} {candidates[0].url}, or --{kind.split()[-1]} {NONE}",
+                candidates=[folder.url for folder in candidates],
             )
-        if found:
-            return found[0]
+        if candidates:
+            return candidates[0]
     return None
 
 
@@ -352,35 +358,41 @@ def _absolute(url: str) -> str:
 
 
 def _folders_in(root: str, request: Request) -> list[HubFolder]:
-    here = folder_at(root)
-    few = here.folders if len(here.folders) <= _MAX_FOLDERS else ()
-    nested = [name for name in _KNOWN if "/" in name and name.split("/")[0] in here.folders]
-    known = [name for name in _KNOWN if name in here.folders] + nested
-    names = [*known, *(n for n in few if n not in known)]
-    folders = [look(root, inside=root, known=here), *(look(join_url(root, n), inside=root) for n in names)]
+    listing = folder_at(root)
+    few = listing.folders if len(listing.folders) <= _MAX_FOLDERS else ()
+    nested = [name for name in _KNOWN if "/" in name and name.split("/")[0] in listing.folders]
+    trainer_folders = [name for name in _KNOWN if name in listing.folders] + nested
+    names = [*trainer_folders, *(n for n in few if n not in trainer_folders)]
+    folders = [
+        look(root, inside=root, listing=listing),
+        *(look(join_url(root, n), inside=root) for n in names),
+    ]
     return _apart(folders, request)
 
 
 def _folders_beside(root: str, request: Request) -> list[HubFolder]:
-    here = folder_at(root)
-    names = [name for name in _KNOWN if name.split("/")[0] in here.folders]
-    folders = [look(root, inside=root, known=here), *(look(join_url(root, n), inside=root) for n in names)]
+    listing = folder_at(root)
+    names = [name for name in _KNOWN if name.split("/")[0] in listing.folders]
+    folders = [
+        look(root, inside=root, listing=listing),
+        *(look(join_url(root, n), inside=root) for n in names),
+    ]
     return _apart(folders, request)
 
 
 def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
     """Remove the output of an earlier run, and code that no config uses."""
     target = identify(request.destination)
-    kept = [f for f in folders if f.names or f.too_large]
-    kept = [f for f in kept if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
-    return [f.without_code() for f in kept]
+    usable = [f for f in folders if f.names or f.too_large]
+    usable = [f for f in usable if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
+    return [f.without_code() for f in usable]
 
 
 def unopened(request: Request, beside: ModelFiles, names: Collection[str]) -> Iterator[Finding]:
     """Yield findings for what keeps transformers from opening an output that has these names of tensors."""
     if request.single is None:
-        known = any(f.code == "not-loadable" for f in beside.findings)
-        if beside.config is None and beside.adapter is None and not known:
+        is_reported = any(f.code == "not-loadable" for f in beside.findings)
+        if beside.config is None and beside.adapter is None and not is_reported:
             message, hint = "no config.json was named or found: transformers will not open the output", None
             wrapper = possible_wrapper(names)
             if wrapper:

@@ -80,12 +80,12 @@ def require_possible(
     world = suspected(shapes) or HUB
     configs = list(stored_configs(source, world)) if config is None else [_read(config, world)]
     numbers, doubts = _numbers(configs, required=config is not None)
-    found = [*doubts]
+    findings = [*doubts]
     sizes = dict(mesh.axes)
     tp = sizes.get("tp", 1)
     if tp > 1 and "heads" not in numbers and any(_ATTENTION.search(name) for name in shapes):
         message = f"nothing states the attention heads: whether tp={tp} divides them is unchecked"
-        found.append(finding("uneven-mesh", "coverage", message, hint=_UNCHECKED))
+        findings.append(finding("uneven-mesh", "coverage", message, hint=_UNCHECKED))
     if (problem := _of_cut_heads(numbers, tp)) is not None:
         raise UsageError(problem[0], hint=f"{problem[1]}; --config none leaves heads unchecked")
     problems = [*_of_groups(world, numbers, tp), *_of_trainer(world, configs, numbers, sizes)]
@@ -93,8 +93,8 @@ def require_possible(
     for is_refused, message, hint in problems:
         if is_refused and world in _STRICT:
             raise UsageError(message, hint=hint)
-        found.append(finding("uneven-mesh", "coverage", message, hint=hint))
-    return tuple(found)
+        findings.append(finding("uneven-mesh", "coverage", message, hint=hint))
+    return tuple(findings)
 
 
 _Problem = tuple[bool, str, str]  # whether trainers refuse it, message, next step
@@ -126,17 +126,17 @@ def _of_trainer(
 ) -> Iterator[_Problem]:
     """Yield what only Megatron's arguments say: the feed-forward network, and layers of stages."""
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    own = next((c for c in configs if c.world == "megatron"), None) if world == "megatron" else None
-    if own is None:
+    arguments = next((c for c in configs if c.world == "megatron"), None) if world == "megatron" else None
+    if arguments is None:
         return
     for key in _FEED_FORWARD:
-        n = own.at(key)
+        n = arguments.at(key)
         if isinstance(n, int) and n % tp:
-            number = ModelNumber(n, f"{own.name} says {key} = {n}")
+            number = ModelNumber(n, f"{arguments.name} says {key} = {n}")
             message = f"cannot cut {n} rows of the feed-forward network with tp={tp}: {number.source}"
             yield True, message, _divisors("tp", number)
     layers = numbers.get("layer")
-    if layers is not None and layers.value % pp and not any(own.at(key) for key in _PLACED):
+    if layers is not None and layers.value % pp and not any(arguments.at(key) for key in _PLACED):
         yield (
             False,
             f"{layers.value} layers on pp={pp} stages are uneven: {layers.source}",
@@ -148,25 +148,25 @@ def _of_vocabulary(
     world: str, configs: Sequence[Config], shapes: Mapping[str, Shape], tp: int, repads: bool
 ) -> Iterator[_Problem]:
     """Yield what rows that pad a vocabulary do not allow, or make the job's number of rows another one."""
-    own = next((c for c in configs if c.world == "megatron"), None) if world == "megatron" else None
-    if own is None:
+    arguments = next((c for c in configs if c.world == "megatron"), None) if world == "megatron" else None
+    if arguments is None:
         return
-    found = {shape[0]: name for name, shape in shapes.items() if name.endswith(_VOCABULARY) and shape}
-    tokens, step = own.at("vocab_size"), own.at("make_vocab_size_divisible_by")
-    for rows, name in found.items():
-        known = type(tokens) is int and type(step) is int and tokens <= rows
-        padded = _padded(tokens, step, tp) if known else None
-        by = f"; {own.name} says vocab_size = {tokens}, make_vocab_size_divisible_by = {step}"
-        wanted = "" if padded is None else f": a job with tp={tp} has {padded} rows{by}"
+    name_of_rows = {shape[0]: name for name, shape in shapes.items() if name.endswith(_VOCABULARY) and shape}
+    tokens, step = arguments.at("vocab_size"), arguments.at("make_vocab_size_divisible_by")
+    for rows, name in name_of_rows.items():
+        has_numbers = type(tokens) is int and type(step) is int and tokens <= rows
+        padded = _padded(tokens, step, tp) if has_numbers else None
+        by = f"; {arguments.name} says vocab_size = {tokens}, make_vocab_size_divisible_by = {step}"
+        expected = "" if padded is None else f": a job with tp={tp} has {padded} rows{by}"
         if rows % tp and not repads:
-            message = f"cannot cut {rows} rows of {name} with tp={tp}{wanted}"
+            message = f"cannot cut {rows} rows of {name} with tp={tp}{expected}"
             yield True, message, _divisors("tp", ModelNumber(rows, name))
         elif repads and (rows % tp or padded not in (None, rows)):
             hint = "Megatron-Core's loader adds or leaves out rows that pad the vocabulary"
-            yield False, f"{rows} rows of {name} are not those of tp={tp}{wanted}", hint
+            yield False, f"{rows} rows of {name} are not those of tp={tp}{expected}", hint
         elif padded not in (None, rows):
             hint = f"start the job with --make-vocab-size-divisible-by {rows // tp}"
-            yield False, f"{rows} rows of {name} are not those of tp={tp}{wanted}", hint
+            yield False, f"{rows} rows of {name} are not those of tp={tp}{expected}", hint
 
 
 def _padded(tokens: int, step: int, tp: int) -> int | None:
@@ -182,8 +182,8 @@ def _padded(tokens: int, step: int, tp: int) -> int | None:
 
 def _divisors(axis: str, *numbers: ModelNumber | None) -> str:
     """Return the sizes of an axis that divide all numbers, as a next step."""
-    known = [int(n.value) for n in numbers if n is not None]
-    fits = [k for k in range(1, min([*known, 1 << 10]) + 1) if all(n % k == 0 for n in known)]
+    counts = [int(n.value) for n in numbers if n is not None]
+    fits = [k for k in range(1, min([*counts, 1 << 10]) + 1) if all(n % k == 0 for n in counts)]
     return f"use {axis}={', '.join(map(str, fits[:12]))}; or --config with the numbers of the model"
 
 
@@ -191,7 +191,7 @@ def _numbers(
     configs: Sequence[Config], *, required: bool
 ) -> tuple[dict[str, ModelNumber], tuple[Finding, ...]]:
     """Return number -> value and source; the first config with a number counts."""
-    found: dict[str, ModelNumber] = {}
+    numbers: dict[str, ModelNumber] = {}
     doubts = []
     for config in configs:
         try:
@@ -205,8 +205,8 @@ def _numbers(
             continue
         for number, (value, key) in stated.items():
             if isinstance(value, int):
-                found.setdefault(number, ModelNumber(value, f"{config.name} says {key} = {value}"))
-    return found, tuple(doubts)
+                numbers.setdefault(number, ModelNumber(value, f"{config.name} says {key} = {value}"))
+    return numbers, tuple(doubts)
 
 
 def _read(place: str, world: str) -> Config:

@@ -82,7 +82,7 @@ class NameMap:
             form |= {
                 "generation": self.generation,
                 "untried": self.untried,
-                "left_out": [list(each) for each in self.left_out],
+                "left_out": [list(pair) for pair in self.left_out],
             }
         return form | ({"via": self.via.as_dict()} if self.via is not None else {})
 
@@ -151,7 +151,7 @@ def map_names(
         _require_tried(matched.map, untried)
         _require_one_head(mapped.manifest, to, configs)
     require_fit(matched, mapped.manifest.tensors, part=part, hint=_part_hint(matched, mapped))
-    found = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
+    conversion = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
     used = {a for of in matched.groups for a in of.sizes} | {
         name for of in matched.groups for name in _axis_names(of.rule.axes)
     }
@@ -161,7 +161,7 @@ def map_names(
     for of in matched.groups:
         for name in (of.sizes.keys() & NUMBERS) - used_numbers.keys():
             used_numbers[name] = of.sizes[name], "names and shapes"
-    how = NameMap(
+    name_map = NameMap(
         matched.map.arch,
         world,
         to,
@@ -173,8 +173,8 @@ def map_names(
         world == HUB and not matched.map.loaded_by,
         matched.map.left_out,
     )
-    warnings = (*_assumed(found), *_of_way_back(how), *lacking(matched))
-    return MappedNames(composed(mapped, found), how, found, warnings)
+    warnings = (*_assumed(conversion), *_of_way_back(name_map), *lacking(matched))
+    return MappedNames(composed(mapped, conversion), name_map, conversion, warnings)
 
 
 @cache
@@ -187,13 +187,13 @@ def _maps(world: str, to: str, generation: str) -> tuple[ArchMap, ...]:
     order = [generation] if generation else list(GENERATIONS.get(to, ("",)))
     out = []
     for arch in dict.fromkeys(m.arch for m in back):
-        own = [m for m in back if m.arch == arch]
-        first = next((g for g in order if any(g in m.generations or not g for m in own)), None)
-        for each in own:
-            if each.refused:
-                out.append(replace(each, world=HUB, to=to, signs=()))
-            elif first is not None and (not first or first in each.generations):
-                out.append(each.inverted(first))
+        of_arch = [m for m in back if m.arch == arch]
+        first = next((g for g in order if any(g in m.generations or not g for m in of_arch)), None)
+        for arch_map in of_arch:
+            if arch_map.refused:
+                out.append(replace(arch_map, world=HUB, to=to, signs=()))
+            elif first is not None and (not first or first in arch_map.generations):
+                out.append(arch_map.inverted(first))
     return tuple(out)
 
 
@@ -271,17 +271,18 @@ def _choose(
                 f"no map takes {world} names of {calls[0]} to {to} ({because})",
                 hint=f"try --names stored to keep the names as they are; there are maps for {_archs(maps)}",
             )
-    known = [m for m in chosen if not m.refused]
-    able = [m for m in known if not _contradicted(m, configs)] or known
-    found = [match(m, tensors, sizes, templates) for m in able]
-    if not found:
+    supported = [m for m in chosen if not m.refused]
+    # Where configs contradict every map, one is chosen all the same: `_require_agreed` reports the field.
+    able = [m for m in supported if not _contradicted(m, configs)] or supported
+    matches = [match(m, tensors, sizes, templates) for m in able]
+    if not matches:
         return _nothing(chosen[0]), because
-    if len({_outcome(m) for m in found if m.fits}) > 1:
+    if len({_outcome(m) for m in matches if m.fits}) > 1:
         raise UsageError(
-            f"cannot find the layout of {found[0].map.arch}: several fit its names and shapes",
+            f"cannot find the layout of {matches[0].map.arch}: several fit its names and shapes",
             hint="try with the config that the trainer wrote beside the checkpoint",
         )
-    return min(found, key=_distance), because
+    return min(matches, key=_distance), because
 
 
 def _fitting(
@@ -295,29 +296,29 @@ def _fitting(
     part: bool,
 ) -> tuple[Matched, str]:
     """Return the only map that accounts for every tensor, by names, shapes and configs of modules."""
-    known = [m for m in maps if not m.refused and not m.by_name]
-    able = [m for m in known if not _contradicted(m, configs)] or known
+    supported = [m for m in maps if not m.refused and not m.by_name]
+    able = [m for m in supported if not _contradicted(m, configs)] or supported
     if not able:
         raise NameMismatch(
             f"no map takes {world} names to {to}", hint="try --names stored to keep the names as they are"
         )
-    found = [match(m, manifest.tensors, sizes, templates) for m in able if _covers(m, templates)]
-    fitting = [m for m in found if m.fits]
+    matches = [match(m, manifest.tensors, sizes, templates) for m in able if _covers(m, templates)]
+    fitting = [m for m in matches if m.fits]
     if not fitting and part:
-        able_in_part = [m for m in found if m.fits_in_part]
+        able_in_part = [m for m in matches if m.fits_in_part]
         least = min(map(_distance, able_in_part), default=0)
         fitting = [m for m in able_in_part if _distance(m) == least]
     if not fitting:
         for refused in (m for m in maps if m.refused):
             if any(sign.search(t.fqn) for sign in refused.signs for t in manifest.tensors):
                 return _nothing(refused), "its names"
-        excluded = (m for m in known if m not in able and _covers(m, templates))
+        excluded = (m for m in supported if m not in able and _covers(m, templates))
         contradicted = (match(m, manifest.tensors, sizes, templates) for m in excluded)
         refused_by_config = next((m for m in contradicted if m.fits), None)
         if refused_by_config is not None:  # the caller reports the contradiction
             return refused_by_config, "names and shapes"
-        every = found or [match(m, manifest.tensors, sizes, templates) for m in able]
-        return min(every, key=_distance), "the closest by names"
+        all_matches = matches or [match(m, manifest.tensors, sizes, templates) for m in able]
+        return min(all_matches, key=_distance), "the closest by names"
     first = fitting[0]
     kinds = {_outcome(m) for m in fitting}
     if len(kinds) > 1:
@@ -327,8 +328,8 @@ def _fitting(
             hint=f"try --arch {names[0]}, or --config with the model's config.json",
             candidates=names,
         )
-    others = [m.map.arch for m in fitting[1:]]
-    same = f" (as for {', '.join(others)})" if others else ""
+    other_archs = [m.map.arch for m in fitting[1:]]
+    same = f" (as for {', '.join(other_archs)})" if other_archs else ""
     return first, f"names and shapes fit {first.map.arch}{same}"
 
 
@@ -349,11 +350,11 @@ def _plain_templates(rules: ArchMap) -> set[str]:
 def _part_hint(matched: Matched, mapped: Mapped) -> str:
     """Return the option that names the model part, where the map would take what is below a prefix."""
     left = [mapped.manifest.tensors[t].fqn for t in matched.left]
-    known = _plain_templates(matched.map) if left else set[str]()
+    templates = _plain_templates(matched.map) if left else set[str]()
 
     def taken(names: Sequence[str]) -> int:
         rows = Templates.of(names).rows
-        return sum(len(rows[template]) for template in rows.keys() & known)
+        return sum(len(rows[template]) for template in rows.keys() & templates)
 
     prefix = prefix_of_taken(left, taken)
     if not prefix:
@@ -373,8 +374,8 @@ def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:
             if not values and (any(value) if isinstance(value, (list, tuple)) else value):
                 return f"{config.name} says {place} = {short_repr(value)}, the map is for one without it"
             if values and isinstance(value, (str, int, float)) and value not in values:
-                wanted = " or ".join(json.dumps(v) for v in values)
-                return f"{config.name} says {place} = {json.dumps(value)}, the map is for {wanted}"
+                allowed = " or ".join(json.dumps(v) for v in values)
+                return f"{config.name} says {place} = {json.dumps(value)}, the map is for {allowed}"
     return ""
 
 
@@ -414,7 +415,7 @@ def _archs(maps: Sequence[ArchMap]) -> str:
     return ", ".join(sorted({m.arch for m in maps if not m.refused})) or "none"
 
 
-def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
+def composed(mapped: Mapped, conversion: MappedManifest) -> Mapped:
     """Combine renaming by the user's rules, or a map before this one, and the map after it."""
     before = {new: old for old, new in mapped.renamed}
     earlier = {m.name: m for m in mapped.made}
@@ -422,44 +423,49 @@ def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
     def stored(name: str) -> tuple[str, ...]:
         return earlier[name].sources if name in earlier else (before.get(name, name),)
 
-    moved = {new: old for new, old in found.moved.items() if old not in earlier or earlier[old].same}
+    moved = {new: old for new, old in conversion.moved.items() if old not in earlier or earlier[old].same}
     renamed = [(*stored(old), new) for new, old in moved.items()]
     gone = [
-        Dropped(before.get(name, name), rule, only_zero=found.only_zero.get(name, ""))
-        for name, rule in found.dropped
+        Dropped(before.get(name, name), rule, only_zero=conversion.only_zero.get(name, ""))
+        for name, rule in conversion.dropped
     ]
-    gone += [Dropped(before.get(name, name), rule, part=count) for name, rule, count in found.parts]
-    made = tuple(
+    gone += [Dropped(before.get(name, name), rule, part=count) for name, rule, count in conversion.parts]
+    origins = tuple(
         MadeTensor(
-            new, rule, tuple(dict.fromkeys(o for s in found.sources[new] for o in stored(s))), new in moved
+            new,
+            rule,
+            tuple(dict.fromkeys(o for s in conversion.sources[new] for o in stored(s))),
+            new in moved,
         )
-        for new, rule in found.rules.items()
+        for new, rule in conversion.rules.items()
     )
-    made += tuple(MadeTensor(new, rule, stored(beside), False) for new, rule, beside in found.zeros)
+    origins += tuple(MadeTensor(new, rule, stored(beside), False) for new, rule, beside in conversion.zeros)
     return replace(
         mapped,
-        manifest=found.manifest,
+        manifest=conversion.manifest,
         renamed=tuple((old, new) for old, new in renamed if old != new),
         dropped=(*mapped.dropped, *gone),
-        made=made,
-        map=blake3(f"{mapped.map} {found.map.digest}".encode()).hexdigest()
+        made=origins,
+        map=blake3(f"{mapped.map} {conversion.map.digest}".encode()).hexdigest()
         if mapped.map
-        else found.map.digest,
+        else conversion.map.digest,
     )
 
 
-def _assumed(found: MappedManifest) -> Iterator[Finding]:
-    for axis, size in found.guessed:
-        message = f"the size of {axis} in the map of {found.map.arch} is unknown: {size} was assumed"
+def _assumed(conversion: MappedManifest) -> Iterator[Finding]:
+    for axis, size in conversion.guessed:
+        message = f"the size of {axis} in the map of {conversion.map.arch} is unknown: {size} was assumed"
         yield finding("assumed-size", "coverage", message)
 
 
-def _of_way_back(how: NameMap) -> Iterator[Finding]:
-    if how.world == HUB:
-        message = f"{how.to} finds no optimizer state in the output, no step and no data loader: a run begins"
+def _of_way_back(name_map: NameMap) -> Iterator[Finding]:
+    if name_map.world == HUB:
+        message = (
+            f"{name_map.to} finds no optimizer state in the output, no step and no data loader: a run begins"
+        )
         yield finding("no-optimizer", "coverage", message)
-    if how.untried:
-        message = f"no code of {how.to} has loaded what the map of {how.arch} makes"
+    if name_map.untried:
+        message = f"no code of {name_map.to} has loaded what the map of {name_map.arch} makes"
         yield finding("untried-map", "coverage", message)
 
 
@@ -467,6 +473,6 @@ def lacking(matched: Matched) -> Iterator[Finding]:
     """Yield a finding for the tensors that a part of a model lacks."""
     gone = [f"nothing for the rule {rule}" for rule in matched.unused] + list(matched.absent)
     if gone:
-        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-        message = f"a part of {matched.map.arch}, which transformers will not open: {gone[0]}{more}"
+        rest = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        message = f"a part of {matched.map.arch}, which transformers will not open: {gone[0]}{rest}"
         yield finding("not-loadable", "files", message)

@@ -99,18 +99,18 @@ def _in_order(source: Manifest, mapped: Mapped, objects: Objects) -> Iterator[tu
     """Yield (name, path) of kept entries with a path of their own: in saved order, then the others."""
     saved = Paths.of(source)
     new = dict(mapped.renamed)
-    kept = {t.fqn for t in mapped.manifest.tensors}
-    done: set[str] = set()
+    tensor_names = {t.fqn for t in mapped.manifest.tensors}
+    placed_names: set[str] = set()
     for old in saved:
         name = new.get(old, old)
-        if name not in kept and name not in objects:
+        if name not in tensor_names and name not in objects:
             continue
         path = saved[old] if name == old else renamed(saved[old], name)
-        done.add(name)
+        placed_names.add(name)
         yield name, path or (name,)
     inside = {r for tree in objects.values() for r in references(tree)}
     for name in (*(t.fqn for t in mapped.manifest.tensors if t.fqn not in inside), *objects):
-        if name not in done:
+        if name not in placed_names:
             yield name, (name,)
 
 
@@ -145,10 +145,10 @@ def _renamed_references(tree: Any, name: Callable[[str, str], str | None]) -> An
 
 
 def _require_distinct(names: Sequence[str]) -> None:
-    seen: set[str] = set()
+    earlier_names: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in earlier_names:
             raise NameMismatch(
                 f"two parts of the output would both be called {name}", hint="leave one out with --exclude"
             )
-        seen.add(name)
+        earlier_names.add(name)

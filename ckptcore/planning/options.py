@@ -244,9 +244,9 @@ class Options:
     ] = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Return the options among the arguments of a command, which may have others."""
-        return read_options(cls, given)
+        return read_options(cls, arguments)
 
     def request(self, verb: str, source: str | Sequence[str], destination: str | None = None) -> Request:
         """Return what to make of a checkpoint.
@@ -318,19 +318,19 @@ class Options:
 
 def options_of(declared: type[Any]) -> Mapping[str, Declaration]:
     """Return the options that a dataclass declares: name -> (type, `Option`, default)."""
-    known = _OPTIONS.get(declared)
-    if known is None:
-        known = _OPTIONS[declared] = _options_of(declared)
-    return known
+    options = _OPTIONS.get(declared)
+    if options is None:
+        options = _OPTIONS[declared] = _options_of(declared)
+    return options
 
 
-def read_options(declared: type[Declared], given: Mapping[str, Any]) -> Declared:
+def read_options(declared: type[Declared], arguments: Mapping[str, Any]) -> Declared:
     """Return the options of a dataclass among the arguments of a command, which may have others.
 
     >>> read_options(Options, {"allow_incomplete": True, "source": "a"}).allow_incomplete
     True
     """
-    return declared(**{name: given[name] for name in options_of(declared) if name in given})
+    return declared(**{name: arguments[name] for name in options_of(declared) if name in arguments})
 
 
 def request_field(name: str) -> str:
@@ -342,8 +342,8 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
     """Return the type of an annotation, and its `Option` if there is one."""
     if get_origin(annotation) is not Annotated:
         return annotation, None
-    kind, *more = get_args(annotation)
-    return kind, next((m for m in more if isinstance(m, Option)), None)
+    kind, *metadata = get_args(annotation)
+    return kind, next((m for m in metadata if isinstance(m, Option)), None)
 
 
 def pydantic_type(kind: Any, option: Option) -> Any:

@@ -175,7 +175,7 @@ def make_plan(
     *,
     source: Manifest | None = None,
     extra: Sequence[tuple[str, str]] = (),
-    each: Callable[[FilePlan], None] | None = None,
+    on_file_plan: Callable[[FilePlan], None] | None = None,
 ) -> tuple[Plan, Iterable[FilePlan]]:
     """Plan to write every tensor of ``mapped`` as ``target`` wants it.
 
@@ -188,7 +188,7 @@ def make_plan(
         arrangement: Input of the layout: `Target.arrangement` of the tensors.
         source: The manifest before remapping, when that differs; its digest goes into the plan.
         extra: (path, text digest) of small files that go beside the output; they are part of the digest.
-        each: Called with every file's plan as it is made.
+        on_file_plan: Called with every file's plan as it is made.
 
     Raises:
         DamagedCheckpoint: A chunk has no place in any file. And what the layout's `arrange` raises.
@@ -199,20 +199,23 @@ def make_plan(
         raise DamagedCheckpoint(
             "a chunk of the manifest has no place in any file", findings=manifest.findings
         )
-    wanted = arrangement.tensors
+    written = arrangement.tensors
     followers = followers_of(manifest, twins, ties)
-    plans = FilePlans(lambda: file_plans(layout.arrange(arrangement), manifest, wanted, twins, followers))
+    plans = FilePlans(lambda: file_plans(layout.arrange(arrangement), manifest, written, twins, followers))
     rows: list[PlannedFile] = []
     digest = blake3()
     of_source = _digest_beside(source or manifest)
     for p in plans:
         rows.append(PlannedFile(p.index, p.path, p.nbytes, len(p.columns), p.bytes_in, p.requests))
         digest.update(p.digest)
-        if each is not None:
-            each(p)
+        if on_file_plan is not None:
+            on_file_plan(p)
     cast = tuple(
-        (t.fqn, t.dtype, w.dtype) for t, w in zip(manifest.tensors, wanted, strict=True) if t.dtype != w.dtype
+        (t.fqn, t.dtype, w.dtype)
+        for t, w in zip(manifest.tensors, written, strict=True)
+        if t.dtype != w.dtype
     )
+    # After the files: the digest of a large manifest is computed beside them.
     origin = of_source()
     digest.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
     plan = Plan(
@@ -244,9 +247,9 @@ def _digest_beside(manifest: Manifest) -> Callable[[], str]:
     from concurrent.futures import ThreadPoolExecutor  # plans of small checkpoints do not need it
 
     pool = ThreadPoolExecutor(1)
-    found = pool.submit(lambda: manifest.digest)
+    future = pool.submit(lambda: manifest.digest)
     pool.shutdown(wait=False)  # after this one
-    return found.result
+    return future.result
 
 
 class FilePlans:
@@ -254,22 +257,23 @@ class FilePlans:
 
     def __init__(self, make: Callable[[], Iterator[FilePlan]]) -> None:
         self._make = make
-        self._kept: list[FilePlan] | None = None
+        self._plans: list[FilePlan] | None = None
 
     def __iter__(self) -> Iterator[FilePlan]:
-        if self._kept is not None:
-            yield from self._kept
+        if self._plans is not None:
+            yield from self._plans
             return
-        kept: list[FilePlan] | None = []
+        plans: list[FilePlan] | None = []
         weight = 0
         for p in self._make():
             weight += p.weight
             if weight > _KEPT_BYTES:
-                kept = None
-            if kept is not None:
-                kept.append(p)
+                plans = None
+            if plans is not None:
+                plans.append(p)
             yield p
-        self._kept = kept
+        # Behind the loop: an iteration that was stopped has only the first plans.
+        self._plans = plans
 
 
 def save_plan(

@@ -30,16 +30,17 @@ def plain_shapes(config: ConfigFolder, tensors: Sequence[TensorSpec]) -> Shapes:
     stated = quantization_of(config.form)
     if not stated.method:
         return shapes
-    known: set[str] = set()
+    stored_names: set[str] = set()
     for weight in quantized_weights(tensors):
         if stated.ignores(weight.name):
             continue
-        known |= {*weight.stored}
+        stored_names |= {*weight.stored}
+        # Before the names are removed: a weight that is not packed is stored under its own.
         shape = None if weight.packed else shapes[weight.name]
         for name in weight.stored:
             shapes.pop(name, None)
         shapes[weight.name] = shape
-    lost = [f.fqn for f in scaleless(tensors, known, stated, ()) if f.fqn is not None]
+    lost = [f.fqn for f in scaleless(tensors, stored_names, stated, ()) if f.fqn is not None]
     if lost:
         raise NameMismatch(
             f"--config {config.url} says that weights are quantised ({stated.method}), and no tensor is the "

@@ -52,9 +52,9 @@ def lay_out(
     from ckptcore.topology import rules_file as shardingfile  # imports pydantic, which only reshards need
 
     target = parse_mesh(mesh)
-    own = None if sharding is None else shardingfile.load(sharding)
-    if own is not None and own.mesh is not None:
-        recorded = parse_mesh(",".join(f"{a}={n}" for a, n in own.mesh.items()))
+    user_rules = None if sharding is None else shardingfile.load(sharding)
+    if user_rules is not None and user_rules.mesh is not None:
+        recorded = parse_mesh(",".join(f"{a}={n}" for a, n in user_rules.mesh.items()))
         if recorded.axes != target.axes:
             raise UsageError(
                 f"--mesh {mesh} must equal the [mesh] of --sharding (got {dict(recorded.axes)} there)",
@@ -63,15 +63,17 @@ def lay_out(
     if not manifest.tensors:  # plain values alone need no rule
         return Topology(target, {})
     shapes, owner = parameters(manifest, model_prefix)
-    rules = placementrules.rules_for(list(shapes), own, _needs_rules(target))
+    rules = placementrules.rules_for(list(shapes), user_rules, _needs_rules(target))
     layouts = _placed(shapes, target, rules)
-    found: dict[str, TensorLayout] = {}
+    tensor_layouts: dict[str, TensorLayout] = {}
     for spec in manifest.tensors:
         of = owner.get(spec.fqn)
         if of is not None:
             same = spec.shape == shapes[of] and not _is_buffer(spec)
-            found[spec.fqn] = layouts[of] if same else TensorLayout(at=layouts[of].at)
-    topology = Topology(target, {fqn: layout for fqn, layout in found.items() if layout != REPLICATED})
+            tensor_layouts[spec.fqn] = layouts[of] if same else TensorLayout(at=layouts[of].at)
+    topology = Topology(
+        target, {fqn: layout for fqn, layout in tensor_layouts.items() if layout != REPLICATED}
+    )
     _require_boxes(topology, manifest.tensors)
     return topology
 
@@ -109,15 +111,15 @@ def balance(topology: Topology, tensors: Iterable[TensorSpec]) -> Balance:
     """Return how many bytes of the tensors each rank of a topology holds."""
     count: dict[tuple[str, Shape, TensorLayout], int] = {}
     total = 0
-    one: dict[tuple[str, Shape, TensorLayout], str] = {}
+    example_fqn: dict[tuple[str, Shape, TensorLayout], str] = {}
     for spec in tensors:
         key = spec.dtype, spec.shape, topology.layout(spec.fqn)
         count[key] = count.get(key, 0) + 1
-        one[key] = spec.fqn
+        example_fqn[key] = spec.fqn
         total += spec.nbytes
     per_rank = [0] * topology.mesh.size
     for (dtype, shape, layout), times in count.items():
-        for rank, box in enumerate(topology.boxes(one[dtype, shape, layout], shape)):
+        for rank, box in enumerate(topology.boxes(example_fqn[dtype, shape, layout], shape)):
             if box is not None:
                 per_rank[rank] += times * TensorSpec("", dtype, box.shape).nbytes
     return Balance(tuple(per_rank), total)
@@ -152,18 +154,19 @@ def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: ShardingRules) -> di
             )
         stage = place_stages(shapes, rules.stages, sizes["pp"])
     expert = place_experts(shapes, rules, sizes["ep"]) if sizes.get("ep", 1) > 1 else {}
-    found: dict[str, TensorLayout] = {}
-    known: dict[tuple[object, ...], TensorLayout] = {}
+    layouts: dict[str, TensorLayout] = {}
+    layout_of_key: dict[tuple[object, ...], TensorLayout] = {}
     for name, shape in shapes.items():
-        at = [("pp", where)] if (where := stage.get(name)) is not None else []
-        at += [("ep", (expert[name],))] if name in expert else []
+        axis_ranks = [("pp", where)] if (where := stage.get(name)) is not None else []
+        axis_ranks += [("ep", (expert[name],))] if name in expert else []
         stacked = name in stage and stage[name] is None
         rule = rules.find(name)
-        key = shape, id(rule), tuple(at), stacked
-        if key not in known:
-            known[key] = place(name, shape, mesh, rule, tuple(at), stacked)
-        found[name] = known[key]
-    return found
+        key = shape, id(rule), tuple(axis_ranks), stacked
+        # `place` uses the name in errors alone, so parameters of one key share a layout.
+        if key not in layout_of_key:
+            layout_of_key[key] = place(name, shape, mesh, rule, tuple(axis_ranks), stacked)
+        layouts[name] = layout_of_key[key]
+    return layouts
 
 
 def _require_rules(shapes: Mapping[str, Shape], rules: ShardingRules) -> None:

@@ -60,9 +60,9 @@ def without_bound(
     if not rules:
         return manifest, ()
     rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in rules]
-    kept = select(manifest, rows, [manifest.tensors[n].fqn for n in rows])
+    subset = select(manifest, rows, [manifest.tensors[n].fqn for n in rows])
     blobs = tuple(b for b in manifest.blobs if b.key not in rules)
-    return replace(kept, blobs=blobs), tuple(rules.items())
+    return replace(subset, blobs=blobs), tuple(rules.items())
 
 
 def bound_names(manifest: Manifest, degree: int | None = None) -> dict[str, str]:
@@ -76,32 +76,32 @@ def bound_names(manifest: Manifest, degree: int | None = None) -> dict[str, str]
     """
     names, kinds = [t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs], StoredKinds(manifest)
     loaders = _loaders(names)
-    found: dict[str, str] = {}
+    rules: dict[str, str] = {}
     for name in names:
         root = next((r for r in loaders if name.startswith(r)), None)
         if _RANDOM.search(name):
             if not kinds.is_random_state(name):
                 continue
-            found[name] = "random state of a rank that saved it"
+            rules[name] = "random state of a rank that saved it"
         elif root is not None and loaders[root] != degree and not kinds.is_weight_like(name):
             mesh = "" if degree is None else f"; the mesh has {degree}"
-            found[name] = f"data loader of {loaders[root]} data-parallel ranks{mesh}"
-    return found
+            rules[name] = f"data loader of {loaders[root]} data-parallel ranks{mesh}"
+    return rules
 
 
-def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
-    """Raise `UnreadablePart` where ``kept``, stored names, has state that only the saving ranks can use.
+def require_cut(manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise `UnreadablePart` where ``names``, stored names, has state that only the saving ranks can use.
 
     A flat run of FSDP1's parameters is one rank's own: other ranks have others, and the names of its
     parameters are not recorded.
     """
-    lost = [name for name in kept if _FLAT.search(name)]
+    lost = [name for name in names if _FLAT.search(name)]
     if lost:
-        others = {*(t.fqn for t in manifest.tensors), *(b.key for b in manifest.blobs)} - set(lost)
-        more = f" and {count(len(lost) - 1, 'more tensor')}" if lost[1:] else ""
+        other_names = {*(t.fqn for t in manifest.tensors), *(b.key for b in manifest.blobs)} - set(lost)
+        rest = f" and {count(len(lost) - 1, 'more tensor')}" if lost[1:] else ""
         raise UnreadablePart(
-            f"cannot reshard {lost[0]}{more}: each is a flat run of the optimizer on one rank",
-            hint=f"{leave_out(lost, others)}; sharded state dicts of an optimizer can be resharded",
+            f"cannot reshard {lost[0]}{rest}: each is a flat run of the optimizer on one rank",
+            hint=f"{leave_out(lost, other_names)}; sharded state dicts of an optimizer can be resharded",
         )
 
 
@@ -109,7 +109,7 @@ def _loaders(names: Sequence[str]) -> dict[str, int]:
     """Return the container of per-rank loader states -> its number of ranks."""
     ranks: dict[str, set[int]] = {}
     for name in names:
-        found = _LOADER.match(name)
-        if found:
-            ranks.setdefault(found["root"], set()).add(int(found["rank"]))
-    return {root: len(seen) for root, seen in ranks.items()}
+        match = _LOADER.match(name)
+        if match:
+            ranks.setdefault(match["root"], set()).add(int(match["rank"]))
+    return {root: len(numbers) for root, numbers in ranks.items()}

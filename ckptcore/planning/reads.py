@@ -68,12 +68,12 @@ def derived_in(
     """Return a file's derived tensors by position, their inputs, and the chunk rows of these."""
     if not manifest.derived or manifest.inputs is None:
         return {}, [], []
-    here = {n: manifest.derived[t] for n, t in enumerate(tensors) if t in manifest.derived}
-    if not here:
+    derived = {n: manifest.derived[t] for n, t in enumerate(tensors) if t in manifest.derived}
+    if not derived:
         return {}, [], []
-    used = list(dict.fromkeys(i for node in here.values() for i in node.inputs))
+    used = list(dict.fromkeys(i for node in derived.values() for i in node.inputs))
     place = {i: n for n, i in enumerate(used)}
-    nodes = {n: replace(d, inputs=tuple(place[i] for i in d.inputs)) for n, d in here.items()}
+    nodes = {n: replace(d, inputs=tuple(place[i] for i in d.inputs)) for n, d in derived.items()}
     chunks = manifest.inputs.chunks
     return nodes, [manifest.inputs.tensors[i] for i in used], [filled_rows(chunks, i) for i in used]
 
@@ -87,9 +87,9 @@ def filled_rows(chunks: Chunks, tensor: int) -> Ints:
 def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
     """Return the rows whose chunks share elements with a box of their tensor."""
     rank = len(box.shape)
-    at = chunks.lo.take(rows, axis=0)[:, :rank]
-    common = (at < np.array(box.end)) & (
-        at + chunks.shape.take(rows, axis=0)[:, :rank] > np.array(box.offset)
+    lo = chunks.lo.take(rows, axis=0)[:, :rank]
+    common = (lo < np.array(box.end)) & (
+        lo + chunks.shape.take(rows, axis=0)[:, :rank] > np.array(box.offset)
     )
     return rows[every(common)]
 
@@ -97,20 +97,22 @@ def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
 def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
     """Append rows of other chunks of the same source to columns (lo, shape, item, view)."""
     picked = np.concatenate(spans)
-    more = (
+    appended = (
         chunks.lo.take(picked, axis=0),
         chunks.shape.take(picked, axis=0),
         chunks.item[picked],
         None if chunks.view is None else chunks.view[picked],
     )
-    return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
+    return tuple(
+        None if a is None else np.concatenate([a, b]) for a, b in zip(columns, appended, strict=True)
+    )
 
 
 def gather_rows(chunks: Chunks, rows: list[Ints], twins: Chunks, twin_rows: list[Ints]) -> tuple[Any, ...]:
     """Return (lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
     parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
-    for own, twin in zip(rows, twin_rows, strict=True):
-        parts += [(chunks, own), (twins, twin)]
+    for tensor_rows, twin in zip(rows, twin_rows, strict=True):
+        parts += [(chunks, tensor_rows), (twins, twin)]
     rank = chunks.lo.shape[1]
     lo = np.concatenate([c.lo[r, :rank] for c, r in parts])
     shape = np.concatenate([c.shape[r, :rank] for c, r in parts])
@@ -141,24 +143,24 @@ class ItemSubsets:
         order: What sorts the uses of files alike, if there are any.
         """
         items = self._items
-        kept, renumbered = order.number(used)
+        numbers, renumbered = order.number(used)
         member = (
-            {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
+            {n: items.member[int(i)] for n, i in enumerate(numbers.tolist()) if int(i) in items.member}
             if items.member
             else {}
         )
         picked = Items(
-            _picked(items.file, kept),
-            _picked(items.start, kept),
-            _picked(items.length, kept),
-            _picked(items.envelope, kept),
-            _picked(items.codec, kept),
-            _picked(items.crc32, kept),
+            _picked(items.file, numbers),
+            _picked(items.start, numbers),
+            _picked(items.length, numbers),
+            _picked(items.envelope, numbers),
+            _picked(items.codec, numbers),
+            _picked(items.crc32, numbers),
             items.codecs,
             member,
-            None if items.holds is None else items.holds[kept],
+            None if items.holds is None else items.holds[numbers],
         )
-        return picked, renumbered, kept
+        return picked, renumbered, numbers
 
 
 def _constant(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -177,7 +179,7 @@ def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[Store
     """Return the files that items use, and the items with the new numbers of these files."""
     used = np.zeros(len(files), np.bool_)
     used[items.file] = True
-    kept = np.flatnonzero(used)
+    file_numbers = np.flatnonzero(used)
     moved = Items(
         (np.cumsum(used) - 1)[items.file],
         items.start,
@@ -189,15 +191,15 @@ def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[Store
         items.member,
         items.holds,
     )
-    return tuple(files[i] for i in kept.tolist()), moved
+    return tuple(files[i] for i in file_numbers.tolist()), moved
 
 
 def followers_of(
     manifest: Manifest, twins: Manifest | None, ties: Sequence[tuple[str, str]]
 ) -> dict[int, list[int]]:
     """Return position of a kept tensor -> positions of its twins."""
-    found: dict[int, list[int]] = {}
+    followers: dict[int, list[int]] = {}
     if twins is not None:
         for n, (_, stays) in enumerate(ties):
-            found.setdefault(manifest.index[stays], []).append(n)
-    return found
+            followers.setdefault(manifest.index[stays], []).append(n)
+    return followers

@@ -143,10 +143,12 @@ class Request:
                 f"--serialization {self.serialization} is not known",
                 hint=f"one of: {', '.join(SERIALIZATIONS)}",
             )
-        if how := next((h for s, h in MADE_ELSEWHERE.items() if _name(self.destination).endswith(s)), None):
+        if next_step := next(
+            (h for s, h in MADE_ELSEWHERE.items() if _name(self.destination).endswith(s)), None
+        ):
             raise UsageError(
                 f"cannot write {self.destination}: no such file is written here",
-                hint=how.format(name=split_url(self.destination)[1]),
+                hint=next_step.format(name=split_url(self.destination)[1]),
             )
         world, generation = parse_world(self.names)
         if self.names != STORED and not is_world(world):
@@ -292,8 +294,8 @@ def _is_one_file(format: str) -> bool:
 
 def _names_any_file(format: str) -> bool:
     """Return whether a format of another package is always one file, which may have any suffix."""
-    own = any(f.name == format for f in FORMATS)
-    return not own and _is_one_file(format)
+    is_built_in = any(f.name == format for f in FORMATS)
+    return not is_built_in and _is_one_file(format)
 
 
 def _lists(value: Any) -> Any:

@@ -37,20 +37,20 @@ def reshard_findings(
     Raises:
         UsageError: The trainer cannot run the model on the mesh.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if ruled:
         shapes = parameters(written, request.model_prefix)[0]
-        found += require_possible(source, shapes, parse_mesh(request.mesh), request.config, repads=repads)
+        findings += require_possible(source, shapes, parse_mesh(request.mesh), request.config, repads=repads)
     if request.sharding is not None:
         from ckptcore.planning.unused_rules import unused_rules  # imports pydantic
 
-        found += unused_rules(written, request.sharding, request.model_prefix)
+        findings += unused_rules(written, request.sharding, request.model_prefix)
     if bound:
         keys = sorted(name for name, _ in bound)
         message = f"{count(len(keys), 'key')} of the source cannot be loaded from the output: {some(keys)}"
         hint = "a strict load must not ask for them; --keep-object GLOB carries them"
-        found.append(finding("dropped-keys", "coverage", message, hint=hint))
-    return found
+        findings.append(finding("dropped-keys", "coverage", message, hint=hint))
+    return findings
 
 
 def stages_of(written: Manifest, topology: Topology, model_prefix: str | None) -> tuple[StageContents, ...]:
@@ -59,8 +59,10 @@ def stages_of(written: Manifest, topology: Topology, model_prefix: str | None) -
         return ()
     owner = parameters(written, model_prefix)[1]
     shapes = {t.fqn: t.shape for t in written.tensors}
-    own = [t.fqn for t in written.tensors if t.fqn.endswith(owner.get(t.fqn, "\0")) and not _is_state(t.fqn)]
-    return stage_contents(topology, shapes, own)
+    parameter_names = [
+        t.fqn for t in written.tensors if t.fqn.endswith(owner.get(t.fqn, "\0")) and not _is_state(t.fqn)
+    ]
+    return stage_contents(topology, shapes, parameter_names)
 
 
 def _is_state(name: str) -> bool:

@@ -43,14 +43,14 @@ def value_findings(layout: Layout, objects: Mapping[str, Any]) -> list[Finding]:
                 plain[path] = kind
             elif not keeps_class(kind, Classes.PLAIN):
                 classed[path] = kind
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if plain:
         message = f"{count(len(plain), 'value')} in a plain form: {_listed(plain)}"
-        found.append(finding("restated-value", "files", message, fqn=min(plain)))
+        findings.append(finding("restated-value", "files", message, fqn=min(plain)))
     if classed and layout.torch_load:
         message = f"{count(len(classed), 'value')} with a class: {_listed(classed)}"
-        found.append(finding("needs-classes", "files", message, fqn=min(classed)))
-    return found
+        findings.append(finding("needs-classes", "files", message, fqn=min(classed)))
+    return findings
 
 
 def _listed(values: Mapping[str, str]) -> str:

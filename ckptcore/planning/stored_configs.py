@@ -48,7 +48,9 @@ TRAINER_FOLDERS = (
     TrainerFolder("context/nemo_tokenizer", "NeMo 2"),
     TrainerFolder("model_assets", "VeOmni"),
 )
-_CONFIGS = tuple((posixpath.join(f.path, n), *how) for f in TRAINER_FOLDERS for n, how in f.configs.items())
+_CONFIGS = tuple(
+    (posixpath.join(f.path, n), *spelling) for f in TRAINER_FOLDERS for n, spelling in f.configs.items()
+)
 _MOST = 4 << 20  # bytes of a config
 
 
@@ -100,7 +102,7 @@ def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | Non
     """
     if world != "megatron":
         return None
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for blob in source.blobs:
         if not blob.known:
             continue
@@ -108,10 +110,10 @@ def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | Non
             inside = blob.tree.get("value")
             if isinstance(inside, dict):
                 return inside
-            found |= blob.tree if "$" not in blob.tree else {}
+            arguments |= blob.tree if "$" not in blob.tree else {}
         elif blob.key.startswith("args."):
-            found[blob.key.removeprefix("args.")] = blob.tree
-    return found or None
+            arguments[blob.key.removeprefix("args.")] = blob.tree
+    return arguments or None
 
 
 def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:

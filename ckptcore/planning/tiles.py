@@ -181,8 +181,8 @@ def _parts_of_file(
     plan: FilePlan, budget: Budget, strides: Strides | None
 ) -> Iterator[LiteralPart | TensorPart]:
     """Yield every part, in file order."""
-    usual, columns, count = budget.usual, plan.columns, len(plan.known.start)
-    starts = np.concatenate((plan.known.start, columns.start))
+    usual, columns, count = budget.usual, plan.columns, len(plan.literal_columns.start)
+    starts = np.concatenate((plan.literal_columns.start, columns.start))
     # At equal starts an empty tensor comes before what follows it.
     order = np.lexsort((np.arange(len(starts)) < count, starts))
     entire, nbytes, boxes = _entire(plan, usual).tolist(), columns.nbytes.tolist(), columns.boxes
@@ -204,6 +204,7 @@ def _parts_of_file(
         of_item = None if strides is None else partial(strides, n)
         limit = budget.step(stored_order(plan.reads, n, len(tensor.shape), of_item), tensor.shape, widest)
         if n in plan.derived:
+            # 64 bytes are for gaps between the inputs, which `TensorFiller` aligns to 16 bytes.
             limit = min(limit, (budget.tile - 64) // (widest + _input_bytes(plan, n)) * widest)
         for box in tensor.box.tiles(limit // widest):
             offset = flat_start(tensor.shape, box.within(tensor.box).offset) * itemsize

@@ -37,9 +37,9 @@ def trainer_adapter(names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         UsageError: It is an adapter that has no counterpart in peft, or whose layout nothing proves.
     """
-    every = list(names)
-    adapter = [name for name in every if BELOW in name]
-    if not any(half_of(name) for name in adapter) or suspected(every) != _MEGATRON:
+    model_names = list(names)
+    adapter = [name for name in model_names if BELOW in name]
+    if not any(half_of(name) for name in adapter) or suspected(model_names) != _MEGATRON:
         return ()
     odd = next((n for n in adapter if half_of(n) is None and _STATE not in n), None)
     if odd is not None:
@@ -99,8 +99,8 @@ def under_peft_names(
         UsageError: The architecture is unknown, or ambiguous; or the order of rows is unknown.
     """
     halves = frozenset(adapter)
-    others = [t.fqn for t in mapped.manifest.tensors if t.fqn not in halves]
-    alone = without_tensors(mapped, others, BASE_WEIGHT)
+    base_names = [t.fqn for t in mapped.manifest.tensors if t.fqn not in halves]
+    alone = without_tensors(mapped, base_names, BASE_WEIGHT)
     _require_known_order(alone.manifest)
     named = map_names(
         alone,
@@ -144,18 +144,18 @@ def _with_every_half(mapped: Mapped) -> Mapped:
     rows = {t.fqn: row for row, t in enumerate(mapped.manifest.tensors)}
     readers: dict[tuple[str, ...], MadeTensor] = {}
     lacking: dict[str, tuple[str, ...]] = {}  # name of a lora_A -> its pair, and its layer
-    for made in mapped.made:
-        half = half_of(made.sources[0])
+    for adapter_tensor in mapped.made:
+        half = half_of(adapter_tensor.sources[0])
         assert half is not None  # rules take nothing else
-        key = (half.pair, *NUMBER.findall(made.name))
+        key = (half.pair, *NUMBER.findall(adapter_tensor.name))
         if not half.out:
-            readers[key] = made
-        elif (name := made.name.replace(".lora_B.", ".lora_A.")) not in rows:
+            readers[key] = adapter_tensor
+        elif (name := adapter_tensor.name.replace(".lora_B.", ".lora_A.")) not in rows:
             lacking[name] = key
     copies = {name: readers[key] for name, key in lacking.items() if key in readers}
-    chosen = [*range(len(rows)), *(rows[made.name] for made in copies.values())]
+    chosen = [*range(len(rows)), *(rows[adapter_tensor.name] for adapter_tensor in copies.values())]
     return replace(
         mapped,
         manifest=select(mapped.manifest, chosen, [*rows, *copies]),
-        made=(*mapped.made, *(made._replace(name=name) for name, made in copies.items())),
+        made=(*mapped.made, *(adapter_tensor._replace(name=name) for name, adapter_tensor in copies.items())),
     )

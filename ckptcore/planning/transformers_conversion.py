@@ -82,24 +82,24 @@ class _Route:
     targets: tuple[str, ...]
 
 
-def compare(model: Any, found: Mapping[str, Shape | None]) -> ModelMismatch:
+def compare(model: Any, tensor_shapes: Mapping[str, Shape | None]) -> ModelMismatch:
     """Compare an export with a model as the installed transformers would load it.
 
     Args:
         model: A transformers model on the meta device; its parameters are replaced.
-        found: Name -> shape of the export; None where it is unknown: it counts as right.
+        tensor_shapes: Name -> shape of the export; None where it is unknown: it counts as right.
     """
-    wanted = {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
+    model_shapes = {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
     try:
         loading: Any = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # before version 5 nothing is put together
-        return _compare_names(model, _filled(found, wanted), wanted)
+        return _compare_names(model, _filled(tensor_shapes, model_shapes), model_shapes)
     with _quick(loading):
-        return _Comparison(loading, model, found, wanted).outcome()
+        return _Comparison(loading, model, tensor_shapes, model_shapes).outcome()
 
 
-def _filled(found: Mapping[str, Shape | None], right: Mapping[str, Shape]) -> dict[str, Shape]:
-    return {name: right.get(name, ()) if shape is None else shape for name, shape in found.items()}
+def _filled(tensor_shapes: Mapping[str, Shape | None], right: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: right.get(name, ()) if shape is None else shape for name, shape in tensor_shapes.items()}
 
 
 class _Spares:
@@ -111,33 +111,42 @@ class _Spares:
     """
 
     def __init__(self) -> None:
-        self._made: dict[
+        self._spares: dict[
             int, tuple[Any, Any]
         ] = {}  # the original, too: an id is of one object while it lives
 
     def __call__(self, converter: Any) -> Any:
-        _, spare = self._made.get(id(converter), (None, None))
+        _, spare = self._spares.get(id(converter), (None, None))
         if spare is None or getattr(spare, "collected_tensors", True):
             spare = deepcopy(converter)
-            self._made[id(converter)] = converter, spare
+            self._spares[id(converter)] = converter, spare
         return spare
 
 
 class _Comparison:
     """One export, one model, and the loader of transformers 5."""
 
-    def __init__(self, loading: Any, model: Any, found: Mapping[str, Shape | None], wanted: dict[str, Shape]):
-        self._loading, self._model, self._wanted = loading, model, wanted
-        self._kept = {dtype: kept_in_float32(model, dtype) for dtype in HALF}
-        own = _written(model)
-        self._hub, self._saved = self._hub_shapes(model.state_dict()), {*self._hub_shapes(own)}
+    def __init__(
+        self,
+        loading: Any,
+        model: Any,
+        tensor_shapes: Mapping[str, Shape | None],
+        model_shapes: dict[str, Shape],
+    ):
+        self._loading, self._model, self._model_shapes = loading, model, model_shapes
+        self._float32 = {dtype: kept_in_float32(model, dtype) for dtype in HALF}
+        written = _written(model)
+        self._hub, self._saved = self._hub_shapes(model.state_dict()), {*self._hub_shapes(written)}
         self._prefixes = _prefixes(
-            found, _ignored(model, "unexpected", found), ({*self._hub}, self._saved), ({*wanted}, {*own})
+            tensor_shapes,
+            _ignored(model, "unexpected", tensor_shapes),
+            ({*self._hub}, self._saved),
+            ({*model_shapes}, {*written}),
         )
-        self._found = found = _filled(found, wanted | self._hub)
-        self._routes = self._routes_of(found)
-        self._ideal = self._routes if found.keys() == self._hub.keys() else self._routes_of(self._hub)
-        self._given, self._pieces = _by_group(self._routes), _by_group(self._ideal)
+        self._shapes = tensor_shapes = _filled(tensor_shapes, model_shapes | self._hub)
+        self._routes = self._routes_of(tensor_shapes)
+        self._ideal = self._routes if tensor_shapes.keys() == self._hub.keys() else self._routes_of(self._hub)
+        self._export_names, self._pieces = _by_group(self._routes), _by_group(self._ideal)
         self._group_of = {
             t: r.group for rs in (self._ideal, self._routes) for r in rs.values() for t in r.targets
         }
@@ -145,12 +154,14 @@ class _Comparison:
     def outcome(self) -> ModelMismatch:
         info = self._load()
         out = ModelMismatch()
-        skipped = _ignored(self._model, "unexpected", self._found)
+        skipped = _ignored(self._model, "unexpected", self._shapes)
         out.unexpected += [
-            n for n, r in self._routes.items() if r.group not in self._wanted and not skipped(r.group)
+            n for n, r in self._routes.items() if r.group not in self._model_shapes and not skipped(r.group)
         ]
-        ties = _ties(self._model, self._wanted)
-        lacking = _without_tied({n for n in info.missing_keys if n in self._wanted}, ties, both_ways=True)
+        ties = _ties(self._model, self._model_shapes)
+        lacking = _without_tied(
+            {n for n in info.missing_keys if n in self._model_shapes}, ties, both_ways=True
+        )
         may_lack = _ignored(self._model, "missing")
         bad: dict[str, str] = {}
         for name in sorted(n for n in lacking if not may_lack(n)):
@@ -161,16 +172,17 @@ class _Comparison:
             )
         for group, reason in info.conversion_errors.items():
             bad[group] = _last_line(reason)
-        for group, names in self._given.items():
-            if group in self._wanted and (reason := self._defect(names)):
+        for group, names in self._export_names.items():
+            if group in self._model_shapes and (reason := self._defect(names)):
                 bad.setdefault(group, f"{group}: {reason}")
         for group, reason in bad.items():
-            self._tell(group, reason, out)
+            self._report_group(group, reason, out)
         direct = {r.group: n for n, r in self._routes.items() if r.pattern is None}
         out.ties += [(direct[a], direct[b]) for a, b in ties if a in direct and b in direct]
         out.names, out.inexact = self._exact_names(ties)
         out.float32 = {
-            d: [n for n, r in self._routes.items() if r.group in kept] for d, kept in self._kept.items()
+            d: [n for n, r in self._routes.items() if r.group in float32_names]
+            for d, float32_names in self._float32.items()
         }
         out.prefixes = self._prefixes
         left_out = _left_out(self._model)
@@ -184,42 +196,46 @@ class _Comparison:
         """
         if not self._hub:
             return {}, []
-        exact, others = defaultdict(list), defaultdict(list)
+        exact, export_names = defaultdict(list), defaultdict(list)
         for name, route in self._ideal.items():
-            if name not in self._found:
+            if name not in self._shapes:
                 exact[route.group, route.pattern].append(name)
         for name, route in self._routes.items():
-            if name not in self._hub and route.group in self._wanted:
-                others[route.group, route.pattern].append(name)
+            if name not in self._hub and route.group in self._model_shapes:
+                export_names[route.group, route.pattern].append(name)
         names: dict[str, str] = {}
         inexact: list[str] = []
-        for key, alike in others.items():
+        for key, alike in export_names.items():
             if len(exact[key]) == len(alike):
                 names |= zip(alike, exact[key], strict=True)
             else:
                 inexact += alike
-        called = {names.get(name, name): name for name in self._found}
+        called = {names.get(name, name): name for name in self._shapes}
         files = {route.group: name for name, route in self._ideal.items() if route.pattern is None}
         for tied, stored in ties:  # the loader takes the value of either
-            gone, kept = files.get(tied), files.get(stored)
-            if kept in self._saved and kept not in called and gone in called:
-                names[called.pop(gone)] = kept
-                called[kept] = gone
+            tied_name, stored_name = files.get(tied), files.get(stored)
+            if stored_name in self._saved and stored_name not in called and tied_name in called:
+                names[called.pop(tied_name)] = stored_name
+                called[stored_name] = tied_name
         return {old: new for old, new in names.items() if old != new}, inexact
 
-    def _tell(self, group: str, reason: str, out: ModelMismatch) -> None:
+    def _report_group(self, group: str, reason: str, out: ModelMismatch) -> None:
         """Report one bad group, by the most exact names."""
-        given, pieces = self._given[group], self._pieces[group]
-        if len(given) == 1 and self._routes[given[0]].pattern is None and group in self._wanted:
-            out.shapes.append((given[0], self._found[given[0]], self._wanted[group]))
+        export_names, pieces = self._export_names[group], self._pieces[group]
+        if (
+            len(export_names) == 1
+            and self._routes[export_names[0]].pattern is None
+            and group in self._model_shapes
+        ):
+            out.shapes.append((export_names[0], self._shapes[export_names[0]], self._model_shapes[group]))
             return
-        absent = [n for n in pieces if n not in self._found]
-        over = [n for n in given if n not in self._hub] if pieces else []
-        odd = [n for n in given if n in self._hub and self._hub[n] != self._found[n]]
-        out.missing += absent if given or absent else [group]
+        absent = [n for n in pieces if n not in self._shapes]
+        over = [n for n in export_names if n not in self._hub] if pieces else []
+        odd = [n for n in export_names if n in self._hub and self._hub[n] != self._shapes[n]]
+        out.missing += absent if export_names or absent else [group]
         out.unexpected += over
-        out.shapes += [(n, self._found[n], self._hub[n]) for n in odd]
-        if given and not (absent or over or odd):
+        out.shapes += [(n, self._shapes[n], self._hub[n]) for n in odd]
+        if export_names and not (absent or over or odd):
             out.broken.append(reason)
 
     def _defect(self, names: Sequence[str]) -> str:
@@ -237,7 +253,7 @@ class _Comparison:
         if len({len(alike) for alike in by_pattern.values()}) > 1 and listed:
             return "its parts are not equally many"
         # Where lists are stacked and joined, the joined parts are cut apart again in equal pieces.
-        if any(n in self._hub and self._hub[n] != self._found[n] for n in listed):
+        if any(n in self._hub and self._hub[n] != self._shapes[n] for n in listed):
             return "its parts are of different sizes"
         return ""
 
@@ -251,8 +267,8 @@ class _Comparison:
 
     def _transforms(self) -> list[Any]:
         mapping: Any = importlib.import_module("transformers.conversion_mapping")
-        found: list[Any] = mapping.get_model_conversion_mapping(self._model)
-        return found
+        transforms: list[Any] = mapping.get_model_conversion_mapping(self._model)
+        return transforms
 
     def _routes_of(self, names: Iterable[str]) -> dict[str, _Route]:
         """Return the route of each name through the loader: its own functions, in its own order."""
@@ -261,15 +277,15 @@ class _Comparison:
         renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         targets_of = {p: c.target_patterns for c in converters for p in c.source_patterns}
-        prefix, wanted = model.base_model_prefix, model.state_dict()
+        prefix, state = model.base_model_prefix, model.state_dict()
         routes = {}
         for name in sorted(names, key=loading.dot_natural_key):
-            group, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
-            if group not in wanted and name in wanted:
-                group, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
+            group, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
+            if group not in state and name in state:
+                group, pattern = loading.rename_source_key(name, [], [], prefix, state)
             targets = targets_of[pattern] if pattern is not None else []
-            every = [group.replace(targets[0], t) for t in targets] or [group]
-            routes[name] = _Route(group, pattern, tuple(every))
+            parameters = [group.replace(targets[0], t) for t in targets] or [group]
+            routes[name] = _Route(group, pattern, tuple(parameters))
         return routes
 
     def _load(self) -> Any:
@@ -280,7 +296,7 @@ class _Comparison:
         dtypes = {n: t.dtype for n, t in self._model.state_dict().items() if hasattr(t, "dtype")}
         tensors = {
             name: torch.empty(shape, device="meta", dtype=dtypes.get(self._routes[name].group))
-            for name, shape in self._found.items()
+            for name, shape in self._shapes.items()
         }
         config = modeling.LoadStateDictConfig(weight_mapping=self._transforms(), device_map={"": "meta"})
         answer = self._model._load_pretrained_model(self._model, tensors, None, config)
@@ -307,24 +323,28 @@ def _quick(loading: Any) -> Iterator[None]:
             os.environ[_IN_THREADS_NOT] = env
 
 
-def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> ModelMismatch:
+def _compare_names(
+    model: Any, tensor_shapes: Mapping[str, Shape], model_shapes: Mapping[str, Shape]
+) -> ModelMismatch:
     """Compare with transformers before 5, which at most renames."""
     rename = getattr(model, "_get_key_renaming_mapping", None)
-    own = getattr(model, "_checkpoint_conversion_mapping", None) or None
-    new = rename(list(found), own) if rename is not None else {n: n for n in found}
-    ties = _ties(model, wanted)
-    skipped, may_lack = _ignored(model, "unexpected", found), _ignored(model, "missing")
+    key_mapping = getattr(model, "_checkpoint_conversion_mapping", None) or None
+    new = rename(list(tensor_shapes), key_mapping) if rename is not None else {n: n for n in tensor_shapes}
+    ties = _ties(model, model_shapes)
+    skipped, may_lack = _ignored(model, "unexpected", tensor_shapes), _ignored(model, "missing")
     stored = defaultdict(list)
-    for name in found:
+    for name in tensor_shapes:
         stored[new.get(name, name)].append(name)
-    lacking = _without_tied({n for n in wanted if n not in stored}, ties, both_ways=False)
+    lacking = _without_tied({n for n in model_shapes if n not in stored}, ties, both_ways=False)
     return ModelMismatch(
         missing=sorted(n for n in lacking if not may_lack(n)),
-        unexpected=[n for k, ns in stored.items() for n in (ns[1:] if k in wanted else ns) if not skipped(k)],
+        unexpected=[
+            n for k, ns in stored.items() for n in (ns[1:] if k in model_shapes else ns) if not skipped(k)
+        ],
         shapes=[
-            (ns[0], found[ns[0]], wanted[k])
+            (ns[0], tensor_shapes[ns[0]], model_shapes[k])
             for k, ns in stored.items()
-            if k in wanted and found[ns[0]] != wanted[k]
+            if k in model_shapes and tensor_shapes[ns[0]] != model_shapes[k]
         ],
         ties=[(stored[a][0], stored[b][0]) for a, b in ties if a in stored and b in stored],
     )
@@ -372,12 +392,12 @@ def _left_out(model: Any) -> set[str]:
 
 
 def _prefixes(
-    found: Collection[str], ignored: Callable[[str], bool], *worlds: tuple[Set[str], Set[str]]
+    tensor_names: Collection[str], ignored: Callable[[str], bool], *worlds: tuple[Set[str], Set[str]]
 ) -> list[str]:
     """Return the prefixes below which names are exactly those of one world; "" where all names are.
 
     Args:
-        found: The names.
+        tensor_names: The names.
         ignored: Whether the model has no use for a name.
         worlds: (all names, those of them that must be there), of the files and of the model.
 
@@ -389,7 +409,7 @@ def _prefixes(
     """
     below: defaultdict[str, set[str]] = defaultdict(set)
     least = min((len(must) for _, must in worlds), default=0)
-    for name in found:
+    for name in tensor_names:
         start = 0
         for _ in range(_MOST_WRAPPERS + 1):
             below[name[:start]].add(name[start:])
@@ -399,24 +419,24 @@ def _prefixes(
     exact = []
     for prefix, names in below.items():
         if len(names) >= least and any(
-            must and must <= names and all(map(ignored, names - every)) for every, must in worlds
+            must and must <= names and all(map(ignored, names - all_names)) for all_names, must in worlds
         ):
             exact.append(prefix)
     return sorted(exact, key=lambda prefix: (prefix.count("."), prefix))
 
 
-def _ties(model: Any, wanted: Mapping[str, Shape]) -> list[tuple[str, str]]:
+def _ties(model: Any, model_shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
     """Return (name, name that shares its values) of the parameters that the config ties."""
     keys = getattr(model, "all_tied_weights_keys", None)
     if isinstance(keys, dict):  # transformers 5: already resolved for this config
-        return [(a, b) for a, b in keys.items() if a in wanted and b in wanted]
+        return [(a, b) for a, b in keys.items() if a in model_shapes and b in model_shapes]
     if not getattr(model.config, "tie_word_embeddings", False):
         return []
     shared = getattr(model, "_tied_weights_keys", None) or []
     if isinstance(shared, dict):
-        return [(a, b) for a, b in shared.items() if a in wanted and b in wanted]
-    kept = next((n for n in wanted if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
-    return [(a, kept) for a in shared if kept and a in wanted]
+        return [(a, b) for a, b in shared.items() if a in model_shapes and b in model_shapes]
+    embedding = next((n for n in model_shapes if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    return [(a, embedding) for a in shared if embedding and a in model_shapes]
 
 
 def _without_tied(lacking: set[str], ties: Sequence[tuple[str, str]], *, both_ways: bool) -> set[str]:
@@ -425,26 +445,26 @@ def _without_tied(lacking: set[str], ties: Sequence[tuple[str, str]], *, both_wa
     both_ways: whether any name of a tie may have the value.
     """
     groups: defaultdict[str, set[str]] = defaultdict(set)
-    for name, kept in ties:
-        groups[kept].add(name)
+    for name, stored_name in ties:
+        groups[stored_name].add(name)
     left = set(lacking)
-    for kept, names in groups.items():
-        if kept not in lacking or (both_ways and names - lacking):
-            left -= {kept, *names}
+    for stored_name, names in groups.items():
+        if stored_name not in lacking or (both_ways and names - lacking):
+            left -= {stored_name, *names}
     return left
 
 
-def _ignored(model: Any, what: str, found: Iterable[str] = ()) -> Callable[[str], bool]:
+def _ignored(model: Any, kind: str, export_names: Iterable[str] = ()) -> Callable[[str], bool]:
     """Return whether transformers ignores a ``missing`` or ``unexpected`` name of this class.
 
     A layer behind the others is one of multi-token prediction if it joins two inputs (``eh_proj``, which is
     every one's name of it); without that it is a layer that the config does not count.
 
-    found: names of the export, where unexpected ones are ignored.
+    export_names: names of the export, where unexpected ones are ignored.
     """
-    patterns = list(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or [])
+    patterns = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or [])
     if (
-        what == "unexpected"
+        kind == "unexpected"
     ):  # two buffers that were persistent once, as in `_adjust_missing_and_unexpected_keys`
         buffers = [n for n, _ in model.named_buffers()]
         patterns += (
@@ -453,7 +473,7 @@ def _ignored(model: Any, what: str, found: Iterable[str] = ()) -> Callable[[str]
         patterns += [r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in buffers) else []
         patterns += _prediction_layers(model.config)
     compiled = [re.compile(p) for p in patterns]
-    predicting = {int(layer[1]) for name in found if (layer := _JOINED.search(name))}
+    predicting = {int(layer[1]) for name in export_names if (layer := _JOINED.search(name))}
     layers = getattr(model.config, "num_hidden_layers", None)
 
     def ignored(name: str) -> bool:
@@ -471,17 +491,17 @@ def _prediction_layers(config: Any) -> list[str]:
     The hub numbers them after the other layers. Transformers' classes ignore the numbers of published models
     only; the config has their count.
     """
-    more = getattr(config, "num_nextn_predict_layers", None)
-    if type(more) is not int or not 0 < more < 64:
+    layer_count = getattr(config, "num_nextn_predict_layers", None)
+    if type(layer_count) is not int or not 0 < layer_count < 64:
         return []
-    return [rf"^model\.layers\.{config.num_hidden_layers + n}\." for n in range(more)]
+    return [rf"^model\.layers\.{config.num_hidden_layers + n}\." for n in range(layer_count)]
 
 
 def _by_group(routes: Mapping[str, _Route]) -> defaultdict[str, list[str]]:
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    names_of_group: defaultdict[str, list[str]] = defaultdict(list)
     for name, route in routes.items():
-        found[route.group].append(name)
-    return found
+        names_of_group[route.group].append(name)
+    return names_of_group
 
 
 def _is_listed(route: _Route) -> bool:

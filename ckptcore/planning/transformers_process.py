@@ -87,6 +87,6 @@ def brief(error: Exception) -> str:
 
 def _ended(status: int, stderr: bytes) -> str:
     """Return how a process without an answer ended, with the last line of its stderr."""
-    how = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
+    ending = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
     last = stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return f"the process of transformers {how}{f': {last[0][:_MOST_CHARACTERS]}' if last else ''}"
+    return f"the process of transformers {ending}{f': {last[0][:_MOST_CHARACTERS]}' if last else ''}"

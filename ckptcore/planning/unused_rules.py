@@ -36,9 +36,9 @@ def unused_rules(manifest: Manifest, sharding: str, model_prefix: str | None = N
     Raises:
         UsageError: The text is not a sharding file.
     """
-    own = load(sharding)
+    rule_file = load(sharding)
     names = list(parameters(manifest, model_prefix)[0])
-    unused = chain(_unused_patterns(own.rule, names), _stages(own.stages or Stages(), names))
+    unused = chain(_unused_patterns(rule_file.rule, names), _stages(rule_file.stages or Stages(), names))
     return tuple(finding("unused-rule", "coverage", message) for message in islice(unused, _MOST))
 
 
@@ -48,8 +48,8 @@ def _unused_patterns(rules: tuple[ShardingRule, ...], names: Sequence[str]) -> I
     for number, rule in enumerate(rules, 1):
         if id(rule) not in used:
             hit = next((n for n in names if matches(n, rule.fqn)), None)
-            what = f"[[rule]] {number} of --sharding, {some(rule.fqn)}, "
-            yield what + (_none(rule.fqn, names) if hit is None else _behind(hit))
+            label = f"[[rule]] {number} of --sharding, {some(rule.fqn)}, "
+            yield label + (_none(rule.fqn, names) if hit is None else _behind(hit))
 
 
 def _stages(stages: Stages, names: Sequence[str]) -> Iterator[str]:

@@ -67,29 +67,30 @@ def not_zero(source: Manifest, dropped: Iterable[Dropped]) -> list[tuple[Dropped
 
 @rereading
 def _not_zero(source: Manifest, asked: Sequence[Dropped]) -> list[tuple[Dropped, int, int]]:
-    found = []
+    nonzero = []
     with closing(open_source_store(source.root, source.versions)) as store:
         records = Records(store, len(source.items))
-        for each in asked:
-            row = source.index[each.fqn]
+        for tensor in asked:
+            row = source.index[tensor.fqn]
             count = _count(source, row, records)
             if count:
-                found.append((each, count, source.tensors[row].numel))
+                nonzero.append((tensor, count, source.tensors[row].numel))
+        # A tensor may be a part of a record: what is left of that is read for its checksum.
         records.finish()
-    return found
+    return nonzero
 
 
 def _count(source: Manifest, row: int, records: Records) -> int:
     """Count the elements of a tensor that are not zero."""
-    spec, found = source.tensors[row], 0
+    spec, nonzero = source.tensors[row], 0
     itemsize = BY_NAME[spec.dtype].itemsize
     scratch = np.empty(_TILE, np.uint8)
     with closing(BoxReader(source, row, records)) as reader:
         for box in Box.full(spec.shape).tiles(_TILE // itemsize) if spec.numel else ():
             data = np.empty(box.numel * itemsize, np.uint8)
             reader.read(box, tile_view(data, box.shape, spec.dtype), scratch)
-            found += _nonzero_count(data, spec.dtype)
-    return found
+            nonzero += _nonzero_count(data, spec.dtype)
+    return nonzero
 
 
 def _nonzero_count(data: Bytes, dtype: str) -> int:
