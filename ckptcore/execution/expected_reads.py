@@ -184,7 +184,7 @@ def prove_files(run: PlanRun, indices: Sequence[int], records: Records) -> None:
         plan = run.load(index)
         good = [plan.files[f].path in proven for f in plan.items.file.tolist()]
         numbers.update(plan.number[good].tolist())
-    records.settle(numbers)
+    records.confirm_awaited(numbers)
 
 
 def row_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = None) -> RowReads:

@@ -41,6 +41,7 @@ class BoxReader:
         self._below: list[BoxReader] = []
         if self._node is not None:
             assert manifest.inputs is not None  # a manifest with derived tensors has inputs
+            # Several boxes of the output need the same scales: the chunks of inputs are not dropped in between.
             self._below = [
                 BoxReader(manifest.inputs, i, records, once=False, copies=copies) for i in self._node.inputs
             ]
@@ -126,9 +127,9 @@ def _repeated(manifest: Manifest, tensor: int) -> tuple[set[int], set[int]]:
     chunks, copies, repeats = manifest.chunks, set[int](), set[int]()
     begin, end = (int(n) for n in chunks.first[tensor : tensor + 2])
     if end - begin > 1:
-        seen: dict[bytes, int] = {}
+        row_of_box: dict[bytes, int] = {}
         for row in range(begin, end):
-            first = seen.setdefault(chunks.lo[row].tobytes() + chunks.shape[row].tobytes(), row)
+            first = row_of_box.setdefault(chunks.lo[row].tobytes() + chunks.shape[row].tobytes(), row)
             if first != row:
                 (repeats if chunks.item[first] == chunks.item[row] else copies).add(row)
     return copies, repeats

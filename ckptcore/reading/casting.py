@@ -42,11 +42,11 @@ def cast_into(
     torch = torch_on(device)
     source = torch.from_numpy(tile.reshape(-1).view(np.uint8)).view(getattr(torch, dtype))
     into = torch.from_numpy(target).view(getattr(torch, target_dtype))
-    there = source.to(device)
-    if device == "cpu" or has_nan(there):
+    on_device = source.to(device)
+    if device == "cpu" or has_nan(on_device):
         into.copy_(source)
     else:
-        into.copy_(there.to(into.dtype))
+        into.copy_(on_device.to(into.dtype))
 
 
 def has_nan(values: Any) -> bool:
@@ -117,9 +117,9 @@ def _round_to_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[np.uint8]) 
     """
     halves = target.view(np.uint16)
     room, odd = np.empty(_BLOCK, np.uint32), np.uint32(0x7FFF)
-    for at in range(0, len(source), _BLOCK):
-        bits = source[at : at + _BLOCK]
-        sums, out = room[: len(bits)], halves[at : at + _BLOCK]
+    for start in range(0, len(source), _BLOCK):
+        bits = source[start : start + _BLOCK]
+        sums, out = room[: len(bits)], halves[start : start + _BLOCK]
         np.right_shift(bits, 16, out=sums)
         np.bitwise_and(sums, 1, out=sums)
         np.add(sums, odd, out=sums)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptcore.errors import AlteredInTransit, DamagedCheckpoint, finding
 from ckptcore.reading.decoded_items import DecodedItems
-from ckptcore.reading.payload import Payload, Seen, StoredChunk, resolve
+from ckptcore.reading.payload import Payload, RangeVerifier, StoredChunk, resolve
 from ckptcore.store import Readable
 from ckptcore.utils.crc32 import CrcPieces, crc32
 from ckptcore.utils.dataclass import dataclass
@@ -75,7 +75,7 @@ class Records:
         """Call these items pending until the store that they were read from has proven its files."""
         self._awaiting.update(numbers)
 
-    def settle(self, proven: Iterable[int]) -> None:
+    def confirm_awaited(self, proven: Iterable[int]) -> None:
         """Call items verified whose files the store has proven, and no other item pending any more."""
         with self._lock:
             for index in self._awaiting.intersection(proven):
@@ -97,7 +97,7 @@ class Records:
             if self._state[chunk.index] != _VERIFIED:
                 self._partly.setdefault(chunk.index, (None, chunk))
 
-    def seen(self, payload: Payload, chunk: StoredChunk) -> Seen | None:
+    def verifier(self, payload: Payload, chunk: StoredChunk) -> RangeVerifier | None:
         """Return a callback for every range read of a payload; None if there is nothing to verify."""
         with self._lock:
             if self._state[chunk.index] == _VERIFIED:
@@ -141,14 +141,15 @@ class Records:
         with self._lock:
             return RecordProgress(bytes(self._state), dict(self._partly))
 
-    def join(self, others: Sequence[RecordProgress]) -> None:
+    def join(self, reports: Sequence[RecordProgress]) -> None:
         """Add what other processes have read: what is verified in one needs no other, and pieces add up."""
         with self._lock:
-            for other in others:
-                states = np.frombuffer(other.state, np.uint8)
-                own = np.frombuffer(self._state, np.uint8)
-                np.maximum(own, states, out=own)
-                for index, (pieces, chunk) in other.partly.items():
+            for report in reports:
+                states = np.frombuffer(report.state, np.uint8)
+                # A view of `_state`, so the maximum is written there: a higher number is the better proof.
+                merged_state = np.frombuffer(self._state, np.uint8)
+                np.maximum(merged_state, states, out=merged_state)
+                for index, (pieces, chunk) in report.partly.items():
                     mine, _ = self._partly.setdefault(index, (pieces, chunk))
                     if mine is None or pieces is None:
                         self._partly[index] = (mine or pieces, chunk)
@@ -161,8 +162,8 @@ class Records:
         """Read the partly read records; raises `DamagedCheckpoint` like the reads before."""
         left = [*self._partly.values()]
         if len(left) < 2 or threads < 2:
-            for each in left:
-                self._read_record(each)
+            for open_record in left:
+                self._read_record(open_record)
             return
         with ThreadPoolExecutor(threads) as pool:
             try:
@@ -171,8 +172,8 @@ class Records:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _read_record(self, each: _Open) -> None:
-        pieces, chunk = each
+    def _read_record(self, open_record: _Open) -> None:
+        pieces, chunk = open_record
         payload = self.resolve(chunk)
         try:
             if payload.crc32 is None:
@@ -180,8 +181,8 @@ class Records:
                     self._partly.pop(chunk.index, None)
                 return
             # Pieces of several processes may add up only here.
-            known = None if pieces is None else pieces.total()
-            crc = _crc_of(payload) if known is None else known
+            total = None if pieces is None else pieces.total()
+            crc = _crc_of(payload) if total is None else total
             if crc != payload.crc32 and payload.forget is not None:
                 self._retry_record(payload, chunk, crc)
             else:
@@ -212,8 +213,8 @@ class Records:
             message = (
                 f"{chunk.fqn}: bytes in {chunk.path} must have CRC-32 {payload.crc32:08x} (got {crc:08x})"
             )
-            found = finding("crc-mismatch", "bytes", message, fqn=chunk.fqn, file=chunk.path)
-            raise DamagedCheckpoint(message, findings=(found,))
+            mismatch = finding("crc-mismatch", "bytes", message, fqn=chunk.fqn, file=chunk.path)
+            raise DamagedCheckpoint(message, findings=(mismatch,))
         with self._lock:
             self._state[chunk.index] = _VERIFIED
             self._partly.pop(chunk.index, None)
@@ -221,8 +222,8 @@ class Records:
 
 def _crc_of(payload: Payload) -> int:
     crc, block = 0, bytearray(min(_BLOCK, payload.record_length))
-    for at in range(0, payload.record_length, _BLOCK):
-        view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
-        payload.read_into(payload.record_start + at, view)
+    for offset in range(0, payload.record_length, _BLOCK):
+        view = memoryview(block)[: min(_BLOCK, payload.record_length - offset)]
+        payload.read_into(payload.record_start + offset, view)
         crc = crc32(view, crc)
     return crc

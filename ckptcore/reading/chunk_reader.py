@@ -26,7 +26,7 @@ from ckptcore.reading.payload import Payload, StoredChunk
 
 READ, COPY, SKIP = 0, 1, 2
 Tile = npt.NDArray[Any]
-Found = tuple[StoredChunk, Payload]
+ResolvedChunk = tuple[StoredChunk, Payload]
 
 
 class ChunkedTensor(NamedTuple):  # made for every part of a file: a dataclass takes three times as long
@@ -74,7 +74,7 @@ class ChunkReader:
     def __init__(self, table: ChunkTable, records: Records, *, compare: bool = True) -> None:
         self._table, self._records, self._compares = table, records, compare
         self._lock = threading.Lock()
-        self._found: dict[int, Found] = {}
+        self._resolved: dict[int, ResolvedChunk] = {}
         self._left: dict[int, int] = {}  # elements still to be read of partly read chunks
         self._closed = False
 
@@ -101,13 +101,13 @@ class ChunkReader:
         copies: list[Overlap] = []
         into = Interleaver(tile, want, tensor.dtype, scratch)
         filled = 0
-        for each in self.overlaps(tensor, want):
-            role = self._table.role(each.row)
+        for overlap in self.overlaps(tensor, want):
+            role = self._table.role(overlap.row)
             if role == READ:
-                self._put(tensor, each, into)
-                filled += each.common.numel
+                self._put(tensor, overlap, into)
+                filled += overlap.common.numel
             elif role == COPY and self._compares:
-                copies.append(each)
+                copies.append(overlap)
         into.flush()
         if filled != want.numel:
             message = f"{tensor.fqn}: {want.numel - filled} of {want.numel} elements are in no file"
@@ -121,31 +121,32 @@ class ChunkReader:
         half = len(scratch) // 2 // 16 * 16
         for copy in copies:
             for piece in copy.common.tiles(half // BY_NAME[tensor.dtype].itemsize):
-                other = tile_view(scratch[:half], piece.shape, tensor.dtype)
-                into = Interleaver(other, piece, tensor.dtype, scratch[half:])
+                copy_tile = tile_view(scratch[:half], piece.shape, tensor.dtype)
+                into = Interleaver(copy_tile, piece, tensor.dtype, scratch[half:])
                 self._put(tensor, Overlap(copy.row, copy.chunk, piece), into)
                 into.flush()
                 paths = partial(self._paths, tensor, piece, copy)
-                require_equal(tile[index_of(piece, want)], other, piece, tensor.fqn, paths)
+                require_equal(tile[index_of(piece, want)], copy_tile, piece, tensor.fqn, paths)
 
     def overlaps(self, tensor: ChunkedTensor, want: Box) -> Iterator[Overlap]:
         """Yield every chunk of a tensor that shares elements with a box of it."""
         return overlaps(self._table.chunks, tensor.number, want)
 
-    def find(self, tensor: ChunkedTensor, each: Overlap) -> Found:
+    def find(self, tensor: ChunkedTensor, overlap: Overlap) -> ResolvedChunk:
         """Return a chunk's location and payload; the reader owns and closes the payload."""
-        known = self._found.get(each.row)
-        if known is not None:
-            return known
-        stored = self._table.stored(tensor, each.row, each.chunk.shape)
+        resolved = self._resolved.get(overlap.row)
+        if resolved is not None:
+            return resolved
+        stored = self._table.stored(tensor, overlap.row, overlap.chunk.shape)
         fresh = stored, self._records.resolve(stored)
-        found = self._found.setdefault(each.row, fresh)  # atomic, as `get` is
-        if found is not fresh:
+        # Two threads may resolve one chunk at once: the second closes its payload, and uses the first one's.
+        first = self._resolved.setdefault(overlap.row, fresh)  # atomic, as `get` is
+        if first is not fresh:
             fresh[1].close()
         if self._closed:  # a second Ctrl-C waits for no thread
             self._close_all()
             raise Interrupted(f"{tensor.fqn} is not read: its reader was closed")
-        return found
+        return first
 
     def strides(self, tensor: ChunkedTensor, row: int) -> tuple[int, ...] | None:
         """Return the strides, elements, of a chunk as its item has them; None when it is row-major.
@@ -158,21 +159,21 @@ class ChunkReader:
             return self.find(tensor, Overlap(row, chunk, chunk))[1].strides
         return None
 
-    def done(self, tensor: ChunkedTensor, each: Overlap) -> None:
+    def done(self, tensor: ChunkedTensor, overlap: Overlap) -> None:
         """Count elements that were read, and drop a chunk after its last element."""
         if not tensor.once:
             return
-        if each.common is not each.chunk:  # else the complete chunk was read at once
+        if overlap.common is not overlap.chunk:  # else the complete chunk was read at once
             with self._lock:
-                left = self._left.pop(each.row, None)
+                left = self._left.pop(overlap.row, None)
                 if left is None:
-                    asked = each.chunk.intersect(self._table.asked(tensor))
+                    asked = overlap.chunk.intersect(self._table.asked(tensor))
                     left = asked.numel if asked is not None else 0
-                left -= each.common.numel
+                left -= overlap.common.numel
                 if left > 0:
-                    self._left[each.row] = left
+                    self._left[overlap.row] = left
                     return
-        gone = self._found.pop(each.row, None)
+        gone = self._resolved.pop(overlap.row, None)
         if gone is not None:
             gone[1].close()
 
@@ -182,17 +183,17 @@ class ChunkReader:
         self._close_all()
 
     def _close_all(self) -> None:
-        while self._found:
+        while self._resolved:
             with suppress(KeyError):  # another thread was faster
-                self._found.popitem()[1][1].close()
+                self._resolved.popitem()[1][1].close()
 
-    def _put(self, tensor: ChunkedTensor, each: Overlap, into: Interleaver) -> None:
-        stored, payload = self.find(tensor, each)
-        into.put(payload, each.chunk, each.common, self._records.seen(payload, stored))
-        self.done(tensor, each)
+    def _put(self, tensor: ChunkedTensor, overlap: Overlap, into: Interleaver) -> None:
+        stored, payload = self.find(tensor, overlap)
+        into.put(payload, overlap.chunk, overlap.common, self._records.verifier(payload, stored))
+        self.done(tensor, overlap)
 
     def _paths(self, tensor: ChunkedTensor, piece: Box, copy: Overlap) -> tuple[str, str]:
         """Return the file that a piece was read from, or the first of several, and the file of its copy."""
         read = next(e for e in self.overlaps(tensor, piece) if self._table.role(e.row) == READ)
-        one, other = (self._table.stored(tensor, e.row, e.chunk.shape).path for e in (read, copy))
-        return one, other
+        read_path, copy_path = (self._table.stored(tensor, e.row, e.chunk.shape).path for e in (read, copy))
+        return read_path, copy_path

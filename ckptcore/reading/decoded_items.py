@@ -131,12 +131,12 @@ class DecodedItem:
         if self._data is not None:
             into[:] = self._data[start : start + len(into)]
             return
-        done = 0
-        while done < len(into):
-            count = os.preadv(self._number, [into[done:]], self._begin + start + done)
+        filled = 0
+        while filled < len(into):
+            count = os.preadv(self._number, [into[filled:]], self._begin + start + filled)
             if not count:
-                raise MalformedCheckpoint(f"decoded item ends at {start + done}")
-            done += count
+                raise MalformedCheckpoint(f"decoded item ends at {start + filled}")
+            filled += count
         if self._number < 0:  # its slot may have another item by now
             raise ValueError("a decoded item was closed while it was read")
 
@@ -194,27 +194,28 @@ class DecodedItems:
     def __init__(self, scratch: str | None = None) -> None:
         self.room = DecodedRoom(scratch=scratch)
         self._lock = threading.Lock()
-        self._begun: dict[int, threading.Lock] = {}
+        self._decoding: dict[int, threading.Lock] = {}
         self._kept: OrderedDict[int, DecodedItem] = OrderedDict()
 
     def of(self, index: int, decode: Callable[[], DecodedItem]) -> DecodedItem:
         """Return the item of this number; the first caller decodes it."""
         with self._lock:
-            begun = self._begun.setdefault(index, threading.Lock())
-        with begun:
+            # A lock for each item: other items are decoded at the same time, this one once.
+            decoding = self._decoding.setdefault(index, threading.Lock())
+        with decoding:
             with self._lock:
-                known = self._kept.get(index)
-                if known is not None:
+                cached = self._kept.get(index)
+                if cached is not None:
                     self._kept.move_to_end(index)
-                    return known
-            made = decode()
+                    return cached
+            decoded = decode()
             with self._lock:
-                self._kept[index] = made
+                self._kept[index] = decoded
                 while len(self._kept) > _LEAST and (
                     len(self._kept) > _MOST_KEPT or sum(d.length for d in self._kept.values()) > _KEPT_BYTES
                 ):
                     self._kept.popitem(last=False)
-            return made
+            return decoded
 
 
 def _no_place(error: OSError, path: str, scratch: str | None) -> CkptError:
@@ -224,8 +225,10 @@ def _no_place(error: OSError, path: str, scratch: str | None) -> CkptError:
     from ckptcore.store.local_writer import unwritable  # a late import: nothing else here writes
 
     folder = scratch or tempfile.gettempdir()
-    found = unwritable(f"{folder}/(decoded items of {path})", error)
+    disk_error = unwritable(f"{folder}/(decoded items of {path})", error)
     place = "" if scratch else ", or name another folder with TMPDIR"
-    if isinstance(found, DiskFull):
-        found.hint = f"free space in {folder}{place}, or raise --memory: a quarter of it takes decoded items"
-    return found
+    if isinstance(disk_error, DiskFull):
+        disk_error.hint = (
+            f"free space in {folder}{place}, or raise --memory: a quarter of it takes decoded items"
+        )
+    return disk_error

@@ -34,15 +34,15 @@ def digest_of(files: Readable, path: str, nbytes: int, start: int = 0, hasher: H
 def has_digest(files: Readable, path: str, nbytes: int, digests: Collection[str]) -> bool:
     """Report whether the first ``nbytes`` of a file have one of these digests; the file is read once."""
     kinds = {digest.rpartition(":")[0]: digest for digest in digests}
-    found = _digests(files, path, nbytes, 0, [hasher_like(digest) for digest in kinds.values()])
-    return not set(digests).isdisjoint(found)
+    computed = _digests(files, path, nbytes, 0, [hasher_like(digest) for digest in kinds.values()])
+    return not set(digests).isdisjoint(computed)
 
 
 def _digests(files: Readable, path: str, nbytes: int, start: int, totals: Sequence[Hasher]) -> list[str]:
     block = bytearray(min(BLOCK, max(nbytes, 1)))
-    for at in range(0, nbytes, len(block)):
-        view = memoryview(block)[: min(len(block), nbytes - at)]
-        files.read_into(path, start + at, view)
+    for offset in range(0, nbytes, len(block)):
+        view = memoryview(block)[: min(len(block), nbytes - offset)]
+        files.read_into(path, start + offset, view)
         for total in totals:
             total.update(view)
     return [total.hexdigest() for total in totals]
@@ -61,8 +61,9 @@ def file_digests(manifest: Manifest, store: Store) -> dict[str, str]:
     sums = manifest.sums
     if sums is None:
         return {}
+    # The reads of holes are summed, too, which completes the digests.
     store.observer = sums
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for path, nbytes in _sized(manifest):
         holes = sums.holes(path, nbytes)
         if holes is None or path not in manifest.stamps:
@@ -74,8 +75,8 @@ def file_digests(manifest: Manifest, store: Store) -> dict[str, str]:
             continue
         digest = sums.digest(path, nbytes)
         if digest is not None:
-            found[path] = digest
-    return {path: found[path] for path in _as_listed(manifest, store, found)}
+            digests[path] = digest
+    return {path: digests[path] for path in _as_listed(manifest, store, digests)}
 
 
 def _sized(manifest: Manifest) -> Iterable[tuple[str, int]]:
@@ -89,7 +90,7 @@ def _as_listed(manifest: Manifest, store: Store, paths: Iterable[str]) -> list[s
         return list(paths)
     try:
         # Other stores may give a file another stamp in a listing than by itself.
-        now = {p: seen.stamp for p, seen in store.stamped().items()} if store.local is None else None
+        now = {p: status.stamp for p, status in store.stamped().items()} if store.local is None else None
         return [p for p in paths if (store.stamp(p) if now is None else now.get(p)) == manifest.stamps[p][0]]
     except CkptError:
         return []

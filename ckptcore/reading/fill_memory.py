@@ -53,9 +53,10 @@ def fill_memory(manifest: Manifest, store: Store, fills: Sequence[Fill], *, veri
     fills = [fill for fill in fills if fill.want.numel]
     records = Records(store, len(manifest.items), verify)
     apart, shared = _apart(fills)
-    for some, threads in ((apart, threads_for(fill.out for fill in apart)), (shared, 1)):
-        if some:
-            _run(manifest, store, records, some, threads)
+    # Memory that overlaps is filled by one thread, in order: the last fill of it must win.
+    for group, threads in ((apart, threads_for(fill.out for fill in apart)), (shared, 1)):
+        if group:
+            _run(manifest, store, records, group, threads)
 
 
 def threads_for(tensors: Iterable[Any]) -> int:
@@ -103,59 +104,59 @@ def _run(manifest: Manifest, store: Store, records: Records, fills: Sequence[Fil
     # What came altered over a network is read again with its whole tensor.
     cuts = store.local is not None
 
-    def release(each: _Open) -> None:
+    def release(open_fill: _Open) -> None:
         with lock:
-            each.under_way -= 1
-            if each.under_way:
+            open_fill.under_way -= 1
+            if open_fill.under_way:
                 return
-            under_way.discard(each)
-        each.reader.close()
+            under_way.discard(open_fill)
+        open_fill.reader.close()
 
     def boxes() -> Iterator[tuple[_Open, Box]]:
         for fill in fills:
-            each = _Open(manifest, records, fill)
+            open_fill = _Open(manifest, records, fill)
             with lock:
-                under_way.add(each)
-            for box in _boxes(manifest, each) if cuts else (fill.want,):
+                under_way.add(open_fill)
+            for box in _boxes(manifest, open_fill) if cuts else (fill.want,):
                 with lock:
-                    each.under_way += 1
-                yield each, box
-            release(each)
+                    open_fill.under_way += 1
+                yield open_fill, box
+            release(open_fill)
 
     inference = torch.is_inference_mode_enabled()  # of this thread alone
     devices = {fill.out.device for fill in fills if fill.out.device.type == "cuda"}
     for device in devices:
         torch.cuda.synchronize(device)  # what the caller has begun with this memory
-    lanes: list[_Lane] = []
+    all_buffers: list[_ThreadBuffers] = []
 
     def prepare() -> Callable[[tuple[_Open, Box]], None]:
-        lanes.append(lane := _Lane())
+        all_buffers.append(buffers := _ThreadBuffers())
 
         def do(job: tuple[_Open, Box]) -> None:
-            each, box = job
+            open_fill, box = job
             with torch.inference_mode() if inference else torch.no_grad():
-                lane.fill(each, box)
-            release(each)
+                buffers.fill(open_fill, box)
+            release(open_fill)
 
         return do
 
     try:
         run_jobs(boxes(), prepare, threads=threads)
     finally:
-        for lane in lanes:
-            lane.settle()
-        for each in under_way:
-            each.reader.close()
+        for buffers in all_buffers:
+            buffers.wait_until_complete()
+        for open_fill in under_way:
+            open_fill.reader.close()
 
 
-def _boxes(manifest: Manifest, each: _Open) -> Iterator[Box]:
+def _boxes(manifest: Manifest, open_fill: _Open) -> Iterator[Box]:
     """Yield the boxes that a fill is cut into: large reads, and one where rows do not follow in storage."""
-    row, want, _ = each.fill
-    order = stored_order(manifest.chunks, row, len(want.shape), each.reader.strides)
-    return want.tiles(PIECE // BY_NAME[each.dtype].itemsize) if order.strides is None else iter((want,))
+    row, want, _ = open_fill.fill
+    order = stored_order(manifest.chunks, row, len(want.shape), open_fill.reader.strides)
+    return want.tiles(PIECE // BY_NAME[open_fill.dtype].itemsize) if order.strides is None else iter((want,))
 
 
-class _Lane:
+class _ThreadBuffers:
     """The buffers of one thread."""
 
     def __init__(self) -> None:
@@ -163,14 +164,14 @@ class _Lane:
         self._rings: dict[Any, _Ring] = {}
 
     @rereading
-    def fill(self, each: _Open, box: Box) -> None:
+    def fill(self, open_fill: _Open, box: Box) -> None:
         """Read a box into its part of the memory."""
         import torch
 
-        _, want, memory = each.fill
-        out, kind = memory[index_of(box, want)], getattr(torch, each.dtype)
+        _, want, memory = open_fill.fill
+        out, kind = memory[index_of(box, want)], getattr(torch, open_fill.dtype)
         if out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _holds_its_values(out):
-            each.reader.read(box, integers_of(out, each.dtype), self._scratch)
+            open_fill.reader.read(box, integers_of(out, open_fill.dtype), self._scratch)
             return
         ring = self._rings.get(out.device)
         if ring is None:
@@ -178,15 +179,15 @@ class _Lane:
         staged = ring.next(box.shape, out.dtype)
         # Values of another dtype are cast here, as `Tensor.copy_` does it for memory of a device.
         values = staged if out.dtype == kind else _tensor(self._plain, box.shape, kind)
-        each.reader.read(box, integers_of(values, each.dtype), self._scratch)
+        open_fill.reader.read(box, integers_of(values, open_fill.dtype), self._scratch)
         if values is not staged:
             staged.copy_(values)
         ring.send(staged, out)
 
-    def settle(self) -> None:
+    def wait_until_complete(self) -> None:
         """Wait until everything has arrived."""
         for ring in self._rings.values():
-            ring.settle()
+            ring.wait_until_complete()
 
 
 class _Ring:
@@ -230,7 +231,7 @@ class _Ring:
             if self._stream is not None:
                 self._handed[self._turn] = self._stream.record_event()
 
-    def settle(self) -> None:
+    def wait_until_complete(self) -> None:
         """Wait for every copy."""
         if self._stream is not None:
             self._stream.synchronize()

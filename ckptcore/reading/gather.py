@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, is_row_major, row_major, view_of
-from ckptcore.reading.payload import Payload, Seen
+from ckptcore.reading.payload import Payload, RangeVerifier
 from ckptcore.utils.row_wise import every
 
 Bytes = npt.NDArray[np.uint8]
@@ -77,10 +77,10 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
     rows: Any = range(first, last)
     index: Any = slice(first, last)
     if last - first > 8 and rank:
-        at = lo[first:last, :rank]
-        hi = at + shape[first:last, :rank]
+        low = lo[first:last, :rank]
+        high = low + shape[first:last, :rank]
         begin, end = np.array(want.offset), np.array(want.end)
-        rows = index = (first + np.flatnonzero(every((at < end) & (hi > begin)))).tolist()
+        rows = index = (first + np.flatnonzero(every((low < end) & (high > begin)))).tolist()
     top, bottom = (want.offset[0], want.end[0]) if rank else (0, 1)
     boxes = zip(rows, lo[index, :rank].tolist(), shape[index, :rank].tolist(), strict=True)
     for row, offset, extent in boxes:
@@ -141,8 +141,12 @@ def stored_order(
         return StoredOrder(across)
     shape = tuple(chunks.shape[first, :rank].tolist())
     view = view_of(chunks, first, rank)
-    found = view.strides if view is not None else strides(first) if strides is not None else None
-    return StoredOrder(across) if is_row_major(shape, found) else StoredOrder(across, shape, found)
+    chunk_strides = view.strides if view is not None else strides(first) if strides is not None else None
+    return (
+        StoredOrder(across)
+        if is_row_major(shape, chunk_strides)
+        else StoredOrder(across, shape, chunk_strides)
+    )
 
 
 def gather(
@@ -152,7 +156,7 @@ def gather(
     dtype: str,
     tile: npt.NDArray[Any] | RemoteTile,
     scratch: Bytes,
-    seen: Seen | None,
+    verify_range: RangeVerifier | None,
 ) -> None:
     """Copy the elements ``want`` of a chunk into ``tile``.
 
@@ -163,26 +167,26 @@ def gather(
         dtype: Dtype of the elements.
         tile: A view of exactly the shape of ``want``.
         scratch: Working memory.
-        seen: Called with the CRC-32 of every range read, to verify it.
+        verify_range: Called with the CRC-32 of every range read, to verify it.
     """
     strides = payload.strides or row_major(chunk.shape)
-    way = _Way(payload, strides, dtype, BY_NAME[dtype].itemsize, scratch, seen)
-    _descend(way, tuple(map(sub, want.offset, chunk.offset)), want.shape, tile)
+    args = _GatherArgs(payload, strides, dtype, BY_NAME[dtype].itemsize, scratch, verify_range)
+    _copy_box(args, tuple(map(sub, want.offset, chunk.offset)), want.shape, tile)
 
 
 def run_start(want: Box, chunk: Box) -> int | None:
     """Return the first element of ``want`` in a row-major chunk if it is one run there, else None."""
-    at, partial = 0, False
+    element, partial = 0, False
     for n, begin, o, k in zip(chunk.shape, chunk.offset, want.offset, want.shape, strict=True):
         if partial and k != n:
             return None
         partial = partial or k > 1
-        at = at * n + o - begin
+        element = element * n + o - begin
     # `partial` is set by the first dim with extent over 1; that one may be cut.
-    return at
+    return element
 
 
-class _Way(NamedTuple):  # made for every chunk that is read
+class _GatherArgs(NamedTuple):  # made for every chunk that is read
     """The arguments of `gather` that do not change as a box is cut; ``strides`` in elements."""
 
     payload: Payload
@@ -190,50 +194,50 @@ class _Way(NamedTuple):  # made for every chunk that is read
     dtype: str
     itemsize: int
     scratch: Bytes
-    seen: Seen | None
+    verify_range: RangeVerifier | None
 
 
-def _descend(
-    way: _Way, offset: tuple[int, ...], shape: tuple[int, ...], tile: npt.NDArray[Any] | RemoteTile
+def _copy_box(
+    args: _GatherArgs, offset: tuple[int, ...], shape: tuple[int, ...], tile: npt.NDArray[Any] | RemoteTile
 ) -> None:
     """Copy the elements [offset, offset + shape) of a chunk, cut as far as the buffer requires."""
-    payload, strides, itemsize, seen = way.payload, way.strides, way.itemsize, way.seen
-    rows = seen is not None and payload.strides is None
-    found = range_of(offset, shape, strides, itemsize, len(way.scratch), rows)
-    if found is not None:
-        begin, end, first = found
-        buffer = way.scratch[: (end - begin) * itemsize]
-        at = payload.start + begin * itemsize
-        payload.fill(at, buffer.data, seen)
-        wanted = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
-        _assign(tile, wanted, shape, strides, way.dtype, payload.flags)
+    payload, strides, itemsize, verify_range = args.payload, args.strides, args.itemsize, args.verify_range
+    rows = verify_range is not None and payload.strides is None
+    read_range = range_of(offset, shape, strides, itemsize, len(args.scratch), rows)
+    if read_range is not None:
+        begin, end, first = read_range
+        buffer = args.scratch[: (end - begin) * itemsize]
+        first_byte = payload.start + begin * itemsize
+        payload.fill(first_byte, buffer.data, verify_range)
+        elements = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
+        _assign(tile, elements, shape, strides, args.dtype, payload.flags)
         return
     span = _span(shape, strides)
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
     # As many steps along that dim as fit the buffer, or one by one where gaps are wide.
     inner = span - (shape[dim] - 1) * strides[dim]
-    room = len(way.scratch) // itemsize
+    room = len(args.scratch) // itemsize
     step = max(1, min(shape[dim] - 1, (room - inner) // max(strides[dim], 1)))
     if not _is_dense(
         step * strides[dim] + inner, (*shape[:dim], step + 1, *shape[dim + 1 :]), strides, itemsize
     ):
         step = 1
     if step == 1:
-        one = (*shape[:dim], 1, *shape[dim + 1 :])
-        first_slice = range_of(offset, one, strides, itemsize, len(way.scratch), rows)
+        slice_shape = (*shape[:dim], 1, *shape[dim + 1 :])
+        first_slice = range_of(offset, slice_shape, strides, itemsize, len(args.scratch), rows)
         if first_slice is not None:
-            _fill_slices(way, first_slice, shape, dim, tile)
+            _fill_slices(args, first_slice, shape, dim, tile)
             return
-    for at in range(0, shape[dim], step):
-        n = min(step, shape[dim] - at)
-        part_offset = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
+    for start in range(0, shape[dim], step):
+        n = min(step, shape[dim] - start)
+        part_offset = (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
         part_shape = (*shape[:dim], n, *shape[dim + 1 :])
-        index = (slice(None),) * dim + (slice(at, at + n),)
-        _descend(way, part_offset, part_shape, tile[index])
+        index = (slice(None),) * dim + (slice(start, start + n),)
+        _copy_box(args, part_offset, part_shape, tile[index])
 
 
 def _fill_slices(
-    way: _Way,
+    args: _GatherArgs,
     first_slice: tuple[int, int, int],
     shape: tuple[int, ...],
     dim: int,
@@ -242,31 +246,33 @@ def _fill_slices(
     """Copy a box whose slices along ``dim`` are a range each, as many at a time as fit a core's cache.
 
     Args:
-        way: Where the slices are.
+        args: Where the slices are.
         first_slice: Result of `range_of` for the first one.
         shape: Extent of the box.
         dim: The dim.
         tile: A view of exactly that shape.
     """
-    payload, itemsize = way.payload, way.itemsize
+    payload, itemsize = args.payload, args.itemsize
     begin, end, first = first_slice
     span, lead = end - begin, (first - begin) * itemsize
     pitch = slot_pitch(span * itemsize) // itemsize
-    room = min(len(way.scratch), SLOTS) // itemsize
+    room = min(len(args.scratch), SLOTS) // itemsize
     count = 1 + max(room - span, 0) // pitch
-    strides = (*way.strides[:dim], pitch, *way.strides[dim + 1 :])
-    for at in range(0, shape[dim], count):
-        n = min(count, shape[dim] - at)
-        buffer = way.scratch[: ((n - 1) * pitch + span) * itemsize]
+    strides = (*args.strides[:dim], pitch, *args.strides[dim + 1 :])
+    for position in range(0, shape[dim], count):
+        n = min(count, shape[dim] - position)
+        buffer = args.scratch[: ((n - 1) * pitch + span) * itemsize]
         for i in range(n):
             slot = buffer[i * pitch * itemsize :][: span * itemsize]
             payload.fill(
-                payload.start + (begin + (at + i) * way.strides[dim]) * itemsize, slot.data, way.seen
+                payload.start + (begin + (position + i) * args.strides[dim]) * itemsize,
+                slot.data,
+                args.verify_range,
             )
         part = (*shape[:dim], n, *shape[dim + 1 :])
-        index = (slice(None),) * dim + (slice(at, at + n),)
-        wanted = buffer[lead:][: _span(part, strides) * itemsize]
-        _assign(tile[index], wanted, part, strides, way.dtype, payload.flags)
+        index = (slice(None),) * dim + (slice(position, position + n),)
+        elements = buffer[lead:][: _span(part, strides) * itemsize]
+        _assign(tile[index], elements, part, strides, args.dtype, payload.flags)
 
 
 def slot_pitch(nbytes: int) -> int:

@@ -29,7 +29,7 @@ from ckptcore.reading.gather import (
     run_start,
     slot_pitch,
 )
-from ckptcore.reading.payload import Payload, Seen
+from ckptcore.reading.payload import Payload, RangeVerifier
 from ckptcore.utils.dataclass import dataclass
 
 _RUN = 256  # bytes in a row of the tile; longer runs are as fast alone
@@ -70,38 +70,38 @@ class Interleaver:
         self._first = of  # the box of the first slot
         self._count, self._dim = 0, 0  # number of filled slots, and the dim they follow each other in
 
-    def put(self, payload: Payload, chunk: Box, want: Box, seen: Seen | None) -> None:
+    def put(self, payload: Payload, chunk: Box, want: Box, verify_range: RangeVerifier | None) -> None:
         """Read the elements ``want`` of a chunk; they are in the tile after `flush`.
 
         Args:
             payload: The chunk's bytes.
             chunk: Box of the chunk in the tensor.
             want: Box of the tensor, inside ``chunk``.
-            seen: Called with the CRC-32 of every range read.
+            verify_range: Called with the CRC-32 of every range read.
         """
         plain = payload.strides is None and not payload.flags  # row-major, and no change of bits
-        found = self._range(chunk, want, seen is not None) if plain else None
-        if found is None:
+        slot_range = self._range(chunk, want, verify_range is not None) if plain else None
+        if slot_range is None:
             part = self._part(want)
             straight = plain and isinstance(part, np.ndarray) and part.flags.c_contiguous
             run = run_start(want, chunk) if straight else None
             if run is None:
                 self.flush()
-                gather(payload, chunk, want, self._dtype, part, self._scratch, seen)
+                gather(payload, chunk, want, self._dtype, part, self._scratch, verify_range)
                 return
             target = part.reshape(-1).view(np.uint8).data
-            at = payload.start + run * self._itemsize
-            payload.fill(at, target, seen)
+            first_byte = payload.start + run * self._itemsize
+            payload.fill(first_byte, target, verify_range)
             return
-        begin, end, first = found
+        begin, end, first = slot_range
         like = _Like(want.shape, row_major(chunk.shape), first - begin, (end - begin) * self._itemsize)
         if not self._follows(like, want):
             self.flush()
             self._like, self._first = like, want
         start = self._count * slot_pitch(like.nbytes)
         slot = self._scratch[start : start + like.nbytes]
-        at = payload.start + begin * self._itemsize
-        payload.fill(at, slot.data, seen)
+        first_byte = payload.start + begin * self._itemsize
+        payload.fill(first_byte, slot.data, verify_range)
         self._count += 1
 
     def flush(self) -> None:

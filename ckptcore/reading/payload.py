@@ -38,7 +38,7 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import leave_out
 
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
-Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
+RangeVerifier = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
 Forget = Callable[[str, int, int], bool]  # (file, first byte, bytes)
 _MAX_HEADER = 100_000_000
 
@@ -102,18 +102,18 @@ class Payload:
     forget: Forget | None = None
     unused: tuple[UnusedBytes, ...] = ()
 
-    def fill(self, start: int, into: Buffer, seen: Seen | None) -> None:
+    def fill(self, start: int, into: Buffer, verify_range: RangeVerifier | None) -> None:
         """Fill ``into`` from byte ``start``, and report its CRC-32.
 
         Where a complete record came over a network and does not match its checksum, it is read once more: a
         bit may have flipped on the way.
         """
         self.read_into(start, into)
-        if seen is None:
+        if verify_range is None:
             return
         before = crc32(into)
         try:
-            seen(start, len(into), before)
+            verify_range(start, len(into), before)
         except DamagedCheckpoint:
             if self.forget is None or self.path is None or len(into) != self.record_length:
                 raise
@@ -125,7 +125,7 @@ class Payload:
                     f"a record of {self.path} came with CRC-32 {before:08x}, and again with {crc:08x} "
                     f"(must be {self.crc32 or 0:08x})"
                 ) from None
-            seen(start, len(into), crc)
+            verify_range(start, len(into), crc)
 
     def close(self) -> None:
         """Release a decoded item."""
@@ -135,7 +135,7 @@ class Payload:
 
 
 def resolve(
-    chunk: StoredChunk, store: Readable, scratch: str | None = None, kept: DecodedItems | None = None
+    chunk: StoredChunk, store: Readable, scratch: str | None = None, decoded_items: DecodedItems | None = None
 ) -> Payload:
     """Find the payload of one chunk.
 
@@ -143,7 +143,7 @@ def resolve(
         chunk: The chunk.
         store: The checkpoint's folder.
         scratch: Folder for decoded items, None for the default.
-        kept: Decoded items that other chunks view, too.
+        decoded_items: Decoded items that other chunks view, too.
 
     Raises:
         DamagedCheckpoint: The stored bytes contradict the metadata; has a finding.
@@ -151,34 +151,38 @@ def resolve(
     """
     try:
         if store.local is None and isinstance(store, ReadsAhead):
-            return _resolve_remote(chunk, store, scratch, kept)
-        return _resolve(chunk, store, scratch, kept)
+            return _resolve_remote(chunk, store, scratch, decoded_items)
+        return _resolve(chunk, store, scratch, decoded_items)
     except ChecksumMismatch as error:
         raise _damaged("crc-mismatch", error.message, chunk) from error
     except UnreadablePart as error:
         hint = leave_out([chunk.fqn])
-        found = finding("unreadable-part", "bytes", error.message, fqn=chunk.fqn, file=chunk.path, hint=hint)
-        raise UnreadablePart(error.message, hint=hint, findings=(found,), fqn=chunk.fqn) from error
+        unreadable = finding(
+            "unreadable-part", "bytes", error.message, fqn=chunk.fqn, file=chunk.path, hint=hint
+        )
+        raise UnreadablePart(error.message, hint=hint, findings=(unreadable,), fqn=chunk.fqn) from error
     except MalformedCheckpoint as error:
         raise _damaged("malformed-item", error.message, chunk) from error
 
 
 def _resolve_remote(
-    chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None
+    chunk: StoredChunk, store: Readable, scratch: str | None, decoded_items: DecodedItems | None
 ) -> Payload:
     """Resolve a chunk whose bytes come over a network: what looks damaged is asked for once more."""
     assert isinstance(store, ReadsAhead)  # the caller has checked
     try:
-        found = _resolve(chunk, store, scratch, kept)
+        payload = _resolve(chunk, store, scratch, decoded_items)
     except MalformedCheckpoint:
         store.forget(chunk.path, chunk.item.start, chunk.item.length)
-        found = _resolve(chunk, store, scratch, kept)
-    return replace(found, forget=store.forget) if found.path is not None else found
+        payload = _resolve(chunk, store, scratch, decoded_items)
+    return replace(payload, forget=store.forget) if payload.path is not None else payload
 
 
-def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None) -> Payload:
+def _resolve(
+    chunk: StoredChunk, store: Readable, scratch: str | None, decoded_items: DecodedItems | None
+) -> Payload:
     path, item, dtype, shape, view = chunk.path, chunk.item, chunk.dtype, chunk.shape, chunk.view
-    read_into, base, length = _opened(chunk, store, scratch, kept)
+    read_into, base, length = _opened(chunk, store, scratch, decoded_items)
     where: str | None = None if item.codec else path
 
     def read(start: int, count: int) -> bytes:
@@ -189,12 +193,12 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
         return store.read(path, base + start, count)
 
     if item.envelope is Envelope.RAW:
-        seen = view or View()
-        strides = None if is_row_major(shape, seen.strides) else seen.strides
-        end = seen.start + _extent(shape, seen.strides, BY_NAME[dtype].itemsize)
+        layout = view or View()
+        strides = None if is_row_major(shape, layout.strides) else layout.strides
+        end = layout.start + _extent(shape, layout.strides, BY_NAME[dtype].itemsize)
         if end > length:
             raise MalformedCheckpoint(f"{chunk}: its item must have {end} bytes (got {length})")
-        return Payload(read_into, where, base + seen.start, strides, seen.flags, base, length, item.crc32)
+        return Payload(read_into, where, base + layout.start, strides, layout.flags, base, length, item.crc32)
     if item.envelope is Envelope.TORCHZIP:
         window = Window(read, length)
         tensor = read_tensor(window, str(chunk))
@@ -212,15 +216,19 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
             base + tensor.record_start,
             tensor.record_length,
             tensor.crc32,
-            unused=tuple(_in_file(chunk, one) for one in tensor.unused if not _is_padding(one, item, read)),
+            unused=tuple(
+                _in_file(chunk, unused) for unused in tensor.unused if not _is_padding(unused, item, read)
+            ),
         )
     if item.envelope is Envelope.SAFETENSORS:
         start, nbytes = _member_range(read, length, chunk)
         if view is None:
             return Payload(read_into, where, base + start, None, 0, base + start, nbytes, None)
         strides = None if is_row_major(shape, view.strides) else view.strides
-        at = base + start
-        return Payload(read_into, where, at + view.start, strides, view.flags, at, nbytes, None)
+        tensor_start = base + start
+        return Payload(
+            read_into, where, tensor_start + view.start, strides, view.flags, tensor_start, nbytes, None
+        )
     raise UnsupportedFormat(f"cannot read {chunk}: its envelope is {item.envelope.name.lower()}")
 
 
@@ -231,12 +239,14 @@ def _is_padding(unused: Unused, item: Item, read: Callable[[int, int], bytes]) -
 
 def _in_file(chunk: StoredChunk, unused: Unused) -> UnusedBytes:
     """Return unused bytes of a chunk's item as bytes of its file."""
-    start, end, what, padding = unused
+    start, end, description, padding = unused
     item = chunk.item
     if not item.codec:
-        return UnusedBytes(chunk.path, item.start + start, item.start + end, what, padding)
-    what = f"bytes [{start}, {end}) of what {item.codec} decodes{f': {what}' if what else ''}"
-    return UnusedBytes(chunk.path, item.start, item.start + item.length, what)
+        return UnusedBytes(chunk.path, item.start + start, item.start + end, description, padding)
+    description = (
+        f"bytes [{start}, {end}) of what {item.codec} decodes{f': {description}' if description else ''}"
+    )
+    return UnusedBytes(chunk.path, item.start, item.start + item.length, description)
 
 
 def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
@@ -246,13 +256,13 @@ def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
     start, strides = view.start, view.strides or row_major(shape)
     if tensor.view.strides is not None:
         itemsize = BY_NAME[dtype].itemsize
-        found = _in_storage(tensor.shape, tensor.view.strides, start // itemsize, shape, strides)
-        if found is None:
+        storage_view = _in_storage(tensor.shape, tensor.view.strides, start // itemsize, shape, strides)
+        if storage_view is None:
             raise UnreadablePart(
                 f"{chunk}: cannot view {list(shape)} across rows of an item that does not store its "
                 f"{list(tensor.shape)} row by row"
             )
-        start, strides = found[0] * itemsize, found[1]
+        start, strides = storage_view[0] * itemsize, storage_view[1]
     return replace(
         tensor,
         dtype=dtype,
@@ -285,14 +295,14 @@ def _in_storage(
     """
     order = row_major(stored)
     ends = _digits(first, order)
-    at, found = sum(n * s for n, s in zip(ends, steps, strict=True)), []
+    first_element, storage_strides = sum(n * s for n, s in zip(ends, steps, strict=True)), []
     for count, stride in zip(shape, strides, strict=True):
         digits = _digits(stride, order) if count > 1 else [0] * len(stored)
         ends = [e + (count - 1) * d for e, d in zip(ends, digits, strict=True)]
-        found.append(sum(d * s for d, s in zip(digits, steps, strict=True)) if count > 1 else 1)
+        storage_strides.append(sum(d * s for d, s in zip(digits, steps, strict=True)) if count > 1 else 1)
     if any(e >= n for e, n in zip(ends, stored, strict=True)):
         return None
-    return at, tuple(found)
+    return first_element, tuple(storage_strides)
 
 
 def _digits(element: int, order: tuple[int, ...]) -> list[int]:
@@ -338,14 +348,14 @@ def _from_memory(content: bytes, base: int) -> ReadInto:
     """Serve a small item from the read that resolved it."""
 
     def read_into(start: int, into: Buffer) -> None:
-        at = start - base
-        into[:] = content[at : at + len(into)]
+        offset = start - base
+        into[:] = content[offset : offset + len(into)]
 
     return read_into
 
 
 def _opened(
-    chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None
+    chunk: StoredChunk, store: Readable, scratch: str | None, decoded_items: DecodedItems | None
 ) -> tuple[ReadInto, int, int]:
     """Return (reader, the item's first byte for it, the item's plain length)."""
     path, item = chunk.path, chunk.item
@@ -359,12 +369,12 @@ def _opened(
         item,
         2 * _most(chunk) + (1 << 20),
         scratch,
-        None if kept is None else kept.room,
+        None if decoded_items is None else decoded_items.room,
     )
-    if kept is None or chunk.view is None:
+    if decoded_items is None or chunk.view is None:
         decoded = decode()
         return decoded, 0, decoded.length
-    decoded = kept.of(chunk.index, decode)
+    decoded = decoded_items.of(chunk.index, decode)
     return decoded.__call__, 0, decoded.length  # a bound method has no `close`: others read it, too
 
 
@@ -397,13 +407,13 @@ _header_cache: dict[bytes, tuple[int, object]] = {}
 
 
 def _headers(
-    raw: bytes, data_length: int, what: str
+    raw: bytes, data_length: int, label: str
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], object]:
     """Cache `parse_header`: every tensor of a file needs the same header."""
-    seen = _header_cache.get(raw)
-    if seen is not None and seen[0] == data_length:
-        return seen[1]  # type: ignore[return-value]
-    parsed = parse_header(raw, data_length, what)
+    cached = _header_cache.get(raw)
+    if cached is not None and cached[0] == data_length:
+        return cached[1]  # type: ignore[return-value]
+    parsed = parse_header(raw, data_length, label)
     if len(_header_cache) > 64:
         _header_cache.clear()
     _header_cache[raw] = (data_length, parsed)
@@ -423,5 +433,5 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: i
 
 
 def _damaged(code: str, message: str, chunk: StoredChunk) -> DamagedCheckpoint:
-    found = finding(code, "bytes", message, fqn=chunk.fqn, file=chunk.path)
-    return DamagedCheckpoint(message, findings=(found,), fqn=chunk.fqn, file=chunk.path)
+    damage = finding(code, "bytes", message, fqn=chunk.fqn, file=chunk.path)
+    return DamagedCheckpoint(message, findings=(damage,), fqn=chunk.fqn, file=chunk.path)

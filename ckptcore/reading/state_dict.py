@@ -47,9 +47,9 @@ def require_readable(manifest: Manifest, names: Iterable[str]) -> None:
     lost = [n for n in names if n in manifest.unread]
     if lost:
         why = manifest.unread[lost[0]]
-        more = f" (and {count(len(lost) - 1, 'more tensor')})" if lost[1:] else ""
+        rest = f" (and {count(len(lost) - 1, 'more tensor')})" if lost[1:] else ""
         raise UnreadablePart(
-            f"cannot read {lost[0]}: {why.reason}{more}",
+            f"cannot read {lost[0]}: {why.reason}{rest}",
             hint="leave it out of the request; everything else can be read",
             names=lost,
         )

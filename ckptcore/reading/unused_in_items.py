@@ -38,17 +38,17 @@ def unused_in_items(manifest: Manifest, store: Readable, workers: int = 2) -> tu
         CkptError: An item cannot be read now, and a retry may help.
     """
     manifests = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
-    found: list[UnusedBytes] = []
-    for each in manifests:
-        chunks = each.chunks
-        zips = (chunks.item >= 0) & (each.items.envelope[chunks.item] == int(Envelope.TORCHZIP))
+    unused: list[UnusedBytes] = []
+    for source in manifests:
+        chunks = source.chunks
+        zips = (chunks.item >= 0) & (source.items.envelope[chunks.item] == int(Envelope.TORCHZIP))
         _, first = np.unique(chunks.item[zips], return_index=True)  # several chunks may be in one item
         rows = np.flatnonzero(zips)[first].tolist()
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-            found += chain.from_iterable(pool.map(lambda row, m=each: _of_chunk(m, store, row), rows))
-        found += unused_in_blobs(each, store)
-    found += unread_padding(manifest)
-    return tuple(without_padding(dict.fromkeys(found), store))
+            unused += chain.from_iterable(pool.map(lambda row, m=source: _of_chunk(m, store, row), rows))
+        unused += unused_in_blobs(source, store)
+    unused += unread_padding(manifest)
+    return tuple(without_padding(dict.fromkeys(unused), store))
 
 
 def _of_chunk(manifest: Manifest, store: Readable, row: int) -> tuple[UnusedBytes, ...]:
@@ -65,8 +65,8 @@ def _of_chunk(manifest: Manifest, store: Readable, row: int) -> tuple[UnusedByte
     except CkptError as error:
         if error.transient:
             raise
-        what = f"an item that cannot be read: {error.message}"
-        return (UnusedBytes(path, item.start, item.start + item.length, what),)
+        label = f"an item that cannot be read: {error.message}"
+        return (UnusedBytes(path, item.start, item.start + item.length, label),)
 
 
 def unused_in_blobs(
@@ -81,6 +81,7 @@ def unused_in_blobs(
     """
     items = manifest.items
     rows = np.flatnonzero(items.envelope == int(Envelope.SAFETENSORS))
+    # Members of one blob, which is the only one of its file, have one header: it is read once.
     rows = rows[np.argsort(items.file[rows], kind="stable")]
     ends = np.flatnonzero(np.diff(items.file[rows])) + 1
     for members in np.split(rows, ends) if len(rows) else ():
@@ -96,8 +97,10 @@ def unused_in_blobs(
         listed = {items.member.get(row) for row in members.tolist()}
         for name, (_, _, first, end) in tensors.items():
             if name not in listed and end > first:
-                what = f"tensor {name}, which the metadata does not list"
-                yield UnusedBytes(path, start + begin + first, start + begin + end, what)
-        more = sorted(key for key, v in metadata.items() if key not in SHARDS and (key, v) != FOR_TORCH)
-        if more:
-            yield UnusedBytes(path, start, start + begin, f"keys of its header: {', '.join(more[:8])}")
+                label = f"tensor {name}, which the metadata does not list"
+                yield UnusedBytes(path, start + begin + first, start + begin + end, label)
+        header_keys = sorted(
+            key for key, v in metadata.items() if key not in SHARDS and (key, v) != FOR_TORCH
+        )
+        if header_keys:
+            yield UnusedBytes(path, start, start + begin, f"keys of its header: {', '.join(header_keys[:8])}")

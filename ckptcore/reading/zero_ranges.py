@@ -31,11 +31,11 @@ def without_padding(unused: Iterable[UnusedBytes], store: Readable) -> Iterator[
     Raises:
         CkptError: A file cannot be read now, and a retry may help.
     """
-    for one in unused:
+    for span in unused:
         try:
-            if not (one.padding and is_zero(partial(store.read, one.file), one.start, one.end)):
-                yield replace(one, padding=False)
+            if not (span.padding and is_zero(partial(store.read, span.file), span.start, span.end)):
+                yield replace(span, padding=False)
         except CkptError as error:
             if error.transient:
                 raise
-            yield replace(one, padding=False)
+            yield replace(span, padding=False)
