@@ -1,9 +1,9 @@
 """Assemble, sum and cast tiles on an accelerator, through reused buffers.
 
-Each worker has one `Lane`: a stream, two tiles on the device, and room for a range that was read. Ranges are
-copied to the device as they are and scattered there; the tile is summed and cast there, and copied back once.
-The host's side of every transfer is pinned memory, so that copies run beside reading and beside other lanes.
-On "cpu" a lane does the same with torch alone, which tests it on machines without a device.
+Each worker has one `DeviceStream`: a stream, two tiles on the device, and room for a range that was read.
+Ranges are copied to the device as they are and scattered there; the tile is summed and cast there, and copied
+back once. The host's side of every transfer is pinned memory, so that copies run beside reading and beside
+other streams. On "cpu" a stream does the same with torch alone, which tests it on machines without a device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
     return pinned
 
 
-class Lane:
+class DeviceStream:
     """One worker's stream and buffers on a device.
 
     The device holds three tiles, and at most `ckptcore.fingerprints.device_sums.ROOM` bytes more during sums.
@@ -100,9 +100,9 @@ class Lane:
         if not odd:
             self._home(cast, into)
             return
-        here = tile_view(spare, tuple(tile.bits.shape), dtype)
-        self.fetch(tile, here.reshape(-1).view(np.uint8))
-        cast_into(here, dtype, into, target_dtype, "cpu")
+        host_tile = tile_view(spare, tuple(tile.bits.shape), dtype)
+        self.fetch(tile, host_tile.reshape(-1).view(np.uint8))
+        cast_into(host_tile, dtype, into, target_dtype, "cpu")
 
     def _cast(self, values: Any, into: Any) -> None:
         into.copy_(values)
@@ -150,18 +150,19 @@ class Lane:
         """
         torch = self._torch
         with self._on():
-            here = self._read[: len(buffer)]
-            here.copy_(torch.from_numpy(buffer), non_blocking=True)
+            range_bytes = self._read[: len(buffer)]
+            range_bytes.copy_(torch.from_numpy(buffer), non_blocking=True)
             if self._copied is not None:
                 self._copied.record()
             lazy = flags & (CONJ | NEG)
             kind = getattr(torch, dtype) if lazy else target.dtype
-            values = here.view(kind).as_strided(shape, strides)
+            values = range_bytes.view(kind).as_strided(shape, strides)
             if flags & CONJ:
                 values = values.conj()
             if flags & NEG:
                 values = -values
             (target.view(kind) if lazy else target).copy_(values)
+        # The caller reuses the buffer: it waits for the copy alone, and not for the scattering.
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -175,27 +176,27 @@ class Lane:
         return nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream)
 
 
-def lane_on(device: str, nbytes: int) -> Lane | None:
-    """Return a worker's lane, or None where tiles stay on the host."""
-    return None if device == "cpu" else Lane(device, nbytes)
+def stream_on(device: str, nbytes: int) -> DeviceStream | None:
+    """Return a worker's stream, or None where tiles stay on the host."""
+    return None if device == "cpu" else DeviceStream(device, nbytes)
 
 
 class DeviceTile:
     """A tile, or a part of one, on a device; ``bits`` is a torch tensor of integers of the same width."""
 
-    __slots__ = ("_lane", "bits")
+    __slots__ = ("_device_stream", "bits")
 
-    def __init__(self, lane: Lane, bits: Any) -> None:
-        self._lane, self.bits = lane, bits
+    def __init__(self, stream: DeviceStream, bits: Any) -> None:
+        self._device_stream, self.bits = stream, bits
 
     def __getitem__(self, index: Any) -> DeviceTile:
-        return DeviceTile(self._lane, self.bits[index])
+        return DeviceTile(self._device_stream, self.bits[index])
 
     def place(
         self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, flags: int
     ) -> None:
-        """See `Lane.place`."""
-        self._lane.place(self.bits, buffer, shape, strides, dtype, flags)
+        """See `DeviceStream.place`."""
+        self._device_stream.place(self.bits, buffer, shape, strides, dtype, flags)
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptcore.errors import BudgetTooSmall, DiskFull
-from ckptcore.execution.device import host_buffer, lane_on
+from ckptcore.execution.device import host_buffer, stream_on
 from ckptcore.execution.expected_reads import expect_files, prove_files
 from ckptcore.execution.file_writer import FileWork, open_writer, proven
 from ckptcore.execution.parts import FilePart, jobs_of
@@ -74,41 +74,44 @@ def execute_files(
     old = earlier(run, indices, settings, part)
     # What an interrupted run read over a network was not proven, and cannot be any more.
     remote = isinstance(run.source, ReadsAhead)
-    done = {index: receipt for index, receipt in old.kept.items() if not (remote and receipt.pending)}
-    for index, receipt in done.items():
+    receipts = {index: receipt for index, receipt in old.proven.items() if not (remote and receipt.pending)}
+    for index, receipt in receipts.items():
         if receipt.pending and settings.verify:
             expect(run.load(index), receipt.pending, records)
     meter = ProgressMeter(progress, "write", run.total)
-    kept = sum(receipt.nbytes for receipt in done.values())
-    if kept:
-        meter.add(kept)
+    reused_bytes = sum(receipt.nbytes for receipt in receipts.values())
+    if reused_bytes:
+        meter.add(reused_bytes)
     if old.doubted:
         budget, _ = expect_files(replace(run, uploads=None), list(old.doubted), settings, records)
-        made, _ = _Run(run, settings, records, meter, budget=budget, compare=True).finish(list(old.doubted))
-        for index, receipt in made.items():
-            done[index] = confirmed(old.doubted[index], receipt)
-            write_receipt(run.receipts, run.digest, done[index])
-    todo = [i for i in indices if i not in done]
+        recomputed, _ = _Run(run, settings, records, meter, budget=budget, compare=True).finish(
+            list(old.doubted)
+        )
+        for index, receipt in recomputed.items():
+            receipts[index] = confirmed(old.doubted[index], receipt)
+            write_receipt(run.receipts, run.digest, receipts[index])
+    todo = [i for i in indices if i not in receipts]
     if todo and run.elsewhere is not None:
-        done |= run.elsewhere(todo, records, meter)
+        receipts |= run.elsewhere(todo, records, meter)
     elif todo:
         budget, order = expect_files(run, todo, settings, records, part)
-        done |= _Run(run, settings, records, meter, budget=budget, part=part, order=order).finish(todo)[0]
+        receipts |= _Run(run, settings, records, meter, budget=budget, part=part, order=order).finish(todo)[0]
+    # The store's checksums last: they also cover what `finish` reads.
     records.finish(settings.threads)
     prove_files(run, indices, records)
-    for index, receipt in done.items():
+    for index, receipt in receipts.items():
         if receipt.pending:  # verified now by the reads for other files
-            more = sum(map(records.verified, receipt.pending))
+            verified_count = sum(map(records.verified, receipt.pending))
             bits = receipt.proven if part is None else proven(run.load(index), records)
-            done[index] = replace(
+            receipts[index] = replace(
                 receipt,
-                verified=receipt.verified + more,
+                verified=receipt.verified + verified_count,
                 pending=(),
-                unverified=receipt.unverified - more,
+                unverified=receipt.unverified - verified_count,
                 proven=bits,
             )
-            write_receipt(run.receipts, run.digest, done[index])
-    return tuple(done[i] for i in indices)
+            write_receipt(run.receipts, run.digest, receipts[index])
+    return tuple(receipts[i] for i in indices)
 
 
 def write_files(
@@ -279,16 +282,18 @@ class _Run:
         return work
 
     def _worker(self) -> Callable[[_Task], None]:
-        own = Workspace(self._buffer(), self._buffer(), lane_on(self._settings.device, self._budget.tile))
-        less = own.of(self._budget.beside_decoded.tile)
+        workspace = Workspace(
+            self._buffer(), self._buffer(), stream_on(self._settings.device, self._budget.tile)
+        )
+        smaller_workspace = workspace.of(self._budget.beside_decoded.tile)
 
         def do(task: _Task) -> None:
             work, job, memory = task
             # Bytes have the same place in a block of memory as in one of the file: see `LocalWriter`.
             skew = (job.start - memory.ctypes.data) % BLOCK
             buffer = memory[skew:] if skew + job.nbytes <= len(memory) else memory
-            work.fill(job, buffer, less if work.decodes else own)
-            work.settle(job, buffer, lambda _: self._buffers.give_back(memory))
+            work.fill(job, buffer, smaller_workspace if work.decodes else workspace)
+            work.flush_in_order(job, buffer, lambda _: self._buffers.give_back(memory))
             self._meter.add(job.nbytes)
             receipt = work.complete()
             if receipt is not None:
@@ -323,8 +328,8 @@ class _Run:
         if isinstance(error, DiskFull) and "lacks" not in error.values:  # bytes, not inodes or a quota
             free = self._run.files.free_bytes()
             error.values.setdefault("free_bytes", free)
-            known = f"{free} bytes are free, " if free is not None else ""
-            error.message += f"; {known}{self._run.total} are needed in total"
+            free_text = f"{free} bytes are free, " if free is not None else ""
+            error.message += f"; {free_text}{self._run.total} are needed in total"
             error.args = (error.message,)
         if isinstance(error, MemoryError):
             return BudgetTooSmall(f"cannot allocate the buffers: {error or 'allocation failed'}")
@@ -337,11 +342,11 @@ def _rows(turns: Iterable[_Turn]) -> int:
 
 def _described(work: FileWork, receipt: Receipt) -> str:
     """Return a log line for what was written."""
-    how = f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}"
+    timing = f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}"
     part = work.part
     if part is None:
-        return f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(work.plan.columns)} tensors, {how}"
+        return f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(work.plan.columns)} tensors, {timing}"
     return (
         f"wrote part {part.number} of {part.of} of {receipt.path}: bytes {part.begin} to {part.end} "
-        f"of {work.plan.nbytes}, {how}"
+        f"of {work.plan.nbytes}, {timing}"
     )

@@ -77,23 +77,23 @@ def schedule_reads(
         budget = Budget.of(settings.within(rest))
     except (BudgetTooSmall, UsageError):
         return ReadSchedule(Budget.of(settings), None, 0)
-    parts, pieces, others, rows = list[ExpectedReads](), list[FilePieces](), list[ExpectedReads](), 0
+    parts, pieces, unordered_reads, rows = list[ExpectedReads](), list[FilePieces](), list[ExpectedReads](), 0
     for plan in files:
-        found = row_reads(plan, compares=settings.verify, part=part)
-        rows += len(found.file)
+        file_reads = row_reads(plan, compares=settings.verify, part=part)
+        rows += len(file_reads.file)
         if rows > MOST_ROWS:
             break  # the rest is read as it comes
-        parts.append(_in_file_order(plan, found))
-        cut = cut_pieces(plan, found) if uploads and part is None and can_follow(plan) else None
+        parts.append(_in_file_order(plan, file_reads))
+        cut = cut_pieces(plan, file_reads) if uploads and part is None and can_follow(plan) else None
         if cut is not None and len(cut.tensor):
             pieces.append(cut)
         else:
-            others.append(parts[-1])
+            unordered_reads.append(parts[-1])
     reads = joined(parts)
     schedule = ReadSchedule(budget, reads, window)
     if not pieces or rows > MOST_ROWS or fits(cut_into_blocks(reads, BLOCK), window):
         return schedule
-    followed = _following(pieces, others, reads.bare, settings)
+    followed = _following(pieces, unordered_reads, reads.bare, settings)
     if followed is None:
         return schedule
     # File order needs smaller blocks, so at least as many as these.
@@ -139,7 +139,10 @@ def expect_files(
 
 
 def _following(
-    pieces: Sequence[FilePieces], others: Sequence[ExpectedReads], bare: frozenset[str], settings: Settings
+    pieces: Sequence[FilePieces],
+    unordered_reads: Sequence[ExpectedReads],
+    bare: frozenset[str],
+    settings: Settings,
 ) -> tuple[ReadSchedule, int] | None:
     """Return the schedule in which outputs follow their source, and its requests; None if none fits."""
     tiles = min(max(settings.memory // 8, _LEAST_TILES), _MOST_TILES)
@@ -153,10 +156,12 @@ def _following(
         window = settings.memory - tiles - order.open_bytes
         if window > 0:
             rows = zip(pieces, timed.begins, timed.ends, timed.band, strict=True)
-            own = merged([_at(p.reads, b.astype(float), e.astype(float), n) for p, b, e, n in rows])
-            last = int(own.band.max(initial=0)) + 1 if own.band is not None else 1
-            rest = [replace(each, band=np.full(len(each), last)) for each in others]
-            reads = replace(joined([own, *rest]), bare=bare)
+            piece_reads = merged([_at(p.reads, b.astype(float), e.astype(float), n) for p, b, e, n in rows])
+            last = int(piece_reads.band.max(initial=0)) + 1 if piece_reads.band is not None else 1
+            rest = [
+                replace(file_reads, band=np.full(len(file_reads), last)) for file_reads in unordered_reads
+            ]
+            reads = replace(joined([piece_reads, *rest]), bare=bare)
             table = cut_into_blocks(reads, BLOCK)
             if fits(table, window):
                 return ReadSchedule(budget, reads, window, order), len(table)
@@ -169,7 +174,7 @@ def _at(reads: RowReads, begins: Floats, ends: Floats, band: Ints | None = None)
 
 
 def prove_files(run: PlanRun, indices: Sequence[int], records: Records) -> None:
-    """Compare what was read of a remote source with the store's checksums, and settle the records.
+    """Compare what was read of a remote source with the store's checksums, and confirm the awaited records.
 
     Raises:
         StorageTrouble: Bytes were altered on the way here.
@@ -222,18 +227,18 @@ def row_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = 
     )
 
 
-def _in_file_order(plan: FilePlan, found: RowReads) -> ExpectedReads:
+def _in_file_order(plan: FilePlan, file_reads: RowReads) -> ExpectedReads:
     """Return reads with their times: the number of the tensor, and how far down its rows they are."""
     lo, hi, _ = plan.boxes
     place = np.arange(len(lo), dtype=np.float64)
-    own = len(plan.columns)
+    tensor_count = len(plan.columns)
     for number, node in plan.derived.items():  # inputs are read when what is computed from them is made
         for i in node.inputs:
-            place[own + i] = number
+            place[tensor_count + i] = number
     rows = np.maximum(hi[:, 0] - lo[:, 0], 1) if lo.shape[1] else np.ones(len(lo), np.int64)
-    of = found.tensor
-    begins, ends = place[of] + found.begin / rows[of], place[of] + found.stop / rows[of]
-    return replace(_at(found, begins, ends), bare=bare_files(plan.items, plan.files))
+    of = file_reads.tensor
+    begins, ends = place[of] + file_reads.begin / rows[of], place[of] + file_reads.stop / rows[of]
+    return replace(_at(file_reads, begins, ends), bare=bare_files(plan.items, plan.files))
 
 
 def _flat(lo: Ints, shape: Ints, begin: Ints, end: Ints, width: Ints) -> tuple[Ints, Ints, Ints]:
@@ -249,10 +254,10 @@ def _flat(lo: Ints, shape: Ints, begin: Ints, end: Ints, width: Ints) -> tuple[I
 
 def _inside(plan: FilePlan, part: FilePart) -> npt.NDArray[np.bool_]:
     """Report which tensors have bytes in a part of the file; inputs of others are not known, so all."""
-    found = np.ones(len(plan.columns) + len(plan.inputs), bool)
+    inside = np.ones(len(plan.columns) + len(plan.inputs), bool)
     for number, tensor in enumerate(plan.tensors):
-        found[number] = tensor.start < part.end and tensor.start + tensor.nbytes > part.begin
-    return found
+        inside[number] = tensor.start < part.end and tensor.start + tensor.nbytes > part.begin
+    return inside
 
 
 def _plain_codec(items: Items) -> int:

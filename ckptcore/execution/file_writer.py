@@ -1,6 +1,6 @@
-"""Write one output file: fill its jobs in any order, settle them in file order.
+"""Write one output file: fill its jobs in any order, flush them in file order.
 
-`fill` runs on any worker at any time; `settle` passes each filled job in file order to the
+`fill` runs on any worker at any time; `flush_in_order` passes each filled job in file order to the
 digest, to checksums stored behind the data, and to writers that only append.
 """
 
@@ -95,48 +95,49 @@ class FileWork:
         self._direct = not (looked_at or self._patched or writer.sequential)
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Job, Bytes, Callable[[Bytes], None]]] = {}
-        self._next, self._settling, self._closed = 0, False, False
+        self._next, self._flushing, self._closed = 0, False, False
         self._last: int | None = None
         self._slots: dict[int, Runs] = {}
 
-    def fill(self, job: Job, buffer: Bytes, own: Workspace) -> None:
+    def fill(self, job: Job, buffer: Bytes, workspace: Workspace) -> None:
         """Put a job's bytes into ``buffer`` and, where the writer allows, into the file."""
         filled = frozenset[int]()
         if not self._direct and len(job.parts) > 1:
-            filled = self._tensors.fill_small(job.parts, buffer, own, counts=self._counts(job))
-        for at, part in job.parts:
-            if self._direct and self._copied(part, job.start + at):
+            filled = self._tensors.fill_small(job.parts, buffer, workspace, counts=self._counts(job))
+        for offset, part in job.parts:
+            if self._direct and self._copied(part, job.start + offset):
                 continue
-            target = buffer[: part.nbytes] if self._direct else buffer[at : at + part.nbytes]
+            target = buffer[: part.nbytes] if self._direct else buffer[offset : offset + part.nbytes]
             if isinstance(part, LiteralPart):
                 data = self.plan.literals[part.literal].data
                 target[:] = np.frombuffer(data, np.uint8)[part.begin : part.end]
             else:
                 if part.tensor not in filled:
-                    self._tensors.fill(part, target, own, counts=self._counts(job))
+                    self._tensors.fill(part, target, workspace, counts=self._counts(job))
                 if self._patched:
                     crc = crc32(target.data)
                     with self._lock:
                         self._slots.setdefault(part.tensor, Runs()).add(part.offset, part.nbytes, crc)
             if self._direct:
-                self.writer.write(job.start + at, target.data)
+                self.writer.write(job.start + offset, target.data)
         if not (self._direct or self.writer.sequential or self._waits(job)):
             self.writer.write(job.start, buffer[: job.nbytes].data)
 
-    def settle(self, job: Job, buffer: Bytes, give_back: Callable[[Bytes], None]) -> None:
+    def flush_in_order(self, job: Job, buffer: Bytes, give_back: Callable[[Bytes], None]) -> None:
         """Pass filled jobs on in file order, up to the first missing one."""
         with self._lock:
             self._waiting[job.sequence] = (job, buffer, give_back)
-            if self._settling:
+            if self._flushing:
                 return
-            self._settling = True
+            # Nobody else is at it: who is takes this job, too, when its turn comes.
+            self._flushing = True
         while True:
             with self._lock:
                 ready = self._waiting.pop(self._next, None)
                 if ready is None:
-                    self._settling = False
+                    self._flushing = False
                     return
-            # Only one thread gets here at a time, so jobs settle in file order.
+            # Only one thread gets here at a time, so jobs are flushed in file order.
             oldest, filled, free = ready
             late = self._waits(oldest)
             if late:
@@ -157,9 +158,9 @@ class FileWork:
             self._last = sequence
 
     def complete(self) -> Receipt | None:
-        """Make the file, or the part, durable when its last job has settled; return the receipt, once."""
+        """Make the file, or the part, durable when its last job is flushed; return the receipt, once."""
         with self._lock:
-            if self._closed or self._last is None or self._next <= self._last or self._settling:
+            if self._closed or self._last is None or self._next <= self._last or self._flushing:
                 return None
             self._closed = True
         self._tensors.close()
@@ -204,7 +205,7 @@ class FileWork:
         return max(self.part.begin - job.start, 0), min(self.part.end - job.start, job.nbytes)
 
     def _waits(self, job: Job) -> bool:
-        """Report whether a job is written when it settles: it gets checksums of what comes before."""
+        """Report whether a job is written when it is flushed: it gets checksums of what comes before."""
         if not self._patched or self.part is not None:
             return False
         return any(isinstance(x, LiteralPart) and self.plan.literals[x.literal].crc_at for _, x in job.parts)
@@ -213,21 +214,22 @@ class FileWork:
         """Report whether a job counts for the fingerprint here: in the part where it begins."""
         return self.part is None or job.start >= self.part.begin
 
-    def _copied(self, part: LiteralPart | TensorPart, at: int) -> bool:
-        """Report whether the kernel has copied a part from the source to byte ``at`` of the file."""
+    def _copied(self, part: LiteralPart | TensorPart, first_byte: int) -> bool:
+        """Report whether the kernel has copied a part from the source to byte ``first_byte`` of the file."""
         if isinstance(part, LiteralPart) or part.nbytes < _RUN:
             return False
         runs = self._tensors.runs(part)
         if runs is None:
             return False
         itemsize = BY_NAME[self.plan.tensors[part.tensor].dtype].itemsize
-        for payload, each in runs:
+        for payload, overlap in runs:
             assert payload.path is not None  # runs are in plain files
             start = (
-                payload.start + flat_start(each.chunk.shape, each.common.within(each.chunk).offset) * itemsize
+                payload.start
+                + flat_start(overlap.chunk.shape, overlap.common.within(overlap.chunk).offset) * itemsize
             )
-            place = at + flat_start(part.box.shape, each.common.within(part.box).offset) * itemsize
-            nbytes = each.common.numel * itemsize
+            place = first_byte + flat_start(part.box.shape, overlap.common.within(part.box).offset) * itemsize
+            nbytes = overlap.common.numel * itemsize
             if not self.writer.copy(self._source, payload.path, start, nbytes, place):
                 return False
         self._tensors.copied(part, runs)
@@ -240,19 +242,19 @@ class FileWork:
             if not slots or not isinstance(part, LiteralPart):
                 continue
             target = buffer[first : first + part.nbytes]
-            for at, slot in slots:
+            for offset, slot in slots:
                 raw = self._crc(slot).to_bytes(4, "little")
                 for n in range(4):
-                    if part.begin <= at + n < part.end:
-                        target[at + n - part.begin] = raw[n]
+                    if part.begin <= offset + n < part.end:
+                        target[offset + n - part.begin] = raw[n]
 
     def _crc(self, slot: int) -> int:
         if not self.plan.tensors[slot].nbytes:
             return 0
         with self._lock:
-            found = self._slots[slot].total(self.plan.tensors[slot].nbytes)
-        assert found is not None  # a literal with a checksum comes after its tensor
-        return found
+            crc = self._slots[slot].total(self.plan.tensors[slot].nbytes)
+        assert crc is not None  # a literal with a checksum comes after its tensor
+        return crc
 
 
 def proven(plan: FilePlan, records: Records) -> str:

@@ -39,9 +39,9 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         OutputMismatch: The bytes are not those that were written.
         Busy: A part is still being written.
     """
-    there = read_receipt(receipts, plan_digest, plan.index)
-    if there is not None and files.size(plan.path) == there.nbytes:
-        return there
+    earlier_receipt = read_receipt(receipts, plan_digest, plan.index)
+    if earlier_receipt is not None and files.size(plan.path) == earlier_receipt.nbytes:
+        return earlier_receipt
     parts = part_receipts(plan, plan_digest, receipts)
     path = joint_name(plan.path)
     if files.size(path) != plan.nbytes:
@@ -54,14 +54,14 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     try:
         patches = dict(_patches(plan, parts))
         digest = _joined_digest(files, path, parts, patches)
-        for at, data in patches.items():
-            writer.write(at, data)
+        for first_byte, data in patches.items():
+            writer.write(first_byte, data)
     except BaseException:
         writer.abort()
         raise
     writer.name(plan.path)
     verified = verified_records(parts)
-    found = Receipt(
+    receipt = Receipt(
         plan.index,
         plan.path,
         plan.nbytes,
@@ -71,63 +71,65 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         len(plan.number) - verified,
         sums=joined_sums(parts),
     )
-    found = replace(found, stamp=seen_as(files, found))
-    write_receipt(receipts, plan_digest, found)
+    receipt = replace(receipt, stamp=seen_as(files, receipt))
+    write_receipt(receipts, plan_digest, receipt)
+    # After the file's own receipt: with neither, all parts would be written again.
     for part in parts:
         assert part.begin is not None
         receipts.remove(receipt_name(plan.index, (part.begin, part.begin + part.nbytes)))
-    return found
+    return receipt
 
 
 def part_receipts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
     """Return the receipts that tile the file. The folder may have parts of another cut, too."""
-    known: dict[int, list[Receipt]] = {}
+    by_begin: dict[int, list[Receipt]] = {}
     for name in receipts.list():
         head, _, rest = name.partition(".")
         bounds = rest.removesuffix(".json").split("-")
         if head != f"file-{plan.index:05d}" or len(bounds) != 2:
             continue
-        found = read_receipt(receipts, plan_digest, plan.index, (int(bounds[0]), int(bounds[1])))
-        if found is not None:
-            known.setdefault(int(bounds[0]), []).append(found)
-    return _tiling(plan, known)
+        receipt = read_receipt(receipts, plan_digest, plan.index, (int(bounds[0]), int(bounds[1])))
+        if receipt is not None:
+            by_begin.setdefault(int(bounds[0]), []).append(receipt)
+    return _tiling(plan, by_begin)
 
 
-def _tiling(plan: FilePlan, known: dict[int, list[Receipt]]) -> list[Receipt]:
-    found: list[Receipt] = []
-    at = 0
-    while at < plan.nbytes:
-        here = known.get(at)
-        if not here:
+def _tiling(plan: FilePlan, by_begin: dict[int, list[Receipt]]) -> list[Receipt]:
+    tiling: list[Receipt] = []
+    begin = 0
+    while begin < plan.nbytes:
+        candidates = by_begin.get(begin)
+        if not candidates:
             raise UsageError(
-                f"cannot join {plan.path}: no part that begins at byte {at} was written",
+                f"cannot join {plan.path}: no part that begins at byte {begin} was written",
                 hint="write every part, then join them",
             )
-        part = max(here, key=lambda p: p.nbytes)
+        # Several cuts may have a part that begins here.
+        part = max(candidates, key=lambda p: p.nbytes)
         if part.pending:
             raise UsageError(
-                f"cannot join {plan.path}: bytes {at} to {at + part.nbytes} have unverified source records "
-                f"(got {len(part.pending)})",
+                f"cannot join {plan.path}: bytes {begin} to {begin + part.nbytes} have unverified source "
+                f"records (got {len(part.pending)})",
                 hint="write the part again; existing bytes are reused",
             )
-        found.append(part)
-        at += part.nbytes
-    return found
+        tiling.append(part)
+        begin += part.nbytes
+    return tiling
 
 
 def _patches(plan: FilePlan, parts: Sequence[Receipt]) -> Iterator[tuple[int, bytes]]:
     """Yield (first byte, bytes) of every checksum in the file."""
     slots: dict[int, Runs] = {}
     for part in parts:
-        for tensor, offset, nbytes, known in part.crcs:
-            slots.setdefault(tensor, Runs()).add(offset, nbytes, known)
+        for tensor, offset, nbytes, piece_crc in part.crcs:
+            slots.setdefault(tensor, Runs()).add(offset, nbytes, piece_crc)
     for literal in plan.literals:
-        for at, slot in literal.crc_at:
+        for position, slot in literal.crc_at:
             nbytes = plan.tensors[slot].nbytes
             crc: int | None = slots.get(slot, Runs()).total(nbytes) if nbytes else 0
             if crc is None:
                 raise InternalError(f"the parts of {plan.path} do not add up to {plan.tensors[slot].name}")
-            yield literal.start + at, crc.to_bytes(4, "little")
+            yield literal.start + position, crc.to_bytes(4, "little")
 
 
 def _joined_digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int, bytes]) -> str:
@@ -136,22 +138,22 @@ def _joined_digest(files: Store, path: str, parts: Sequence[Receipt], patches: d
     waiting = sorted(patches.items())
     for part in parts:
         assert part.begin is not None
-        own, end = blake3(), part.begin + part.nbytes
-        for at, until in pairwise([*range(part.begin, end, _BLOCK), end]):
-            view = memoryview(block)[: until - at]
-            files.read_into(path, at, view)
-            own.update(view)
+        part_hash, end = blake3(), part.begin + part.nbytes
+        for start, until in pairwise([*range(part.begin, end, _BLOCK), end]):
+            view = memoryview(block)[: until - start]
+            files.read_into(path, start, view)
+            part_hash.update(view)
             while waiting and waiting[0][0] < until:
                 first, data = waiting.pop(0)
                 inside = data[: until - first]
-                view[first - at : first - at + len(inside)] = inside
+                view[first - start : first - start + len(inside)] = inside
                 if len(inside) < len(data):  # the rest is in the next block
                     waiting.insert(0, (until, data[len(inside) :]))
             total.update(view)
-        if own.hexdigest() != part.digest:
+        if part_hash.hexdigest() != part.digest:
             raise OutputMismatch(
                 f"bytes {part.begin} to {end} of {path} must have BLAKE3 {part.digest} "
-                f"(got {own.hexdigest()})",
+                f"(got {part_hash.hexdigest()})",
                 hint="run the command again; it rewrites the part",
             )
     return total.hexdigest()

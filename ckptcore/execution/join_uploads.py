@@ -22,9 +22,13 @@ def join_uploads(plan: FilePlan, plan_digest: str, uploads: Uploads, receipts: S
         UsageError: Parts are missing, or their sources are not verified.
         OutputMismatch: The store does not have the parts that were sent.
     """
-    there = read_receipt(receipts, plan_digest, plan.index)
-    if there is not None and there.uploaded is not None and uploads.holds(there.uploaded):
-        return there
+    earlier_receipt = read_receipt(receipts, plan_digest, plan.index)
+    if (
+        earlier_receipt is not None
+        and earlier_receipt.uploaded is not None
+        and uploads.holds(earlier_receipt.uploaded)
+    ):
+        return earlier_receipt
     parts = part_receipts(plan, plan_digest, receipts)
     sent = [part.uploaded for part in parts if part.uploaded is not None]
     if len(sent) != len(parts) or len({upload.token for upload in sent}) != 1:
@@ -37,7 +41,7 @@ def join_uploads(plan: FilePlan, plan_digest: str, uploads: Uploads, receipts: S
             f"the store does not have the parts of {plan.path} that were sent", hint="run the command again"
         )
     verified = verified_records(parts)
-    found = Receipt(
+    receipt = Receipt(
         plan.index,
         plan.path,
         plan.nbytes,
@@ -48,8 +52,9 @@ def join_uploads(plan: FilePlan, plan_digest: str, uploads: Uploads, receipts: S
         sums=joined_sums(parts),
         uploaded=upload,
     )
-    write_receipt(receipts, plan_digest, found)
+    write_receipt(receipts, plan_digest, receipt)
+    # After the file's own receipt: with neither, all parts would be written again.
     for part in parts:
         assert part.begin is not None
         receipts.remove(receipt_name(plan.index, (part.begin, part.begin + part.nbytes)))
-    return found
+    return receipt

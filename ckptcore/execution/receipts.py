@@ -79,13 +79,13 @@ class Receipt:
         sums = form.get("sums")
         raw = None if sums is None else bytes.fromhex(sums)
         crcs = tuple((t, o, n, c) for t, o, n, c in form.get("crcs", ()))
-        known: dict[str, Any] = {"pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs}
+        parsed: dict[str, Any] = {"pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs}
         if form.get("uploaded") is not None:
             # A late import: local files have no uploads.
             from ckptcore.store.objects.uploaded import Uploaded
 
-            known["uploaded"] = Uploaded.from_dict(form["uploaded"])
-        return cls(**{**form, **known})
+            parsed["uploaded"] = Uploaded.from_dict(form["uploaded"])
+        return cls(**{**form, **parsed})
 
 
 def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
@@ -117,9 +117,9 @@ def read_receipt(
 
 def read_receipts(store: Store, plan_digest: str, indices: Sequence[int]) -> Iterator[Receipt | None]:
     """Yield what `read_receipt` returns for each file, in order; on S3 several are asked for at once."""
-    for at in range(0, len(indices), _AT_ONCE):
-        some = indices[at : at + _AT_ONCE]
-        for index, data in zip(some, fetch_each(store, list(map(receipt_name, some))), strict=True):
+    for start in range(0, len(indices), _AT_ONCE):
+        batch = indices[start : start + _AT_ONCE]
+        for index, data in zip(batch, fetch_each(store, list(map(receipt_name, batch))), strict=True):
             yield None if data is None else _parsed(data, plan_digest, index)
 
 
@@ -129,21 +129,23 @@ def _parsed(data: bytes, plan_digest: str, index: int, part: tuple[int, int] | N
             form = load_json_object(data)
             if form.pop("plan", None) != plan_digest:
                 return None
-            found = Receipt.from_dict(form)
+            receipt = Receipt.from_dict(form)
     except InvalidText:  # truncated by a crash: the file is written again
         return None
-    return found if (found.index, found.begin) == (index, part[0] if part is not None else None) else None
+    return (
+        receipt if (receipt.index, receipt.begin) == (index, part[0] if part is not None else None) else None
+    )
 
 
 def every_receipt(store: Store, plan_digest: str, files: Iterable[PlannedFile]) -> tuple[Receipt, ...]:
     """Return the receipts of these files of a plan; raises `UsageError` for a file that is not written."""
-    found, planned = [], list(files)
+    written, planned = [], list(files)
     receipts = read_receipts(store, plan_digest, [file.index for file in planned])
     for file, receipt in zip(planned, receipts, strict=True):
         if receipt is None:
             raise UsageError(f"{file.path} has not been written yet", hint="run execute for every file first")
-        found.append(receipt)
-    return tuple(found)
+        written.append(receipt)
+    return tuple(written)
 
 
 def seen_as(files: Readable, receipt: Receipt) -> str | None:
@@ -160,8 +162,8 @@ def is_intact(files: Readable, receipt: Receipt) -> bool:
         return False
     if receipt.begin is not None:
         path, end = joint_name(receipt.path), receipt.begin + receipt.nbytes
-        there = (files.size(path) or 0) >= end
-        return there and digest_of(files, path, receipt.nbytes, receipt.begin) == receipt.digest
+        reaches_end = (files.size(path) or 0) >= end
+        return reaches_end and digest_of(files, path, receipt.nbytes, receipt.begin) == receipt.digest
     if files.size(receipt.path) != receipt.nbytes:
         return False
     return has_digest(files, receipt.path, receipt.nbytes, (receipt.digest,))

@@ -31,12 +31,12 @@ class Earlier:
     """The files of an earlier run that are requested now.
 
     Attributes:
-        kept: Proven files, by index.
+        proven: Proven files, by index.
         doubted: Files with their receipt's digest that may have been put there; their receipts have the
             files' current stamps.
     """
 
-    kept: dict[int, Receipt] = field(default_factory=dict)
+    proven: dict[int, Receipt] = field(default_factory=dict)
     doubted: dict[int, Receipt] = field(default_factory=dict)
 
 
@@ -52,7 +52,7 @@ def earlier(
         part: Look only for this part of the one file. A doubtful part is not listed: it is written again, at
             its place.
     """
-    found = Earlier()
+    earlier_files = Earlier()
     bounds = (part.begin, part.end) if part is not None else None
     for index in indices:
         receipt = read_receipt(run.receipts, run.digest, index, bounds)
@@ -61,23 +61,23 @@ def earlier(
             continue
         if receipt.uploaded is not None:  # the store lists the parts that it has; nothing is read back
             if run.uploads is not None and run.uploads.holds(receipt.uploaded):
-                found.kept[index] = replace(receipt, reused=True)
+                earlier_files.proven[index] = replace(receipt, reused=True)
             continue
         if run.uploads is not None and run.load(index).tensors:
             continue  # it was staged, not uploaded
-        seen = seen_as(run.files, receipt)  # before it is read, so that a later change is detected
+        current_stamp = seen_as(run.files, receipt)  # before it is read, so that a later change is detected
         if not is_intact(run.files, receipt):
             continue
-        if receipt.stamp is not None and receipt.stamp == seen:
-            found.kept[index] = replace(receipt, reused=True)
+        if receipt.stamp is not None and receipt.stamp == current_stamp:
+            earlier_files.proven[index] = replace(receipt, reused=True)
         elif part is None and settings.digest:
-            found.doubted[index] = replace(receipt, stamp=seen)
-    return found
+            earlier_files.doubted[index] = replace(receipt, stamp=current_stamp)
+    return earlier_files
 
 
-def confirmed(doubted: Receipt, made: Receipt) -> Receipt:
+def confirmed(doubted: Receipt, recomputed: Receipt) -> Receipt:
     """Return the receipt of a doubted file that equals what the source gives."""
-    return replace(made, reused=True, stamp=doubted.stamp)
+    return replace(recomputed, reused=True, stamp=doubted.stamp)
 
 
 def compare_writer(run: PlanRun, plan: FilePlan) -> CompareWriter | DigestWriter:
@@ -115,20 +115,20 @@ class CompareWriter:
         """Return the error of a file that differs."""
         return OutputMismatch(f"{self._path} differs at byte {self._first} from what the source gives now")
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
-        """Compare bytes with those at byte ``at`` of the file, until one differs."""
-        given = np.frombuffer(data, np.uint8)
-        for begin in range(0, len(given), _BLOCK):
+    def write(self, start: int, data: Buffer | bytes) -> None:
+        """Compare bytes with those at byte ``start`` of the file, until one differs."""
+        content = np.frombuffer(data, np.uint8)
+        for begin in range(0, len(content), _BLOCK):
             if self._first is not None:
                 return
-            part = given[begin : begin + _BLOCK]
-            there = self._block[: len(part)]
-            self._files.read_into(self._path, at + begin, there)
-            same = np.equal(part, np.frombuffer(there, np.uint8))
+            part = content[begin : begin + _BLOCK]
+            existing = self._block[: len(part)]
+            self._files.read_into(self._path, start + begin, existing)
+            same = np.equal(part, np.frombuffer(existing, np.uint8))
             if not same.all():
-                self._first = at + begin + int(np.argmin(same))
+                self._first = start + begin + int(np.argmin(same))
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, place: int) -> bool:
         """Return False: bytes are not compared in the kernel."""
         return False
 
@@ -165,11 +165,11 @@ class DigestWriter:
         """Return the error of a file that differs."""
         return OutputMismatch(f"{self._receipt.path} differs from what the source gives now")
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
+    def write(self, start: int, data: Buffer | bytes) -> None:
         """Add bytes in file order."""
         self._digest.update(data)
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, place: int) -> bool:
         """Return False: bytes are not compared in the kernel."""
         return False
 

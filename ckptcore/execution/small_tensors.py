@@ -51,14 +51,14 @@ class SmallTensors:
             The tensors that are filled and verified.
         """
         nbytes = self._nbytes
-        wanted = [
-            (part.tensor, at)
-            for at, part in parts
+        small_parts = [
+            (part.tensor, first_byte)
+            for first_byte, part in parts
             if isinstance(part, TensorPart) and nbytes[part.tensor] == part.nbytes
         ]
-        if len(wanted) < _FEWEST:
+        if len(small_parts) < _FEWEST:
             return frozenset()
-        tensors, begins = np.array(wanted, np.int64).T
+        tensors, begins = np.array(small_parts, np.int64).T
         first = self._plan.reads.first
         counts = first[tensors + 1] - first[tensors]
         owner = np.repeat(np.arange(len(tensors)), counts)
@@ -66,8 +66,8 @@ class SmallTensors:
         rows = np.arange(len(owner)) + (first[tensors] - ends + counts)[owner]
         places = begins[owner] + self._place[rows]
         good = np.zeros(len(rows), np.bool_)
-        for some in self._groups(rows, len(scratch)):
-            good[some] = self._read_alike(rows[some], places[some], buffer, scratch)
+        for group in self._groups(rows, len(scratch)):
+            good[group] = self._read_alike(rows[group], places[group], buffer, scratch)
         self._records.prove(self._plan.number[self._plan.reads.item[rows[good]]].tolist())
         missing = np.bincount(owner[~good], minlength=len(tensors)) > 0
         return frozenset(tensors[~missing].tolist())
@@ -78,15 +78,16 @@ class SmallTensors:
         items = plan.reads.item[rows]
         length, shape = plan.items.length[items], plan.reads.shape[rows]
         dtype = plan.columns.source_dtype[plan.reads.tensor[rows]]
+        # Within a group in the order of the source: neighbours are read at once.
         order = np.lexsort((plan.items.start[items], plan.items.file[items], *shape.T, dtype, length))
         key = np.column_stack((length, dtype, shape))[order]
         bounds = np.flatnonzero((key[1:] != key[:-1]).any(axis=1)) + 1
         for group in np.split(order, bounds):
             step = room // int(length[group[0]])
-            for at in range(0, len(group), max(step, 1)):
-                some = group[at : at + step]
-                if len(some) >= _FEWEST:
-                    yield some
+            for start in range(0, len(group), max(step, 1)):
+                batch = group[start : start + step]
+                if len(batch) >= _FEWEST:
+                    yield batch
 
     def _read_alike(self, rows: Ints, places: Ints, buffer: Bytes, scratch: Bytes) -> npt.NDArray[np.bool_]:
         """Read items of one length, in file order, into their places; report which ones are verified."""
@@ -106,8 +107,8 @@ class SmallTensors:
             nbytes = _nbytes(plan, rows[:1])
             target = buffer.data
             for n, place in zip(np.flatnonzero(good).tolist(), places[good].tolist(), strict=True):
-                at = n * length + begin
-                target[place : place + nbytes] = content[at : at + nbytes]
+                start = n * length + begin
+                target[place : place + nbytes] = content[start : start + nbytes]
         return good
 
     def _read_runs(self, files: Ints, starts: Ints, length: int, content: memoryview) -> None:
@@ -127,8 +128,8 @@ def _nbytes(plan: FilePlan, rows: Ints) -> int:
 def _suitable(plan: FilePlan) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Return (first byte of each read in its tensor, which tensors are small items from end to end)."""
     reads, items = plan.reads, plan.items
-    kept = len(plan.columns)
-    fits = np.zeros(kept, np.bool_)
+    tensor_count = len(plan.columns)
+    fits = np.zeros(tensor_count, np.bool_)
     if not len(reads) or "" not in items.codecs:
         return np.zeros(len(reads), np.int64), fits
     of, (lo, hi, width) = reads.tensor, plan.boxes
@@ -144,9 +145,9 @@ def _suitable(plan: FilePlan) -> tuple[Ints, npt.NDArray[np.bool_]]:
     numel = reads.shape.prod(axis=1)
     place = (reads.lo - lo[of])[:, :1].sum(axis=1) * reads.shape[:, 1:].prod(axis=1) * width[of]
     count = len(lo)
-    read = np.bincount(of, weights=np.where(good, numel, 0), minlength=count)[:kept]
-    bad = np.bincount(of[~good], minlength=count)[:kept] > 0
-    fits = ~bad & (read == extent[:kept].prod(axis=1)) & (read > 0)
+    read = np.bincount(of, weights=np.where(good, numel, 0), minlength=count)[:tensor_count]
+    bad = np.bincount(of[~good], minlength=count)[:tensor_count] > 0
+    fits = ~bad & (read == extent[:tensor_count].prod(axis=1)) & (read > 0)
     fits &= plan.columns.dtype == plan.columns.source_dtype
     fits[list(plan.derived)] = False
     return place, fits

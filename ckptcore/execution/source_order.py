@@ -146,10 +146,15 @@ def cut_pieces(plan: FilePlan, reads: RowReads) -> FilePieces:
     nbytes = columns.nbytes
     filled = np.flatnonzero(nbytes > 0)
     scale = int(rows.max(initial=1)) + 1
-    own = filled * scale
+    tensor_keys = filled * scale
     cuts = distinct(
         np.concatenate(
-            [own, own + rows[filled], reads.tensor * scale + reads.begin, reads.tensor * scale + reads.stop]
+            [
+                tensor_keys,
+                tensor_keys + rows[filled],
+                reads.tensor * scale + reads.begin,
+                reads.tensor * scale + reads.stop,
+            ]
         )
     )
     tensor = cuts // scale
@@ -248,10 +253,10 @@ def _tensors_of(files: Sequence[FilePieces]) -> tuple[Ints, int]:
 def _turns(path: Ints, tensor: Ints, begin: Ints, kinds: int) -> Ints:
     """Return, for each source file, when its turn is: the order of rows of the tensors cut most finely."""
     count = np.bincount(tensor, minlength=kinds)
-    seen = path[np.lexsort((begin, tensor, -count[tensor]))]
-    known, first = np.unique(seen, return_index=True)
+    ordered_paths = path[np.lexsort((begin, tensor, -count[tensor]))]
+    distinct_paths, first = np.unique(ordered_paths, return_index=True)
     turn = np.zeros(int(path.max(initial=-1)) + 1, np.int64)
-    turn[known[np.argsort(first)]] = np.arange(len(known))
+    turn[distinct_paths[np.argsort(first)]] = np.arange(len(distinct_paths))
     return turn
 
 
@@ -266,10 +271,10 @@ def _bands(turn: Ints, tensor: Ints, start: Ints, nbytes: Ints, kinds: int, limi
     now, empty = 0, True
     for n in has[np.lexsort((start[lead], turn[lead]))].tolist():
         rows = order[first[n] : first[n + 1]]
-        more = np.bincount(turn[rows], weights=nbytes[rows], minlength=len(filled)).astype(np.int64)
-        if not empty and bool((filled + more > limit)[more > 0].any()):
+        tensor_bytes = np.bincount(turn[rows], weights=nbytes[rows], minlength=len(filled)).astype(np.int64)
+        if not empty and bool((filled + tensor_bytes > limit)[tensor_bytes > 0].any()):
             now, filled = now + 1, np.zeros_like(filled)
-        filled, empty = filled + more, False
+        filled, empty = filled + tensor_bytes, False
         band[n] = now
     return band
 
@@ -298,11 +303,11 @@ def _open_bytes(files: Sequence[FilePieces], owner: Ints, when: Ints, first_byte
     last_byte = np.concatenate([f.last_byte for f in files]) - 1
     most = int((last_byte // size).max(initial=0)) + 1
     key = np.concatenate([owner * most + first_byte // size, owner * most + last_byte // size])
-    parts, at = np.unique(key, return_inverse=True)
+    parts, part_row = np.unique(key, return_inverse=True)
     opens, closes = np.full(len(parts), np.iinfo(np.int64).max), np.zeros(len(parts), np.int64)
-    both = np.concatenate([when, when])
-    np.minimum.at(opens, at, both)
-    np.maximum.at(closes, at, both + 1)
+    piece_times = np.concatenate([when, when])
+    np.minimum.at(opens, part_row, piece_times)
+    np.maximum.at(closes, part_row, piece_times + 1)
     nbytes = part[parts // most]
     change, event = np.concatenate([nbytes, -nbytes]), np.concatenate([opens, closes])
     turn = np.lexsort((change, event))  # a part that is full is given back before the next one is begun
@@ -322,9 +327,11 @@ def ordered_jobs(
     """
     cutters: dict[int, _FileJobs] = {}
     left = list(order.counts)
-    for at in range(0, len(order), _CHUNK):
+    for chunk_start in range(0, len(order), _CHUNK):
         columns = (order.file, order.tensor, order.begin, order.stop)
-        for file, tensor, begin, stop in zip(*(c[at : at + _CHUNK].tolist() for c in columns), strict=True):
+        for file, tensor, begin, stop in zip(
+            *(c[chunk_start : chunk_start + _CHUNK].tolist() for c in columns), strict=True
+        ):
             cutter = cutters.get(file)
             if cutter is None:
                 cutter = cutters[file] = _FileJobs(load(order.indices[file]), budget)
@@ -358,9 +365,9 @@ class _FileJobs:
         """Yield the jobs of a piece, and before the first of a tensor those of known bytes."""
         for number in self._literals.pop(tensor, ()):
             literal = self._plan.literals[number]
-            for at in range(0, len(literal.data), self._budget.usual):
-                end = min(at + self._budget.usual, len(literal.data))
-                yield self._job(literal.start + at, LiteralPart(number, at, end))
+            for start in range(0, len(literal.data), self._budget.usual):
+                end = min(start + self._budget.usual, len(literal.data))
+                yield self._job(literal.start + start, LiteralPart(number, start, end))
         planned = self._plan.tensors[tensor]
         itemsize = BY_NAME[planned.dtype].itemsize
         widest = max(itemsize, BY_NAME[planned.source_dtype].itemsize)

@@ -15,7 +15,7 @@ from ckptcore.core.box import Box, is_run
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
-from ckptcore.execution.device import Lane
+from ckptcore.execution.device import DeviceStream
 from ckptcore.execution.small_tensors import SmallTensors
 from ckptcore.fingerprints.sums import ZERO, Sum, add, box_sum, pack
 from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
@@ -32,21 +32,21 @@ from ckptcore.utils.dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """One worker's own buffers of a tile, and its lane through a device, if any.
+    """One worker's own buffers of a tile, and its stream through a device, if any.
 
     Attributes:
         scratch: For what is read and not yet in its place.
         cast: For elements before they are cast, and for inputs of derived tensors.
-        lane: None where tiles stay on the host.
+        stream: None where tiles stay on the host.
     """
 
     scratch: Bytes
     cast: Bytes
-    lane: Lane | None = None
+    stream: DeviceStream | None = None
 
     def of(self, nbytes: int) -> Workspace:
         """Return the first bytes of these buffers."""
-        return Workspace(self.scratch[:nbytes], self.cast[:nbytes], self.lane)
+        return Workspace(self.scratch[:nbytes], self.cast[:nbytes], self.stream)
 
 
 class TensorFiller:
@@ -68,13 +68,13 @@ class TensorFiller:
         """Return the strides, elements, of a chunk of a tensor as its item has them; None when row-major."""
         return self._chunks.strides(self._stored(tensor), row)
 
-    def fill(self, part: TensorPart, target: Bytes, own: Workspace, *, counts: bool = True) -> None:
+    def fill(self, part: TensorPart, target: Bytes, workspace: Workspace, *, counts: bool = True) -> None:
         """Write the bytes of a part, as in the output file, into ``target``.
 
         Args:
             part: The part.
             target: Where its bytes go.
-            own: The worker's buffers.
+            workspace: The worker's buffers.
             counts: Add the part to the fingerprint.
 
         Raises:
@@ -83,23 +83,23 @@ class TensorFiller:
         tensor = self._plan.tensors[part.tensor]
         changes = tensor.dtype != tensor.source_dtype
         if part.tensor in self._plan.derived:
-            self._derive(part, target, own)
-        elif own.lane is not None and changes:
-            self._on_device(part, target, own, own.lane, counts=counts)
+            self._derive(part, target, workspace)
+        elif workspace.stream is not None and changes:
+            self._on_device(part, target, workspace, workspace.stream, counts=counts)
             return
         else:
-            tile = tile_view(own.cast if changes else target, part.box.shape, tensor.source_dtype)
-            self._chunks.read(self._stored(part.tensor), part.box, tile, own.scratch)
+            tile = tile_view(workspace.cast if changes else target, part.box.shape, tensor.source_dtype)
+            self._chunks.read(self._stored(part.tensor), part.box, tile, workspace.scratch)
             if changes:
                 cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._device)
         if self._sums is not None and counts:
-            self._sum(part, own.cast if changes else target, own)
+            self._sum(part, workspace.cast if changes else target, workspace)
 
     def fill_small(
         self,
         parts: Sequence[tuple[int, LiteralPart | TensorPart]],
         buffer: Bytes,
-        own: Workspace,
+        workspace: Workspace,
         *,
         counts: bool = True,
     ) -> frozenset[int]:
@@ -108,7 +108,7 @@ class TensorFiller:
         Args:
             parts: The job's parts, with their first bytes in ``buffer``.
             buffer: Of the job.
-            own: The worker's buffers.
+            workspace: The worker's buffers.
             counts: Add the parts to the fingerprint.
 
         Returns:
@@ -116,11 +116,11 @@ class TensorFiller:
         """
         if self._small is None or not self._small.any:
             return frozenset()
-        filled = self._small.read(parts, buffer, own.scratch)
+        filled = self._small.read(parts, buffer, workspace.scratch)
         if self._sums is not None and counts:
-            for at, part in parts:
+            for start, part in parts:
                 if isinstance(part, TensorPart) and part.tensor in filled:
-                    self._sum(part, buffer[at : at + part.nbytes], own)
+                    self._sum(part, buffer[start : start + part.nbytes], workspace)
         return filled
 
     def runs(self, part: TensorPart) -> list[tuple[Payload, Overlap]] | None:
@@ -131,21 +131,23 @@ class TensorFiller:
         tensor = self._plan.tensors[part.tensor]
         if tensor.dtype != tensor.source_dtype or part.tensor in self._plan.derived:
             return None
-        stored, found = self._stored(part.tensor), []
-        for each in self._chunks.overlaps(stored, part.box):
-            inside = each.common.within(each.chunk)
-            if not is_run(part.box.shape, each.common.shape) or not is_run(each.chunk.shape, inside.shape):
+        stored, chunk_runs = self._stored(part.tensor), []
+        for overlap in self._chunks.overlaps(stored, part.box):
+            inside = overlap.common.within(overlap.chunk)
+            if not is_run(part.box.shape, overlap.common.shape) or not is_run(
+                overlap.chunk.shape, inside.shape
+            ):
                 return None
-            _, payload = self._chunks.find(stored, each)
+            _, payload = self._chunks.find(stored, overlap)
             if payload.path is None or payload.strides is not None or payload.flags:
                 return None
-            found.append((payload, each))
-        return found
+            chunk_runs.append((payload, overlap))
+        return chunk_runs
 
     def copied(self, part: TensorPart, runs: list[tuple[Payload, Overlap]]) -> None:
         """Count the runs of a part that the kernel has copied."""
-        for _, each in runs:
-            self._chunks.done(self._stored(part.tensor), each)
+        for _, overlap in runs:
+            self._chunks.done(self._stored(part.tensor), overlap)
 
     def close(self) -> None:
         """Close what was resolved of the source."""
@@ -153,53 +155,53 @@ class TensorFiller:
 
     def _stored(self, number: int) -> ChunkedTensor:
         """Return a tensor of the plan, or, behind these, an input of derived ones, as it is stored."""
-        own = self._plan.tensors
-        if number < len(own):
-            return ChunkedTensor(number, own[number].name, own[number].source_dtype, once=True)
-        tensor = self._plan.inputs[number - len(own)]
+        tensors = self._plan.tensors
+        if number < len(tensors):
+            return ChunkedTensor(number, tensors[number].name, tensors[number].source_dtype, once=True)
+        tensor = self._plan.inputs[number - len(tensors)]
         return ChunkedTensor(number, tensor.name, tensor.source_dtype)
 
-    def _derive(self, part: TensorPart, target: Bytes, own: Workspace) -> None:
+    def _derive(self, part: TensorPart, target: Bytes, workspace: Workspace) -> None:
         """Compute a part: its inputs are gathered into the cast buffer, behind room for the result."""
         tensor, node = self._plan.tensors[part.tensor], self._plan.derived[part.tensor]
         room = part.box.numel * BY_NAME[tensor.source_dtype].itemsize
-        at, inputs = room, []
+        offset, inputs = room, []
         for i, box in zip(node.inputs, FUNCTIONS[node.fn].needs(part.box, node.params), strict=True):
             stored = self._stored(len(self._plan.tensors) + i)
             nbytes = box.numel * BY_NAME[stored.dtype].itemsize
-            at += -at % 16  # aligned for the widest elements
-            tile = tile_view(own.cast[at : at + nbytes], box.shape, stored.dtype)
-            self._chunks.read(stored, box, tile, own.scratch)
+            offset += -offset % 16  # aligned for the widest elements
+            tile = tile_view(workspace.cast[offset : offset + nbytes], box.shape, stored.dtype)
+            self._chunks.read(stored, box, tile, workspace.scratch)
             inputs.append((tile, stored.dtype))
-            at += nbytes
-        derive_into(node, part.box, inputs, target, tensor.dtype, self._device, own.cast[:room])
+            offset += nbytes
+        derive_into(node, part.box, inputs, target, tensor.dtype, self._device, workspace.cast[:room])
 
     def _on_device(
-        self, part: TensorPart, target: Bytes, own: Workspace, lane: Lane, *, counts: bool
+        self, part: TensorPart, target: Bytes, workspace: Workspace, stream: DeviceStream, *, counts: bool
     ) -> None:
         """Scatter, sum and cast a part on the device; copies are compared here, before the cast."""
         tensor, stored = self._plan.tensors[part.tensor], self._stored(part.tensor)
-        tile = lane.tile(part.box.shape, stored.dtype)
-        copies = self._chunks.fill(stored, part.box, tile, own.scratch)
+        tile = stream.tile(part.box.shape, stored.dtype)
+        copies = self._chunks.fill(stored, part.box, tile, workspace.scratch)
         if self._sums is not None and counts:
-            self._add(part, lane.sum(tile, stored.dtype, tensor.full, part.box))
+            self._add(part, stream.sum(tile, stored.dtype, tensor.full, part.box))
         if copies:
-            here = tile_view(own.cast, part.box.shape, stored.dtype)
-            lane.fetch(tile, here.reshape(-1).view(np.uint8))
-            self._chunks.compare(stored, part.box, copies, here, own.scratch)
-        lane.fetch_cast(tile, stored.dtype, target, tensor.dtype, own.cast)
+            host_tile = tile_view(workspace.cast, part.box.shape, stored.dtype)
+            stream.fetch(tile, host_tile.reshape(-1).view(np.uint8))
+            self._chunks.compare(stored, part.box, copies, host_tile, workspace.scratch)
+        stream.fetch_cast(tile, stored.dtype, target, tensor.dtype, workspace.cast)
 
-    def _sum(self, part: TensorPart, source: Bytes, own: Workspace) -> None:
+    def _sum(self, part: TensorPart, source: Bytes, workspace: Workspace) -> None:
         """Sum a part on the host, as it is before any cast."""
         tensor = self._plan.tensors[part.tensor]
         elements = source[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
-        self._add(part, box_sum(tensor.source_dtype, tensor.full, part.box, elements, own.scratch))
+        self._add(part, box_sum(tensor.source_dtype, tensor.full, part.box, elements, workspace.scratch))
 
-    def _add(self, part: TensorPart, found: Sum) -> None:
+    def _add(self, part: TensorPart, part_sum: Sum) -> None:
         """Add a part's sum to that of a tensor's box in this file."""
         assert self._sums is not None  # the caller has checked
         with self._lock:
-            self._sums[part.tensor] = add(self._sums[part.tensor], found)
+            self._sums[part.tensor] = add(self._sums[part.tensor], part_sum)
 
 
 class _PlannedReads:
@@ -234,6 +236,6 @@ def expect(plan: FilePlan, pending: Sequence[int], records: Records) -> None:
 
 
 def _stored_chunk(plan: FilePlan, row: int, shape: tuple[int, ...], dtype: str, fqn: str) -> StoredChunk:
-    at = int(plan.reads.item[row])
-    item, view = plan.items[at], view_of(plan.reads, row, len(shape))
-    return StoredChunk(int(plan.number[at]), plan.files[item.file].path, item, dtype, shape, view, fqn)
+    item_row = int(plan.reads.item[row])
+    item, view = plan.items[item_row], view_of(plan.reads, row, len(shape))
+    return StoredChunk(int(plan.number[item_row]), plan.files[item.file].path, item, dtype, shape, view, fqn)

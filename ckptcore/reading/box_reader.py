@@ -41,7 +41,7 @@ class BoxReader:
         self._below: list[BoxReader] = []
         if self._node is not None:
             assert manifest.inputs is not None  # a manifest with derived tensors has inputs
-            # Several boxes of the output need the same scales: the chunks of inputs are not dropped in between.
+            # Several boxes of the output need the same scales: chunks of inputs are not dropped in between.
             self._below = [
                 BoxReader(manifest.inputs, i, records, once=False, copies=copies) for i in self._node.inputs
             ]

@@ -356,22 +356,22 @@ def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) 
     rest, and all of it where no tensor is cast or computed."""
     import torch
 
-    from ckptcore.execution.device import Lane
+    from ckptcore.execution.device import DeviceStream
 
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
     means = replace(ON, memory=1 << 22, workers=2, device=device)
     wanted = taken(source), taken(ckpt)
-    sums, lane_sum = list[str](), Lane.sum
+    sums, lane_sum = list[str](), DeviceStream.sum
 
-    def counted(lane: Lane, tile: Any, dtype: str, *of: Any) -> Any:
+    def counted(lane: DeviceStream, tile: Any, dtype: str, *of: Any) -> Any:
         sums.append(dtype)
         return lane_sum(lane, tile, dtype, *of)
 
     with (
-        mock.patch.object(Lane, "sum", counted),
-        mock.patch("ckptcore.execution.execute.lane_on", lambda _, nbytes: Lane(device, nbytes)),
+        mock.patch.object(DeviceStream, "sum", counted),
+        mock.patch("ckptcore.execution.execute.stream_on", lambda _, nbytes: DeviceStream(device, nbytes)),
     ):
         cast = convert(str(source), str(tmp_path / "cast"), dtype="fp16", settings=means)
         assert set(sums) == {"float32", "bfloat16"}

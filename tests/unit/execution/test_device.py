@@ -16,7 +16,7 @@ from ckptcore import Box, Settings
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED
 from ckptcore.errors import BudgetTooSmall
-from ckptcore.execution.device import Lane, host_buffer
+from ckptcore.execution.device import DeviceStream, host_buffer
 from ckptcore.fingerprints.device_sums import ROOM
 from ckptcore.planning.tiles import DEVICE_BYTES, Budget
 from ckptcore.reading.gather import _assign, tile_view
@@ -25,10 +25,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLAGS = {"complex64": (0, CONJ, NEG, SWAPPED), "float32": (0, NEG, SWAPPED)}
 
 
-def lane(device: str) -> Lane:
+def lane(device: str) -> DeviceStream:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    return Lane(device, 1 << 16)
+    return DeviceStream(device, 1 << 16)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -71,11 +71,11 @@ def test_a_nan_has_the_bits_that_the_host_gives_it(
 ) -> None:
     """Another device writes other NaNs; here one that writes all ones."""
 
-    def cast(self: Lane, values: torch.Tensor, into: torch.Tensor) -> None:
+    def cast(self: DeviceStream, values: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(values)
         into.view(torch.uint8).view(-1, into.element_size())[values.double().isnan()] = 0xFF
 
-    monkeypatch.setattr(Lane, "_cast", cast)
+    monkeypatch.setattr(DeviceStream, "_cast", cast)
     here, kind = lane("cpu"), getattr(torch, source)
     values = torch.tensor([1.0, torch.nan, -torch.nan, -2.0] * 9).to(kind)
     found, spare = (host_buffer(1 << 10, "cpu") for _ in range(2))
@@ -96,13 +96,13 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
     write_dcp(tmp_path / "ckpt", state, turn=True)
     source, used = str(tmp_path / "ckpt"), []
 
-    def lane_on(_: str, nbytes: int) -> Lane:
+    def stream_on(_: str, nbytes: int) -> DeviceStream:
         used.append(nbytes)
-        return Lane(there, nbytes)
+        return DeviceStream(there, nbytes)
 
     ckptcore.convert(source, str(tmp_path / "host"), dtype="bf16")
     means = Settings(memory=1 << 20, workers=2, device=there)
-    with mock.patch("ckptcore.execution.execute.lane_on", lane_on):
+    with mock.patch("ckptcore.execution.execute.stream_on", stream_on):
         ckptcore.convert(source, str(tmp_path / "lanes"), settings=means, dtype="bf16")
     assert len(used) == 2
     assert not differences(read_safetensors(tmp_path / "host"), read_safetensors(tmp_path / "lanes"))
