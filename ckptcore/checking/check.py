@@ -109,26 +109,26 @@ def check(
             f"level must be one of {', '.join(LEVELS)} (got {level!r})", hint="choose one of them"
         )
     depth = LEVELS.index(level)
-    found = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
+    findings = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
     for rule_level, rule in RULES:
         if LEVELS.index(rule_level) <= depth:
-            found += rule(manifest)
+            findings += rule(manifest)
     unverified, unproven = 0, tuple[str, ...]()
     if depth >= LEVELS.index("bytes"):
         if store is None:
             raise UsageError(f"level {level!r} reads files and needs a store")
         from ckptcore.checking.scan import SHA256, mismatches, scan
 
-        broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
-        more, unverified, bare = scan(
+        broken = {f.file for f in findings if f.severity == "error" and f.code in _UNREADABLE}
+        scan_findings, unverified, bare = scan(
             manifest, store, skip_files=broken, values=level == "values", workers=workers, progress=progress
         )
-        found += [*more, *mismatches(manifest, store)]
+        findings += [*scan_findings, *mismatches(manifest, store)]
         summed = manifest.origin.get(SHA256) or {}
         unproven = tuple(sorted((bare | {f.path for f in manifest.beside}) - set(summed)))
-        found += unproven_finding(unproven)
+        findings += unproven_finding(unproven)
     order = {name: i for i, name in enumerate(LEVELS)}
-    unique = tuple(dict.fromkeys(sorted(found, key=lambda f: order[f.level])))
+    unique = tuple(dict.fromkeys(sorted(findings, key=lambda f: order[f.level])))
     return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified, unproven)
 
 
@@ -136,8 +136,8 @@ def unproven_finding(paths: Sequence[str]) -> list[Finding]:
     """Return one finding for all files whose bytes no checksum covers; an empty list if there are none."""
     if not paths:
         return []
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    message = f"no checksum covers the bytes of {', '.join(paths[:_NAMED])}{more}"
+    rest = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    message = f"no checksum covers the bytes of {', '.join(paths[:_NAMED])}{rest}"
     return [finding("unproven", "bytes", message, file=paths[0] if len(paths) == 1 else None)]
 
 
@@ -166,18 +166,18 @@ def require_complete(
         unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
         errors = [f for f in errors if not _of_others(f, selected, unused)]
     if errors:
-        more = f" (and {count(len(errors) - 1, 'more finding')})" if len(errors) > 1 else ""
+        rest = f" (and {count(len(errors) - 1, 'more finding')})" if len(errors) > 1 else ""
         cls = error_class(errors)
         hint = _leave_out(manifest, errors) if cls is UnreadablePart else errors[0].hint
-        raise cls(f"{errors[0].message}{more}", hint=hint, findings=tuple(errors))
+        raise cls(f"{errors[0].message}{rest}", hint=hint, findings=tuple(errors))
     return report
 
 
-def _of_others(found: Finding, selected: Callable[[str], bool], unused: frozenset[str]) -> bool:
+def _of_others(error: Finding, selected: Callable[[str], bool], unused: frozenset[str]) -> bool:
     """Return whether a finding is only about parts that are not selected."""
-    if found.fqn is not None:
-        return found.code in PART_CODES and not selected(found.fqn)
-    return found.code in _OF_FILES and found.file in unused
+    if error.fqn is not None:
+        return error.code in PART_CODES and not selected(error.fqn)
+    return error.code in _OF_FILES and error.file in unused
 
 
 def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozenset[str]:
@@ -196,8 +196,8 @@ def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
     """Return the hint: globs that exclude exactly the unreadable parts."""
     names = list(dict.fromkeys(f.fqn for f in errors if f.fqn is not None))
     tensors = {t.fqn for t in manifest.tensors} - set(names)
-    others = tensors | {b.key for b in manifest.blobs} - set(names)
-    return leave_out(names, others, left=bool(tensors)) if names else errors[0].hint
+    readable_names = tensors | {b.key for b in manifest.blobs} - set(names)
+    return leave_out(names, readable_names, left=bool(tensors)) if names else errors[0].hint
 
 
 _UNREADABLE = {"missing-file", "truncated-file"}
@@ -287,13 +287,13 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
     room = np.where(items.codec[item] == 0, 1.0, 32768.0) * items.length[item]
     short = zips & (room < nbytes)
     for row in np.flatnonzero(short)[:100].tolist():
-        at = items[int(chunks.item[row])]
+        stored_item = items[int(chunks.item[row])]
         fqn = manifest.tensors[int(chunks.tensor[row])].fqn
-        path = manifest.files[at.file].path
+        path = manifest.files[stored_item.file].path
         yield finding(
             "length-mismatch",
             "coverage",
-            f"{fqn}: a chunk of {int(nbytes[row])} bytes is placed in {at.length} bytes of {path}",
+            f"{fqn}: a chunk of {int(nbytes[row])} bytes is placed in {stored_item.length} bytes of {path}",
             fqn=fqn,
             file=path,
         )
@@ -322,12 +322,13 @@ def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
         owner = _owners(manifest)
         clash |= shared & (owner[a] != owner[b])
     for row in np.flatnonzero(clash)[:100].tolist():
-        one, two = items[int(a[row])], items[int(b[row])]
-        path = manifest.files[one.file].path
+        first, second = items[int(a[row])], items[int(b[row])]
+        path = manifest.files[first.file].path
         yield finding(
             "item-overlap",
             "coverage",
-            f"{path}: items at {one.start} ({one.length} bytes) and {two.start} ({two.length} bytes) overlap",
+            f"{path}: items at {first.start} ({first.length} bytes) and {second.start} "
+            f"({second.length} bytes) overlap",
             file=path,
         )
 

@@ -55,23 +55,25 @@ def inspect(
         sums = FileSums() if observe else None
         opened.store.observer = sums
         with closing(opened.store):
-            found = read_manifest(opened)
+            manifest = read_manifest(opened)
         if sums is None:
-            return found
-        inside, above = join_url(found.root, ""), join_url(opened.store.url, "")
+            return manifest
+        inside, above = join_url(manifest.root, ""), join_url(opened.store.url, "")
         return (
-            replace(found, sums=sums.below(inside.removeprefix(above))) if inside.startswith(above) else found
+            replace(manifest, sums=sums.below(inside.removeprefix(above)))
+            if inside.startswith(above)
+            else manifest
         )
 
     if not is_s3(source):
         return read()
     try:
-        found = read()
+        manifest = read()
     except (DamagedCheckpoint, UnknownFormat, UnsupportedFormat, UnsafeContent) as error:
         _log.info("%s is read once more: %s", bare_url(source), error.message)
     else:
-        if all(f.severity != "error" for f in found.findings):
-            return found
+        if all(f.severity != "error" for f in manifest.findings):
+            return manifest
     # A bit may have flipped on the way, and what was received is kept: all of it is asked for again.
     from ckptcore.store.objects import small_reads  # a late import: local checkpoints need no object store
 

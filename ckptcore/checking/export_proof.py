@@ -161,5 +161,5 @@ def not_done(name: str, reason: str, problems: Sequence[Problem] = ()) -> Check:
 
 def named(problems: Sequence[Problem]) -> str:
     """Return problems in one line: the first few, and how many more there are."""
-    more = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""
-    return f"{'; '.join(map(str, problems[:_NAMED]))}{more}"
+    rest = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""
+    return f"{'; '.join(map(str, problems[:_NAMED]))}{rest}"

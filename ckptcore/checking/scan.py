@@ -84,19 +84,21 @@ def scan(
     meter = ProgressMeter(progress, "validate", total)
     findings: list[Finding] = []
     bare: set[str] = set()
-    for each in manifests:
-        state = _Scan(each, store, skip_files, values, meter)
-        rows = each.chunks.item[each.chunks.item >= 0]
-        expect_items(store, item_reads(each.items, each.files, rows), _AHEAD)
-        pairs = list(replicas(each))
+    for part in manifests:
+        state = _Scan(part, store, skip_files, values, meter)
+        rows = part.chunks.item[part.chunks.item >= 0]
+        expect_items(store, item_reads(part.items, part.files, rows), _AHEAD)
+        pairs = list(replicas(part))
         by_chunk, by_pair = _in_processes(state, pairs, workers) or state.read(
-            range(len(each.chunks)), pairs, workers
+            range(len(part.chunks)), pairs, workers
         )
-        findings += [one for found in by_chunk for one in found]
-        findings += _merged(each, [one for found in by_pair for one in found])
-        left = [*state.unused, *unused_in_blobs(each, store, skip_files)]
-        left += unread_padding(manifest) if each is manifest else ()
-        readable = [one for one in left if one.file not in skip_files]
+        findings += [problem for chunk_findings in by_chunk for problem in chunk_findings]
+        findings += _merged(
+            part, [difference for pair_differences in by_pair for difference in pair_differences]
+        )
+        left = [*state.unused, *unused_in_blobs(part, store, skip_files)]
+        left += unread_padding(manifest) if part is manifest else ()
+        readable = [span for span in left if span.file not in skip_files]
         findings += unused_findings(without_padding(readable, store), "bytes")
         if isinstance(store, ReadsAhead):  # the store may keep checksums where the format has none
             for path in store.prove().proven:
@@ -122,18 +124,18 @@ def mismatches(manifest: Manifest, store: Store) -> Iterator[Finding]:
 
     Each listed file is read once, in blocks of 4 MiB. The reader reports missing files.
     """
-    for path, wanted in dict(manifest.origin.get(SHA256) or {}).items():
+    for path, recorded in dict(manifest.origin.get(SHA256) or {}).items():
         size = store.size(path)
         if size is None:
             continue
         total = hashlib.sha256()
-        for at in range(0, size, _BLOCK):
-            total.update(store.read(path, at, min(_BLOCK, size - at)))
-        if total.hexdigest() != wanted:
+        for offset in range(0, size, _BLOCK):
+            total.update(store.read(path, offset, min(_BLOCK, size - offset)))
+        if total.hexdigest() != recorded:
             yield finding(
                 "digest-mismatch",
                 "bytes",
-                f"{path} has SHA-256 {total.hexdigest()[:16]}..., the checkpoint records {wanted[:16]}...",
+                f"{path} has SHA-256 {total.hexdigest()[:16]}..., the checkpoint records {recorded[:16]}...",
                 file=path,
             )
 
@@ -155,11 +157,11 @@ class Differing:
     count: int
 
 
-def _merged(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
+def _merged(manifest: Manifest, differences: Sequence[Differing]) -> list[Finding]:
     """Return one finding for each tensor and pair of files: a tensor may have thousands of chunks."""
     groups: dict[tuple[str, tuple[str, str]], list[Differing]] = {}
-    for one in found:
-        groups.setdefault((one.fqn, one.paths), []).append(one)
+    for difference in differences:
+        groups.setdefault((difference.fqn, difference.paths), []).append(difference)
     findings = []
     for (fqn, paths), parts in groups.items():
         numel = manifest.tensors[manifest.index[fqn]].numel
@@ -169,7 +171,7 @@ def _merged(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
 
 
 _Rows = tuple[list[int], list[tuple[int, int]]]  # chunks, and pairs of replicas
-_Found = tuple[list[list[Finding]], list[list[Differing]]]
+_Outcome = tuple[list[list[Finding]], list[list[Differing]]]
 """Findings by chunk, and differences by pair of replicas."""
 
 
@@ -202,7 +204,7 @@ class _Setup:
     workers: int
 
 
-def _in_processes(state: _Scan, pairs: Sequence[tuple[int, int]], workers: int) -> _Found | None:
+def _in_processes(state: _Scan, pairs: Sequence[tuple[int, int]], workers: int) -> _Outcome | None:
     """Read the chunks in several processes, if that is faster; each reads all chunks of a file.
 
     Chunks of a file may share a record, which is read once.
@@ -224,15 +226,15 @@ def _in_processes(state: _Scan, pairs: Sequence[tuple[int, int]], workers: int) 
         ([row for rows in batch for row in rows], []) for batch in batches(groups, weights, count)
     ]
     step = max(1, len(pairs) // (8 * count))
-    jobs += [([], list(pairs[at : at + step])) for at in range(0, len(pairs), step)]
-    about = replace(manifest, sums=None), manifest.sums is not None
-    setup = _Setup(*about, state.skip, state.values, max(1, workers // count))
+    jobs += [([], list(pairs[start : start + step])) for start in range(0, len(pairs), step)]
+    shared = replace(manifest, sums=None), manifest.sums is not None
+    setup = _Setup(*shared, state.skip, state.values, max(1, workers // count))
     by_chunk: dict[int, list[Finding]] = {}
     by_pair: dict[tuple[int, int], list[Differing]] = {}
     with ProcessPool(__name__, [setup] * count) as pool:
-        for job, found in pool.run(jobs, state.meter.add):
-            by_chunk.update(zip(job[0], found[0], strict=True))
-            by_pair.update(zip(job[1], found[1], strict=True))
+        for job, outcome in pool.run(jobs, state.meter.add):
+            by_chunk.update(zip(job[0], outcome[0], strict=True))
+            by_pair.update(zip(job[1], outcome[1], strict=True))
         state.join(pool.finish())
     return [by_chunk[row] for row in range(len(chunks))], [by_pair[pair] for pair in pairs]
 
@@ -244,7 +246,7 @@ def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
     store.observer = manifest.sums
     state = _Scan(manifest, store, setup.skip, setup.values, CountedMeter(finished))
 
-    def read(job: _Rows) -> tuple[_Rows, _Found]:
+    def read(job: _Rows) -> tuple[_Rows, _Outcome]:
         return job, state.read(*job, setup.workers)
 
     return read, state.report
@@ -265,7 +267,7 @@ class _Scan:
         self._local = threading.local()
         self.meter = meter
 
-    def read(self, rows: Sequence[int], pairs: Sequence[tuple[int, int]], workers: int) -> _Found:
+    def read(self, rows: Sequence[int], pairs: Sequence[tuple[int, int]], workers: int) -> _Outcome:
         """Return what is found in chunks, and in pairs of replicas, read in some threads."""
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
             return list(pool.map(self.chunk, rows)), list(pool.map(self.pair, pairs))
@@ -276,15 +278,15 @@ class _Scan:
 
     def join(self, reports: Sequence[_Report]) -> None:
         """Add what other processes have counted, each in files of its own."""
-        for each in reports:
-            self.bare += each.bare
-            self.unused |= each.unused
-            for name, (nan, inf, numel) in each.bad_values.items():
-                seen = self._bad_values.setdefault(name, [0, 0, numel])
-                seen[0], seen[1] = seen[0] + nan, seen[1] + inf
-            if each.sums is not None and self.manifest.sums is not None:
-                self.manifest.sums.add(each.sums)
-        self.unused = dict.fromkeys(sorted(self.unused, key=lambda one: (one.file, one.start)))
+        for report in reports:
+            self.bare += report.bare
+            self.unused |= report.unused
+            for name, (nan, inf, numel) in report.bad_values.items():
+                counts = self._bad_values.setdefault(name, [0, 0, numel])
+                counts[0], counts[1] = counts[0] + nan, counts[1] + inf
+            if report.sums is not None and self.manifest.sums is not None:
+                self.manifest.sums.add(report.sums)
+        self.unused = dict.fromkeys(sorted(self.unused, key=lambda unused: (unused.file, unused.start)))
 
     def chunk(self, row: int) -> list[Finding]:
         """Return the findings on one chunk's item."""
@@ -297,15 +299,15 @@ class _Scan:
             with self._lock:
                 self.unused |= dict.fromkeys(payload.unused)
         try:
-            found = self._verify(payload, name, path)
-            if self.values and not found:
+            findings = self._verify(payload, name, path)
+            if self.values and not findings:
                 self._look(payload, row)
         except DamagedCheckpoint as error:
             return list(error.findings)
         except CkptError as error:
             return _as_findings(error, name, path)
         else:
-            return found
+            return findings
         finally:
             payload.close()
 
@@ -328,13 +330,15 @@ class _Scan:
         itemsize = BY_NAME[spec.dtype].itemsize
         first: tuple[int, tuple[int, ...]] | None = None
         count = 0
-        both = zip(self._tiles(payloads[0], rows[0], 0), self._tiles(payloads[1], rows[1], 1), strict=True)
-        for (box, a), (_, b) in both:
-            found = differing(a, b, itemsize)
-            if found is None:
+        tile_pairs = zip(
+            self._tiles(payloads[0], rows[0], 0), self._tiles(payloads[1], rows[1], 1), strict=True
+        )
+        for (box, a), (_, b) in tile_pairs:
+            difference = differing(a, b, itemsize)
+            if difference is None:
                 continue
-            count += found[1]
-            index = index_in(box, found[0])
+            count += difference[1]
+            index = index_in(box, difference[0])
             place = flat_start(spec.shape, index), index
             first = min(first or place, place)
         if first is None:
@@ -399,9 +403,9 @@ class _Scan:
     def _crc(self, payload: Payload) -> int:
         """Read a record; return its CRC-32, or 0 where there is none to compare it with."""
         crc = 0
-        for at in range(0, payload.record_length, _BLOCK):
-            block, _ = self._buffers(min(_BLOCK, payload.record_length - at))
-            payload.read_into(payload.record_start + at, block)
+        for offset in range(0, payload.record_length, _BLOCK):
+            block, _ = self._buffers(min(_BLOCK, payload.record_length - offset))
+            payload.read_into(payload.record_start + offset, block)
             crc = crc32(block, crc) if payload.crc32 is not None else 0
         return crc
 
@@ -423,9 +427,9 @@ class _Scan:
                 nan, inf = nan + n, inf + bad - n
         if nan or inf:
             with self._lock:
-                seen = self._bad_values.setdefault(spec.fqn, [0, 0, spec.numel])
-                seen[0] += nan
-                seen[1] += inf
+                counts = self._bad_values.setdefault(spec.fqn, [0, 0, spec.numel])
+                counts[0] += nan
+                counts[1] += inf
 
     def _tiles(
         self, payload: Payload, row: int, slot: int, *, as_stored: bool = False

@@ -30,7 +30,7 @@ from ckptcore.utils.foreign_text import InvalidText, load_json_object
 NAME, CTIMES = "source.json", "source-ctimes.json"
 
 
-def take(manifest: Manifest, source: Store) -> dict[str, str | None]:
+def stamp_files(manifest: Manifest, source: Store) -> dict[str, str | None]:
     """Return the stamp of every file that stores the manifest's items."""
     return stamps_now(placed(manifest), source)
 
@@ -40,8 +40,8 @@ def stamps_now(paths: Collection[str], source: Store) -> dict[str, str | None]:
     if isinstance(source, ReadsAhead) and len(paths) > 1:
         # Without the right to list, or without any file left, they are looked at one by one.
         with contextlib.suppress(SourceUnreadable):
-            found = source.stamped()
-            return {path: found[path].stamp if path in found else None for path in paths}
+            statuses = source.stamped()
+            return {path: statuses[path].stamp if path in statuses else None for path in paths}
     return {path: source.stamp(path) for path in paths}
 
 
@@ -65,12 +65,12 @@ def take_listed(
     just_read: the manifest was read a moment ago. Where every read is for the version that was listed for it,
     there is no second listing.
     """
-    paths, seen = placed(manifest), manifest.stamps
-    if just_read and _pins(source) and all(path in seen for path in paths):
-        return {path: seen[path][1] for path in paths}, {path: seen[path][0] for path in paths}, True
-    ctimes, stamps = take_ctimes(paths, source), take(manifest, source)
-    if all(path in seen and seen[path][0] == stamps[path] for path in paths):
-        return {path: seen[path][1] for path in paths}, stamps, True
+    paths, listed = placed(manifest), manifest.stamps
+    if just_read and _pins(source) and all(path in listed for path in paths):
+        return {path: listed[path][1] for path in paths}, {path: listed[path][0] for path in paths}, True
+    ctimes, stamps = take_ctimes(paths, source), stamp_files(manifest, source)
+    if all(path in listed and listed[path][0] == stamps[path] for path in paths):
+        return {path: listed[path][1] for path in paths}, stamps, True
     return ctimes, stamps, False
 
 
@@ -86,12 +86,13 @@ def _pins(source: Store) -> bool:
 
 def settled_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]:
     """Call `take_ctimes`, and wait a little if needed, until ctimes are old enough to reveal later writes."""
+    # Times of most file systems advance in 10 ms, of FAT and some older ones in 2 s: see `YOUNG`.
     for wait in (0.03, 2.2, 0.0):
-        found = take_ctimes(paths, source)
-        if YOUNG not in found.values():
+        ctimes = take_ctimes(paths, source)
+        if YOUNG not in ctimes.values():
             break
         host.sleep(wait)
-    return found
+    return ctimes
 
 
 def untouched(before: Mapping[str, int | None] | None, now: Mapping[str, int | None]) -> bool:
@@ -146,7 +147,7 @@ def published_stamp(manifest: Manifest) -> str | None:
         if store.local is None:
             return None  # one that needs requests, and the store's word for it
         paths = placed(manifest)
-        times, stamps = digest(take_ctimes(paths, store)), digest(take(manifest, store))
+        times, stamps = digest(take_ctimes(paths, store)), digest(stamp_files(manifest, store))
     return None if times is None or stamps is None else digest({"status": times, "identity": stamps})
 
 
@@ -164,9 +165,9 @@ def require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence
     """Raise `SourceChanged` when a file (one of ``paths``, or any) differs from its recorded stamp."""
     asked = list(noted if paths is None else paths)
     # A folder of this machine stops at the first file that changed; a listing has them all.
-    seen = stamps_now(asked, source) if source.local is None else None
+    current = stamps_now(asked, source) if source.local is None else None
     for path in asked:
-        now = source.stamp(path) if seen is None else seen[path]
+        now = source.stamp(path) if current is None else current[path]
         if now != noted.get(path):
             raise SourceChanged(
                 f"{source.url}/{path} changed since it was first read (was {noted.get(path)}, got {now})",

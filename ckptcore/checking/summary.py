@@ -186,17 +186,17 @@ def _placements(manifest: Manifest) -> tuple[PieceOwners, ...]:
         number, example = alike.get(key, (0, manifest.tensors[int(rows[0])].fqn))
         alike[key] = number + len(rows), example
     file_of_chunk, first = files[chunks.item], chunks.first.tolist()
-    seen: dict[tuple[int, bytes, bytes], _Cut] = {}  # many tensors have the same boxes in the same files
+    cut_of: dict[tuple[int, bytes, bytes], _Cut] = {}  # many tensors have the same boxes in the same files
     for row in np.flatnonzero(pieces_of > 1)[:_PLACED].tolist():
-        own = slice(first[row], first[row + 1])
-        spec, lo, own_files = manifest.tensors[row], chunks.lo[own], file_of_chunk[own]
-        boxes = len(spec.shape), lo.tobytes(), own_files.tobytes()
-        if boxes not in seen:
-            seen[boxes] = _cut(
-                lo[:, : len(spec.shape)].tolist(), [owner[file] for file in own_files.tolist()]
+        chunk_rows = slice(first[row], first[row + 1])
+        spec, lo, chunk_files = manifest.tensors[row], chunks.lo[chunk_rows], file_of_chunk[chunk_rows]
+        boxes = len(spec.shape), lo.tobytes(), chunk_files.tobytes()
+        if boxes not in cut_of:
+            cut_of[boxes] = _cut(
+                lo[:, : len(spec.shape)].tolist(), [owner[file] for file in chunk_files.tolist()]
             )
-        number, example = alike.get(seen[boxes], (0, spec.fqn))
-        alike[seen[boxes]] = number + 1, example
+        number, example = alike.get(cut_of[boxes], (0, spec.fqn))
+        alike[cut_of[boxes]] = number + 1, example
     placed = [PieceOwners(cuts, owners, *of) for (cuts, owners), of in alike.items()]
     return tuple(sorted(placed, key=lambda placement: (not placement.cuts, -placement.tensors)))
 
@@ -222,7 +222,7 @@ def spans(owners: Sequence[str]) -> str:
     >>> spans(["0", "1", "2", "3", "8"]), spans(["0", "2"]), spans(["1"])
     ('0 to 3, 8', '0, 2', '1')
     """
-    found: list[str] = []
+    parts: list[str] = []
     start = 0
     for end in range(1, len(owners) + 1):
         follows = (
@@ -234,6 +234,6 @@ def spans(owners: Sequence[str]) -> str:
         if follows:
             continue
         long = end - start > 2
-        found += [f"{owners[start]} to {owners[end - 1]}"] if long else owners[start:end]
+        parts += [f"{owners[start]} to {owners[end - 1]}"] if long else owners[start:end]
         start = end
-    return ", ".join(found)
+    return ", ".join(parts)

@@ -26,20 +26,20 @@ def unused_rule(manifest: Manifest) -> Iterable[Finding]:
     if not unused:
         return ()
     exact = {f.path: f.size for f, ends in zip(manifest.files, ending(manifest), strict=True) if ends}
-    return unused_findings((one for one in unused if one.end != exact.get(one.file)), "coverage")
+    return unused_findings((span for span in unused if span.end != exact.get(span.file)), "coverage")
 
 
 def unused_findings(unused: Iterable[UnusedBytes], level: str) -> Iterator[Finding]:
     """Yield a finding for each file and kind of unused bytes."""
     kinds: dict[tuple[str, str], list[UnusedBytes]] = {}
-    for one in unused:
-        kinds.setdefault((one.file, one.what), []).append(one)
-    for (path, what), ranges in kinds.items():
-        nbytes = sum(one.end - one.start for one in ranges)
-        places = ", ".join(f"[{one.start}, {one.end})" for one in ranges[:_NAMED])
-        more = f" and {count(len(ranges) - _NAMED, 'more range')}" if len(ranges) > _NAMED else ""
-        message = f"{path}: {count(nbytes, 'byte')} at {places}{more} belong to no tensor or object"
-        message += f": {what}" if what else ""
+    for span in unused:
+        kinds.setdefault((span.file, span.what), []).append(span)
+    for (path, label), ranges in kinds.items():
+        nbytes = sum(span.end - span.start for span in ranges)
+        places = ", ".join(f"[{span.start}, {span.end})" for span in ranges[:_NAMED])
+        rest = f" and {count(len(ranges) - _NAMED, 'more range')}" if len(ranges) > _NAMED else ""
+        message = f"{path}: {count(nbytes, 'byte')} at {places}{rest} belong to no tensor or object"
+        message += f": {label}" if label else ""
         yield finding("unused-bytes", level, message, file=path)
 
 

@@ -48,7 +48,7 @@ _CLASSES: tuple[tuple[frozenset[str], type[CkptError], str], ...] = (
 def error_class(findings: Iterable[Finding]) -> type[CkptError]:
     """Return the error class for findings that stop a conversion: `DamagedCheckpoint` if any is damage."""
     codes = {f.code for f in findings}
-    return next((cls for known, cls, _ in _CLASSES if codes <= known), DamagedCheckpoint)
+    return next((cls for class_codes, cls, _ in _CLASSES if codes <= class_codes), DamagedCheckpoint)
 
 
 def verdict(findings: Iterable[Finding]) -> str:
@@ -60,4 +60,4 @@ def verdict(findings: Iterable[Finding]) -> str:
     codes = {f.code for f in findings if f.severity == "error"}
     if not codes:
         return "ok"
-    return next((text for known, _, text in _CLASSES if codes <= known), "damaged")
+    return next((text for class_codes, _, text in _CLASSES if codes <= class_codes), "damaged")

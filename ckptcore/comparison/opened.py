@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ckptcore.checking.source_stamps import require_same, take
+from ckptcore.checking.source_stamps import require_same, stamp_files
 from ckptcore.core.box import Box
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
@@ -31,7 +31,7 @@ class Opened:
         self.store = open_source_store(manifest.root, manifest.versions)
         self.store.observer = manifest.sums
         self.records = Records(self.store, len(manifest.items))
-        self._noted = take(manifest, self.store)
+        self._noted = stamp_files(manifest, self.store)
 
     @property
     def observes(self) -> bool:

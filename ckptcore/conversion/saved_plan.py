@@ -65,7 +65,7 @@ def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
         composed = compose(request, manifest, lambda p: store.put(file_name(p.index), p.dumped))
         store.put(REQUEST, canonical_json(request.as_dict()))
         with closing(open_source_store(composed.plan.source)) as source:
-            stamps.save(store, stamps.take(manifest, source))
+            stamps.save(store, stamps.stamp_files(manifest, source))
         save_head(store, composed.plan)
     except BaseException:
         _take_back(home, store, there=there)

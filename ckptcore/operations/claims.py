@@ -23,7 +23,7 @@ from ckptcore.catalog.claims import ClaimRow, Key
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import same_places
 from ckptcore.catalog.types import ConversionRow
-from ckptcore.checking.source_stamps import take as take_stamps
+from ckptcore.checking.source_stamps import stamp_files
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError, ended_by
 from ckptcore.operations.export_target import options_digest
@@ -45,7 +45,7 @@ def source_digest(manifest: Manifest) -> str:
     """
     manifest = manifest.without_copies()
     with closing(open_store(manifest.root)) as store:
-        stamps = take_stamps(manifest, store)
+        stamps = stamp_files(manifest, store)
     hasher = blake3(manifest.digest.encode())
     for path, stamp in sorted(stamps.items()):
         hasher.update(f"{path}\0{stamp}\n".encode("utf-8", "surrogateescape"))

@@ -22,7 +22,7 @@ from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.retirements import FULL, PART, GivenUp
 from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, State
-from ckptcore.checking.source_stamps import digest, take, take_ctimes
+from ckptcore.checking.source_stamps import digest, stamp_files, take_ctimes
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
@@ -219,7 +219,11 @@ def require_as_converted(manifest: Manifest, conversion: ConversionRow) -> None:
     """
     with closing(open_store(manifest.root)) as store:
         paths = placed(manifest)
-        times, stamps, local = take_ctimes(paths, store), take(manifest, store), store.local is not None
+        times, stamps, local = (
+            take_ctimes(paths, store),
+            stamp_files(manifest, store),
+            store.local is not None,
+        )
     hint = "--fingerprint reads both"
     if conversion.source_stamp is None:
         raise UsageError(f"the state of its files at its conversion is not known; {hint}")
