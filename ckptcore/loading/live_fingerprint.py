@@ -73,6 +73,7 @@ def fingerprint_state(state_dict: Any, mesh: DeviceMesh | None) -> Fingerprints:
         outcome: Summed | CkptError = _local_sums(state_dict, rank)
     except Exception as error:  # the other ranks wait for this one
         outcome = error_of(error)
+    # A mesh has groups of single axes: along one after another, sums reach every rank.
     for group in [None] if mesh is None else mesh.get_all_groups():
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, outcome, group)
@@ -85,10 +86,10 @@ def fingerprint_state(state_dict: Any, mesh: DeviceMesh | None) -> Fingerprints:
 def _merged_or_error(gathered: list[Summed | CkptError]) -> Summed | CkptError:
     """Merge what ranks know. An error is handed on, so that every rank of a mesh raises it."""
     summed: list[Summed] = []
-    for each in gathered:
-        if isinstance(each, CkptError):
-            return each
-        summed.append(each)
+    for outcome in gathered:
+        if isinstance(outcome, CkptError):
+            return outcome
+        summed.append(outcome)
     try:
         return _merged(summed)
     except CkptError as error:
@@ -106,21 +107,22 @@ def _merged(parts: Iterable[Summed]) -> Summed:
     totals: dict[tuple[str, Box], BoxSum] = {}
     for part in parts:
         for fqn, tensor in part.items():
-            other = merged.setdefault(fqn, SummedTensor(tensor.dtype, tensor.shape, []))
-            if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+            merged_tensor = merged.setdefault(fqn, SummedTensor(tensor.dtype, tensor.shape, []))
+            if (merged_tensor.dtype, merged_tensor.shape) != (tensor.dtype, tensor.shape):
                 raise NameMismatch(
                     f"cannot fingerprint {fqn}: it is {tensor.dtype} {list(tensor.shape)} on one rank, and "
-                    f"{other.dtype} {list(other.shape)} on another",
+                    f"{merged_tensor.dtype} {list(merged_tensor.shape)} on another",
                     hint="try a state dict of equal names for equal tensors, or leave it out",
                 )
-            for each in tensor.boxes:
-                copy = totals.setdefault((fqn, each.box), each)
-                if copy is each:
-                    other.boxes.append(each)
-                elif copy.total != each.total:
+            for summed_box in tensor.boxes:
+                copy = totals.setdefault((fqn, summed_box.box), summed_box)
+                if copy is summed_box:
+                    merged_tensor.boxes.append(summed_box)
+                elif copy.total != summed_box.total:
                     message = (
-                        f"cannot fingerprint {fqn}: ranks {copy.rank} and {each.rank} have different values "
-                        f"of its box at {list(each.box.offset)} with {list(each.box.shape)} elements"
+                        f"cannot fingerprint {fqn}: ranks {copy.rank} and {summed_box.rank} have different "
+                        f"values of its box at {list(summed_box.box.offset)} with "
+                        f"{list(summed_box.box.shape)} elements"
                     )
                     raise DamagedCheckpoint(
                         message,
@@ -138,15 +140,15 @@ def _fingerprints(summed: Summed) -> Fingerprints:
     """
     tensors = []
     for fqn, tensor in summed.items():
-        if not is_tiled(tensor.shape, [each.box for each in tensor.boxes]):
+        if not is_tiled(tensor.shape, [summed_box.box for summed_box in tensor.boxes]):
             raise UsageError(
                 f"cannot fingerprint {fqn}: {len(tensor.boxes)} parts on these ranks do not hold each "
                 f"element of {list(tensor.shape)} exactly once",
                 hint="name a mesh of all ranks that hold a part, or leave it out",
             )
         total = ZERO
-        for each in tensor.boxes:
-            total = add(total, each.total)
+        for summed_box in tensor.boxes:
+            total = add(total, summed_box.total)
         tensors.append(
             (fqn, tensor.dtype, tensor.shape, tensor_fingerprint(tensor.dtype, tensor.shape, total))
         )
@@ -194,8 +196,8 @@ def _local_sums(state_dict: Any, rank: int) -> Summed:
             box = tensor.boxes[number].box
             total = sums.box_sum(tensor, tile, memory[index_of(tile, box)])
             with lock:
-                each = tensor.boxes[number]
-                tensor.boxes[number] = each._replace(total=add(each.total, total))
+                summed_box = tensor.boxes[number]
+                tensor.boxes[number] = summed_box._replace(total=add(summed_box.total, total))
 
         return do
 

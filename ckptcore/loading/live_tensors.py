@@ -120,7 +120,7 @@ def _current_device() -> torch.device:
 
 def _shards(fqn: str, tensor: Any, use: MemoryUse) -> list[Piece]:
     """Return one piece per local shard; the offsets of a shard within a shard add up."""
-    found: list[Piece] = []
+    shard_pieces: list[Piece] = []
     for shard in tensor.local_shards():
         offset, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
         if tuple(shard.tensor.shape) != sizes or not Box.full(tuple(tensor.size())).contains(
@@ -131,10 +131,10 @@ def _shards(fqn: str, tensor: Any, use: MemoryUse) -> list[Piece]:
                 f"{list(sizes)} (got {list(shard.tensor.shape)})",
                 hint="try a ShardedTensor whose shards match its metadata",
             )
-        found += [
+        shard_pieces += [
             (local, Box(_sum(offset, box.offset), box.shape)) for local, box in pieces(fqn, shard.tensor, use)
         ]
-    return found
+    return shard_pieces
 
 
 def _own_chunks(fqn: str, tensor: Any, local: Any, use: MemoryUse) -> list[Piece]:
@@ -153,7 +153,7 @@ def _own_chunks(fqn: str, tensor: Any, local: Any, use: MemoryUse) -> list[Piece
             f"cannot {use.verb} {fqn}: it holds a summand (Partial), not its values",
             hint="try a Shard or Replicate placement",
         )
-    found: list[Piece] = []
+    chunk_pieces: list[Piece] = []
     for number, chunk in enumerate(local.__create_chunk_list__()):
         offset, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         if 0 in sizes:
@@ -166,8 +166,10 @@ def _own_chunks(fqn: str, tensor: Any, local: Any, use: MemoryUse) -> list[Piece
                 f"{list(sizes)} (got {list(memory.shape)})",
                 hint="try a tensor whose chunks match what it lists",
             )
-        found += [(part, Box(_sum(offset, box.offset), box.shape)) for part, box in pieces(fqn, memory, use)]
-    return found
+        chunk_pieces += [
+            (part, Box(_sum(offset, box.offset), box.shape)) for part, box in pieces(fqn, memory, use)
+        ]
+    return chunk_pieces
 
 
 def require_kind(fqn: str, tensor: Any, use: MemoryUse = FILL) -> None:

@@ -71,6 +71,7 @@ def load_into(manifest: Manifest, state_dict: Any, *, prefix: str, strict: bool,
     for leaf, value in [*values, *((x, fresh[id(x)]) for x, _ in plan.tensors if id(x) in fresh)]:
         assert leaf.put is not None  # `_require_fit`
         leaf.put(value)
+    # Inner objects first: `_visit` appends an object behind what it holds.
     for finish in state.finish:
         finish()
     _require_no_meta([leaf for leaf, _ in plan.tensors if id(leaf) in fresh])
@@ -90,20 +91,22 @@ def _plan(manifest: Manifest, state: LiveState, prefix: str) -> _Plan:
             plan.tensors.append((leaf, row))
             continue
         try:
-            found = find(objects, name)
+            stored_value = find(objects, name)
         except NotBuilt as error:
             plan.unbuilt[leaf.fqn] = str(error)
             continue
-        if row is None and found is None:
+        if row is None and stored_value is None:
             plan.missing.append(leaf.fqn)
         elif isinstance(leaf.value, torch.Tensor) or row is not None:
-            here, there = ("a tensor", "a plain value") if row is None else ("a plain value", "a tensor")
+            live_kind, stored_kind = (
+                ("a tensor", "a plain value") if row is None else ("a plain value", "a tensor")
+            )
             raise NameMismatch(
-                f"cannot load {leaf.fqn}: it is {here} here and {there} in the checkpoint",
+                f"cannot load {leaf.fqn}: it is {live_kind} here and {stored_kind} in the checkpoint",
                 hint="try the same kind here",
             )
-        elif found is not None:
-            plan.values.append((leaf, found[1]))
+        elif stored_value is not None:
+            plan.values.append((leaf, stored_value[1]))
     return plan
 
 
@@ -134,7 +137,7 @@ def _require_all(plan: _Plan, count: int, strict: bool, manifest: Manifest, pref
             plan.unbuilt[leaf.fqn] = str(error)
     plan.values = [(leaf, form) for leaf, form in plan.values if leaf.fqn not in plan.unbuilt]
     if plan.unbuilt and strict:
-        refused = [f"{name} ({what})" for name, what in plan.unbuilt.items()]
+        refused = [f"{name} ({problem})" for name, problem in plan.unbuilt.items()]
         raise NameMismatch(
             f"cannot load {len(refused)} of {count} values: refused by the reader: {some(refused, 5)}",
             hint="try to remove them from the state dict, or strict=False to leave them as they are",
@@ -181,10 +184,10 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
                 f"cannot load into {leaf.fqn}: it is a meta tensor, and its container accepts no other",
                 hint="try module.to_empty(device=...) first",
             )
-        here = list(leaf.value.size())
-        if here != list(spec.shape):
+        live_shape = list(leaf.value.size())
+        if live_shape != list(spec.shape):
             raise NameMismatch(
-                f"cannot load {leaf.fqn}: it is {here} here and {list(spec.shape)} in the checkpoint",
+                f"cannot load {leaf.fqn}: it is {live_shape} here and {list(spec.shape)} in the checkpoint",
                 hint="the model was built from another config, such as another vocab_size or number of heads",
             )
         for part in (leaf.value, *memory):  # a tensor that lists its chunks need not have their dtype

@@ -39,16 +39,17 @@ def find(objects: Forms, fqn: str) -> tuple[str, Any] | None:
     Raises:
         NotBuilt: The object there was refused, or could not be read.
     """
-    at = len(fqn)
-    while at > 0:
-        blob = objects.get(fqn[:at])
+    end = len(fqn)
+    # From the longest name down: an object of the very name comes before a path into another.
+    while end > 0:
+        blob = objects.get(fqn[:end])
         if blob is not None:
             if not blob.known:
                 raise NotBuilt(", ".join(blob.refused) or "an object that cannot be read")
-            form = next(_within(blob.tree, fqn[at + 1 :]), None)
+            form = next(_within(blob.tree, fqn[end + 1 :]), None)
             if form is not None:
                 return blob.key, form[0]
-        at = fqn.rfind(".", 0, at)
+        end = fqn.rfind(".", 0, end)
     return None
 
 
@@ -134,10 +135,10 @@ def _torch(name: str) -> Any:
 def _torch_layout(name: str) -> Any:
     import torch
 
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
         raise NotBuilt(f"the layout {name[:40]}")
-    return found
+    return layout
 
 
 def _torch_device(parts: list[str]) -> Any:
@@ -163,9 +164,9 @@ def _scalar(value: tuple[str, bytes]) -> Any:
 
 
 def _buffer(value: tuple[bytes, int]) -> io.BytesIO:
-    made = io.BytesIO(value[0])
-    made.seek(value[1])
-    return made
+    stream = io.BytesIO(value[0])
+    stream.seek(value[1])
+    return stream
 
 
 def _default(value: dict[str, Any]) -> Any:
