@@ -565,10 +565,8 @@ def _fitting_names(
     class_ties: bool,
 ) -> _Fitted:
     named = _named_tensors(request, manifest, model, config)
-    mapped_names = named.mapped_names
-    warnings, naming = (
-        (list(mapped_names.warnings), mapped_names.map) if mapped_names is not None else ([], None)
-    )
+    in_world = named.mapped_names
+    warnings, naming = (list(in_world.warnings), in_world.map) if in_world is not None else ([], None)
     if config is None or model is None or _of_trainer(request.names):
         mapped = named.tied(manifest, request.tie)
         if config is not None and model is not None:
