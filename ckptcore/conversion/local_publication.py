@@ -22,7 +22,7 @@ from ckptcore.conversion.staging import Staging, note
 from ckptcore.errors import DestinationExists, DestinationUnwritable, StagingForeign
 from ckptcore.store.file_status import FileStatus, NameKind, difference, same_content
 from ckptcore.store.folder_tree import FOLDER as OPEN_FOLDER
-from ckptcore.store.folder_tree import Spot, closing_fd, exchange, rename_file_new, rename_new
+from ckptcore.store.folder_tree import DirEntryAt, closing_fd, exchange, rename_file_new, rename_new
 from ckptcore.store.listing import Inventory, list_destination_at
 from ckptcore.store.local_listing import status_at
 from ckptcore.store.local_writer import sync_folder
@@ -47,12 +47,12 @@ class PublishPaths:
         aside: Where the old output is kept until it is removed.
     """
 
-    folder: Spot
-    file: Spot
-    target: Spot
-    aside: Spot
+    folder: DirEntryAt
+    file: DirEntryAt
+    target: DirEntryAt
+    aside: DirEntryAt
 
-    def staged_as(self, published: Spot) -> Spot:
+    def staged_as(self, published: DirEntryAt) -> DirEntryAt:
         """Return where an output was staged that is published by now."""
         status = published.look()
         return self.folder if status is not None and stat.S_ISDIR(status.st_mode) else self.file
@@ -74,11 +74,11 @@ def publish_local(staging: Staging, paths: PublishPaths, publication: Publicatio
     staging.files.close()
     output = paths.file if single else paths.folder
     with _reporting(paths):
-        sync_folder(paths.folder.name, paths.folder.at)
+        sync_folder(paths.folder.name, paths.folder.folder_fd)
         publication = replace(publication, identity=_identity(output), step=MOVING)
         note(staging, publication)
         _move(output, paths, publication.replaces)
-        sync_folder(".", paths.target.at)
+        sync_folder(".", paths.target.folder_fd)
 
 
 def is_in_place(paths: PublishPaths, record: Publication) -> bool:
@@ -86,23 +86,23 @@ def is_in_place(paths: PublishPaths, record: Publication) -> bool:
     return record.identity is not None and _identity(paths.target) == record.identity
 
 
-def is_moved_out(paths: PublishPaths, old: Spot | None, record: Publication | None) -> bool:
+def is_moved_out(paths: PublishPaths, old: DirEntryAt | None, record: Publication | None) -> bool:
     """Return whether the new output has left the staging folder; the old one may be in its place."""
     return old in (paths.folder, paths.file) or (record is not None and is_in_place(paths, record))
 
 
-def _identity(spot: Spot) -> tuple[int, ...] | None:
+def _identity(spot: DirEntryAt) -> tuple[int, ...] | None:
     """Return (device, inode, mtime in ns) of the file or folder at a name; a rename keeps them."""
     status = spot.look()
     return None if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
-def _inode(spot: Spot) -> tuple[int, ...] | None:
+def _inode(spot: DirEntryAt) -> tuple[int, ...] | None:
     identity = _identity(spot)
     return None if identity is None else identity[:2]
 
 
-def old_output(paths: PublishPaths, record: Publication | None) -> Spot | None:
+def old_output(paths: PublishPaths, record: Publication | None) -> DirEntryAt | None:
     """Return where the output is that a killed run replaced or was about to replace, or None."""
     with _reporting(paths):
         if paths.aside.look() is not None:
@@ -120,16 +120,16 @@ def old_output(paths: PublishPaths, record: Publication | None) -> Spot | None:
     return None
 
 
-def _is_empty(spot: Spot) -> bool:
+def _is_empty(spot: DirEntryAt) -> bool:
     """Return whether a name does not exist or is an empty folder."""
     seen = spot.look()
     if seen is None or not stat.S_ISDIR(seen.st_mode):
         return seen is None
-    with closing_fd(os.open(spot.name, OPEN_FOLDER, dir_fd=spot.at)) as below:
+    with closing_fd(os.open(spot.name, OPEN_FOLDER, dir_fd=spot.folder_fd)) as below:
         return not os.listdir(below)
 
 
-def conclude(paths: PublishPaths, old: Spot, record: Publication) -> None:
+def conclude(paths: PublishPaths, old: DirEntryAt, record: Publication) -> None:
     """Remove the old output if the new one is in its place, otherwise restore it."""
     target, top = paths.target, record.replaces.inventory.get("")
     with _reporting(paths):
@@ -154,7 +154,7 @@ def conclude(paths: PublishPaths, old: Spot, record: Publication) -> None:
             rename_new(old, target)
 
 
-def _move(staged: Spot, paths: PublishPaths, replaces: Replaced) -> None:
+def _move(staged: DirEntryAt, paths: PublishPaths, replaces: Replaced) -> None:
     target, aside = paths.target, paths.aside
     if not replaces.inventory or (_is_folder(staged) and not _worth_keeping(replaces.inventory)):
         _move_to_free(staged, target)
@@ -176,7 +176,9 @@ def _move(staged: Spot, paths: PublishPaths, replaces: Replaced) -> None:
     _remove_aside(staged, paths, replaces, resumed=False)
 
 
-def _changed(target: Spot, name: str, was: FileStatus | None, now: FileStatus | None) -> DestinationExists:
+def _changed(
+    target: DirEntryAt, name: str, was: FileStatus | None, now: FileStatus | None
+) -> DestinationExists:
     """Return the error for a destination that changed since it was checked."""
     path = os.path.join(target.path, name) if name else target.path
     if was is not None and now is not None and same_content(was, now, status=False):
@@ -190,7 +192,7 @@ def _changed(target: Spot, name: str, was: FileStatus | None, now: FileStatus | 
     )
 
 
-def _is_folder(spot: Spot) -> bool:
+def _is_folder(spot: DirEntryAt) -> bool:
     seen = spot.look()
     return seen is not None and stat.S_ISDIR(seen.st_mode)
 
@@ -200,8 +202,8 @@ def _worth_keeping(inventory: Inventory) -> bool:
     return any(name or entry.kind is not NameKind.FOLDER for name, entry in inventory.items())
 
 
-def _move_to_free(staged: Spot, target: Spot) -> None:
-    folders = {"src_dir_fd": staged.at, "dst_dir_fd": target.at}
+def _move_to_free(staged: DirEntryAt, target: DirEntryAt) -> None:
+    folders = {"src_dir_fd": staged.folder_fd, "dst_dir_fd": target.folder_fd}
     if _is_folder(staged):
         try:
             host.rename(staged.name, target.name, **folders)  # replaces only an empty folder
@@ -222,10 +224,10 @@ def _move_to_free(staged: Spot, target: Spot) -> None:
         except FileExistsError as exists:
             raise DestinationExists(f"{target.path} appeared meanwhile") from exists
         return
-    host.unlink(staged.name, dir_fd=staged.at)
+    host.unlink(staged.name, dir_fd=staged.folder_fd)
 
 
-def _remove_aside(staged: Spot, paths: PublishPaths, replaces: Replaced, *, resumed: bool) -> None:
+def _remove_aside(staged: DirEntryAt, paths: PublishPaths, replaces: Replaced, *, resumed: bool) -> None:
     """Remove what was moved aside, if it is unchanged since it was checked.
 
     resumed: a killed run may have removed a part of it. Then nothing is restored: files that changed are kept
@@ -235,7 +237,7 @@ def _remove_aside(staged: Spot, paths: PublishPaths, replaces: Replaced, *, resu
         DestinationExists: It changed; everything is restored to its place.
     """
     # Else a power cut could undo the move, and leave at the destination what is left of the old output.
-    sync_folder(".", paths.target.at)
+    sync_folder(".", paths.target.folder_fd)
     moved_aside, target, aside = list_destination_at(paths.aside), paths.target, paths.aside
     # Moving a file changes its own status.
     strangers = [
@@ -263,8 +265,8 @@ def _keep_aside(paths: PublishPaths, home: str) -> None:
     """Move what was replaced into the folder with its record, from which it can be restored."""
     aside = paths.aside
     path = os.path.join(os.path.dirname(paths.target.path), home)
-    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.at)) as at:
-        rename_new(aside, Spot(at, paths.target.name, os.path.join(path, paths.target.name)))
+    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.folder_fd)) as at:
+        rename_new(aside, DirEntryAt(at, paths.target.name, os.path.join(path, paths.target.name)))
         sync_folder(".", at)
     _log.warning("%s is replaced; what was there can be restored from %s", paths.target.path, path)
 
@@ -278,13 +280,13 @@ def _discard(paths: PublishPaths, inventory: Inventory) -> None:
     if stat.S_ISDIR(seen.st_mode):
         # The status of a file with several names changes when another of its names is removed.
         names = Counter(entry.identity for entry in inventory.values())
-        with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.at)) as below:
+        with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.folder_fd)) as below:
             _remove_recorded(below, aside.path, "", inventory, {inode for inode, n in names.items() if n > 1})
         with contextlib.suppress(OSError):  # it is not empty
-            host.rmdir(aside.name, dir_fd=aside.at)
+            host.rmdir(aside.name, dir_fd=aside.folder_fd)
             return
     elif same_content(inventory.get(""), status_at(aside, seen), status=False):
-        host.unlink(aside.name, dir_fd=aside.at)
+        host.unlink(aside.name, dir_fd=aside.folder_fd)
         return
     kept = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{host.now_ns():x}")
     rename_new(aside, kept)
@@ -296,7 +298,7 @@ def _remove_recorded(
 ) -> None:
     """Remove recorded names below a descriptor, depth first; each is checked right before."""
     for name in os.listdir(at):
-        spot, was = Spot(at, name, f"{path}/{name}"), inventory.get(prefix + name)
+        spot, was = DirEntryAt(at, name, f"{path}/{name}"), inventory.get(prefix + name)
         try:
             seen = spot.look()
             if seen is None or was is None:

@@ -37,9 +37,9 @@ from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings
 from ckptcore.planning.tiles import Budget
 from ckptcore.store import Readable
-from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tree
+from ckptcore.store.folder_tree import DirEntryAt, closing_fd, enter, look, remove_tree
 from ckptcore.store.local_writer import unwritable
-from ckptcore.store.owners import VARIABLE, strange
+from ckptcore.store.owners import VARIABLE, untrusted_entry
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
 from ckptcore.utils import host
 from ckptcore.utils.late_pattern import late_pattern
@@ -155,7 +155,7 @@ class LocalStaging(Staging):
         with self._home.below(("files",) if single else ()) as fd:
             staged_output = look(fd, self.name if single else "files") if fd is not None else None
         if staged_output is None or not self._home.in_place():
-            raise strange(str(self._home.path), "it was moved away while a run used it")
+            raise untrusted_entry(str(self._home.path), "it was moved away while a run used it")
         self._require_parent()
         with self._publish_paths() as paths:
             assert paths is not None  # it is locked
@@ -164,7 +164,7 @@ class LocalStaging(Staging):
         target = str(self._home.path.with_name(self.name))
         published = look(self._home.parent_fd(), self.name)
         if published is None:
-            raise strange(target, "it was removed while it was published")
+            raise untrusted_entry(target, "it was removed while it was published")
         # Another user did it, or a file system that changes inodes.
         if not os.path.samestat(published, staged_output):
             require = self._home.owners.require_file if single else self._home.owners.require_folder
@@ -240,10 +240,10 @@ class LocalStaging(Staging):
             assert root is not None  # it is open
             path, parent = str(self._home.path), self._home.parent_fd()
             yield PublishPaths(
-                Spot(root, "files", f"{path}/files"),
-                Spot(-1 if files is None else files, self.name, f"{path}/files/{self.name}"),
-                Spot(parent, self.name, str(self._home.path.with_name(self.name))),
-                Spot(root, REPLACED, f"{path}/{REPLACED}"),
+                DirEntryAt(root, "files", f"{path}/files"),
+                DirEntryAt(-1 if files is None else files, self.name, f"{path}/files/{self.name}"),
+                DirEntryAt(parent, self.name, str(self._home.path.with_name(self.name))),
+                DirEntryAt(root, REPLACED, f"{path}/{REPLACED}"),
             )
 
     def sweep_parts(self, *, joints: bool = False) -> None:
@@ -321,7 +321,7 @@ class LocalStaging(Staging):
 
     def _require_parent(self) -> None:
         if not self._home.parent_in_place():
-            raise strange(str(self._home.parent), "another folder took its place while a run used it")
+            raise untrusted_entry(str(self._home.parent), "another folder took its place while a run used it")
 
     def _shut_out(self, *, begin: bool) -> None:
         """Remove other users' write access to the folder. begin: nothing in it is kept.
@@ -341,7 +341,7 @@ class LocalStaging(Staging):
             os.fchmod(fd, stat.S_IMODE(before.st_mode))
             raise self._loose(before)
         # If the owner cannot change the mode, the file system has no modes: there is no better one.
-        if not shut and before.st_uid != self._home.owners.own:
+        if not shut and before.st_uid != self._home.owners.process_uid:
             raise self._loose(before)
 
     def _loose(self, status: os.stat_result) -> StagingForeign:
@@ -426,4 +426,4 @@ def _refuse_foreign(path: Path, names: Names) -> None:
     """Raise `StagingForeign` for a folder that no run of ours can have left."""
     refuse_odd(path, [name for name in _odd(names) if name != REPLACED or PUBLISHING not in names])
     if names and LOCK not in names:
-        raise strange(str(path), "no run has used it: it has files, but no lock")
+        raise untrusted_entry(str(path), "no run has used it: it has files, but no lock")

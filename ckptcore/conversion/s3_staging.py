@@ -112,12 +112,12 @@ class S3Staging(ObjectStaging):
         stores = (self.root, self.plan, self.receipts)
         self._kept = KeptRecords()
         for store in stores:
-            store.kept = self._kept
+            store.records = self._kept
         try:
             yield
         finally:
             for store in stores:
-                store.kept = None
+                store.records = None
 
     def require_lease(self) -> None:
         """Raise `Busy` if another process took over the lease of the destination."""

@@ -66,10 +66,10 @@ class ByteLedger:
         meter().keep(_SPAN * len(spans), path)
         self.structure.setdefault(path, []).append(spans)
 
-    def leave(self, path: str, start: int, end: int, what: str, padding: bool = False) -> None:
+    def leave(self, path: str, start: int, end: int, description: str, padding: bool = False) -> None:
         """Record what bytes are that belong to nothing."""
-        meter().keep(_SPAN + _CHAR * (len(path) + len(what)), path)
-        self.left.append(UnusedBytes(path, start, end, what, padding))
+        meter().keep(_SPAN + _CHAR * (len(path) + len(description)), path)
+        self.left.append(UnusedBytes(path, start, end, description, padding))
 
     def carry(self, path: str, group: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values that become an object."""

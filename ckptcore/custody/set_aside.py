@@ -36,7 +36,7 @@ from ckptcore.fingerprints.holdings import Holding, pack, unpack
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.below import FOLDER, open_folder
 from ckptcore.store.file_status import FileStatus, difference, of_stat, same_content
-from ckptcore.store.folder_tree import Spot, rename_new
+from ckptcore.store.folder_tree import DirEntryAt, rename_new
 from ckptcore.store.listing import contents, names_at
 from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
@@ -292,9 +292,9 @@ class LocalSetAside:
         """Do nothing: it was moved."""
 
     @property
-    def inside(self) -> Spot:
+    def inside(self) -> DirEntryAt:
         """The name of the checkpoint in the folder, for a publication that moves it there itself."""
-        return Spot(self._at, self._name, self.place)
+        return DirEntryAt(self._at, self._name, self.place)
 
     def move_in(self) -> None:
         """Move it here in one step, through the open folder, not by its path.
@@ -320,7 +320,7 @@ class LocalSetAside:
         name = os.path.basename(uri) if uri else self._name
         if self.holds:
             try:
-                rename_new(self.inside, Spot(self._above, name, uri or self.record.uri))
+                rename_new(self.inside, DirEntryAt(self._above, name, uri or self.record.uri))
                 host.fsync(self._above)
             except OSError as error:
                 there = _exists(name, self._above)

@@ -115,20 +115,20 @@ class CompareWriter:
         """Return the error of a file that differs."""
         return OutputMismatch(f"{self._path} differs at byte {self._first} from what the source gives now")
 
-    def write(self, start: int, data: Buffer | bytes) -> None:
-        """Compare bytes with those at byte ``start`` of the file, until one differs."""
+    def write(self, offset: int, data: Buffer | bytes) -> None:
+        """Compare bytes with those at byte ``offset`` of the file, until one differs."""
         content = np.frombuffer(data, np.uint8)
         for begin in range(0, len(content), _BLOCK):
             if self._first is not None:
                 return
             part = content[begin : begin + _BLOCK]
             existing = self._block[: len(part)]
-            self._files.read_into(self._path, start + begin, existing)
+            self._files.read_into(self._path, offset + begin, existing)
             same = np.equal(part, np.frombuffer(existing, np.uint8))
             if not same.all():
-                self._first = start + begin + int(np.argmin(same))
+                self._first = offset + begin + int(np.argmin(same))
 
-    def copy(self, source: Store, path: str, start: int, length: int, place: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Return False: bytes are not compared in the kernel."""
         return False
 
@@ -165,11 +165,11 @@ class DigestWriter:
         """Return the error of a file that differs."""
         return OutputMismatch(f"{self._receipt.path} differs from what the source gives now")
 
-    def write(self, start: int, data: Buffer | bytes) -> None:
+    def write(self, offset: int, data: Buffer | bytes) -> None:
         """Add bytes in file order."""
         self._digest.update(data)
 
-    def copy(self, source: Store, path: str, start: int, length: int, place: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Return False: bytes are not compared in the kernel."""
         return False
 

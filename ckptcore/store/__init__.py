@@ -48,10 +48,10 @@ class FileWriter(Protocol):
     def uploaded(self) -> Uploaded | None:
         """Return, after `commit`, what an object store holds of an upload by handles; else None."""
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
-        """Write ``data`` at byte ``at``."""
+    def write(self, offset: int, data: Buffer | bytes) -> None:
+        """Write ``data`` at byte ``offset``."""
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Copy a byte range inside the kernel; return False when these two stores cannot do that."""
 
     def commit(self) -> None:
@@ -329,23 +329,23 @@ def near_place(url: str) -> str:
         return ""
     from ckptcore.utils.near_names import near_names  # for an error alone
 
-    near = near_names(name, sorted(other for other in beside if not other.startswith(".")))
-    return f"did you mean {' or '.join(os.path.join(parent, other) for other in near)}?" if near else ""
+    near = near_names(name, sorted(sibling for sibling in beside if not sibling.startswith(".")))
+    return f"did you mean {' or '.join(os.path.join(parent, sibling) for sibling in near)}?" if near else ""
 
 
-def inner_path(path: str, *, what: str) -> str:
+def inner_path(path: str, *, origin: str) -> str:
     """Return ``path`` itself when it is a plain relative path.
 
     Args:
         path: A path from a checkpoint's metadata.
-        what: Where the path was read, for the message.
+        origin: Where the path was read, for the message.
 
     Raises:
         UnsafeContent: The path is absolute, has a scheme, or leaves the folder.
     """
     parts = path.split("/")
     if not path or path.startswith("/") or "\\" in path or "\0" in path or "://" in path:
-        raise UnsafeContent(f"{what} names the file {path!r}, which is not a plain relative path")
+        raise UnsafeContent(f"{origin} names the file {path!r}, which is not a plain relative path")
     if any(p in ("", ".", "..") for p in parts):
-        raise UnsafeContent(f"{what} names the file {path!r}, which leaves the checkpoint's folder")
+        raise UnsafeContent(f"{origin} names the file {path!r}, which leaves the checkpoint's folder")
     return path

@@ -90,6 +90,7 @@ def joined(parts: Sequence[ExpectedReads]) -> ExpectedReads:
     shifts, offset = [], 0.0
     for part in parts:
         shifts.append(offset)
+        # One more, so that the reads of two steps never have the same time.
         offset += (float(part.ends.max()) if len(part) else 0.0) + 1
     return merged(parts, shifts)
 

@@ -23,18 +23,18 @@ def open_above(root: str, uri: str) -> int:
         UsageError: The place is not below the root by its path, or a link is on the way.
     """
     parent, name = uri.rpartition("/")[::2]
-    at = open_below(root, parent or "/", uri)
+    parent_fd = open_below(root, parent or "/", uri)
     try:
-        seen = os.stat(name, dir_fd=at, follow_symlinks=False)
+        status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     except OSError as error:
-        os.close(at)
+        os.close(parent_fd)
         raise UsageError(f"cannot delete {uri}: {error.strerror}") from error
-    if not (stat.S_ISDIR(seen.st_mode) or stat.S_ISREG(seen.st_mode)) or name in ("", ".", ".."):
-        os.close(at)
+    if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)) or name in ("", ".", ".."):
+        os.close(parent_fd)
         raise UsageError(
-            f"cannot delete {uri}: must be a file or a folder (got a {of_stat(seen).kind.value})"
+            f"cannot delete {uri}: must be a file or a folder (got a {of_stat(status).kind.value})"
         )
-    return at
+    return parent_fd
 
 
 def open_below(root: str, folder: str, uri: str) -> int:
@@ -49,25 +49,25 @@ def open_below(root: str, folder: str, uri: str) -> int:
     if not f"{folder}/".startswith(base) or any(part in ("", ".", "..") for part in parts):
         raise UsageError(f"cannot delete {uri}: it is not below the watched root {root}")
     try:
-        at, here = os.open(root, FOLDER), root
+        fd, path = os.open(root, FOLDER), root
     except OSError as error:
         raise UsageError(f"cannot delete {uri}: {root}: {error.strerror}") from error
     try:
         for part in parts:
-            here = f"{here.rstrip('/')}/{part}"
-            below = open_folder(part, at, here)
-            os.close(at)
-            at = below
+            path = f"{path.rstrip('/')}/{part}"
+            below = open_folder(part, fd, path)
+            os.close(fd)
+            fd = below
     except BaseException:
-        os.close(at)
+        os.close(fd)
         raise
-    return at
+    return fd
 
 
-def open_folder(name: str, at: int, path: str) -> int:
+def open_folder(name: str, parent_fd: int, path: str) -> int:
     """Open a folder in another, unless it is a link; ``path`` is for the message. Raises `UsageError`."""
     try:
-        return os.open(name, FOLDER, dir_fd=at)
+        return os.open(name, FOLDER, dir_fd=parent_fd)
     except OSError as error:
         why = "not a folder, or a link" if error.errno in (errno.ELOOP, errno.ENOTDIR) else error.strerror
         raise UsageError(f"cannot delete below {path}: {why}") from error

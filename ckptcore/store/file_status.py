@@ -150,40 +150,40 @@ def of_info(info: Mapping[str, Any]) -> FileStatus:
     return FileStatus(NameKind.FILE, int(info["size"] or 0), version, _nanoseconds(time))
 
 
-def same_content(one: FileStatus | None, other: FileStatus | None, *, status: bool = True) -> bool:
+def same_content(earlier: FileStatus | None, later: FileStatus | None, *, status: bool = True) -> bool:
     """Return whether a name still refers to the same thing with the same content, also after a restart.
 
     A device has another number after a restart. Where an object's version is a digest, only its time shows
     that it was rewritten with equal bytes.
 
     Args:
-        one: The name at one time; None where nothing had it.
-        other: The name at another time.
+        earlier: The name at one time; None where nothing had it.
+        later: The name at another time.
         status: Count a change of status alone (ctime) as a difference.
     """
-    if one is None or other is None:
-        return one is other
-    alike = (one.kind, one.nbytes, one.version, one.mtime, one.inode) == (
-        other.kind,
-        other.nbytes,
-        other.version,
-        other.mtime,
-        other.inode,
+    if earlier is None or later is None:
+        return earlier is later
+    alike = (earlier.kind, earlier.nbytes, earlier.version, earlier.mtime, earlier.inode) == (
+        later.kind,
+        later.nbytes,
+        later.version,
+        later.mtime,
+        later.inode,
     )
-    return alike and (not status or one.ctime == other.ctime)
+    return alike and (not status or earlier.ctime == later.ctime)
 
 
-def same_object(one: FileStatus | None, other: FileStatus | None) -> bool:
+def same_object(earlier: FileStatus | None, later: FileStatus | None) -> bool:
     """Return whether a key still has the same object, or still none.
 
     Times count only where there is no version: stores report them to the second in one answer, and more
     exactly in another.
     """
-    if one is None or other is None:
-        return one is other
-    if (one.nbytes, one.version) != (other.nbytes, other.version):
+    if earlier is None or later is None:
+        return earlier is later
+    if (earlier.nbytes, earlier.version) != (later.nbytes, later.version):
         return False
-    return one.version != NO_VERSION or _same_time(one.mtime, other.mtime)
+    return earlier.version != NO_VERSION or _same_time(earlier.mtime, later.mtime)
 
 
 def difference(
@@ -194,12 +194,12 @@ def difference(
     return next((n for n in names if not same_content(before.get(n), now.get(n), status=status)), None)
 
 
-def _same_time(one: int | None, other: int | None) -> bool:
+def _same_time(first_ns: int | None, second_ns: int | None) -> bool:
     """Return whether two times are equal as far as both are known; a whole second may be a rounded time."""
-    if one is None or other is None or one == other:
-        return one == other
-    rounded = one % _SECOND_NS == 0 or other % _SECOND_NS == 0
-    return rounded and one // _SECOND_NS == other // _SECOND_NS
+    if first_ns is None or second_ns is None or first_ns == second_ns:
+        return first_ns == second_ns
+    rounded = first_ns % _SECOND_NS == 0 or second_ns % _SECOND_NS == 0
+    return rounded and first_ns // _SECOND_NS == second_ns // _SECOND_NS
 
 
 def _nanoseconds(time: Any) -> int | None:

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from ckptcore.store.owners import Owners, strange
+from ckptcore.store.owners import Owners, untrusted_entry
 from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 
@@ -22,29 +22,29 @@ _NOREPLACE, _EXCHANGE = 1, 2  # flags of renameat2
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class DirEntryAt:
     """A name in an open folder: swapping one of its parents does not redirect it.
 
     Attributes:
-        at: The folder's descriptor, -1 for a missing folder.
+        folder_fd: The folder's descriptor, -1 for a missing folder.
         name: A name in it.
         path: The path for messages.
     """
 
-    at: int
+    folder_fd: int
     name: str
     path: str
 
     def look(self) -> os.stat_result | None:
         """Return the status of the name, without following links; None when nothing has it."""
-        return look(self.at, self.name) if self.at >= 0 else None
+        return look(self.folder_fd, self.name) if self.folder_fd >= 0 else None
 
-    def beside(self, name: str) -> Spot:
+    def beside(self, name: str) -> DirEntryAt:
         """Return another name in the same folder."""
-        return Spot(self.at, name, os.path.join(os.path.dirname(self.path), name))
+        return DirEntryAt(self.folder_fd, name, os.path.join(os.path.dirname(self.path), name))
 
 
-def rename_new(old: Spot, new: Spot) -> None:
+def rename_new(old: DirEntryAt, new: DirEntryAt) -> None:
     """Move a name, never over another: `os.rename` would replace a file, or an empty folder.
 
     Raises:
@@ -55,10 +55,10 @@ def rename_new(old: Spot, new: Spot) -> None:
         return
     if new.look() is not None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    host.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
+    host.rename(old.name, new.name, src_dir_fd=old.folder_fd, dst_dir_fd=new.folder_fd)
 
 
-def rename_file_new(old: Spot, new: Spot) -> None:
+def rename_file_new(old: DirEntryAt, new: DirEntryAt) -> None:
     """Move a file, never over another, also where the file system's rename cannot refuse to.
 
     There, an empty file takes the name first: nobody else can create it then. A process that is killed in
@@ -71,20 +71,20 @@ def rename_file_new(old: Spot, new: Spot) -> None:
     if _renamed(old, new):
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with closing_fd(os.open(new.name, flags, 0o600, dir_fd=new.at)) as fd:
-        made, seen = os.fstat(fd), new.look()
-        if seen is None or not os.path.samestat(made, seen) or seen.st_size:
+    with closing_fd(os.open(new.name, flags, 0o600, dir_fd=new.folder_fd)) as fd:
+        placeholder, status = os.fstat(fd), new.look()
+        if status is None or not os.path.samestat(placeholder, status) or status.st_size:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         try:
-            host.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
+            host.rename(old.name, new.name, src_dir_fd=old.folder_fd, dst_dir_fd=new.folder_fd)
         except OSError:
-            seen = new.look()
-            if seen is not None and os.path.samestat(made, seen) and not seen.st_size:
-                host.unlink(new.name, dir_fd=new.at)
+            status = new.look()
+            if status is not None and os.path.samestat(placeholder, status) and not status.st_size:
+                host.unlink(new.name, dir_fd=new.folder_fd)
             raise
 
 
-def _renamed(old: Spot, new: Spot) -> bool:
+def _renamed(old: DirEntryAt, new: DirEntryAt) -> bool:
     """Move a name, never over another; return False where the file system's rename cannot refuse to."""
     failed = _renameat2(old, new, _NOREPLACE)
     if failed not in (0, errno.ENOSYS, errno.EINVAL):
@@ -92,14 +92,14 @@ def _renamed(old: Spot, new: Spot) -> bool:
     return failed == 0
 
 
-def exchange(a: Spot, b: Spot) -> bool:
+def exchange(a: DirEntryAt, b: DirEntryAt) -> bool:
     """Swap two names in one step; return False, and change nothing, where the file system cannot."""
     return _renameat2(a, b, _EXCHANGE) == 0
 
 
-def _renameat2(a: Spot, b: Spot, flag: int) -> int:
+def _renameat2(a: DirEntryAt, b: DirEntryAt, flag: int) -> int:
     """Return the error number of the call, or 0."""
-    return host.renameat2(a.at, a.name, b.at, b.name, flag)
+    return host.renameat2(a.folder_fd, a.name, b.folder_fd, b.name, flag)
 
 
 @contextlib.contextmanager
@@ -111,21 +111,21 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def look(at: int, name: str) -> os.stat_result | None:
+def look(folder_fd: int, name: str) -> os.stat_result | None:
     """Return the status of a name in a folder, without following links; None when nothing has it."""
     try:
-        return os.stat(name, dir_fd=at, follow_symlinks=False)
+        return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
 
 
-def enter(at: int, name: str, what: str, owners: Owners, *, make: bool = False) -> int | None:
+def enter(parent_fd: int, name: str, path: str, owners: Owners, *, make: bool = False) -> int | None:
     """Open a trusted folder in another; return None when there is none.
 
     Args:
-        at: Descriptor of the parent.
+        parent_fd: Descriptor of the parent.
         name: Name of the folder.
-        what: Its path, for messages.
+        path: Its path, for messages.
         owners: The trusted users.
         make: Create a missing folder, with the mode that the umask leaves.
 
@@ -133,59 +133,60 @@ def enter(at: int, name: str, what: str, owners: Owners, *, make: bool = False) 
         StagingForeign: It is not a folder, or not a trusted user's.
         OSError: It cannot be opened.
     """
-    seen = look(at, name)
-    if seen is None:
+    status = look(parent_fd, name)
+    if status is None:
         if not make:
             return None
         with contextlib.suppress(FileExistsError):
-            host.mkdir(name, 0o777, dir_fd=at)
-        seen = os.stat(name, dir_fd=at, follow_symlinks=False)
-    owners.require_folder(seen, what)
+            host.mkdir(name, 0o777, dir_fd=parent_fd)
+        status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+    owners.require_folder(status, path)
     try:
-        fd = os.open(name, FOLDER, dir_fd=at)
+        fd = os.open(name, FOLDER, dir_fd=parent_fd)
     except FileNotFoundError:
         return None
     try:
-        owners.require_folder(os.fstat(fd), what)
+        # By the descriptor: the name may have been exchanged since the look.
+        owners.require_folder(os.fstat(fd), path)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def walk(fd: int, prefix: str, what: str, owners: Owners) -> Iterator[tuple[str, os.stat_result]]:
+def walk(fd: int, prefix: str, folder_path: str, owners: Owners) -> Iterator[tuple[str, os.stat_result]]:
     """Yield (path, status) of every file and folder below one; names of folders end with a slash.
 
     Raises:
         StagingForeign: An entry is another user's, neither file nor folder, or a mount point.
     """
     for name in sorted(os.listdir(fd)):
-        path = f"{what}/{name}"
-        seen = look(fd, name)
-        if seen is None:  # removed meanwhile
+        path = f"{folder_path}/{name}"
+        status = look(fd, name)
+        if status is None:  # removed meanwhile
             continue
-        if not stat.S_ISDIR(seen.st_mode):
-            owners.require_file(seen, path)
-            yield prefix + name, seen
+        if not stat.S_ISDIR(status.st_mode):
+            owners.require_file(status, path)
+            yield prefix + name, status
             continue
         below = enter(fd, name, path, owners)
         if below is None:
             continue
         with closing_fd(below):
             _require_one_mount(fd, below, path)
-            yield f"{prefix}{name}/", seen
+            yield f"{prefix}{name}/", status
             yield from walk(below, f"{prefix}{name}/", path, owners)
 
 
-def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
+def remove_tree(parent_fd: int, name: str, path: str, owners: Owners) -> None:
     """Remove a folder with everything in it; a link in it is removed, never followed.
 
     Another process may remove entries meanwhile.
 
     Args:
-        at: Descriptor of the parent.
+        parent_fd: Descriptor of the parent.
         name: Name of the folder.
-        what: Its path, for messages.
+        path: Its path, for messages.
         owners: The users whose files may be removed.
 
     Raises:
@@ -193,17 +194,17 @@ def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
         StagingForeign: An entry is another user's, or a mount point; it is left.
     """
     try:
-        fd = os.open(name, FOLDER, dir_fd=at)
+        fd = os.open(name, FOLDER, dir_fd=parent_fd)
     except FileNotFoundError:
         return
     with closing_fd(fd):
-        owners.require_folder(os.fstat(fd), what)
-        _require_one_mount(at, fd, what)
+        owners.require_folder(os.fstat(fd), path)
+        _require_one_mount(parent_fd, fd, path)
         # Retry while it fills: a process that waits for a lock file in it may create it once more.
         for _ in range(_TRIES):
-            failed = _remove_owned(fd, what, owners)
+            failed = _remove_owned(fd, path, owners)
             try:
-                host.rmdir(name, dir_fd=at)
+                host.rmdir(name, dir_fd=parent_fd)
             except FileNotFoundError:
                 return
             except OSError as error:
@@ -214,17 +215,17 @@ def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
 
 
-def _remove_owned(fd: int, what: str, owners: Owners) -> OSError | None:
+def _remove_owned(fd: int, folder_path: str, owners: Owners) -> OSError | None:
     failed: OSError | None = None
     for name in os.listdir(fd):
-        seen = look(fd, name)
-        if seen is None:
+        status = look(fd, name)
+        if status is None:
             continue
         try:
-            if stat.S_ISDIR(seen.st_mode):
-                remove_tree(fd, name, f"{what}/{name}", owners)
+            if stat.S_ISDIR(status.st_mode):
+                remove_tree(fd, name, f"{folder_path}/{name}", owners)
             else:
-                owners.require(seen, f"{what}/{name}")
+                owners.require(status, f"{folder_path}/{name}")
                 host.unlink(name, dir_fd=fd)
         except FileNotFoundError:
             continue
@@ -233,10 +234,10 @@ def _remove_owned(fd: int, what: str, owners: Owners) -> OSError | None:
     return failed
 
 
-def _require_one_mount(above: int, below: int, what: str) -> None:
+def _require_one_mount(above: int, below: int, path: str) -> None:
     """Raise unless both folders are on one mount: a bind mount has the same device number."""
     if _mount(above) != _mount(below):
-        raise strange(what, "another folder is mounted there")
+        raise untrusted_entry(path, "another folder is mounted there")
 
 
 def _mount(fd: int) -> bytes:

@@ -35,13 +35,15 @@ class HubStore(FsspecStore):
         """Return the path in the file system, with the commit as its revision."""
         from huggingface_hub import HfApi
 
-        found = self._fs.resolve_path(self._root)
+        repository = self._fs.resolve_path(self._root)
         api = HfApi(endpoint=self._fs.endpoint, token=self._fs.token)
-        commit = api.repo_info(found.repo_id, repo_type=found.repo_type, revision=found.revision).sha
+        commit = api.repo_info(
+            repository.repo_id, repo_type=repository.repo_type, revision=repository.revision
+        ).sha
         if not commit:
             raise SourceUnreadable(
-                f"cannot read {self.url}: the hub does not say which commit {found.revision or 'it'} is",
+                f"cannot read {self.url}: the hub does not say which commit {repository.revision or 'it'} is",
                 hint="name a commit as its revision (hf://USER/NAME@COMMIT)",
             )
-        inner = f"/{found.path_in_repo}" if found.path_in_repo else ""
-        return f"{_PREFIXES.get(found.repo_type, '')}{found.repo_id}@{commit}{inner}"
+        inner = f"/{repository.path_in_repo}" if repository.path_in_repo else ""
+        return f"{_PREFIXES.get(repository.repo_type, '')}{repository.repo_id}@{commit}{inner}"

@@ -28,9 +28,9 @@ def is_inside(real: str, folder: str) -> bool:
     if folder == os.sep or real.startswith(folder + os.sep):
         return True
     # The checkpoint may be a folder inside of a snapshot.
-    repository, found, inside = folder.rpartition(f"{os.sep}snapshots{os.sep}")
+    repository, separator, inside = folder.rpartition(f"{os.sep}snapshots{os.sep}")
     blobs = os.path.join(repository, "blobs") + os.sep
-    return bool(found and inside) and real.startswith(blobs)
+    return bool(separator and inside) and real.startswith(blobs)
 
 
 def linked_folder(folder: str) -> str | None:
@@ -54,8 +54,8 @@ def linked_folder(folder: str) -> str | None:
                 return None
             linked = above
             owner = entry.stat(follow_symlinks=False).st_uid
-            seen = os.stat(entry.path)
-            if not stat.S_ISREG(seen.st_mode) or (owner not in owners and owner != seen.st_uid):
+            status = os.stat(entry.path)
+            if not stat.S_ISREG(status.st_mode) or (owner not in owners and owner != status.st_uid):
                 return None
     except OSError:
         return None  # whatever cannot be examined proves nothing

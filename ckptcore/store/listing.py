@@ -17,7 +17,7 @@ from blake3 import blake3
 from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.store import join_url, local_path, open_store
 from ckptcore.store.file_status import NO_VERSION, YOUNG, FileStatus, NameKind
-from ckptcore.store.folder_tree import Spot
+from ckptcore.store.folder_tree import DirEntryAt
 from ckptcore.store.local_listing import Walk, everything_in, opened_parent
 from ckptcore.store.place import mounts
 from ckptcore.utils import host
@@ -67,13 +67,13 @@ def survey_around(
     """
     if not left_out:
         return survey(url, max_files=max_files), frozenset()
-    above = {path[:at] for path in left_out for at, letter in enumerate(path) if letter == "/"}
+    above = {path[:end] for path in left_out for end, letter in enumerate(path) if letter == "/"}
     left_out_there: set[str] = set()
 
     def files(folder: str) -> Iterator[tuple[str, FileStatus]]:
-        own, folders = _level(join_url(url, folder) if folder else url)
+        statuses, folders = _level(join_url(url, folder) if folder else url)
         prefix = f"{folder}/" if folder else ""
-        yield from ((prefix + name, status) for name, status in own.items())
+        yield from ((prefix + name, status) for name, status in statuses.items())
         for name in folders:
             path = prefix + name
             if path in left_out:
@@ -126,13 +126,13 @@ def list_destination(url: str) -> dict[str, FileStatus]:
     path = local_path(url)
     if path is None:
         return _everything_remote(url)
-    with opened_parent(os.fspath(path)) as spot:
-        return {} if spot is None else list_destination_at(spot)
+    with opened_parent(os.fspath(path)) as dir_entry:
+        return {} if dir_entry is None else list_destination_at(dir_entry)
 
 
-def list_destination_at(spot: Spot) -> dict[str, FileStatus]:
+def list_destination_at(dir_entry: DirEntryAt) -> dict[str, FileStatus]:
     """Return what `list_destination` does of a name in an open folder."""
-    return dict(sorted(everything_in(spot, Walk())))
+    return dict(sorted(everything_in(dir_entry, Walk())))
 
 
 def list_settled_destination(url: str) -> dict[str, FileStatus]:
@@ -180,9 +180,9 @@ def folder_at(url: str) -> Folder:
         UsageError: The URL cannot be opened.
     """
     if roots := roots_of(url):
-        each = [folder_at(root) for root in reversed(roots)]  # the first that has a file counts
-        files = {name: nbytes for folder in each for name, nbytes in folder.files.items()}
-        names = {name for folder in each for name in folder.folders}
+        root_folders = [folder_at(root) for root in reversed(roots)]  # the first that has a file counts
+        files = {name: nbytes for folder in root_folders for name, nbytes in folder.files.items()}
+        names = {name for folder in root_folders for name in folder.folders}
         return Folder(dict(sorted(files.items())), tuple(sorted(names)))
     path = local_path(url)
     if path is not None:
@@ -237,8 +237,9 @@ def _files_below(url: str) -> Iterator[tuple[str, FileStatus]]:
         return
     if not os.path.isdir(path):
         raise SourceUnreadable(f"{path} does not exist or is not a folder", hint="check the path")
-    with opened_parent(os.fspath(path)) as spot:
-        for name, status in everything_in(spot, Walk(follow=True, lenient=True)) if spot is not None else ():
+    with opened_parent(os.fspath(path)) as dir_entry:
+        walk = Walk(follow=True, lenient=True)
+        for name, status in everything_in(dir_entry, walk) if dir_entry is not None else ():
             if status.kind is NameKind.FILE:
                 yield name, status
 
@@ -276,8 +277,8 @@ def _remote_contents(url: str) -> dict[str, FileStatus]:
 
 
 def _local_contents(root: str, follow: bool) -> dict[str, FileStatus]:
-    with opened_parent(root) as spot:
-        statuses = {} if spot is None else dict(everything_in(spot, Walk(follow=follow)))
+    with opened_parent(root) as dir_entry:
+        statuses = {} if dir_entry is None else dict(everything_in(dir_entry, Walk(follow=follow)))
     if not statuses:
         raise SourceUnreadable(f"cannot look at {root}: No such file or directory")
     for name, status in statuses.items():

@@ -50,15 +50,16 @@ class LocalStore:
                 raise SourceUnreadable(f"{self.url} does not exist", hint="check the path", absent=True)
         except OSError as error:
             raise unreadable(self.url, error) from error
-        with opened_parent(self.url) as spot:
-            entries = everything_in(spot, Walk(follow=True, lenient=True)) if spot is not None else ()
+        with opened_parent(self.url) as dir_entry:
+            walk = Walk(follow=True, lenient=True)
+            entries = everything_in(dir_entry, walk) if dir_entry is not None else ()
             # A link that is left leads to a folder, or nowhere.
             skipped = (NameKind.FOLDER, NameKind.LINK)
             return dict(sorted((name, status) for name, status in entries if status.kind not in skipped))
 
     def list(self) -> dict[str, int]:
         """List the files: relative path -> size in bytes."""
-        return {path: seen.nbytes for path, seen in self.stamped().items()}
+        return {path: status.nbytes for path, status in self.stamped().items()}
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes, or None when there is no such file."""
@@ -91,18 +92,19 @@ class LocalStore:
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes."""
-        fd, kept = self.descriptor(path)
+        fd, stays_open = self.descriptor(path)
         try:
             data = os.pread(fd, length, start)
+            # Linux reads at most 2 GiB in one call.
             while 0 < len(data) < length:
-                more = os.pread(fd, length - len(data), start + len(data))
-                if not more:
+                rest = os.pread(fd, length - len(data), start + len(data))
+                if not rest:
                     break
-                data += more
+                data += rest
         except OSError as error:
             raise unreadable(f"{self.url}/{path}", error) from error
         finally:
-            if not kept:
+            if not stays_open:
                 os.close(fd)
         if len(data) != length:
             raise short(self.url, path, start, length, len(data))
@@ -112,18 +114,18 @@ class LocalStore:
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly."""
-        done, length = 0, len(into)
-        fd, kept = self.descriptor(path)
+        filled, length = 0, len(into)
+        fd, stays_open = self.descriptor(path)
         try:
-            while done < length:
-                got = os.preadv(fd, [into[done:]], start + done)
+            while filled < length:
+                got = os.preadv(fd, [into[filled:]], start + filled)
                 if not got:
-                    raise short(self.url, path, start, length, done)
-                done += got
+                    raise short(self.url, path, start, length, filled)
+                filled += got
         except OSError as error:
             raise unreadable(f"{self.url}/{path}", error) from error
         finally:
-            if not kept:
+            if not stays_open:
                 os.close(fd)
         if self.observer is not None:
             self.observer.observe(path, start, into)
@@ -171,8 +173,8 @@ class LocalStore:
         size = self.size(path) or 0
         writer = target.writer(name, size)
         try:
-            for at in range(0, size, _BLOCK):
-                writer.write(at, self.read(path, at, min(_BLOCK, size - at)))
+            for offset in range(0, size, _BLOCK):
+                writer.write(offset, self.read(path, offset, min(_BLOCK, size - offset)))
         except CkptError:
             writer.abort()
             raise
@@ -180,11 +182,11 @@ class LocalStore:
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the file system, before the folder exists too."""
-        at = self._root.absolute()
-        while not at.exists():
-            at = at.parent
-        seen = os.statvfs(at)
-        return seen.f_bavail * seen.f_frsize
+        folder = self._root.absolute()
+        while not folder.exists():
+            folder = folder.parent
+        space = os.statvfs(folder)
+        return space.f_bavail * space.f_frsize
 
     def close(self) -> None:
         """Close all open files."""
@@ -205,10 +207,11 @@ class LocalStore:
             return fd, True
         fd = self._open_inside(path)
         with self._lock:
-            kept = path not in self._open and len(self._open) < self._max_open
-            if kept:
+            # Another thread may have opened it meanwhile: then the caller closes this one.
+            stays_open = path not in self._open and len(self._open) < self._max_open
+            if stays_open:
                 self._open[path] = fd
-        return fd, kept
+        return fd, stays_open
 
     def _open_folder(self, path: str, nbytes: int) -> int:
         """Create and open a file's folder; the writer closes the descriptor."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 from ckptcore.errors import CkptError, SourceChanged, SourceUnreadable, UsageError
 from ckptcore.store.file_status import FileStatus, NameKind, of_stat
-from ckptcore.store.folder_tree import Spot, closing_fd
+from ckptcore.store.folder_tree import DirEntryAt, closing_fd
 from ckptcore.store.local_writer import unreadable
 from ckptcore.store.place import mounts
 from ckptcore.utils import host
@@ -33,7 +33,7 @@ class Walk:
     lenient: bool = False
 
 
-def everything_in(spot: Spot, how: Walk) -> Iterator[tuple[str, FileStatus]]:
+def everything_in(dir_entry: DirEntryAt, walk: Walk) -> Iterator[tuple[str, FileStatus]]:
     """Yield (relative name, status) of everything at a name in an open folder; "" is the name itself.
 
     Raises:
@@ -43,49 +43,53 @@ def everything_in(spot: Spot, how: Walk) -> Iterator[tuple[str, FileStatus]]:
         UsageError: Folders are nested too deeply.
     """
     try:
-        top = look_at(spot)
-        if top is not None and how.follow and top.kind in (NameKind.LINK, NameKind.MOUNT):
-            top = of_stat(os.stat(spot.name, dir_fd=spot.at), looked_at=top.looked_at)
+        top = look_at(dir_entry)
+        if top is not None and walk.follow and top.kind in (NameKind.LINK, NameKind.MOUNT):
+            top = of_stat(os.stat(dir_entry.name, dir_fd=dir_entry.folder_fd), looked_at=top.looked_at)
     except OSError as error:
-        raise unreadable(spot.path, error) from error
+        raise unreadable(dir_entry.path, error) from error
     if top is None:
         return
     yield "", top
     if top.kind is NameKind.FOLDER:
-        points = () if how.follow else {point for _, _, point in mounts()}
-        real = "" if how.follow else os.path.normpath(os.path.join(_path_of(spot.at), spot.name))
-        yield from _entries(spot, top, "", real.rstrip("/"), points, 0, how)
+        points = () if walk.follow else {point for _, _, point in mounts()}
+        real = (
+            ""
+            if walk.follow
+            else os.path.normpath(os.path.join(_path_of(dir_entry.folder_fd), dir_entry.name))
+        )
+        yield from _entries(dir_entry, top, "", real.rstrip("/"), points, 0, walk)
 
 
 def look(path: str) -> FileStatus | None:
     """Return the status of a name on this machine, links not followed; None where nothing has the name."""
-    with opened_parent(path) as spot:
-        return None if spot is None else look_at(spot)
+    with opened_parent(path) as dir_entry:
+        return None if dir_entry is None else look_at(dir_entry)
 
 
-def look_at(spot: Spot) -> FileStatus | None:
+def look_at(dir_entry: DirEntryAt) -> FileStatus | None:
     """Return the status of a name in an open folder, links not followed; None where nothing has the name."""
-    looked_at, result = host.now_ns(), spot.look()
+    looked_at, result = host.now_ns(), dir_entry.look()
     if result is None:
         return None
-    here = _path_of(spot.at)
+    folder_path = _path_of(dir_entry.folder_fd)
     mounted = not stat.S_ISLNK(result.st_mode) and (
-        result.st_dev != os.fstat(spot.at).st_dev
-        or os.path.normpath(os.path.join(here, spot.name)) in {point for _, _, point in mounts()}
+        result.st_dev != os.fstat(dir_entry.folder_fd).st_dev
+        or os.path.normpath(os.path.join(folder_path, dir_entry.name)) in {point for _, _, point in mounts()}
     )
-    return status_at(spot, result, looked_at=looked_at, mounted=mounted)
+    return status_at(dir_entry, result, looked_at=looked_at, mounted=mounted)
 
 
 def status_at(
-    spot: Spot, result: os.stat_result, *, looked_at: int | None = None, mounted: bool = False
+    dir_entry: DirEntryAt, result: os.stat_result, *, looked_at: int | None = None, mounted: bool = False
 ) -> FileStatus:
     """Return the status of an ``lstat`` result; the arguments are those of `of_stat`."""
-    target = os.readlink(spot.name, dir_fd=spot.at) if stat.S_ISLNK(result.st_mode) else ""
+    target = os.readlink(dir_entry.name, dir_fd=dir_entry.folder_fd) if stat.S_ISLNK(result.st_mode) else ""
     return of_stat(result, target, looked_at=looked_at, mounted=mounted)
 
 
 @contextlib.contextmanager
-def opened_parent(path: str) -> Iterator[Spot | None]:
+def opened_parent(path: str) -> Iterator[DirEntryAt | None]:
     """Yield a name in its open folder; None where there is no such folder.
 
     Raises:
@@ -100,64 +104,72 @@ def opened_parent(path: str) -> Iterator[Spot | None]:
     except OSError as error:
         raise SourceUnreadable(f"cannot look at {path}: {error.strerror}") from error
     with closing_fd(folder):
-        yield Spot(folder, name or ".", path)
+        yield DirEntryAt(folder, name or ".", path)
 
 
 def _entries(
-    folder: Spot, status: FileStatus, prefix: str, real: str, points: Collection[str], depth: int, how: Walk
+    folder: DirEntryAt,
+    status: FileStatus,
+    prefix: str,
+    real: str,
+    points: Collection[str],
+    depth: int,
+    walk: Walk,
 ) -> Iterator[tuple[str, FileStatus]]:
     """Yield (name, status) of everything in a folder, given its own status and its path without links."""
     if depth > MAX_DEPTH:
         raise UsageError(f"cannot list {folder.path}: more than {MAX_DEPTH} nested folders")
     try:
-        flags = _FOLDER if how.follow and not depth else _FOLDER | os.O_NOFOLLOW
-        below = os.open(folder.name, flags, dir_fd=folder.at)
+        flags = _FOLDER if walk.follow and not depth else _FOLDER | os.O_NOFOLLOW
+        below = os.open(folder.name, flags, dir_fd=folder.folder_fd)
     except FileNotFoundError as error:
-        if how.lenient and depth:
+        if walk.lenient and depth:
             return
         raise SourceChanged(f"{folder.path} was removed while it was listed") from error
     except OSError as error:
         raise _unlistable(folder.path, error) from error
     with closing_fd(below):
         try:
-            here, names = os.fstat(below), os.listdir(below)
+            folder_status, names = os.fstat(below), os.listdir(below)
         except OSError as error:
             raise _unlistable(folder.path, error) from error
-        if (here.st_dev, here.st_ino) != status.identity:
+        if (folder_status.st_dev, folder_status.st_ino) != status.identity:
             raise SourceUnreadable(f"cannot list {folder.path}: it was replaced meanwhile")
         for name in names:
-            spot = Spot(below, name, f"{folder.path}/{name}")
+            dir_entry = DirEntryAt(below, name, f"{folder.path}/{name}")
             path = f"{real}/{name}"
-            entry = _entry(spot, here.st_dev, path in points, how)
+            entry = _entry(dir_entry, folder_status.st_dev, path in points, walk)
             if entry is None:
                 continue
             yield prefix + name, entry
             if entry.kind is NameKind.FOLDER:
-                yield from _entries(spot, entry, f"{prefix}{name}/", path, points, depth + 1, how)
+                yield from _entries(dir_entry, entry, f"{prefix}{name}/", path, points, depth + 1, walk)
 
 
-def _entry(spot: Spot, device: int, mounted: bool, how: Walk) -> FileStatus | None:
+def _entry(dir_entry: DirEntryAt, device: int, mounted: bool, walk: Walk) -> FileStatus | None:
     """Return the status of a name in a folder; None if it was removed meanwhile, and that is passed over."""
     looked_at = host.now_ns()
     try:
-        result = os.stat(spot.name, dir_fd=spot.at, follow_symlinks=False)
-        if not how.follow:
-            return status_at(spot, result, looked_at=looked_at, mounted=mounted or result.st_dev != device)
+        result = os.stat(dir_entry.name, dir_fd=dir_entry.folder_fd, follow_symlinks=False)
+        if not walk.follow:
+            return status_at(
+                dir_entry, result, looked_at=looked_at, mounted=mounted or result.st_dev != device
+            )
         if stat.S_ISLNK(result.st_mode):
-            return _followed(spot, looked_at) or status_at(spot, result, looked_at=looked_at)
+            return _followed(dir_entry, looked_at) or status_at(dir_entry, result, looked_at=looked_at)
         return of_stat(result, looked_at=looked_at)
     except FileNotFoundError as error:
-        if how.lenient:
+        if walk.lenient:
             return None
-        raise SourceChanged(f"{spot.path} was removed while its folder was listed") from error
+        raise SourceChanged(f"{dir_entry.path} was removed while its folder was listed") from error
     except OSError as error:
-        raise unreadable(spot.path, error) from error
+        raise unreadable(dir_entry.path, error) from error
 
 
-def _followed(spot: Spot, looked_at: int) -> FileStatus | None:
+def _followed(dir_entry: DirEntryAt, looked_at: int) -> FileStatus | None:
     """Return the target of a link to a file. Readers do not list folders behind links, so those give None."""
     try:
-        result = os.stat(spot.name, dir_fd=spot.at)
+        result = os.stat(dir_entry.name, dir_fd=dir_entry.folder_fd)
     except OSError:
         return None  # a dangling link: it is listed as a link
     return None if stat.S_ISDIR(result.st_mode) else of_stat(result, looked_at=looked_at)
@@ -167,9 +179,9 @@ def _unlistable(path: str, error: OSError) -> CkptError:
     return SourceUnreadable(f"cannot list {path}: {error.strerror}")
 
 
-def _path_of(at: int) -> str:
+def _path_of(folder_fd: int) -> str:
     """Return the current path of an open folder, without links; "" where the system does not report it."""
     try:
-        return os.readlink(f"/proc/self/fd/{at}")
+        return os.readlink(f"/proc/self/fd/{folder_fd}")
     except OSError:
         return ""

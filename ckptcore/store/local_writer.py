@@ -87,8 +87,8 @@ class LocalWriter:
     def _preallocate(self) -> None:
         if self._in_memory:
             # fallocate on tmpfs would clear every page now, and the write would touch it once more.
-            seen = os.fstatvfs(self._fd)
-            if seen.f_blocks and self._nbytes > seen.f_bavail * seen.f_frsize:
+            space = os.fstatvfs(self._fd)
+            if space.f_blocks and self._nbytes > space.f_bavail * space.f_frsize:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(self._fd, self._nbytes)
         elif self._nbytes:
@@ -99,20 +99,22 @@ class LocalWriter:
                     raise
                 os.ftruncate(self._fd, self._nbytes)
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
-        """Write ``data`` at byte ``at``, from any thread."""
+    def write(self, offset: int, data: Buffer | bytes) -> None:
+        """Write ``data`` at byte ``offset``, from any thread."""
         view = memoryview(data).cast("B")
         try:
-            begin, end = self._write_past_cache(at, view) if self._past >= 0 else (0, 0)
+            begin, end = self._write_past_cache(offset, view) if self._past >= 0 else (0, 0)
             for first, last in ((0, begin), (end, len(view))):
-                done = first
-                while done < last:
-                    done += os.pwrite(self._fd, view[done : min(done + self._piece, last)], at + done)
+                position = first
+                while position < last:
+                    position += os.pwrite(
+                        self._fd, view[position : min(position + self._piece, last)], offset + position
+                    )
                 self._start_writeback(last - first)
         except OSError as error:
             raise unwritable(str(self._path), error, self._nbytes) from error
 
-    def _write_past_cache(self, at: int, view: Buffer) -> tuple[int, int]:
+    def _write_past_cache(self, offset: int, view: Buffer) -> tuple[int, int]:
         """Write the whole blocks of ``view``, and return where they begin and end in it.
 
         The device takes them from where they are, so blocks of memory and of the file must begin at the same
@@ -120,43 +122,43 @@ class LocalWriter:
         """
         if view.readonly or len(view) < _LEAST_PAST:
             return 0, 0
-        begin, end = -at % BLOCK, len(view) - (at + len(view)) % BLOCK
-        if (ctypes.addressof(ctypes.c_char.from_buffer(view)) - at) % BLOCK:
+        begin, end = -offset % BLOCK, len(view) - (offset + len(view)) % BLOCK
+        if (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % BLOCK:
             return 0, 0
-        done = begin
-        while done < end:
+        position = begin
+        while position < end:
             try:
-                done += os.pwrite(self._past, view[done:end], at + done)
+                position += os.pwrite(self._past, view[position:end], offset + position)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 break  # other blocks than ours: the rest through the cache
-        return begin, done
+        return begin, position
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Copy a byte range of a local store with ``copy_file_range``; return False when it cannot."""
         descriptor = getattr(source, "descriptor", None)
         if descriptor is None:  # not a local store
             return False
-        done = 0
-        fd, kept = descriptor(path)
+        count = 0
+        fd, stays_open = descriptor(path)
         try:
-            while done < length:
+            while count < length:
                 try:
-                    got = os.copy_file_range(fd, self._fd, length - done, start + done, at + done)
+                    got = os.copy_file_range(fd, self._fd, length - count, start + count, offset + count)
                 except OSError as error:
                     if error.errno in _FULL:
                         raise unwritable(str(self._path), error, self._nbytes) from error
-                    if done == 0:  # another file system, or one without the call
+                    if count == 0:  # another file system, or one without the call
                         return False
                     raise unreadable(f"{source.url}/{path}", error) from error
                 if not got:
-                    if done == 0:
+                    if count == 0:
                         return False
-                    raise short(source.url, path, start, length, done)
-                done += got
+                    raise short(source.url, path, start, length, count)
+                count += got
         finally:
-            if not kept:
+            if not stays_open:
                 os.close(fd)
         self._start_writeback(length)
         return True
@@ -164,6 +166,7 @@ class LocalWriter:
     def commit(self) -> None:
         """Sync the file and rename it to its final name."""
         try:
+            # Before the rename: after a power failure no name refers to bytes that were never written.
             self._sync()
             os.close(self._taken())
             self._rename(self._path.name)
@@ -188,7 +191,9 @@ class LocalWriter:
         """Rename the file, durably."""
         host.replace(self._name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._left = False
+        # The store may have the file that had this name before open.
         self._replaced()
+        # A rename is durable when its folder is.
         host.fsync(self._folder)
 
     def _taken(self) -> int:
@@ -275,9 +280,9 @@ class JointWriter(LocalWriter):
         return os.path.samestat(os.fstat(self._fd), now)
 
 
-def sync_folder(path: Path | str, at: int | None = None) -> None:
-    """Make names in a folder durable; ``at`` is the descriptor that a relative path starts from."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+def sync_folder(path: Path | str, parent_fd: int | None = None) -> None:
+    """Make names in a folder durable; ``parent_fd`` is the descriptor that a relative path starts from."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent_fd)
     try:
         host.fsync(fd)
     finally:
@@ -314,47 +319,49 @@ def short(url: str, path: str, start: int, length: int, got: int) -> SourceUnrea
     )
 
 
-def unreadable(what: str, error: OSError) -> CkptError:
+def unreadable(path: str, error: OSError) -> CkptError:
     """Return the error for a failed read."""
     if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR):
-        return StorageTrouble(f"cannot read {what}: {error.strerror}")
-    return SourceUnreadable(f"cannot read {what}: {error.strerror or error}")
+        return StorageTrouble(f"cannot read {path}: {error.strerror}")
+    return SourceUnreadable(f"cannot read {path}: {error.strerror or error}")
 
 
-def unwritable(what: str, error: OSError, nbytes: int | None = None) -> CkptError:
+def unwritable(path: str, error: OSError, nbytes: int | None = None) -> CkptError:
     """Return the error for a failed write of a file of ``nbytes``."""
     if error.errno in _FULL:
-        return _full(what, error, "" if nbytes is None else f" ({nbytes} bytes)")
+        return _full(path, error, "" if nbytes is None else f" ({nbytes} bytes)")
     if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
-        return StorageTrouble(f"cannot write {what}: {error.strerror}")
-    return DestinationUnwritable(f"cannot write {what}: {error.strerror or error}")
+        return StorageTrouble(f"cannot write {path}: {error.strerror}")
+    return DestinationUnwritable(f"cannot write {path}: {error.strerror or error}")
 
 
-def _full(what: str, error: OSError, need: str) -> DiskFull:
+def _full(path: str, error: OSError, need: str) -> DiskFull:
     """Return the error for a file that has no room, and what it lacks: bytes, files, a quota or a size."""
-    message, kept = f"no room to write {what}{need}: {error.strerror}", "finished files are kept"
+    message, advice = f"no room to write {path}{need}: {error.strerror}", "finished files are kept"
     if error.errno == errno.EDQUOT:
-        hint = f"free space of this user's quota there, or have it raised, and run the command again: {kept}"
-        return DiskFull(message, hint=hint, path=what, lacks="quota")
+        hint = (
+            f"free space of this user's quota there, or have it raised, and run the command again: {advice}"
+        )
+        return DiskFull(message, hint=hint, path=path, lacks="quota")
     if error.errno == errno.EFBIG:
         hint = (
             "raise `ulimit -f`, choose another file system, or write smaller files (export: --max-file-size)"
         )
-        return DiskFull(message, hint=hint, path=what, lacks="size")
-    free, files = free_room(Path(what).parent)
+        return DiskFull(message, hint=hint, path=path, lacks="size")
+    free, files = free_room(Path(path).parent)
     if files == 0:
         message += "; its file system has no inode left for another file"
-        hint = f"remove files there, however small, and run the command again: {kept}"
-        return DiskFull(message, hint=hint, path=what, lacks="inodes")
+        hint = f"remove files there, however small, and run the command again: {advice}"
+        return DiskFull(message, hint=hint, path=path, lacks="inodes")
     if free is None:
-        return DiskFull(message, path=what)
-    return DiskFull(message, path=what, free=free)
+        return DiskFull(message, path=path)
+    return DiskFull(message, path=path, free=free)
 
 
 def free_room(folder: Path) -> tuple[int | None, int | None]:
     """Return the (bytes, inodes) that are free where ``folder`` is, or should be; None where unknown."""
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
-            seen = os.statvfs(place)
-            return seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None
+            space = os.statvfs(place)
+            return space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None
     return None, None

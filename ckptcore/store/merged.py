@@ -95,7 +95,7 @@ class MergedStore:
             )
         self.stores: tuple[Store, ...] = tuple(open_source_store(root, versions) for root in self.roots)
         self._lock = threading.Lock()
-        self._found: _Listings | None = None
+        self._folder_listings: _Listings | None = None
 
     @property
     def observer(self) -> ReadObserver | None:
@@ -109,13 +109,14 @@ class MergedStore:
 
     def stamped(self) -> dict[str, FileStatus]:
         """List the files of all folders, as they are now."""
-        found: dict[str, FileStatus] = {}
+        statuses: dict[str, FileStatus] = {}
         listings = self._listings(anew=True)
         if all(listing is None for listing in listings):
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
+        # Last to first: a file belongs to the first folder that has it.
         for listing in reversed(listings):
-            found.update(listing or {})
-        return dict(sorted(found.items()))
+            statuses.update(listing or {})
+        return dict(sorted(statuses.items()))
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -135,45 +136,45 @@ class MergedStore:
         first: dict[str, int] = {}
         for number, listing in enumerate(listings):
             for path in listing or ():
-                other = first.setdefault(path, number)
-                if other != number and not self._alike(path, other, number):
-                    places = f"{self.roots[other]}/{path} and {self.roots[number]}/{path}"
-                    found = finding("files-differ", "files", f"{places} differ", file=path)
+                holder = first.setdefault(path, number)
+                if holder != number and not self._alike(path, holder, number):
+                    places = f"{self.roots[holder]}/{path} and {self.roots[number]}/{path}"
+                    difference = finding("files-differ", "files", f"{places} differ", file=path)
                     raise DamagedCheckpoint(
                         f"cannot read {self.url}: {places} have one name in the source, and different bytes",
                         hint="name the folders of one save, or remove the file that does not belong to it",
-                        findings=(found,),
+                        findings=(difference,),
                         file=path,
                     )
 
     def list(self) -> dict[str, int]:
         """List the files: relative path -> size in bytes."""
-        if self._found is None:
-            return {path: seen.nbytes for path, seen in self.stamped().items()}
-        found: dict[str, int] = {}
+        if self._folder_listings is None:
+            return {path: status.nbytes for path, status in self.stamped().items()}
+        sizes: dict[str, int] = {}
         for listing in reversed(self._listings()):
-            found.update({path: seen.nbytes for path, seen in (listing or {}).items()})
-        return dict(sorted(found.items()))
+            sizes.update({path: status.nbytes for path, status in (listing or {}).items()})
+        return dict(sorted(sizes.items()))
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes, or None when there is no such file."""
-        at = self._holder(path)
-        return None if at is None else self.stores[at].size(path)
+        holder = self._holder(path)
+        return None if holder is None else self.stores[holder].size(path)
 
     def look(self, path: str) -> FileStatus | None:
         """Return size, stamp and ctime of one file, or None when there is no such file."""
-        at = self._holder(path)
-        return None if at is None else self.stores[at].look(path)
+        holder = self._holder(path)
+        return None if holder is None else self.stores[holder].look(path)
 
     def stamp(self, path: str) -> str | None:
         """Return a text that changes when the file is rewritten, or None when there is no such file."""
-        at = self._holder(path)
-        return None if at is None else self.stores[at].stamp(path)
+        holder = self._holder(path)
+        return None if holder is None else self.stores[holder].stamp(path)
 
     def ctime(self, path: str) -> int | None:
         """Return when its status last changed, ns, or None."""
-        at = self._holder(path)
-        return None if at is None else self.stores[at].ctime(path)
+        holder = self._holder(path)
+        return None if holder is None else self.stores[holder].ctime(path)
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes."""
@@ -228,36 +229,37 @@ class MergedStore:
         return next((number for number, listing in pairs if listing and path in listing), None)
 
     def _store(self, path: str) -> Store:
-        at = self._holder(path)
-        if at is None:
+        holder = self._holder(path)
+        if holder is None:
             raise SourceUnreadable(
                 f"{path} is in none of the folders of {self.url}",
                 hint="name the folder that has it",
                 file=path,
             )
-        return self.stores[at]
+        return self.stores[holder]
 
     def _listings(self, *, anew: bool = False) -> _Listings:
         """Return the files of each folder, which are listed once unless ``anew``."""
         with self._lock:
-            if self._found is None or anew:
+            if self._folder_listings is None or anew:
                 with ThreadPoolExecutor(min(_LISTINGS, len(self.stores))) as pool:
-                    self._found = tuple(pool.map(_listing, self.stores))
-            return self._found
+                    self._folder_listings = tuple(pool.map(_listing, self.stores))
+            return self._folder_listings
 
-    def _alike(self, path: str, one: int, other: int) -> bool:
+    def _alike(self, path: str, first_number: int, second_number: int) -> bool:
         """Report whether a file has the same bytes in two folders."""
-        first, second = self.stores[one], self.stores[other]
+        first, second = self.stores[first_number], self.stores[second_number]
         nbytes = first.size(path)
         if nbytes is None or nbytes != second.size(path):
             return False
         if first.local is not None and second.local is not None:
             mine, its = (os.stat(store.local / path) for store in (first, second) if store.local is not None)
+            # One file by two paths, such as hard links, needs no comparison.
             if os.path.samestat(mine, its):
                 return True
-        for at in range(0, nbytes, _BLOCK):
-            length = min(_BLOCK, nbytes - at)
-            if first.read(path, at, length) != second.read(path, at, length):
+        for offset in range(0, nbytes, _BLOCK):
+            length = min(_BLOCK, nbytes - offset)
+            if first.read(path, offset, length) != second.read(path, offset, length):
                 return False
         return True
 
@@ -279,13 +281,13 @@ class MergedAhead(MergedStore):
     def split(self, reads: ExpectedReads, memory: int) -> list[tuple[ExpectedReads, int]]:
         """Return the expected reads of each folder on S3, and its share of the memory."""
         holders = [self._holder(path) for path in reads.paths]
-        of = np.array([-1 if at is None else at for at in holders], np.int64)[reads.file]
+        of = np.array([-1 if holder is None else holder for holder in holders], np.int64)[reads.file]
         numbers = [number for number, _ in self._ahead()]
         share = memory // max(1, sum(bool((of == number).any()) for number in numbers))
         parts = []
         for number in numbers:
             rows = of == number
-            bare = frozenset(p for p, at in zip(reads.paths, holders, strict=True) if at == number)
+            bare = frozenset(p for p, holder in zip(reads.paths, holders, strict=True) if holder == number)
             part = ExpectedReads(
                 reads.paths,
                 reads.file[rows],
@@ -322,6 +324,7 @@ def _listing(store: Store) -> dict[str, FileStatus] | None:
     try:
         return store.stamped()
     except SourceUnreadable as error:
+        # Any other error, such as missing rights, does not mean that the folder is missing.
         if error.values.get("absent"):
             return None
         raise

@@ -17,7 +17,7 @@ from ckptcore.utils.foreign_text import InvalidText, load_json
 _DEFAULT = "s3"
 
 
-def use_storage_options(given: Sequence[str]) -> None:
+def use_storage_options(assignments: Sequence[str]) -> None:
     """Use options such as ``profile=team`` or ``gs.token=anon`` for every URL of their scheme (s3 if none).
 
     A value that is JSON is that value: ``client_kwargs={"verify": false}``.
@@ -25,12 +25,12 @@ def use_storage_options(given: Sequence[str]) -> None:
     Raises:
         UsageError: An option is not NAME=VALUE; its value is not repeated in the message.
     """
-    if not given:
+    if not assignments:
         return
     from fsspec.config import conf
 
-    for each in given:
-        name, equals, value = each.partition("=")
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
         scheme, dot, option = name.rpartition(".")
         if not equals or not option.isidentifier() or (dot and not scheme.isidentifier()):
             raise UsageError(
@@ -51,14 +51,14 @@ def configured(scheme: str) -> Mapping[str, Any]:
             return {}
     from fsspec.config import conf
 
-    found: Mapping[str, Any] = conf.get(scheme) or {}
-    return found
+    options: Mapping[str, Any] = conf.get(scheme) or {}
+    return options
 
 
 def _parsed(value: str) -> Any:
     try:
-        found = load_json(value)
+        json_value = load_json(value)
     except InvalidText:
         return value
     # A key may consist of digits: only values that cannot be meant as text are taken as JSON.
-    return found if isinstance(found, dict | list | bool) else value
+    return json_value if isinstance(json_value, dict | list | bool) else value

@@ -111,17 +111,17 @@ def relation(a: Location, b: Location) -> Relation:
     A merged source relates as the first of its places that does.
     """
     if a.parts or b.parts:
-        each = (relation(x, y) for x in a.parts or (a,) for y in b.parts or (b,))
-        return next((r for r in each if r is not Relation.APART), Relation.APART)
-    found = {_of_paths(x[1], y[1]) for x in a.spots for y in b.spots if _may_meet(a, b, x[0], y[0])}
+        part_relations = (relation(x, y) for x in a.parts or (a,) for y in b.parts or (b,))
+        return next((r for r in part_relations if r is not Relation.APART), Relation.APART)
+    relations = {_of_paths(x[1], y[1]) for x in a.spots for y in b.spots if _may_meet(a, b, x[0], y[0])}
     if a.exists and b.exists and a.trail[0] == b.trail[0]:
-        found.add(Relation.SAME)
+        relations.add(Relation.SAME)
     if b.exists and b.trail[0] in a.trail:
-        found.add(Relation.INSIDE)
+        relations.add(Relation.INSIDE)
     if a.exists and a.trail[0] in b.trail:
-        found.add(Relation.AROUND)
+        relations.add(Relation.AROUND)
     order = (Relation.SAME, Relation.AROUND, Relation.INSIDE)
-    return next((r for r in order if r in found), Relation.APART)
+    return next((r for r in order if r in relations), Relation.APART)
 
 
 def overlaps(a: Location, b: Location) -> bool:
@@ -134,9 +134,10 @@ def first_overlap(urls: Sequence[str]) -> tuple[str, str] | None:
     look = _Look()
     index = _Index([_identified(url, look) for url in urls])
     for n, place in enumerate(index.places):
-        for other in index.near(place):
-            if n < other and overlaps(place, index.places[other]):
-                return urls[n], urls[other]
+        for neighbor in index.near(place):
+            # Each pair once.
+            if n < neighbor and overlaps(place, index.places[neighbor]):
+                return urls[n], urls[neighbor]
     return None
 
 
@@ -162,24 +163,24 @@ class Spellings:
         """
         if not self._urls or self._urls == (url,):
             return {}
-        here = _identified(url, self._look)
-        near = ((self._urls[n], self._index.places[n]) for n in self._index.near(here))
-        found = {each: relation(place, here) for each, place in near if each != url}
-        return {each: how for each, how in found.items() if how is not Relation.APART}
+        location = _identified(url, self._look)
+        near = ((self._urls[n], self._index.places[n]) for n in self._index.near(location))
+        relations = {candidate: relation(place, location) for candidate, place in near if candidate != url}
+        return {candidate: kind for candidate, kind in relations.items() if kind is not Relation.APART}
 
     def inside(self, url: str) -> tuple[str, ...]:
         """Return the URLs inside this place, whatever its name: their folders are compared."""
-        here, within = _identified(url, self._look), (Relation.SAME, Relation.INSIDE)
+        location, within = _identified(url, self._look), (Relation.SAME, Relation.INSIDE)
         folders: dict[str, list[str]] = {}
-        for each in self._urls:
-            for root in roots_of(each) or (each,):
-                folders.setdefault(root.rpartition("/")[0], []).append(each)
-        found = [
+        for candidate in self._urls:
+            for root in roots_of(candidate) or (candidate,):
+                folders.setdefault(root.rpartition("/")[0], []).append(candidate)
+        url_groups = [
             urls
             for above, urls in folders.items()
-            if above and relation(_identified(above, self._look), here) in within
+            if above and relation(_identified(above, self._look), location) in within
         ]
-        return tuple(dict.fromkeys(each for urls in found for each in urls))
+        return tuple(dict.fromkeys(candidate for urls in url_groups for candidate in urls))
 
     @functools.cached_property
     def _index(self) -> _Index:
@@ -192,29 +193,29 @@ def perhaps_within(url: str, urls: Iterable[str]) -> tuple[str, ...]:
     One question about each local URL, and several about each folder that has some, tell nearly all apart.
     """
     look, urls = _Look(), tuple(urls)
-    here = _identified(url, look)
-    if not here.exists:
+    location = _identified(url, look)
+    if not location.exists:
         return urls
-    names = {path[-1] for _, path in here.spots if path} | {"", ".", ".."}
+    names = {path[-1] for _, path in location.spots if path} | {"", ".", ".."}
     folders: dict[str, str] = {}  # -> its real path, or "" where all in it may be within
 
-    def apart(each: str) -> bool:
-        if not each.startswith("/") or "::" in each:
+    def apart(candidate: str) -> bool:
+        if not candidate.startswith("/") or "::" in candidate:
             return False
-        above, _, name = each.rpartition("/")
+        above, _, name = candidate.rpartition("/")
         if above not in folders:
-            inside = relation(_identified(f"{above}/", look), here) in (Relation.SAME, Relation.INSIDE)
+            inside = relation(_identified(f"{above}/", look), location) in (Relation.SAME, Relation.INSIDE)
             folders[above] = "" if inside else look.real(above or "/")
         real = os.path.join(folders[above], name)
         if not folders[above] or name in names or real in look.mount_points:
             return False
         try:
-            seen = os.lstat(each)
+            status = os.lstat(candidate)
         except (OSError, ValueError):
             return False
-        return not stat.S_ISLNK(seen.st_mode) and (seen.st_dev, seen.st_ino) != here.trail[0]
+        return not stat.S_ISLNK(status.st_mode) and (status.st_dev, status.st_ino) != location.trail[0]
 
-    return tuple(each for each in urls if not apart(each))
+    return tuple(candidate for candidate in urls if not apart(candidate))
 
 
 def _identified(url: str, look: _Look) -> Location:
@@ -249,17 +250,17 @@ class _Index:
             if anywhere:
                 self._anywhere.append(n)
 
-    def near(self, here: Location) -> list[int]:
+    def near(self, location: Location) -> list[int]:
         """Return the positions of all places that may relate to one, and of few others."""
-        itself, above, anywhere = _marks(here)
+        itself, above, anywhere = _marks(location)
         if anywhere:
             return list(range(len(self.places)))
-        found = set(self._anywhere)
+        numbers = set(self._anywhere)
         for mark in itself:
-            found.update(self._below.get(mark, ()))
+            numbers.update(self._below.get(mark, ()))
         for mark in itself | above:
-            found.update(self._at.get(mark, ()))
-        return sorted(found)
+            numbers.update(self._at.get(mark, ()))
+        return sorted(numbers)
 
 
 def _marks(place: Location) -> tuple[set[Any], set[Any], bool]:
@@ -290,7 +291,7 @@ class _Look:
     def __init__(self) -> None:
         self._real = {"/": "/"}
         self._trails: dict[str, tuple[tuple[int, int], ...]] = {}
-        self._there: dict[str, bool] = {}
+        self._exists: dict[str, bool] = {}
         self._devices: dict[str, tuple[str, str]] = {}
 
     @functools.cached_property
@@ -302,48 +303,48 @@ class _Look:
         """Return the real path, as `os.path.realpath` does."""
         if not path.startswith("/") or path.startswith("//") or os.path.normpath(path) != path:
             return os.path.realpath(path)
-        for each in _until(path, self._real):
-            full = os.path.join(self._real[os.path.dirname(each)], os.path.basename(each))
+        for folder in _until(path, self._real):
+            full = os.path.join(self._real[os.path.dirname(folder)], os.path.basename(folder))
             try:
                 linked = stat.S_ISLNK(os.lstat(full).st_mode)
             except (OSError, ValueError):  # missing, or not accessible: the path itself is compared
                 linked = False
-            self._real[each] = os.path.realpath(full) if linked else full
+            self._real[folder] = os.path.realpath(full) if linked else full
         return self._real[path]
 
     def trail(self, real: str) -> tuple[tuple[tuple[int, int], ...], bool]:
         """Return (device, inode) of a real path and of the folders above; whether the first is its own."""
-        for each in _until(real, self._trails):
-            above = self._trails[os.path.dirname(each)] if each != "/" else ()
+        for folder in _until(real, self._trails):
+            above = self._trails[os.path.dirname(folder)] if folder != "/" else ()
             try:
-                seen = os.stat(each)
+                status = os.stat(folder)
             except (OSError, ValueError):
-                self._trails[each], self._there[each] = above, False
+                self._trails[folder], self._exists[folder] = above, False
             else:
-                self._trails[each], self._there[each] = ((seen.st_dev, seen.st_ino), *above), True
-        return self._trails[real], self._there[real]
+                self._trails[folder], self._exists[folder] = ((status.st_dev, status.st_ino), *above), True
+        return self._trails[real], self._exists[real]
 
     def on_device(self, real: str) -> tuple[str, str]:
         """Return (device, path in its file system) of a real path: the same for all mounts of it."""
-        for each in _until(real, self._devices):
-            device, inner = self.mount_points.get(each) or ("", "/")
-            if each not in self.mount_points and each != "/":
-                device, inner = self._devices[os.path.dirname(each)]
-                inner = os.path.join(inner, os.path.basename(each))
-            self._devices[each] = device, inner
+        for folder in _until(real, self._devices):
+            device, inner = self.mount_points.get(folder) or ("", "/")
+            if folder not in self.mount_points and folder != "/":
+                device, inner = self._devices[os.path.dirname(folder)]
+                inner = os.path.join(inner, os.path.basename(folder))
+            self._devices[folder] = device, inner
         device, inner = self._devices[real]
         return f"device {device}", inner
 
 
-def _until(path: str, known: Mapping[str, object]) -> list[str]:
+def _until(path: str, cache: Mapping[str, object]) -> list[str]:
     """Return a path and the folders above it up to a known one, outermost first."""
-    found = []
-    while path not in known:
-        found.append(path)
+    folders = []
+    while path not in cache:
+        folders.append(path)
         if path == "/":
             break
         path = os.path.dirname(path)
-    return found[::-1]
+    return folders[::-1]
 
 
 def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:
@@ -354,11 +355,15 @@ def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:
     return Relation.AROUND if b[: len(a)] == a else Relation.APART
 
 
-def _may_meet(a: Location, b: Location, one: str, other: str) -> bool:
+def _may_meet(a: Location, b: Location, bucket_a: str, bucket_b: str) -> bool:
     families = {a.family, b.family}
     same = len(families) == 1 or ("http" in families and families & _BUCKETS)
-    known = len(families) == 1 and a.endpoint and b.endpoint
-    return bool(same) and not (known and a.endpoint != b.endpoint) and (one == other or _ANY in (one, other))
+    both_endpoints = len(families) == 1 and a.endpoint and b.endpoint
+    return (
+        bool(same)
+        and not (both_endpoints and a.endpoint != b.endpoint)
+        and (bucket_a == bucket_b or _ANY in (bucket_a, bucket_b))
+    )
 
 
 def _local_location(url: str, path: str, look: _Look) -> Location:
@@ -414,15 +419,15 @@ def _readings(key: str) -> set[tuple[str, ...]]:
 
 
 def _components(path: str, *, dots: bool = False) -> tuple[str, ...]:
-    found: list[str] = []
+    components: list[str] = []
     for part in path.split("/"):
         if part in ("", "."):
             continue
         if dots and part == "..":
-            found = found[:-1]
+            components = components[:-1]
         else:
-            found.append(part)
-    return tuple(found)
+            components.append(part)
+    return tuple(components)
 
 
 def _endpoint(scheme: str, family: str, rest: str) -> str:
@@ -432,17 +437,17 @@ def _endpoint(scheme: str, family: str, rest: str) -> str:
         return host.partition("@")[2].lower()
     if family != "s3":
         return ""
-    given = configured(scheme)
-    named = given.get("endpoint_url") or (given.get("client_kwargs") or {}).get("endpoint_url")
+    options = configured(scheme)
+    named = options.get("endpoint_url") or (options.get("client_kwargs") or {}).get("endpoint_url")
     named = named or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not named:
         return ""  # a profile may name one
     try:
-        seen = parse_url(str(named) if "://" in str(named) else f"//{named}")
+        server = parse_url(str(named) if "://" in str(named) else f"//{named}")
     except InvalidText:
         return ""
-    host, port = (seen.hostname or "").lower().rstrip("."), seen.port
+    host, port = (server.hostname or "").lower().rstrip("."), server.port
     if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         return "aws"
     host = "localhost" if host in _LOOPBACK or host.startswith("127.") else host
-    return f"{host}:{port or (80 if seen.scheme == 'http' else 443)}"
+    return f"{host}:{port or (80 if server.scheme == 'http' else 443)}"

@@ -143,12 +143,12 @@ class FsspecStore:
 
     def list(self) -> dict[str, int]:
         """List the objects: relative path -> size in bytes."""
-        return {path: seen.nbytes for path, seen in self.stamped().items()}
+        return {path: status.nbytes for path, status in self.stamped().items()}
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes, or None when there is no such object."""
-        seen = self.look(path)
-        return None if seen is None else seen.nbytes
+        status = self.look(path)
+        return None if status is None else status.nbytes
 
     def look(self, path: str) -> FileStatus | None:
         """Return size and version of one object, or None when there is no such object."""
@@ -169,8 +169,8 @@ class FsspecStore:
                 return None
             return info
 
-        found: dict[str, Any] | None = retrying(f"{self.url}/{path}".rstrip("/"), call)
-        return found
+        description: dict[str, Any] | None = retrying(f"{self.url}/{path}".rstrip("/"), call)
+        return description
 
     def ctime(self, path: str) -> int | None:
         """Return None: an object is replaced, never written in place, and its version shows that."""
@@ -197,9 +197,9 @@ class FsspecStore:
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly, in requests of 16 MiB."""
-        for at in range(0, len(into), _PART):
-            part = into[at : at + _PART]
-            part[:] = self.read(path, start + at, len(part))
+        for offset in range(0, len(into), _PART):
+            part = into[offset : offset + _PART]
+            part[:] = self.read(path, start + offset, len(part))
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Start an upload."""
@@ -265,14 +265,14 @@ class FsspecWriter:
         except Exception as error:
             raise _trouble(url, error, writing=True) from error
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
-        """Append ``data``; ``at`` is the current end."""
+    def write(self, offset: int, data: Buffer | bytes) -> None:
+        """Append ``data``; ``offset`` is the current end."""
         try:
             self._file.write(data)
         except Exception as error:
             raise _trouble(self._url, error, writing=True) from error
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Return False: no copy inside the kernel."""
         return False
 
@@ -306,7 +306,7 @@ def _require_answer(error: OSError) -> None:
         raise cause from None
 
 
-def retrying(what: str, call: Any, *, writing: bool = False) -> Any:
+def retrying(url: str, call: Any, *, writing: bool = False) -> Any:
     """Call a function, up to four times while it fails for a moment; its errors become this package's."""
     policy = Retrying(
         stop=stop_after_attempt(4),
@@ -319,16 +319,16 @@ def retrying(what: str, call: Any, *, writing: bool = False) -> Any:
         try:
             return call()
         except Exception as error:
-            raise _trouble(what, error, writing=writing) from error
+            raise _trouble(url, error, writing=writing) from error
 
     return policy(once)
 
 
-def _trouble(what: str, error: Exception, *, writing: bool = False) -> CkptError:
+def _trouble(url: str, error: Exception, *, writing: bool = False) -> CkptError:
     if isinstance(error, CkptError):
         return error
     verb = "write" if writing else "read"
-    message = redacted_of(f"cannot {verb} {what}: {error or type(error).__name__}", what)
+    message = redacted_of(f"cannot {verb} {url}: {error or type(error).__name__}", url)
     refused = 400 <= getattr(error, "status", 0) < 500 if type(error).__name__ == _ANSWER else False
     if refused or isinstance(error, _FINAL) or type(error).__name__ in _REFUSED:
         return DestinationUnwritable(message) if writing else SourceUnreadable(message)

@@ -27,11 +27,11 @@ class S3Store(FsspecStore):
     """A folder of a bucket; see `ckptcore.store.Store` and `ckptcore.store.ahead.ReadsAhead`.
 
     Attributes:
-        kept: What is known of the objects, while this process alone writes here; None to ask each time.
+        records: What is known of the objects, while this process alone writes here; None to ask each time.
     """
 
     pins = True
-    kept: KeptRecords | None = None
+    records: KeptRecords | None = None
 
     def __init__(
         self, url: str, *, pinned: bool = False, versions: Mapping[str, str | None] | None = None
@@ -88,15 +88,15 @@ class S3Store(FsspecStore):
     def level(self) -> tuple[dict[str, FileStatus], tuple[str, ...]]:
         """Return the objects directly in the folder by name, and the names of its folders, all sorted."""
         keys = self.client.below(self.prefix)
-        statuses = {seen.key[len(self.prefix) :]: of_object(seen) for seen in keys.objects}
+        statuses = {s3_object.key[len(self.prefix) :]: of_object(s3_object) for s3_object in keys.objects}
         statuses.pop("", None)  # the folder's own marker
         folders = {prefix[len(self.prefix) :].rstrip("/") for prefix in keys.prefixes}
         return dict(sorted(statuses.items())), tuple(sorted(folders))
 
     def list(self) -> dict[str, int]:
         """List the objects: relative path -> size in bytes. A pinned folder is listed once."""
-        known = self._reader.listed()
-        return known if known is not None else super().list()
+        sizes = self._reader.listed()
+        return sizes if sizes is not None else super().list()
 
     def look(self, path: str) -> FileStatus | None:
         """Return size and version of one object, or None when there is no such object."""
@@ -104,8 +104,8 @@ class S3Store(FsspecStore):
 
     def stamp(self, path: str) -> str | None:
         """Return the size and version as they are now, as a text, or None when there is no such object."""
-        seen = self._reader.now(path)
-        return None if seen is None else seen.stamp
+        status = self._reader.now(path)
+        return None if status is None else status.stamp
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes."""
@@ -115,8 +115,8 @@ class S3Store(FsspecStore):
         """Return all bytes of an object of at most ``most``, or None when there is no such object."""
         if not self._pinned:
             key = self.prefix + path
-            if self.kept is not None:
-                return self.kept.fetch(key, lambda: self.client.fetch(key, most))
+            if self.records is not None:
+                return self.records.fetch(key, lambda: self.client.fetch(key, most))
             return self.client.fetch(key, most)
         size = self.size(path)
         if size is None:
@@ -155,11 +155,12 @@ class S3Store(FsspecStore):
     def put(self, path: str, data: bytes) -> None:
         """Write a small object in one request."""
         key = self.prefix + path
-        if self.kept is not None:
-            self.kept.forget(key)
+        if self.records is not None:
+            # Before the request: one that fails may have replaced the object nevertheless.
+            self.records.forget(key)
         self.client.put(key, data)
-        if self.kept is not None:
-            self.kept.put(key, data)
+        if self.records is not None:
+            self.records.put(key, data)
 
     def put_over(self, path: str, data: bytes, draft: str) -> None:
         """Replace a small object whose bytes must stay if the new ones arrive altered.
@@ -172,16 +173,16 @@ class S3Store(FsspecStore):
         """
         key = self.prefix + path
         etag = self.client.put(self.prefix + draft, data)
-        if self.kept is not None:
-            self.kept.forget(key)
+        if self.records is not None:
+            self.records.forget(key)
         try:
             self.client.copy(self.prefix + draft, key, match=etag or None)
         except CkptError as error:
             if kind_of(error) not in (Kind.UNSUPPORTED, Kind.DENIED, Kind.INVALID):
                 raise
             self.client.put(key, data)
-        if self.kept is not None:
-            self.kept.put(key, data)
+        if self.records is not None:
+            self.records.put(key, data)
 
     def put_each(self, items: Iterable[tuple[str, bytes]]) -> None:
         """Write small objects, with several requests at once."""
@@ -189,19 +190,19 @@ class S3Store(FsspecStore):
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing object is no error."""
-        if self.kept is not None:
-            self.kept.forget(self.prefix + path)
+        if self.records is not None:
+            self.records.forget(self.prefix + path)
         self.client.delete(self.prefix + path)
 
     def remove_all(self) -> None:
         """Remove every object below the folder."""
         try:
-            keys = [seen.key for seen in self.client.list(self.prefix)]
+            keys = [s3_object.key for s3_object in self.client.list(self.prefix)]
         except SourceUnreadable as error:
             raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
-        if self.kept is not None:
+        if self.records is not None:
             for key in keys:
-                self.kept.forget(key)
+                self.records.forget(key)
         self.client.each(self.client.delete, keys)
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
@@ -225,11 +226,11 @@ class ObjectWriter:
     def __init__(self, client: S3Client, key: str) -> None:
         self._client, self._key, self._data = client, key, bytearray()
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
-        """Append ``data``; ``at`` is the current end."""
+    def write(self, offset: int, data: Buffer | bytes) -> None:
+        """Append ``data``; ``offset`` is the current end."""
         self._data += data
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Return False: no copy inside the kernel."""
         return False
 

@@ -22,7 +22,7 @@ from ckptcore.store import Joint, inner_path
 from ckptcore.store.folder_tree import FOLDER, closing_fd, enter, look, remove_tree, walk
 from ckptcore.store.local import LocalStore, close_all
 from ckptcore.store.local_writer import unreadable, unwritable
-from ckptcore.store.owners import Owners, strange
+from ckptcore.store.owners import Owners, untrusted_entry
 from ckptcore.utils import host
 
 _log = logging.getLogger("ckptcore")
@@ -143,20 +143,20 @@ class SealedFolder:
     def below(self, folders: tuple[str, ...], *, make: bool = False) -> Iterator[int | None]:
         """Yield a descriptor of a folder in it, by the names on the way; None when there is none."""
         fd = self.open(make=make)
-        at = os.dup(fd) if fd is not None else None
+        folder_fd = os.dup(fd) if fd is not None else None
         path = str(self.path)
         try:
             for name in folders:
-                if at is None:
+                if folder_fd is None:
                     break
                 path = f"{path}/{name}"
-                inner = enter(at, name, path, self.owners, make=make)
-                os.close(at)
-                at = inner
-            yield at
+                inner = enter(folder_fd, name, path, self.owners, make=make)
+                os.close(folder_fd)
+                folder_fd = inner
+            yield folder_fd
         finally:
-            if at is not None:
-                os.close(at)
+            if folder_fd is not None:
+                os.close(folder_fd)
 
     def strangers_may_write(self) -> bool:
         """Report whether users outside `owners` can write to the open folder."""
@@ -202,31 +202,32 @@ class SealedFolder:
             self._open_fds |= {"parent": parent, "folder": fd}
 
     def _open_in(self, parent: int, *, make: bool) -> int | None:
-        made = False
-        seen = look(parent, self.name)
-        if seen is None:
+        is_new = False
+        status = look(parent, self.name)
+        if status is None:
             if not make:
                 return None
             with contextlib.suppress(FileExistsError):
                 host.mkdir(self.name, self._mode, dir_fd=parent)
-                made = True
-            seen = os.stat(self.name, dir_fd=parent, follow_symlinks=False)
+                is_new = True
+            status = os.stat(self.name, dir_fd=parent, follow_symlinks=False)
         try:
-            self.owners.require_folder(seen, str(self.path))
+            self.owners.require_folder(status, str(self.path))
         except CkptError:
-            if made:  # a server maps this user to another: remove the new folder, which is empty
+            if is_new:  # a server maps this user to another: remove the new folder, which is empty
                 with contextlib.suppress(OSError):
                     host.rmdir(self.name, dir_fd=parent)
             raise
         fd = os.open(self.name, FOLDER, dir_fd=parent)
         try:
+            # By the descriptor: the name may have been exchanged since the look.
             self.owners.require_folder(os.fstat(fd), str(self.path))
             if self._foreign is not None:
                 self._foreign(self.path, names_in(fd))
         except BaseException as error:
-            now, seen = look(parent, self.name), os.fstat(fd)
+            now, status = look(parent, self.name), os.fstat(fd)
             os.close(fd)
-            if isinstance(error, StagingForeign) and (now is None or not os.path.samestat(now, seen)):
+            if isinstance(error, StagingForeign) and (now is None or not os.path.samestat(now, status)):
                 # It was being removed under another name, so its entries prove nothing.
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
             raise
@@ -242,7 +243,7 @@ class SealedStore(LocalStore):
 
     def list(self) -> dict[str, int]:
         """List the files: relative path -> size in bytes."""
-        return {path: seen.st_size for path, seen in self.entries() if not path.endswith("/")}
+        return {path: status.st_size for path, status in self.entries() if not path.endswith("/")}
 
     def entries(self) -> Sequence[tuple[str, os.stat_result]]:
         """Return (path, status) of every file and folder, sorted; names of folders end with a slash.
@@ -269,23 +270,23 @@ class SealedStore(LocalStore):
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes of a trusted user's file, or None."""
-        seen = self._look(path)
-        return None if seen is None or stat.S_ISDIR(seen.st_mode) else seen.st_size
+        status = self._look(path)
+        return None if status is None or stat.S_ISDIR(status.st_mode) else status.st_size
 
     def stamp(self, path: str) -> str | None:
         """Return the size, times and inode as a text, or None when there is no such entry."""
-        seen = self._look(path)
-        if seen is None:
+        status = self._look(path)
+        if status is None:
             return None
-        times = f"modified {seen.st_mtime_ns}, changed {seen.st_ctime_ns}"
-        return f"{seen.st_size} bytes, {times}, inode {seen.st_ino}"
+        times = f"modified {status.st_mtime_ns}, changed {status.st_ctime_ns}"
+        return f"{status.st_size} bytes, {times}, inode {status.st_ino}"
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
         """Open a file that several processes write ranges of, if it has no other hard links."""
         with self._at(path) as (fd, name):
-            seen = look(fd, name) if fd is not None else None
-        if seen is not None:  # it is written in place: another hard link would expose another user's file
-            self._home.owners.require_only_name(seen, f"{self.url}/{path}")
+            status = look(fd, name) if fd is not None else None
+        if status is not None:  # it is written in place: another hard link would expose another user's file
+            self._home.owners.require_only_name(status, f"{self.url}/{path}")
         return super().joint(path, nbytes, alone=alone)
 
     def put(self, path: str, data: bytes) -> None:
@@ -298,10 +299,10 @@ class SealedStore(LocalStore):
         self._forget(path)
         try:
             with self._at(path) as (fd, name):
-                seen = look(fd, name) if fd is not None else None
-                if fd is None or seen is None:
+                status = look(fd, name) if fd is not None else None
+                if fd is None or status is None:
                     return
-                self._home.owners.require_file(seen, f"{self.url}/{path}")
+                self._home.owners.require_file(status, f"{self.url}/{path}")
                 with contextlib.suppress(FileNotFoundError):
                     host.unlink(name, dir_fd=fd)
         except OSError as error:
@@ -322,25 +323,26 @@ class SealedStore(LocalStore):
         """Return the status of a trusted user's file, or of a folder; None when nothing is there."""
         try:
             with self._at(path) as (fd, name):
-                seen = look(fd, name) if fd is not None else None
+                status = look(fd, name) if fd is not None else None
         except OSError as error:
             raise unreadable(f"{self.url}/{path}", error) from error
-        if seen is not None and not stat.S_ISDIR(seen.st_mode):
-            self._home.owners.require_file(seen, f"{self.url}/{path}")
-        return seen
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            self._home.owners.require_file(status, f"{self.url}/{path}")
+        return status
 
     def _open_inside(self, path: str) -> int:
         path_text = f"{self.url}/{path}"
         try:
             with self._at(path) as (fd, name):
-                seen = look(fd, name) if fd is not None else None
-                if fd is None or seen is None:
+                status = look(fd, name) if fd is not None else None
+                if fd is None or status is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                self._home.owners.require_file(seen, path_text)
+                self._home.owners.require_file(status, path_text)
                 opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
         except OSError as error:
             raise unreadable(path_text, error) from error
         try:
+            # By the descriptor: the name may have been exchanged since the look.
             self._home.owners.require_only_name(os.fstat(opened), path_text)
         except BaseException:
             os.close(opened)
@@ -348,25 +350,26 @@ class SealedStore(LocalStore):
         return opened
 
     def _folder_of(self, path: str) -> int:
-        *above, _ = inner_path(path, what=self.url).split("/")
+        *above, _ = inner_path(path, origin=self.url).split("/")
         with self._home.below((*self._inside, *above), make=True) as fd:
             assert fd is not None  # it was made
             return os.dup(fd)
 
     @contextlib.contextmanager
     def _at(self, path: str) -> Iterator[tuple[int | None, str]]:
-        *above, name = inner_path(path, what=self.url).split("/")
+        *above, name = inner_path(path, origin=self.url).split("/")
         with self._home.below((*self._inside, *above)) as fd:
             yield fd, name
 
 
 def names_in(fd: int) -> Names:
     """Return the names in a folder, with the status of each."""
-    seen = ((name, look(fd, name)) for name in os.listdir(fd))
-    return {name: each for name, each in seen if each is not None}
+    statuses = ((name, look(fd, name)) for name in os.listdir(fd))
+    return {name: status for name, status in statuses if status is not None}
 
 
 def refuse_odd(path: Path, odd: Sequence[str]) -> None:
     """Raise `StagingForeign` if a folder has names that ckptcore does not create."""
     if odd:
-        raise strange(str(path), f"it holds files that ckptcore does not create (got {', '.join(odd[:5])!r})")
+        names = ", ".join(odd[:5])
+        raise untrusted_entry(str(path), f"it holds files that ckptcore does not create (got {names!r})")

@@ -33,7 +33,7 @@ class Account(Protocol):
             spans: int64 [n, 2]: the first byte of each range, and the byte behind its last.
         """
 
-    def leave(self, path: str, start: int, end: int, what: str, padding: bool = False) -> None:
+    def leave(self, path: str, start: int, end: int, description: str, padding: bool = False) -> None:
         """Record what the bytes ``[start, end)`` are, which belong to no tensor, object or structure.
 
         padding: They are structure if all of them are zero, which nobody has read yet.
@@ -61,8 +61,8 @@ class SubStore:
 
     def list(self) -> dict[str, int]:
         """Return every file below: relative path -> size in bytes."""
-        found = self._store.list()
-        return {p.removeprefix(self._prefix): n for p, n in found.items() if p.startswith(self._prefix)}
+        sizes = self._store.list()
+        return {p.removeprefix(self._prefix): n for p, n in sizes.items() if p.startswith(self._prefix)}
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes, or None when there is no such file."""
@@ -164,20 +164,21 @@ class FileRange:
         if account is not None:  # a decoded item is one range of its file
             account[0].explain(account[1], spans + self.start)
 
-    def leave(self, start: int, end: int, what: str, padding: bool = False) -> None:
+    def leave(self, start: int, end: int, description: str, padding: bool = False) -> None:
         """Record bytes of it in the account of the reading, as `Account.leave`."""
         account = account_of(self.store, self.path)
         if account is None:
             return
+        # Bytes that were decoded before are looked at now, not when the file is checked.
         if padding and self.content is not None:
             if not any(memoryview(self.content)[start:end]):
                 return
             padding = False
         if self.stored:
-            what = f"bytes [{start}, {end}) of {what}, as its codec decodes them"
-            account[0].leave(account[1], self.start, self.start + self.stored, what)
+            description = f"bytes [{start}, {end}) of {description}, as its codec decodes them"
+            account[0].leave(account[1], self.start, self.start + self.stored, description)
         else:
-            account[0].leave(account[1], self.start + start, self.start + end, what, padding)
+            account[0].leave(account[1], self.start + start, self.start + end, description, padding)
 
     def carry(self, group: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values of it in the account of the reading, as `Account.carry`."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 from paths import ROOT
 
-from ckptcore.store.folder_tree import Spot, exchange, rename_new
+from ckptcore.store.folder_tree import DirEntryAt, exchange, rename_new
 from ckptcore.utils import host
 
 ROOMS = ("catalog", "conversion", "custody", "execution", "operations", "store")
@@ -82,6 +82,6 @@ def test_a_simulation_replaces_what_a_move_does(monkeypatch: pytest.MonkeyPatch)
         return 0
 
     monkeypatch.setattr(host, "renameat2", renameat2)
-    rename_new(Spot(-1, "a", "a"), Spot(-1, "b", "b"))
-    assert exchange(Spot(-1, "a", "a"), Spot(-1, "b", "b"))
+    rename_new(DirEntryAt(-1, "a", "a"), DirEntryAt(-1, "b", "b"))
+    assert exchange(DirEntryAt(-1, "a", "a"), DirEntryAt(-1, "b", "b"))
     assert calls == [("a", "b"), ("a", "b")]

@@ -56,7 +56,7 @@ MUTANTS = {
     "unsynced-publish": Mutant(
         "the folder of the destination is not synced after the output is moved there",
         f"{PUBLICATION}:publish_local",
-        'sync_folder(".", paths.target.at)',
+        'sync_folder(".", paths.target.folder_fd)',
         "pass",
         seed=80,
     ),
@@ -328,7 +328,7 @@ MUTANTS = {
     "restored-over-another": Mutant(
         "what is set aside is restored over what is at its place now",
         f"{ASIDE}:LocalSetAside.restore",
-        "rename_new(self.inside, Spot(self._above, name, uri or self.record.uri))",
+        "rename_new(self.inside, DirEntryAt(self._above, name, uri or self.record.uri))",
         "host.rename(self._name, name, src_dir_fd=self._at, dst_dir_fd=self._above)",
         seed=27,
     ),

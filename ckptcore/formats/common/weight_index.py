@@ -113,7 +113,7 @@ def read_index(source: Source, path: str = INDEX) -> WeightIndex:
         with parsing("an index"):
             form = parse(raw, path)
             rows = form[_FILES]
-            inner = {file: inner_path(file, what=path) for file in set(rows.values())}
+            inner = {file: inner_path(file, origin=path) for file in set(rows.values())}
             files = {str(name): inner[file] for name, file in rows.items()}
     except InvalidText as error:
         raise MalformedCheckpoint(f"{path} is not an index: {error}", file=path) from error

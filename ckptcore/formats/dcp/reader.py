@@ -288,7 +288,7 @@ class _Columns:
         return self._files.of(path), start, length, _codec(transforms, name)
 
     def _file(self, path: str) -> int:
-        return self._builder.file(inner_path(path, what=self._naming), self._listing.get(path))
+        return self._builder.file(inner_path(path, origin=self._naming), self._listing.get(path))
 
     def _tensor(self, fqn: str, state: dict[str, Any], metadata: Metadata) -> tuple[int, tuple[int, ...]]:
         name = metadata.name

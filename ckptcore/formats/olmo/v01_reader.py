@@ -226,7 +226,7 @@ def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Sto
     for file, spec in specs:
         if file not in listed:
             # Once for each file, not for each tensor: every rank lists every tensor.
-            inner_path(file, what=METADATA)
+            inner_path(file, origin=METADATA)
             listed.add(file)
         shard = _shard(file, spec, shape)
         if shard.numel:

@@ -139,6 +139,6 @@ def _paths(item: str, layout: Mapping[Any, Any], world: int) -> dict[int, str]:
     if ranks.keys() != set(range(world)):
         raise ValueError(f"{item} has files of {len(ranks)} ranks, and world_size is {world}")
     return {
-        rank: f"{item}_{rank}.pt" if info is None else inner_path(str(info["file_path"]), what=METADATA)
+        rank: f"{item}_{rank}.pt" if info is None else inner_path(str(info["file_path"]), origin=METADATA)
         for rank, info in sorted(ranks.items())
     }

@@ -235,7 +235,7 @@ def _has_file(path: Path, value: Any, topology: Topology) -> bool:
 def _is_stem(top: str) -> bool:
     """Return whether every disk accepts files with this stem, and a reader finds the same name in them."""
     try:
-        inner_path(top, what="a key of the checkpoint")
+        inner_path(top, origin="a key of the checkpoint")
         short = len(top.encode()) <= _LONGEST_STEM
     except (UnsafeContent, UnicodeEncodeError):
         return False

@@ -58,10 +58,10 @@ class ObjectSeen:
     modified: float | None = None
 
 
-def of_object(seen: ObjectSeen) -> FileStatus:
+def of_object(s3_object: ObjectSeen) -> FileStatus:
     """Return the status of an object."""
-    modified = None if seen.modified is None else round(seen.modified * 1e9)
-    return FileStatus(NameKind.FILE, seen.nbytes, seen.etag or NO_VERSION, modified)
+    modified = None if s3_object.modified is None else round(s3_object.modified * 1e9)
+    return FileStatus(NameKind.FILE, s3_object.nbytes, s3_object.etag or NO_VERSION, modified)
 
 
 @dataclass(frozen=True, slots=True)

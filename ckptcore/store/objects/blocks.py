@@ -51,7 +51,7 @@ class BlockTable:
         uses: When the reads of each block happen, block after block, sorted.
         used_bytes: Bytes of the block that are read until the end of each use.
         first: Block -> its first use in ``uses``, and one more.
-        wanted: Bytes of it that will be read, each as often as it is read.
+        read_bytes: Bytes of it that will be read, each as often as it is read.
         needed: Bytes of it that will be read at least once.
         row: Path -> the slice of its blocks, as (first, behind the last).
         size: The most bytes that a block was allowed to have.
@@ -65,7 +65,7 @@ class BlockTable:
     uses: Floats
     used_bytes: Ints
     first: Ints
-    wanted: Ints
+    read_bytes: Ints
     needed: Ints
     row: dict[str, tuple[int, int]]
     size: int = BLOCK
@@ -87,7 +87,7 @@ class BlockTable:
     @property
     def over_read(self) -> int:
         """Count the bytes that are fetched and not asked for."""
-        return max(0, int((self.end - self.start).sum()) - int(self.wanted.sum()))
+        return max(0, int((self.end - self.start).sum()) - int(self.read_bytes.sum()))
 
 
 def plan_blocks(reads: ExpectedReads, memory: int, gap: int = GAP) -> BlockTable:
@@ -149,7 +149,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     first_pair = np.searchsorted(block, np.arange(len(block_first) + 1))
     sums = np.cumsum(part)
     used_bytes = sums - np.repeat(sums[first_pair[:-1]] - part[first_pair[:-1]], np.diff(first_pair))
-    wanted = used_bytes[first_pair[1:] - 1]
+    read_bytes = used_bytes[first_pair[1:] - 1]
     owner_file = block_first // stride
     # What no read of a span wants is between the furthest byte so far and the next first byte.
     next_one = np.flatnonzero(~fresh)
@@ -174,7 +174,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
         when,
         used_bytes,
         first_pair,
-        wanted,
+        read_bytes,
         needed,
         row,
         size,
@@ -208,8 +208,8 @@ def _in_flight(answer_s: float, moving_s: float) -> int:
     >>> _in_flight(0.0, 0.02), _in_flight(0.03, 0.03), _in_flight(1.0, 0.02)
     (4, 8, 32)
     """
-    wanted = _FIRST_IN_FLIGHT * (1 + answer_s / moving_s)
-    return int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, wanted)))
+    requests = _FIRST_IN_FLIGHT * (1 + answer_s / moving_s)
+    return int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, requests)))
 
 
 def _overlaps(block_first: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -234,9 +234,9 @@ def cover(borders: list[int], start: int, end: int) -> int:
     """
     first, last = bisect_left(borders, start), bisect_right(borders, end)
     before, behind = [start] if first % 2 == 0 else [], [end] if last % 2 == 0 else []
-    known = [*([] if before else [start]), *borders[first:last], *([] if behind else [end])]
+    ranges = [*([] if before else [start]), *borders[first:last], *([] if behind else [end])]
     borders[first:last] = before + behind
-    return end - start - (sum(known[1::2]) - sum(known[::2]))
+    return end - start - (sum(ranges[1::2]) - sum(ranges[::2]))
 
 
 class BlockReader:
@@ -260,7 +260,7 @@ class BlockReader:
         self._lock = threading.Condition()  # reentrant: a request may end while it is begun
         self._loaded: dict[int, _Loaded] = {}
         self._free: list[Buffer] = []
-        self._left = table.wanted.copy()
+        self._left = table.read_bytes.copy()
         self._needed = table.needed.copy()
         self._read: dict[int, list[int]] = {}  # block -> borders of what was read of it
         self._next = 0
@@ -282,29 +282,30 @@ class BlockReader:
             return
         starts, ends = self._table.start, self._table.end
         while len(into):
-            at = int(np.searchsorted(starts[row[0] : row[1]], start, "right")) - 1 + row[0]
-            if at < row[0] or start >= ends[at]:  # before, between or behind the blocks
-                behind = at + 1
+            block = int(np.searchsorted(starts[row[0] : row[1]], start, "right")) - 1 + row[0]
+            if block < row[0] or start >= ends[block]:  # before, between or behind the blocks
+                behind = block + 1
                 count = min(len(into), int(starts[behind]) - start) if behind < row[1] else len(into)
                 direct(start, into[:count])
             else:
-                count = min(len(into), int(ends[at]) - start)
-                self._copy(at, start - int(starts[at]), into[:count])
+                count = min(len(into), int(ends[block]) - start)
+                self._copy(block, start - int(starts[block]), into[:count])
             start, into = start + count, into[count:]
 
     def forget(self, path: str, start: int, length: int) -> None:
         """Drop the blocks of a range, so that the next read asks the store, whoever reads of them now."""
         first, last = self._table.row.get(path, (0, 0))
-        for at in range(first, last):
-            if self._table.start[at] < start + length and start < self._table.end[at]:
+        for block in range(first, last):
+            if self._table.start[block] < start + length and start < self._table.end[block]:
                 with self._lock:
-                    loaded = self._loaded.get(at)
+                    loaded = self._loaded.get(block)
+                    # Nobody has read one that is on its way: it is not what came altered.
                     if loaded is None or not loaded.future.done():
                         continue
                     if loaded.users:  # they keep its memory, which nobody else gets
-                        del self._loaded[at]
+                        del self._loaded[block]
                     else:
-                        self._drop(at)
+                        self._drop(block)
 
     def close(self) -> None:
         """Give up what is in flight, and free the memory."""
@@ -315,39 +316,40 @@ class BlockReader:
             self._loaded.clear()
             self._free.clear()
 
-    def _copy(self, at: int, offset: int, into: Buffer) -> None:
-        loaded = self._take(at)
+    def _copy(self, block: int, offset: int, into: Buffer) -> None:
+        loaded = self._take(block)
         good = False
         try:
             loaded.future.result()
             with loaded.lock:
                 if not loaded.counted:
-                    path = self._table.paths[int(self._table.file[at])]
-                    self._arrived(path, int(self._table.start[at]), loaded.view)
+                    path = self._table.paths[int(self._table.file[block])]
+                    self._arrived(path, int(self._table.start[block]), loaded.view)
                     loaded.counted = True
             into[:] = loaded.view[offset : offset + len(into)]
             good = True
         finally:
             with self._lock:
                 loaded.users -= 1
-                self._left[at] -= len(into)
-                self._needed[at] -= cover(self._read.setdefault(at, []), offset, offset + len(into))
-                if self._loaded.get(at) is loaded and not loaded.users:
+                self._left[block] -= len(into)
+                self._needed[block] -= cover(self._read.setdefault(block, []), offset, offset + len(into))
+                if self._loaded.get(block) is loaded and not loaded.users:
+                    # The next reader asks the store for it once more.
                     if not good:
-                        self._drop(at)
-                    elif self._is_done(at) and self._next == len(self._table.order):
+                        self._drop(block)
+                    elif self._is_done(block) and self._next == len(self._table.order):
                         # Nobody needs its memory any more. All of it at the end would take 50 ms.
-                        del self._loaded[at]
+                        del self._loaded[block]
                 self._advance()
                 self._lock.notify_all()
 
-    def _take(self, at: int) -> _Loaded:
+    def _take(self, block: int) -> _Loaded:
         with self._lock:
             # Blocks that cannot be given up are on their way, or are copied from: both end.
             self._lock.wait_for(
-                lambda: at in self._loaded or len(self._loaded) < self._capacity or self._give_up()
+                lambda: block in self._loaded or len(self._loaded) < self._capacity or self._give_up()
             )
-            loaded = self._loaded.get(at) or self._begin(at)
+            loaded = self._loaded.get(block) or self._begin(block)
             loaded.users += 1
             self._advance()
             return loaded
@@ -356,55 +358,55 @@ class BlockReader:
         """Fetch the next blocks as far as memory and window allow."""
         order = self._table.order
         while self._in_flight < self._window and self._next < len(order) and not self._closed:
-            at = int(order[self._next])
-            missing = at not in self._loaded and not self._is_done(at)
+            block = int(order[self._next])
+            missing = block not in self._loaded and not self._is_done(block)
             if missing and self._unused() >= _AHEAD * self._window:
                 return
             if missing and len(self._loaded) >= self._capacity and not self._free_done():
                 return
             self._next += 1
             if missing:
-                self._begin(at)
+                self._begin(block)
 
     def _unused(self) -> int:
         """Count the blocks that nobody has read from yet. More of them would only be new memory."""
-        return sum(bool(self._left[at] == self._table.wanted[at]) for at in self._loaded)
+        return sum(bool(self._left[block] == self._table.read_bytes[block]) for block in self._loaded)
 
-    def _begin(self, at: int) -> _Loaded:
+    def _begin(self, block: int) -> _Loaded:
         if not self._free:  # new memory costs more than a search for a block that is done
             self._free_done()
         buffer = self._free.pop() if self._free else untouched(self._size)
-        length = int(self._table.end[at] - self._table.start[at])
+        length = int(self._table.end[block] - self._table.start[block])
         view = buffer[:length]
-        path = self._table.paths[int(self._table.file[at])]
+        path = self._table.paths[int(self._table.file[block])]
         self._in_flight += 1
-        begun = time.perf_counter()
-        future = self._fetch(path, int(self._table.start[at]), view)
-        loaded = self._loaded[at] = _Loaded(buffer, view, future)
-        future.add_done_callback(lambda done: self._landed(done, begun))
+        start_time = time.perf_counter()
+        future = self._fetch(path, int(self._table.start[block]), view)
+        loaded = self._loaded[block] = _Loaded(buffer, view, future)
+        future.add_done_callback(lambda request: self._landed(request, start_time))
         return loaded
 
-    def _landed(self, future: Future[Any], begun: float) -> None:
+    def _landed(self, future: Future[Any], start_time: float) -> None:
         with self._lock:
             self._in_flight -= 1
             if not future.cancelled() and future.exception() is None:
-                answered, done = self._answer_s(), time.perf_counter() - begun
-                self._window = _in_flight(answered, max(done - answered, 1e-3))
+                answered, elapsed_s = self._answer_s(), time.perf_counter() - start_time
+                self._window = _in_flight(answered, max(elapsed_s - answered, 1e-3))
             self._advance()
             self._lock.notify_all()
 
-    def _is_done(self, at: int) -> bool:
+    def _is_done(self, block: int) -> bool:
         """Report whether a block was read to its end: as much as is wanted of it, and every part of that.
 
         Headers are read with some bytes behind them, which are read again with the elements.
         """
-        return bool(self._left[at] <= 0 and self._needed[at] <= 0)
+        return bool(self._left[block] <= 0 and self._needed[block] <= 0)
 
     def _free_done(self) -> bool:
         """Free a block that is read to its end; return whether there is one."""
-        for at, loaded in self._loaded.items():
-            if self._is_done(at) and not loaded.users and loaded.future.done():
-                self._drop(at)
+        for block, loaded in self._loaded.items():
+            if self._is_done(block) and not loaded.users and loaded.future.done():
+                self._drop(block)
                 return True
         return False
 
@@ -412,21 +414,21 @@ class BlockReader:
         """Free a block for one that is needed now; return whether there is one."""
         if self._free_done():
             return True
-        idle = [at for at, loaded in self._loaded.items() if not loaded.users and loaded.future.done()]
+        idle = [block for block, loaded in self._loaded.items() if not loaded.users and loaded.future.done()]
         if not idle:
             return False
         self._drop(max(idle, key=self._next_use))
         return True
 
-    def _next_use(self, at: int) -> float:
+    def _next_use(self, block: int) -> float:
         """Return when a block is needed next, as far as its bytes were read in the expected order."""
         table = self._table
-        first, last = int(table.first[at]), int(table.first[at + 1])
-        done = int(table.wanted[at] - self._left[at])
-        turn = first + int(np.searchsorted(table.used_bytes[first:last], done, "right"))
+        first, last = int(table.first[block]), int(table.first[block + 1])
+        nbytes_read = int(table.read_bytes[block] - self._left[block])
+        turn = first + int(np.searchsorted(table.used_bytes[first:last], nbytes_read, "right"))
         return float(table.uses[turn]) if turn < last else float("inf")
 
-    def _drop(self, at: int) -> None:
-        loaded = self._loaded.pop(at)
+    def _drop(self, block: int) -> None:
+        loaded = self._loaded.pop(block)
         if len(self._free) + len(self._loaded) < self._capacity:
             self._free.append(loaded.buffer)

@@ -59,21 +59,21 @@ def _crc32(data: Buffer | bytes, before: int = 0) -> int:
 def _crc32c(data: Buffer | bytes, before: int = 0) -> int:
     from awscrt.checksums import crc32c
 
-    found: int = crc32c(data, before)
-    return found
+    crc: int = crc32c(data, before)
+    return crc
 
 
-def _combine_crc32c(one: int, other: int, nbytes: int) -> int:
+def _combine_crc32c(crc_before: int, crc_behind: int, nbytes: int) -> int:
     from awscrt.checksums import combine_crc32c
 
-    found: int = combine_crc32c(one, other, nbytes)
-    return found
+    total_crc: int = combine_crc32c(crc_before, crc_behind, nbytes)
+    return total_crc
 
 
 # Best first: those that ranges add up to, in any order.
 ALGORITHMS = {
-    each.name: each
-    for each in (
+    algorithm.name: algorithm
+    for algorithm in (
         Algorithm("CRC64NVME", 8, crc64, combine64),
         Algorithm("CRC32C", 4, _crc32c, _combine_crc32c),
         Algorithm("CRC32", 4, _crc32, crc32_combine),
@@ -90,9 +90,9 @@ def checksum_of(algorithm: str, data: Buffer | bytes) -> Checksum:
     >>> checksum_of("CRC64NVME", b"123456789").value, checksum_of("CRC32C", b"123456789").value
     ('rosUhgp5mIg=', '4waSgw==')
     """
-    known = ALGORITHMS[algorithm]
-    if known.update is not None:
-        return known.encoded(known.update(data, 0))
+    checksum_algorithm = ALGORITHMS[algorithm]
+    if checksum_algorithm.update is not None:
+        return checksum_algorithm.encoded(checksum_algorithm.update(data, 0))
     return Checksum(algorithm, base64.b64encode(hashlib.sha256(data).digest()).decode())
 
 
@@ -103,12 +103,12 @@ def combined(parts: Sequence[tuple[Checksum, int]]) -> Checksum:
     >>> combined([(a, 4), (b, 5)]) == checksum_of("CRC32", b"123456789")
     True
     """
-    known = ALGORITHMS[parts[0][0].algorithm]
-    assert known.combine is not None  # the caller has parts of a CRC
+    crc_algorithm = ALGORITHMS[parts[0][0].algorithm]
+    assert crc_algorithm.combine is not None  # the caller has parts of a CRC
     total = 0
     for checksum, nbytes in parts:
-        total = known.combine(total, known.decoded(checksum), nbytes)
-    return known.encoded(total)
+        total = crc_algorithm.combine(total, crc_algorithm.decoded(checksum), nbytes)
+    return crc_algorithm.encoded(total)
 
 
 def kept_checksums(answer: Mapping[str, Any]) -> tuple[Checksum, ...]:
@@ -118,12 +118,12 @@ def kept_checksums(answer: Mapping[str, Any]) -> tuple[Checksum, ...]:
     """
     if answer.get("ChecksumType") == "COMPOSITE":
         return ()
-    found = []
-    for known in ALGORITHMS.values():
-        value = answer.get(known.field)
-        if isinstance(value, str) and _is_digest(value, known.width):
-            found.append(Checksum(known.name, value))
-    return tuple(found)
+    checksums = []
+    for algorithm in ALGORITHMS.values():
+        value = answer.get(algorithm.field)
+        if isinstance(value, str) and _is_digest(value, algorithm.width):
+            checksums.append(Checksum(algorithm.name, value))
+    return tuple(checksums)
 
 
 def _is_digest(value: str, width: int) -> bool:

@@ -47,6 +47,7 @@ class RequestThreads:
     def __init__(self, most: int) -> None:
         self._most = most
         self._begin()
+        # A forked process has none of the threads, and may have copied a lock that is taken.
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
@@ -60,6 +61,7 @@ class RequestThreads:
             call: What to do; its argument returns whether nobody waits for it any more.
         """
         future: Future[T] = Future()
+        # The call asks whether its work has failed, which is in a context variable.
         context = copy_context()
         self._queue.put(lambda: context.run(_settle, future, call))
         if self._idle.acquire(blocking=False):
@@ -73,17 +75,17 @@ class RequestThreads:
 
     def each(self, call: Callable[[K], T], items: Iterable[K]) -> list[T]:
         """Call a function with each item, several at once; see `ckptcore.store.objects.ObjectClient.each`."""
-        found, flying = list[T](), deque[Future[T]]()
+        answers, flying = list[T](), deque[Future[T]]()
         try:
             for item in items:
                 if len(flying) == _AT_ONCE:
-                    found.append(flying.popleft().result())
+                    answers.append(flying.popleft().result())
                 flying.append(self.start(partial(_ignoring, call, item)))
             while flying:
-                found.append(flying.popleft().result())
+                answers.append(flying.popleft().result())
         finally:
             wait(flying)
-        return found
+        return answers
 
     def _work(self) -> None:
         waiting = self._queue
@@ -91,6 +93,7 @@ class RequestThreads:
             try:
                 job = waiting.get_nowait()
             except queue.Empty:
+                # Before it waits: `start` begins no other thread then.
                 self._idle.release()
                 job = waiting.get()
             job()
@@ -105,13 +108,13 @@ def _settle(future: Future[Any], call: Callable[[GivenUp], Any]) -> None:
     if future.cancelled():
         return
     try:
-        found = call(lambda: future.cancelled() or failed())
+        answer = call(lambda: future.cancelled() or failed())
     except BaseException as error:  # whoever waits for it raises it
         with suppress(InvalidStateError):  # cancelled meanwhile
             future.set_exception(error)
     else:
         with suppress(InvalidStateError):
-            future.set_result(found)
+            future.set_result(answer)
 
 
 K = TypeVar("K")
@@ -157,16 +160,16 @@ class S3Client:
         self._given_up: GivenUp = never
         self._lock = threading.Lock()
         self._session = S3Session(self.file_system)
-        given = self.file_system.storage_options
-        given = {**given, **given.get("client_kwargs", {})}
+        all_options = self.file_system.storage_options
+        all_options = {**all_options, **all_options.get("client_kwargs", {})}
         names = (*_SECRETS, "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-        self._secrets = tuple(str(given[name]) for name in names if given.get(name))
+        self._secrets = tuple(str(all_options[name]) for name in names if all_options.get(name))
 
     def unless(self, given_up: GivenUp) -> S3Client:
         """Return this client for requests that are not repeated once ``given_up()``."""
-        found = copy.copy(self)
-        found._given_up = given_up
-        return found
+        client = copy.copy(self)
+        client._given_up = given_up
+        return client
 
     def list(self, prefix: str) -> Iterator[ObjectSeen]:
         """Yield every object whose key starts with ``prefix``, page by page."""
@@ -186,18 +189,18 @@ class S3Client:
     def head(self, key: str) -> ObjectSeen | None:
         """Return one object with its metadata and checksums, or None."""
         try:
-            found = self.ask("head_object", key, Key=key, ChecksumMode="ENABLED")
+            answer = self.ask("head_object", key, Key=key, ChecksumMode="ENABLED")
         except CkptError as error:
             if kind_of(error) is Kind.MISSING:
                 return None
             raise
-        when = found.get("LastModified")
+        when = answer.get("LastModified")
         return ObjectSeen(
             key,
-            int(found.get("ContentLength") or 0),
-            found.get("ETag") or "",
-            found.get("Metadata") or {},
-            kept_checksums(found),
+            int(answer.get("ContentLength") or 0),
+            answer.get("ETag") or "",
+            answer.get("Metadata") or {},
+            kept_checksums(answer),
             when.timestamp() if when is not None else None,
         )
 
@@ -234,13 +237,13 @@ class S3Client:
             filled = sum(_pieces(answer["Body"], memoryview(data), never))
             if filled < len(data):
                 raise ShortBody(f"the response ended {len(data) - filled} of {len(data)} bytes early")
-            found, kept, etag = bytes(data), kept_checksums(answer), answer.get("ETag") or ""
-            if kept and checksum_of(kept[0].algorithm, found) != kept[0]:
-                raise ShortBody(f"the response does not match the {kept[0].algorithm} of the object")
-            proven = bool(kept) or not found or _is_md5(etag, found)
+            content, checksums, etag = bytes(data), kept_checksums(answer), answer.get("ETag") or ""
+            if checksums and checksum_of(checksums[0].algorithm, content) != checksums[0]:
+                raise ShortBody(f"the response does not match the {checksums[0].algorithm} of the object")
+            proven = bool(checksums) or not content or _is_md5(etag, content)
             if not proven and self._md5 and len(etag.strip('"')) == _MD5_HEX and not _is_encrypted(answer):
                 raise ShortBody("the response does not match the ETag of the object")
-            return found, proven
+            return content, proven
 
         def attempt() -> bytes:
             data, proven = receive_once()
@@ -278,8 +281,8 @@ class S3Client:
         if metadata:
             asked["Metadata"] = dict(metadata)
         for _ in range(_PUTS):
-            found = self.ask("put_object", key, writing=True, create=create, **asked)
-            etag: str = found.get("ETag") or ""
+            answer = self.ask("put_object", key, writing=True, create=create, **asked)
+            etag: str = answer.get("ETag") or ""
             if self._has(key, etag, data):
                 return etag
             # What was just written is replaced, and nothing else.
@@ -365,10 +368,10 @@ class S3Client:
         if metadata:
             asked["Metadata"] = dict(metadata)
         if algorithm:
-            known = ALGORITHMS[algorithm]
-            asked["ChecksumAlgorithm"] = known.name
+            checksum_algorithm = ALGORITHMS[algorithm]
+            asked["ChecksumAlgorithm"] = checksum_algorithm.name
             # CRCs of parts add up to that of the object; digests do not.
-            asked["ChecksumType"] = "FULL_OBJECT" if known.combine is not None else "COMPOSITE"
+            asked["ChecksumType"] = "FULL_OBJECT" if checksum_algorithm.combine is not None else "COMPOSITE"
         sent = 0
 
         def attempt() -> str:
@@ -376,8 +379,8 @@ class S3Client:
             sent += 1
             if sent > 1 and on_repeat is not None:
                 on_repeat()
-            found: str = self._send("create_multipart_upload", asked)["UploadId"]
-            return found
+            upload_id: str = self._send("create_multipart_upload", asked)["UploadId"]
+            return upload_id
 
         return self._repeat(attempt, key, writing=True)
 
@@ -406,8 +409,8 @@ class S3Client:
         asked = {"Key": key, "UploadId": upload_id, "PartNumber": number, **_checked(data, sent)}
 
         def attempt() -> UploadedPart:
-            found = self._send("upload_part", {**asked, "Body": PartBody(data, given_up)})
-            return UploadedPart(number, found.get("ETag") or "", len(data), sent)
+            answer = self._send("upload_part", {**asked, "Body": PartBody(data, given_up)})
+            return UploadedPart(number, answer.get("ETag") or "", len(data), sent)
 
         return self._repeat(attempt, key, writing=True, given_up=given_up)
 
@@ -415,12 +418,13 @@ class S3Client:
         """Yield the parts that were uploaded, in order."""
         marker: dict[str, Any] = {}
         while True:
+            # `writing`: only a destination has uploads, and an error is about that.
             page = self.ask("list_parts", key, writing=True, Key=key, UploadId=upload_id, **marker)
             for row in page.get("Parts", ()):
-                kept = kept_checksums(row)
-                yield UploadedPart(
-                    int(row["PartNumber"]), row.get("ETag") or "", int(row["Size"]), kept[0] if kept else None
-                )
+                checksums = kept_checksums(row)
+                checksum = checksums[0] if checksums else None
+                number, etag = int(row["PartNumber"]), row.get("ETag") or ""
+                yield UploadedPart(number, etag, int(row["Size"]), checksum)
             after = page.get("NextPartNumberMarker")
             if not page.get("IsTruncated") or not after:
                 return
@@ -438,7 +442,7 @@ class S3Client:
     ) -> str:
         """Make an upload the object, and return the ETag of the answer, which some stores leave empty."""
         rows = []
-        for part in sorted(parts, key=lambda each: each.number):
+        for part in sorted(parts, key=lambda uploaded_part: uploaded_part.number):
             row: dict[str, Any] = {"PartNumber": part.number, "ETag": part.etag}
             if part.checksum is not None:
                 row[ALGORITHMS[part.checksum.algorithm].field] = part.checksum.value
@@ -448,8 +452,8 @@ class S3Client:
         if checksum is not None:
             asked[ALGORITHMS[checksum.algorithm].field] = checksum.value
             asked["ChecksumType"] = "FULL_OBJECT"
-        found = self.ask("complete_multipart_upload", key, writing=True, create=create, **asked)
-        return found.get("ETag") or ""
+        answer = self.ask("complete_multipart_upload", key, writing=True, create=create, **asked)
+        return answer.get("ETag") or ""
 
     def abort(self, key: str, upload_id: str) -> None:
         """End an upload and free its parts; one that has ended is no error."""
@@ -480,9 +484,9 @@ class S3Client:
         """Count the time until an answer began."""
         self.answer_s += (seconds - self.answer_s) * (_SMOOTH if self.answer_s else 1.0)
 
-    def _pages(self, method: str, what: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _pages(self, method: str, prefix: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         while True:
-            page = self.ask(method, what, **asked)
+            page = self.ask(method, prefix, **asked)
             yield page
             after = page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not after:
@@ -556,7 +560,7 @@ class _Body:
         answer = self._client._send("get_object", asked)
         self._client.answered(time.perf_counter() - asked_at)
         try:
-            seen = self._checked(answer, first, last)
+            s3_object = self._checked(answer, first, last)
         except BaseException:
             answer["Body"].close()  # what is left on this connection belongs to no other request
             raise
@@ -565,7 +569,7 @@ class _Body:
         left = len(self._into) - self._filled
         if left:
             raise ShortBody(f"the response ended {left} of {len(self._into)} bytes early")
-        return seen
+        return s3_object
 
     def _checked(self, answer: Mapping[str, Any], first: int, last: int) -> ObjectSeen:
         """Return the object of a response, if it is the range and the version that was asked for."""
@@ -579,13 +583,13 @@ class _Body:
             )
         self._etag = self._etag or etag or None  # what follows must be of the same version
         place, _, total = (answer.get("ContentRange") or "").removeprefix("bytes ").partition("/")
-        wanted = last - first + 1
+        range_nbytes = last - first + 1
         # Some stores answer a range with status 200 and without its place; then its length is compared.
-        if length != wanted or (place and place != f"{first}-{last}"):
+        if length != range_nbytes or (place and place != f"{first}-{last}"):
             got = f"{length} bytes" + (f", range {place}" if place else "")
             raise SourceUnreadable(
-                f"{name} ends early or its store ignores ranges: {wanted} bytes needed at offset {first} "
-                f"(got {got})",
+                f"{name} ends early or its store ignores ranges: {range_nbytes} bytes needed at "
+                f"offset {first} (got {got})",
                 kind=Kind.RANGE.value,
             )
         if first == 0 and not place:

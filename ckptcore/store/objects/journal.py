@@ -62,14 +62,14 @@ class UploadEntry:
         """Return whether an upload of ours may be open whose id nobody has."""
         return self.reply_lost or not self.upload_id
 
-    def fits(self, other: UploadEntry) -> bool:
+    def fits(self, candidate: UploadEntry) -> bool:
         """Report whether another entry is for the same bytes in the same parts at the same key."""
         return (self.index, self.key, self.nbytes, self.part, self.plan) == (
-            other.index,
-            other.key,
-            other.nbytes,
-            other.part,
-            other.plan,
+            candidate.index,
+            candidate.key,
+            candidate.nbytes,
+            candidate.part,
+            candidate.plan,
         )
 
 
@@ -90,44 +90,44 @@ class UploadJournal:
 
     def entries(self) -> list[UploadEntry]:
         """Return all entries."""
-        found = (self._read(seen.key) for seen in list(self.client.list(self.prefix)))
-        return [entry for entry in found if entry is not None]
+        upload_entries = (self._read(s3_object.key) for s3_object in list(self.client.list(self.prefix)))
+        return [entry for entry in upload_entries if entry is not None]
 
-    def begin(self, wanted: UploadEntry, after: UploadEntry | None = None) -> UploadEntry:
+    def begin(self, upload: UploadEntry, after: UploadEntry | None = None) -> UploadEntry:
         """Begin an upload, and return its entry.
 
         Several workers may begin one file at once: the first entry wins, where the store knows create-only
         requests, and the others adopt it.
 
         Args:
-            wanted: What is to be uploaded.
+            upload: What is to be uploaded.
             after: The entry before, if uploads that it began may still be open.
         """
-        return self.create(wanted, after) or self._adopted(wanted)
+        return self.create(upload, after) or self._adopted(upload)
 
     def create(
-        self, wanted: UploadEntry, after: UploadEntry | None = None, given_up: Callable[[], bool] = never
+        self, upload: UploadEntry, after: UploadEntry | None = None, given_up: Callable[[], bool] = never
     ) -> UploadEntry | None:
         """Begin an upload as `begin` does; return None if there is an entry.
 
         Args:
-            wanted: What is to be uploaded.
+            upload: What is to be uploaded.
             after: The entry before, if uploads that it began may still be open.
             given_up: Whether nobody waits for it any more. Then no request is repeated and no upload is
                 begun, and None is returned: what was begun before has an entry.
         """
         if given_up():
             return None
-        here = UploadJournal(self.client.unless(given_up), self.prefix)
+        journal = UploadJournal(self.client.unless(given_up), self.prefix)
         entry = replace(
-            wanted,
+            upload,
             token=uuid.uuid4().hex,
             upload_id="",
             started=host.now() if after is None else after.started,
             reply_lost=after is not None,
         )
         try:
-            here._put(entry, create=True)
+            journal._put(entry, create=True)
         except CkptError as error:
             if kind_of(error) is not Kind.EXISTS:
                 raise
@@ -135,12 +135,12 @@ class UploadJournal:
         if given_up():
             return None
         repeats: list[bool] = []
-        upload_id = here.client.begin(
+        upload_id = journal.client.begin(
             entry.key, {TOKEN: entry.token}, algorithm=_ALGORITHM, on_repeat=lambda: repeats.append(True)
         )
         entry = replace(entry, upload_id=upload_id, reply_lost=entry.reply_lost or bool(repeats))
         try:
-            here._put(entry)
+            journal._put(entry)
         except AlteredInTransit:  # the entry is gone, and nobody else has the id
             self.client.abort(entry.key, upload_id)
             raise
@@ -169,16 +169,16 @@ class UploadJournal:
 
     def abort_all(self) -> int:
         """Abort every upload in the journal; return how many there were."""
-        found = self.entries()
-        for entry in found:
+        upload_entries = self.entries()
+        for entry in upload_entries:
             if entry.upload_id:
                 self.client.abort(entry.key, entry.upload_id)
-        if found:
-            self.abort_strays({entry.key: entry.started for entry in found if entry.may_have_strays})
-            _log.info("aborted %d uploads of %s", len(found), self.prefix)
-        for entry in found:
+        if upload_entries:
+            self.abort_strays({entry.key: entry.started for entry in upload_entries if entry.may_have_strays})
+            _log.info("aborted %d uploads of %s", len(upload_entries), self.prefix)
+        for entry in upload_entries:
             self.forget(entry.index)
-        return len(found)
+        return len(upload_entries)
 
     def abort_strays(self, keys: Mapping[str, float]) -> bool:
         """Abort the uploads of our keys whose ids were lost with a reply; see `is_stray`.
@@ -193,13 +193,13 @@ class UploadJournal:
             return True
         prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 - keys are no paths
         try:
-            there = list(self.client.list_uploads(prefix))
+            open_uploads = list(self.client.list_uploads(prefix))
         except CkptError as error:
             if kind_of(error) not in (Kind.DENIED, Kind.UNSUPPORTED):
                 raise
             _log.info("cannot look for uploads without an owner: %s", error.message)
             return False
-        for upload in there:
+        for upload in open_uploads:
             if self.is_stray(upload, keys):
                 self.client.abort(upload.key, upload.upload_id)
         return True
@@ -226,16 +226,16 @@ class UploadJournal:
                 raise
             return False  # it has ended meanwhile
 
-    def _adopted(self, wanted: UploadEntry) -> UploadEntry:
+    def _adopted(self, upload: UploadEntry) -> UploadEntry:
         """Return the entry that another worker wrote, once it has its upload's id."""
         for n in range(_TRIES):
             if n:
                 host.sleep(0.2 * 2**n)
-            there = self.find(wanted.index)
-            if there is not None and there.upload_id:
-                return there
+            upload_entry = self.find(upload.index)
+            if upload_entry is not None and upload_entry.upload_id:
+                return upload_entry
         raise StorageTrouble(
-            f"cannot upload {wanted.key}: another process began the same upload and has not recorded it",
+            f"cannot upload {upload.key}: another process began the same upload and has not recorded it",
             hint="run the command again when that process has ended",
         )
 
@@ -245,8 +245,8 @@ class UploadJournal:
             self.client.put(self._key(entry.index), data, create=create)
         except CkptError as error:
             # A lost reply: what is there may be this very entry.
-            there = self._read(self._key(entry.index)) if kind_of(error) is Kind.EXISTS else None
-            if there is None or there.token != entry.token:
+            stored_entry = self._read(self._key(entry.index)) if kind_of(error) is Kind.EXISTS else None
+            if stored_entry is None or stored_entry.token != entry.token:
                 raise
 
     def _read(self, key: str) -> UploadEntry | None:

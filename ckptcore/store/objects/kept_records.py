@@ -22,22 +22,22 @@ class KeptRecords:
     def __init__(self, memory: int = _MEMORY) -> None:
         self._left = memory
         self._lock = threading.Lock()
-        self._known: dict[str, bytes | None] = {}
+        self._contents: dict[str, bytes | None] = {}
         self._written: set[str] = set()
         self._emptied: tuple[str, ...] = ()
 
     def fetch(self, key: str, ask: Callable[[], bytes | None]) -> bytes | None:
         """Return the bytes of an object, or None if there is none; ``ask`` the store if that is unknown."""
         with self._lock:
-            if key in self._known:
-                return self._known[key]
+            if key in self._contents:
+                return self._contents[key]
             if key.startswith(self._emptied) and key not in self._written:
                 return None
-        found = ask()
+        content = ask()
         with self._lock:
-            if key not in self._known:  # else it was written meanwhile
-                self._keep(key, found)
-        return found
+            if key not in self._contents:  # else it was written meanwhile
+                self._keep(key, content)
+        return content
 
     def put(self, key: str, data: bytes) -> None:
         """Keep the bytes of an object that the store has now."""
@@ -55,13 +55,13 @@ class KeptRecords:
     def clear(self) -> None:
         """Ask the store for everything from now on."""
         with self._lock:
-            for key in list(self._known):
+            for key in list(self._contents):
                 self._drop(key)
 
     def emptied(self, *prefixes: str) -> None:
         """Take note that all objects below these prefixes were removed."""
         with self._lock:
-            for key in [key for key in self._known if key.startswith(prefixes)]:
+            for key in [key for key in self._contents if key.startswith(prefixes)]:
                 self._drop(key)
             self._written = {key for key in self._written if not key.startswith(prefixes)}
             self._emptied = (*self._emptied, *prefixes)
@@ -70,7 +70,7 @@ class KeptRecords:
         nbytes = len(data or b"")
         if nbytes <= self._left:
             self._left -= nbytes
-            self._known[key] = data
+            self._contents[key] = data
 
     def _drop(self, key: str) -> None:
-        self._left += len(self._known.pop(key, None) or b"")
+        self._left += len(self._contents.pop(key, None) or b"")

@@ -129,6 +129,7 @@ class Lease:
         """
         self._most_until = None
         mine = self._new(1)
+        # Before it is written: to another thread of this process an unreserved lease has ended.
         _RESERVED.add(mine.token)
         try:
             mine, etag = self._taken(mine)
@@ -188,9 +189,9 @@ class Lease:
 
     def require_free(self) -> None:
         """Raise `Busy` if another process holds the lease."""
-        there = self._there()
-        if there is not None and there.is_alive(self._clock(), socket.gethostname()):
-            raise self._busy(there)
+        stored_holder = self._stored_holder()
+        if stored_holder is not None and stored_holder.is_alive(self._clock(), socket.gethostname()):
+            raise self._busy(stored_holder)
 
     def require(self) -> None:
         """Raise `Busy` unless this process still holds the lease."""
@@ -202,10 +203,10 @@ class Lease:
         if self._decides:
             self.renew()
             return
-        there = self._there()
-        if holder is None or there is None or there.token != holder.token:
-            raise self._lost(there)
-        if self._clock() > there.until:
+        stored_holder = self._stored_holder()
+        if holder is None or stored_holder is None or stored_holder.token != holder.token:
+            raise self._lost(stored_holder)
+        if self._clock() > stored_holder.until:
             self.renew()
 
     def renew(self) -> None:
@@ -223,18 +224,20 @@ class Lease:
                     self._mine = None
                     raise
             try:
-                found = self._client.put(self._key, _packed(later), match=None if self._decides else etag)
+                new_etag = self._client.put(self._key, _packed(later), match=None if self._decides else etag)
             except CkptError as error:
                 if kind_of(error) not in (Kind.CHANGED, Kind.MISSING):
                     raise
-                there = self._there()
-                if there is None or there.token != holder.token:
+                stored_holder = self._stored_holder()
+                if stored_holder is None or stored_holder.token != holder.token:
                     self._mine = None
-                    raise self._lost(there) from error
-                seen = self._client.head(self._key)  # the reply to an earlier renewal was lost
-                self._mine, self._etag = there, seen.etag if seen is not None else None
+                    raise self._lost(stored_holder) from error
+                # The reply to an earlier renewal was lost.
+                lease_object = self._client.head(self._key)
+                self._mine = stored_holder
+                self._etag = lease_object.etag if lease_object is not None else None
                 return
-            self._mine, self._etag = later, found or None
+            self._mine, self._etag = later, new_etag or None
 
     def hurry(self) -> None:
         """Let `release` repeat requests for a few seconds only: an error is to be reported.
@@ -248,6 +251,7 @@ class Lease:
 
     def release(self) -> None:
         """End the lease, if this process still holds it."""
+        # First the thread that renews it, which would write the removed lease anew.
         self._stop.set()
         if self._renewer is not None:
             self._renewer.join()
@@ -267,8 +271,9 @@ class Lease:
 
     def _remove(self, holder: Holder) -> None:
         """Remove the lease object if it is the holder's; without the right to delete, let it end now."""
-        there = self._there()  # now: a process that was stopped may have lost it since an earlier look
-        if there is None or there.token != holder.token:
+        # Looked at now: a process that was stopped may have lost it since an earlier look.
+        stored_holder = self._stored_holder()
+        if stored_holder is None or stored_holder.token != holder.token:
             return
         try:
             self._client.delete(self._key)
@@ -281,7 +286,7 @@ class Lease:
         until = self._clock() + self._ttl_s
         return Holder(uuid.uuid4().hex, fence, socket.gethostname(), processes.this_process(), until)
 
-    def _there(self) -> Holder | None:
+    def _stored_holder(self) -> Holder | None:
         data = self._client.fetch(self._key, RECORD)
         return None if data is None else _unpacked(data)
 
@@ -297,26 +302,27 @@ class Lease:
 
     def _taken_over(self, mine: Holder) -> tuple[Holder, str]:
         """Take the lease of a process that has ended."""
-        seen = self._client.head(self._key)
-        there = self._there()
-        if there is None or seen is None:
+        # The ETag first: the condition below fails if the lease is renewed between both requests.
+        lease_object = self._client.head(self._key)
+        old_holder = self._stored_holder()
+        if old_holder is None or lease_object is None:
             raise Busy(f"another process has just finished {self._destination}", hint="run the command again")
-        if there.token == mine.token:
-            return there, seen.etag  # the reply was lost
-        if there.is_alive(self._clock(), mine.host):
-            raise self._busy(there)
-        mine = replace(mine, fence=there.fence + 1)
+        if old_holder.token == mine.token:
+            return old_holder, lease_object.etag  # the reply was lost
+        if old_holder.is_alive(self._clock(), mine.host):
+            raise self._busy(old_holder)
+        mine = replace(mine, fence=old_holder.fence + 1)
         try:
-            etag = self._client.put(self._key, _packed(mine), match=seen.etag)
+            etag = self._client.put(self._key, _packed(mine), match=lease_object.etag)
         except CkptError as error:
             if kind_of(error) is Kind.UNSUPPORTED:
                 return self._decided(mine)
-            now = self._there() if kind_of(error) in (Kind.CHANGED, Kind.MISSING) else None
+            now = self._stored_holder() if kind_of(error) in (Kind.CHANGED, Kind.MISSING) else None
             if now is None or now.token != mine.token:
                 raise (self._busy(now) if now is not None else error) from error
             etag = ""
-        _log.info("the lease of %s ended with %s; it is taken over", self._destination, there.name)
-        return mine, etag or (self._client.head(self._key) or seen).etag
+        _log.info("the lease of %s ended with %s; it is taken over", self._destination, old_holder.name)
+        return mine, etag or (self._client.head(self._key) or lease_object).etag
 
     def _decided(self, mine: Holder) -> tuple[Holder, str]:
         """Take the lease on a store without conditions: the arbiter decides, and the object only informs."""
@@ -351,16 +357,16 @@ class Lease:
             except CkptError as error:
                 _log.warning("cannot renew the lease of %s: %s", self._destination, error.message)
 
-    def _busy(self, there: Holder) -> Busy:
-        left = max(there.until - self._clock(), 0)
+    def _busy(self, holder: Holder) -> Busy:
+        left = max(holder.until - self._clock(), 0)
         return Busy(
-            f"{there.name} is writing {self._destination} (its lease ends in {left:.0f} s, unless renewed)",
-            holder=there.name,
-            until=there.until,
+            f"{holder.name} is writing {self._destination} (its lease ends in {left:.0f} s, unless renewed)",
+            holder=holder.name,
+            until=holder.until,
         )
 
-    def _lost(self, there: Holder | None) -> Busy:
-        by = f": {there.name} has it" if there is not None else ""
+    def _lost(self, holder: Holder | None) -> Busy:
+        by = f": {holder.name} has it" if holder is not None else ""
         return Busy(
             f"this run was stopped for longer than its lease of {self._destination}{by}",
             hint="run the same command again when no other run writes there",

@@ -49,23 +49,24 @@ class Ledger:
         with self._lock:
             self._files.setdefault(path, _File(ALGORITHMS[name]))
 
-    def add(self, path: str, start: int, data: Buffer, what: str) -> None:
+    def add(self, path: str, start: int, data: Buffer, url: str) -> None:
         """Record a block; raises `AlteredInTransit` if it differs from the one received before."""
         with self._lock:
             file = self._files.setdefault(path, _File(ALGORITHMS[_OWN]))
         crc = _crc(file.algorithm, data)
         with self._lock:
-            known = file.blocks.setdefault(start, (len(data), crc))
-        if known[0] == len(data) and known[1] != crc:
-            raise altered(what, start, len(data))
+            first_block = file.blocks.setdefault(start, (len(data), crc))
+        if first_block[0] == len(data) and first_block[1] != crc:
+            raise altered(url, start, len(data))
 
     def forget(self, path: str, start: int, length: int) -> None:
         """Drop the blocks with any byte of a range: one of them may be the altered one."""
         with self._lock:
             file = self._files.get(path)
             if file is not None:
-                for at in [a for a, (n, _) in file.blocks.items() if a < start + length and start < a + n]:
-                    del file.blocks[at]
+                end = start + length
+                for block_start in [a for a, (n, _) in file.blocks.items() if a < end and start < a + n]:
+                    del file.blocks[block_start]
 
     def doubt(self, path: str) -> None:
         """Note that bytes of a file were used that no block contains: it cannot be proven."""
@@ -79,10 +80,10 @@ class Ledger:
             return 0
         if all(c.algorithm != file.algorithm.name for c in checksums):
             return nbytes  # a digest does not add up
-        return sum(n for _, n in _gaps({at: file.blocks[at] for at in sorted(file.blocks)}, nbytes))
+        return sum(n for _, n in _gaps({start: file.blocks[start] for start in sorted(file.blocks)}, nbytes))
 
     def proves(
-        self, path: str, nbytes: int, checksums: tuple[Checksum, ...], receive: Receive, what: str
+        self, path: str, nbytes: int, checksums: tuple[Checksum, ...], receive: Receive, url: str
     ) -> bool:
         """Compare a file's blocks with the store's checksum, after receiving what is missing.
 
@@ -91,7 +92,7 @@ class Ledger:
             nbytes: Its size.
             checksums: What the store keeps of it.
             receive: Asks the store for a range.
-            what: Its URL, for messages.
+            url: Its URL, for messages.
 
         Returns:
             False if the store keeps no checksum that is known here, or too much of the file is missing.
@@ -103,18 +104,18 @@ class Ledger:
         file = self._files.get(path)
         if file is None or not checksums or path in self._doubted:
             return False
-        blocks = {at: file.blocks[at] for at in sorted(file.blocks)}
+        blocks = {start: file.blocks[start] for start in sorted(file.blocks)}
         gaps = _gaps(blocks, nbytes)
         missing = sum(n for _, n in gaps)
         if missing > max(_CHEAP, nbytes - missing):
             return False
         adds_up = next((c for c in checksums if c.algorithm == file.algorithm.name), None)
         if adds_up is not None:
-            _require_sum(file.algorithm, adds_up, blocks, gaps, receive, what)
+            _require_sum(file.algorithm, adds_up, blocks, gaps, receive, url)
             return True
         digest = next((c for c in checksums if c.algorithm == "SHA256"), None)
         if digest is not None:
-            _require_digest(file.algorithm, digest, blocks, gaps, receive, what)
+            _require_digest(file.algorithm, digest, blocks, gaps, receive, url)
         return digest is not None
 
 
@@ -123,33 +124,33 @@ _Gaps = Sequence[tuple[int, int]]
 
 
 def _require_sum(
-    algorithm: Algorithm, kept: Checksum, blocks: _Blocks, gaps: _Gaps, receive: Receive, what: str
+    algorithm: Algorithm, checksum: Checksum, blocks: _Blocks, gaps: _Gaps, receive: Receive, url: str
 ) -> None:
     assert algorithm.combine is not None  # `prefer` chooses no other
     pieces = dict(blocks)
     for start, length in gaps:
         pieces[start] = (length, _received(algorithm, start, length, receive))
     total = 0
-    for at in sorted(pieces):
-        total = algorithm.combine(total, pieces[at][1], pieces[at][0])
-    if total == algorithm.decoded(kept):
+    for first_byte in sorted(pieces):
+        total = algorithm.combine(total, pieces[first_byte][1], pieces[first_byte][0])
+    if total == algorithm.decoded(checksum):
         return
     for start, (length, crc) in pieces.items():
         if _received(algorithm, start, length, receive) != crc:
-            raise altered(what, start, length)
-    raise damaged(what, kept.algorithm)
+            raise altered(url, start, length)
+    raise damaged(url, checksum.algorithm)
 
 
 def _require_digest(
-    algorithm: Algorithm, kept: Checksum, blocks: _Blocks, gaps: _Gaps, receive: Receive, what: str
+    algorithm: Algorithm, checksum: Checksum, blocks: _Blocks, gaps: _Gaps, receive: Receive, url: str
 ) -> None:
     total = hashlib.sha256()
-    for start, length in sorted([*gaps, *((at, n) for at, (n, _) in blocks.items())]):
+    for start, length in sorted([*gaps, *((first_byte, n) for first_byte, (n, _) in blocks.items())]):
         crc = _received(algorithm, start, length, receive, total.update)
         if start in blocks and blocks[start][1] != crc:
-            raise altered(what, start, length)
-    if base64.b64encode(total.digest()).decode() != kept.value:
-        raise damaged(what, kept.algorithm)
+            raise altered(url, start, length)
+    if base64.b64encode(total.digest()).decode() != checksum.value:
+        raise damaged(url, checksum.algorithm)
 
 
 def _received(
@@ -161,9 +162,9 @@ def _received(
 ) -> int:
     """Receive a range, and return its CRC."""
     crc, buffer = 0, bytearray(min(_STEP, length))
-    for at in range(0, length, _STEP):
-        view = memoryview(buffer)[: min(_STEP, length - at)]
-        receive(start + at, view)
+    for offset in range(0, length, _STEP):
+        view = memoryview(buffer)[: min(_STEP, length - offset)]
+        receive(start + offset, view)
         crc = _crc(algorithm, view, crc)
         if also is not None:
             also(view)
@@ -176,24 +177,24 @@ def _crc(algorithm: Algorithm, data: Buffer, before: int = 0) -> int:
 
 
 def _gaps(blocks: _Blocks, nbytes: int) -> list[tuple[int, int]]:
-    found, at = [], 0
+    gaps, covered_end = [], 0
     for start, (length, _) in blocks.items():
-        if start > at:
-            found.append((at, start - at))
-        at = max(at, start + length)
-    if at < nbytes:
-        found.append((at, nbytes - at))
-    return found
+        if start > covered_end:
+            gaps.append((covered_end, start - covered_end))
+        covered_end = max(covered_end, start + length)
+    if covered_end < nbytes:
+        gaps.append((covered_end, nbytes - covered_end))
+    return gaps
 
 
-def altered(what: str, start: int, length: int) -> AlteredInTransit:
+def altered(url: str, start: int, length: int) -> AlteredInTransit:
     """Return the error for bytes that differ from what was received of them before."""
     return AlteredInTransit(
-        f"cannot trust what was read of {what}: bytes {start} to {start + length} came twice, and differ"
+        f"cannot trust what was read of {url}: bytes {start} to {start + length} came twice, and differ"
     )
 
 
-def damaged(what: str, algorithm: str) -> DamagedCheckpoint:
+def damaged(url: str, algorithm: str) -> DamagedCheckpoint:
     """Return the error for an object that does not match the checksum that its store keeps."""
-    message = f"{what} does not match the {algorithm} that its store keeps of it"
-    return DamagedCheckpoint(message, findings=(finding("digest-mismatch", "bytes", message, file=what),))
+    message = f"{url} does not match the {algorithm} that its store keeps of it"
+    return DamagedCheckpoint(message, findings=(finding("digest-mismatch", "bytes", message, file=url),))

@@ -41,9 +41,9 @@ class PartPlan:
         begin = (number - 1) * self.part
         return begin, min(begin + self.part, self.nbytes)
 
-    def number_at(self, at: int) -> int:
-        """Return the number of the part with byte ``at``."""
-        return at // self.part + 1
+    def number_at(self, offset: int) -> int:
+        """Return the number of the part with byte ``offset``."""
+        return offset // self.part + 1
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """Yield (number, first byte, behind the last byte) of every part."""

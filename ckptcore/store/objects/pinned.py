@@ -19,7 +19,7 @@ class PinnedFiles:
     Args:
         client: The store of the objects.
         objects: Path -> object.
-        others: The other files.
+        staged_files: The other files.
         paths: Path -> size of each of them.
     """
 
@@ -27,15 +27,16 @@ class PinnedFiles:
         self,
         client: ObjectClient,
         objects: Mapping[str, ObjectSeen],
-        others: Readable,
+        staged_files: Readable,
         paths: Mapping[str, int],
     ) -> None:
-        self._client, self._objects, self._others = client, objects, others
-        self._sizes = dict(sorted({**paths, **{p: seen.nbytes for p, seen in objects.items()}}.items()))
+        self._client, self._objects, self._staged_files = client, objects, staged_files
+        sizes = {path: s3_object.nbytes for path, s3_object in objects.items()}
+        self._sizes = dict(sorted({**paths, **sizes}.items()))
         # Headers are at the beginning: they are read at once, not file by file.
-        first = [path for path, seen in objects.items() if seen.nbytes][:MOST_PAGES]
+        first = [path for path, s3_object in objects.items() if s3_object.nbytes][:MOST_PAGES]
         self._pages = dict(zip(first, client.each(self._first_page, first), strict=True))
-        self.url = others.url
+        self.url = staged_files.url
         self.local: Path | None = None
         self.observer: ReadObserver | None = None
 
@@ -49,10 +50,10 @@ class PinnedFiles:
 
     def stamp(self, path: str) -> str | None:
         """Return a text that names the version of a file, or None when there is no such file."""
-        seen = self._objects.get(path)
-        if seen is not None:
-            return f"{seen.nbytes} bytes, version {seen.etag}"
-        return self._others.stamp(path) if path in self._sizes else None
+        s3_object = self._objects.get(path)
+        if s3_object is not None:
+            return f"{s3_object.nbytes} bytes, version {s3_object.etag}"
+        return self._staged_files.stamp(path) if path in self._sizes else None
 
     def ctime(self, path: str) -> int | None:
         """Return None: objects have no ctime."""
@@ -61,31 +62,31 @@ class PinnedFiles:
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes; raise `SourceChanged` if the object was replaced."""
         if path not in self._objects:
-            return self._others.read(path, start, length)
+            return self._staged_files.read(path, start, length)
         data = bytearray(length)
         self.read_into(path, start, memoryview(data))
         return bytes(data)
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly; raise `SourceChanged` if the object was replaced."""
-        seen = self._objects.get(path)
-        if seen is None:
-            self._others.read_into(path, start, into)
+        s3_object = self._objects.get(path)
+        if s3_object is None:
+            self._staged_files.read_into(path, start, into)
             return
-        if start + len(into) > seen.nbytes:
+        if start + len(into) > s3_object.nbytes:
             raise SourceUnreadable(
-                f"{path} ends early: {len(into)} bytes needed at offset {start} (it has {seen.nbytes})",
+                f"{path} ends early: {len(into)} bytes needed at offset {start} (it has {s3_object.nbytes})",
                 file=path,
             )
         page = self._pages.get(path, b"")
         if start + len(into) <= len(page):
             into[:] = page[start : start + len(into)]
         elif len(into):
-            self._client.get(seen.key, start, seen.etag, into)
+            self._client.get(s3_object.key, start, s3_object.etag, into)
 
     def _first_page(self, path: str) -> bytes:
-        seen = self._objects[path]
-        return first_page(self._client, seen.key, seen.etag, seen.nbytes)
+        s3_object = self._objects[path]
+        return first_page(self._client, s3_object.key, s3_object.etag, s3_object.nbytes)
 
     def close(self) -> None:
         """Do nothing: the stores belong to the caller."""
@@ -94,11 +95,11 @@ class PinnedFiles:
 def first_page(client: ObjectClient, key: str, etag: str, nbytes: int) -> bytes:
     """Return the first bytes of an object of one version, which are kept from then on."""
     version, length = (client.url, key, etag), min(PAGE, nbytes)
-    known = SHARED.find(version, 0, length) if etag else None
-    if known is None:
+    page_bytes = SHARED.find(version, 0, length) if etag else None
+    if page_bytes is None:
         page = bytearray(length)
         client.get(key, 0, etag, memoryview(page))
-        known = bytes(page)
+        page_bytes = bytes(page)
         if etag:
-            SHARED.keep(version, 0, known)
-    return known
+            SHARED.keep(version, 0, page_bytes)
+    return page_bytes

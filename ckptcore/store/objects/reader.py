@@ -63,7 +63,7 @@ class FolderReader:
     ) -> None:
         self._client, self._prefix, self._url, self._pinned = client, prefix, url, pinned
         self._lock = threading.Lock()
-        self._seen: dict[str, ObjectSeen] = {}  # of a pinned folder
+        self._pinned_objects: dict[str, ObjectSeen] = {}  # of a pinned folder
         self._missing: set[str] = set()
         self._listed = False
         self._blocks: BlockReader | None = None
@@ -71,39 +71,40 @@ class FolderReader:
         self._ledger = Ledger()
         self._checksums: dict[str, tuple[Checksum, ...]] = {}
         for path, stamp in (versions or {}).items():
-            seen = _of_stamp(prefix + path, stamp)
-            if seen is not None and pinned:
-                self._seen[path] = seen
+            s3_object = _of_stamp(prefix + path, stamp)
+            if s3_object is not None and pinned:
+                self._pinned_objects[path] = s3_object
 
     def stamped(self) -> dict[str, FileStatus]:
         """List the objects as they are now; the first listing of a pinned folder pins them."""
-        found: dict[str, ObjectSeen] = {}
-        for seen in self._client.list(self._prefix):
-            path = seen.key[len(self._prefix) :]
+        objects: dict[str, ObjectSeen] = {}
+        for s3_object in self._client.list(self._prefix):
+            path = s3_object.key[len(self._prefix) :]
             if path and not path.endswith("/"):  # markers of folders, which some tools create
-                found[path] = seen
+                objects[path] = s3_object
         if self._pinned:
             with self._lock:
-                self._seen = {**found, **self._seen}
+                # An object that was looked at before keeps that version: another one is `SourceChanged`.
+                self._pinned_objects = {**objects, **self._pinned_objects}
                 self._listed = True
-        return {path: of_object(found[path]) for path in sorted(found)}
+        return {path: of_object(objects[path]) for path in sorted(objects)}
 
     def listed(self) -> dict[str, int] | None:
         """Return the objects of a pinned folder that was listed, path -> bytes, sorted; else None."""
         if not self._listed:
             return None
         with self._lock:
-            return {path: seen.nbytes for path, seen in sorted(self._seen.items())}
+            return {path: s3_object.nbytes for path, s3_object in sorted(self._pinned_objects.items())}
 
     def now(self, path: str) -> FileStatus | None:
         """Return size and version of one object as it is now, or None when there is no such object."""
-        seen = self._client.head(self._prefix + path)
-        return None if seen is None else of_object(seen)
+        s3_object = self._client.head(self._prefix + path)
+        return None if s3_object is None else of_object(s3_object)
 
     def look(self, path: str) -> FileStatus | None:
         """Return size and version of one object, or None when there is no such object."""
-        seen = self._known(path)
-        return None if seen is None else of_object(seen)
+        s3_object = self._object_at(path)
+        return None if s3_object is None else of_object(s3_object)
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes."""
@@ -123,7 +124,7 @@ class FolderReader:
         blocks = self._blocks
         try:
             if blocks is not None:
-                blocks.read_into(path, start, into, lambda at, part: self._unexpected(path, at, part))
+                blocks.read_into(path, start, into, lambda offset, part: self._unexpected(path, offset, part))
             else:
                 self._unexpected(path, start, into)
         except AlteredInTransit:
@@ -135,7 +136,7 @@ class FolderReader:
     def expect(self, reads: ExpectedReads, memory: int) -> None:
         """Read ahead what is expected, with at most ``memory`` bytes of blocks."""
         self.close()
-        if self._pinned and sum(path not in self._seen for path in reads.paths) > _FEW:
+        if self._pinned and sum(path not in self._pinned_objects for path in reads.paths) > _FEW:
             with contextlib.suppress(SourceUnreadable):  # without the right to list, each is asked for once
                 self.stamped()
         self._ledger, self._bare = Ledger(), reads.bare
@@ -148,9 +149,9 @@ class FolderReader:
 
     def forget(self, path: str, start: int, length: int) -> bool:
         """Drop what is kept of a range, so that the next read asks the store again."""
-        seen = self._seen.get(path)
-        if seen is not None:
-            SHARED.forget(self._version(seen), start, length)
+        s3_object = self._pinned_objects.get(path)
+        if s3_object is not None:
+            SHARED.forget(self._version(s3_object), start, length)
         if self._blocks is not None:
             self._blocks.forget(path, start, length)
         self._ledger.forget(path, start, length)
@@ -161,26 +162,26 @@ class FolderReader:
         """Compare what was read of the expected bare files with the store's checksums."""
 
         def proves(path: str) -> bool:
-            seen = found[path]
+            s3_object = objects[path]
             return self._ledger.proves(
                 path,
-                seen.nbytes,
+                s3_object.nbytes,
                 self._checksums.get(path, ()),
-                partial(self._receive, seen),
+                partial(self._receive, s3_object),
                 f"{self._url}/{path}",
             )
 
-        known = ((path, self._known(path)) for path in sorted(self._bare))
-        found = {path: seen for path, seen in known if seen is not None}
+        bare_files = ((path, self._object_at(path)) for path in sorted(self._bare))
+        objects = {path: s3_object for path, s3_object in bare_files if s3_object is not None}
         left = {
-            path: self._ledger.missing(path, seen.nbytes, self._checksums.get(path, ()))
-            for path, seen in found.items()
+            path: self._ledger.missing(path, s3_object.nbytes, self._checksums.get(path, ()))
+            for path, s3_object in objects.items()
         }
         # A few bytes, such as a header, are one request for each file: several at once, in little memory.
-        few = [path for path in found if left[path] <= _FEW_BYTES]
+        few = [path for path in objects if left[path] <= _FEW_BYTES]
         try:
             good = dict(zip(few, self._client.each(proves, few), strict=True))
-            good |= {path: proves(path) for path in found if path not in good}
+            good |= {path: proves(path) for path in objects if path not in good}
         except AlteredInTransit:
             self._altered(None)
             raise
@@ -195,64 +196,65 @@ class FolderReader:
             self._blocks.close()
             self._blocks = None
 
-    def _known(self, path: str) -> ObjectSeen | None:
+    def _object_at(self, path: str) -> ObjectSeen | None:
         """Return an object as it is pinned, or as it is now."""
         if not self._pinned:
             return self._client.head(self._prefix + path)
-        seen = self._seen.get(path)
-        if seen is not None or self._listed:
-            return seen
+        pinned_object = self._pinned_objects.get(path)
+        if pinned_object is not None or self._listed:
+            return pinned_object
         if path in self._missing:
             return None
-        found = self._client.head(self._prefix + path)
+        s3_object = self._client.head(self._prefix + path)
         with self._lock:
-            if found is None:
+            if s3_object is None:
                 self._missing.add(path)
                 return None
-            return self._seen.setdefault(path, found)
+            # Another thread may have pinned it meanwhile: all of them read that version.
+            return self._pinned_objects.setdefault(path, s3_object)
 
     def _pinned_to(self, path: str) -> ObjectSeen:
-        seen = self._known(path)
-        if seen is None:
+        s3_object = self._object_at(path)
+        if s3_object is None:
             raise SourceUnreadable(f"{self._url}/{path} does not exist", hint="check the path", file=path)
-        return seen
+        return s3_object
 
     def _small(self, path: str, start: int, length: int) -> bytes:
         """Return a few bytes, from a page that is kept or from a page that is kept from now on."""
-        seen = self._pinned_to(path)
-        _require_inside(f"{self._url}/{path}", path, start, length, seen.nbytes)
-        version = self._version(seen)
-        known = SHARED.find(version, start, length)
-        if known is not None:
-            return known
-        first, count = page_around(start, length, seen.nbytes)
+        s3_object = self._pinned_to(path)
+        _require_inside(f"{self._url}/{path}", path, start, length, s3_object.nbytes)
+        version = self._version(s3_object)
+        cached_bytes = SHARED.find(version, start, length)
+        if cached_bytes is not None:
+            return cached_bytes
+        first, count = page_around(start, length, s3_object.nbytes)
         data = bytearray(count)
-        if count == seen.nbytes:
-            self._complete(seen, memoryview(data), f"{self._url}/{path}")
+        if count == s3_object.nbytes:
+            self._complete(s3_object, memoryview(data), f"{self._url}/{path}")
         else:
-            self._client.get(seen.key, first, seen.etag or None, memoryview(data))
+            self._client.get(s3_object.key, first, s3_object.etag or None, memoryview(data))
         SHARED.keep(version, first, bytes(data))
         return bytes(data[start - first : start - first + length])
 
-    def _complete(self, seen: ObjectSeen, into: Buffer, what: str) -> None:
+    def _complete(self, s3_object: ObjectSeen, into: Buffer, url: str) -> None:
         """Read a small object, and prove it: by a checksum of the store, by its ETag, or by a second read.
 
         What describes a checkpoint is small and often has no checksum: a flipped bit would be a wrong name.
         """
         before = None
         for _ in range(_TRIES):  # again, before it is called damaged
-            kept = self._client.get_all(seen.key, seen.etag or None, into).checksums
-            if kept:
-                if checksum_of(kept[0].algorithm, into) == kept[0]:
+            checksums = self._client.get_all(s3_object.key, s3_object.etag or None, into).checksums
+            if checksums:
+                if checksum_of(checksums[0].algorithm, into) == checksums[0]:
                     return
                 continue
             digest = hashlib.md5(into, usedforsecurity=False).hexdigest()  # the ETag of a plain upload
-            if digest in (seen.etag.strip('"'), before):
+            if digest in (s3_object.etag.strip('"'), before):
                 return
             before = digest
-        if kept:
-            raise damaged(what, kept[0].algorithm)
-        raise altered(what, 0, len(into))
+        if checksums:
+            raise damaged(url, checksums[0].algorithm)
+        raise altered(url, 0, len(into))
 
     def _unexpected(self, path: str, start: int, into: Buffer) -> None:
         """Read what is in no block."""
@@ -263,9 +265,9 @@ class FolderReader:
             self._ledger.doubt(path)
         etag, key = None, self._prefix + path
         if self._pinned:
-            seen = self._pinned_to(path)
-            _require_inside(f"{self._url}/{path}", path, start, len(into), seen.nbytes)
-            etag = seen.etag or None
+            s3_object = self._pinned_to(path)
+            _require_inside(f"{self._url}/{path}", path, start, len(into), s3_object.nbytes)
+            etag = s3_object.etag or None
         elif len(into) > BLOCK:
             # The first answer says which version the others must be of.
             etag = self._client.get(key, start, None, into[:BLOCK]).etag or None
@@ -275,8 +277,9 @@ class FolderReader:
     def _directly(self, key: str, start: int, etag: str | None, into: Buffer) -> None:
         waiting: deque[Future[ObjectSeen]] = deque()
         try:
-            for at in range(0, len(into), BLOCK):
-                waiting.append(self._client.start_get(key, start + at, etag, into[at : at + BLOCK]))
+            for offset in range(0, len(into), BLOCK):
+                part = into[offset : offset + BLOCK]
+                waiting.append(self._client.start_get(key, start + offset, etag, part))
                 if len(waiting) >= _DIRECT_IN_FLIGHT:
                     waiting.popleft().result()
             while waiting:
@@ -285,25 +288,25 @@ class FolderReader:
             for future in waiting:
                 future.cancel()
 
-    def _receive(self, seen: ObjectSeen, start: int, into: Buffer) -> None:
+    def _receive(self, s3_object: ObjectSeen, start: int, into: Buffer) -> None:
         """Read past every cache, and compare with the pages that were used."""
-        self._client.get(seen.key, start, seen.etag or None, into)
-        for first, page in SHARED.pieces(self._version(seen)):
+        self._client.get(s3_object.key, start, s3_object.etag or None, into)
+        for first, page in SHARED.pieces(self._version(s3_object)):
             begin, end = max(first, start), min(first + len(page), start + len(into))
             if begin < end and page[begin - first : end - first] != into[begin - start : end - start]:
-                SHARED.forget(self._version(seen), first, len(page))
-                raise altered(f"{self._client.url}/{seen.key}", begin, end - begin)
+                SHARED.forget(self._version(s3_object), first, len(page))
+                raise altered(f"{self._client.url}/{s3_object.key}", begin, end - begin)
 
     def _fetch(self, path: str, start: int, into: Buffer) -> Future[ObjectSeen]:
         """Ask for a block; an error is for those who need its bytes, not for those who read ahead."""
         try:
-            seen = self._pinned_to(path)
-            _require_inside(f"{self._url}/{path}", path, start, len(into), seen.nbytes)
+            s3_object = self._pinned_to(path)
+            _require_inside(f"{self._url}/{path}", path, start, len(into), s3_object.nbytes)
         except CkptError as error:
             failed: Future[ObjectSeen] = Future()
             failed.set_exception(error)
             return failed
-        return self._client.start_get(seen.key, start, seen.etag or None, into)
+        return self._client.start_get(s3_object.key, start, s3_object.etag or None, into)
 
     def _arrived(self, path: str, start: int, data: Buffer) -> None:
         self._ledger.add(path, start, data, f"{self._url}/{path}")
@@ -319,17 +322,17 @@ class FolderReader:
         """Ask once which checksums the store keeps of files that have none of their own."""
         asked = [path for path in paths if path not in self._checksums]
         heads = self._client.each(self._client.head, [self._prefix + path for path in asked])
-        known = dict(zip(asked, heads, strict=True))
+        head_of_path = dict(zip(asked, heads, strict=True))
         for path in paths:
-            if path in known:
-                found = known[path]
+            if path in head_of_path:
+                head = head_of_path[path]
                 pinned = self._pinned_to(path)
-                if found is not None and found.etag.strip('"') == pinned.etag.strip('"'):
-                    self._checksums[path] = found.checksums
+                if head is not None and head.etag.strip('"') == pinned.etag.strip('"'):
+                    self._checksums[path] = head.checksums
             self._ledger.prefer(path, self._checksums.get(path, ()))
 
-    def _version(self, seen: ObjectSeen) -> tuple[str, str, str]:
-        return self._client.url, seen.key, seen.etag or f"{seen.nbytes} bytes"
+    def _version(self, s3_object: ObjectSeen) -> tuple[str, str, str]:
+        return self._client.url, s3_object.key, s3_object.etag or f"{s3_object.nbytes} bytes"
 
 
 def _of_stamp(key: str, stamp: str | None) -> ObjectSeen | None:
@@ -340,9 +343,9 @@ def _of_stamp(key: str, stamp: str | None) -> ObjectSeen | None:
     return ObjectSeen(key, int(size), version)
 
 
-def _require_inside(what: str, path: str, start: int, length: int, size: int) -> None:
+def _require_inside(url: str, path: str, start: int, length: int, size: int) -> None:
     if start < 0 or start + length > size:
         raise SourceUnreadable(
-            f"{what} ends early: {length} bytes needed at offset {start} (got {max(0, size - start)})",
+            f"{url} ends early: {length} bytes needed at offset {start} (got {max(0, size - start)})",
             file=path,
         )

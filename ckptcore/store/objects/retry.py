@@ -141,19 +141,19 @@ def deadline_s() -> float:
     """Return how long one request is repeated, seconds; raises `UsageError` for a wrong variable."""
     text = os.environ.get(DEADLINE_VARIABLE, "")
     try:
-        found = float(text or _DEADLINE_S)
+        seconds = float(text or _DEADLINE_S)
     except ValueError:
-        found = -1.0
-    if not 0 <= found <= 86400:  # also not a number
+        seconds = -1.0
+    if not 0 <= seconds <= 86400:  # also not a number
         raise UsageError(f"{DEADLINE_VARIABLE} must be seconds from 0 to 86400 (got {text!r})")
-    return found
+    return seconds
 
 
 def kind_of(error: BaseException) -> Kind | None:
     """Return what an exception of a client, or an error that came of one, means; None for a defect."""
     if isinstance(error, CkptError):
-        found = error.values.get("kind")
-        return Kind(found) if found in set(Kind) else None
+        kind = error.values.get("kind")
+        return Kind(kind) if kind in set(Kind) else None
     if isinstance(error, ShortBody):
         return Kind.TROUBLE
     response = getattr(error, "response", None)
@@ -170,7 +170,7 @@ def kind_of(error: BaseException) -> Kind | None:
 
 def explained(
     error: Exception,
-    what: str,
+    url: str,
     *,
     writing: bool = False,
     attempts: int = 1,
@@ -181,7 +181,7 @@ def explained(
 
     Args:
         error: The exception.
-        what: The URL that was asked for.
+        url: The URL that was asked for.
         writing: Whether the request writes.
         attempts: Requests that were sent.
         create: Whether the request was create-only.
@@ -194,17 +194,17 @@ def explained(
         kind = Kind.EXISTS
     verb = "write" if writing else "read"
     tries = f" after {attempts} requests" if attempts > 1 else ""
-    message = f"cannot {verb} {what}{tries}: {_reason(error)}"
+    message = f"cannot {verb} {url}{tries}: {_reason(error)}"
     for secret in secrets:
         if len(secret) >= _SHORTEST_SECRET:
             message = message.replace(secret, GONE)
-    message = redacted_of(message, what)
+    message = redacted_of(message, url)
     values: dict[str, Any] = {"kind": kind.value, "attempts": attempts}
     if kind is Kind.TROUBLE:
         return StorageTrouble(message, **values)
     if kind is Kind.CHANGED and not writing:
         return SourceChanged(
-            redacted_of(f"{what} was replaced while it was being read", what),
+            redacted_of(f"{url} was replaced while it was being read", url),
             hint="the source is being written; run again when writing has ended",
             **values,
         )
@@ -219,7 +219,7 @@ def never() -> bool:
 
 def repeated(
     call: Callable[[], T],
-    what: str,
+    url: str,
     *,
     writing: bool = False,
     create: bool = False,
@@ -231,7 +231,7 @@ def repeated(
 
     Args:
         call: Sends the request once.
-        what: The URL, for messages.
+        url: The URL, for messages.
         writing: Whether the request writes.
         create: Whether it is create-only.
         secrets: Values that must not be in a message.
@@ -276,7 +276,7 @@ def repeated(
         return policy(once)
     except Exception as error:
         raise explained(
-            error, what, writing=writing, attempts=attempts, create=create, secrets=secrets
+            error, url, writing=writing, attempts=attempts, create=create, secrets=secrets
         ) from error
 
 
@@ -314,5 +314,5 @@ def _code(response: dict[str, Any]) -> str:
 
 
 def _status(response: dict[str, Any]) -> int:
-    found = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    return found if isinstance(found, int) else 0
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return status if isinstance(status, int) else 0

@@ -72,28 +72,28 @@ class S3Options:
     connect_timeout: float = 5
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> S3Options:
+    def of(cls, options: Mapping[str, Any]) -> S3Options:
         """Read options as the constructor of `S3FileSystem` does; two of one meaning are a `KeyError`."""
-        for one, other in (("key", "username"), ("secret", "password")):
-            if given.get(one) and given.get(other):
-                raise KeyError(f"Supply either {one} or {other}, not both")
+        for option, alias in (("key", "username"), ("secret", "password")):
+            if options.get(option) and options.get(alias):
+                raise KeyError(f"Supply either {option} or {alias}, not both")
         return cls(
-            given,
-            given.get("anon", False),
-            given.get("endpoint_url"),
-            given.get("username") or given.get("key"),
-            given.get("password") or given.get("secret"),
-            given.get("token"),
-            given.get("use_ssl", True),
-            given.get("client_kwargs") or {},
-            given.get("config_kwargs") or {},
-            given.get("s3_additional_kwargs") or {},
-            {"RequestPayer": "requester"} if given.get("requester_pays") else {},
-            {name: given[name] for name in ("profile",) if name in given},
+            options,
+            options.get("anon", False),
+            options.get("endpoint_url"),
+            options.get("username") or options.get("key"),
+            options.get("password") or options.get("secret"),
+            options.get("token"),
+            options.get("use_ssl", True),
+            options.get("client_kwargs") or {},
+            options.get("config_kwargs") or {},
+            options.get("s3_additional_kwargs") or {},
+            {"RequestPayer": "requester"} if options.get("requester_pays") else {},
+            {name: options[name] for name in ("profile",) if name in options},
         )
 
 
-_made: dict[str, S3Options] = {}
+_options: dict[str, S3Options] = {}
 _lock = threading.Lock()
 
 
@@ -106,15 +106,15 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         MissingDependency: s3fs is needed, and is not installed.
         UsageError: The URL or an option is wrong.
     """
-    given = {name: value for scheme in _SCHEMES for name, value in configured(scheme).items()}
-    given |= options
+    all_options = {name: value for scheme in _SCHEMES for name, value in configured(scheme).items()}
+    all_options |= options
     try:
-        if not _is_plain(url) or not given.keys() <= _KNOWN:
+        if not _is_plain(url) or not all_options.keys() <= _KNOWN:
             return _file_system(url, options)
         root = url.partition("://")[2].rstrip("/")
         with _lock:
-            known = repr(sorted(given.items()))
-            return _made.get(known) or _made.setdefault(known, S3Options.of(given)), root
+            cache_key = repr(sorted(all_options.items()))
+            return _options.get(cache_key) or _options.setdefault(cache_key, S3Options.of(all_options)), root
     except ImportError as error:
         raise MissingDependency(f"cannot open {bare_url(url)}: {error}", hint="pip install s3fs") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -136,9 +136,9 @@ def _is_loaded() -> bool:
     registry = sys.modules.get("fsspec.registry")
     if registry is None:
         return False
-    known = registry.known_implementations
+    implementations = registry.known_implementations
     return any(
-        scheme in registry.registry or known.get(scheme, {}).get("class") != "s3fs.S3FileSystem"
+        scheme in registry.registry or implementations.get(scheme, {}).get("class") != "s3fs.S3FileSystem"
         for scheme in _SCHEMES
     )
 
@@ -146,5 +146,5 @@ def _is_loaded() -> bool:
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     import fsspec
 
-    found: tuple[Any, str] = fsspec.url_to_fs(url, use_listings_cache=False, **options)
-    return found
+    fs_and_path: tuple[Any, str] = fsspec.url_to_fs(url, use_listings_cache=False, **options)
+    return fs_and_path

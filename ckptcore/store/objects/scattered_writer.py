@@ -36,13 +36,13 @@ class _Flight:
     buffers: PartBuffers
     buffer: Buffer
     lock: threading.Lock = field(default_factory=threading.Lock)
-    given: bool = False
+    is_returned: bool = False
 
     def land(self) -> None:
         with self.lock:
-            if self.given:
+            if self.is_returned:
                 return
-            self.given = True
+            self.is_returned = True
         self.buffers.give_back(self.buffer)
 
 
@@ -90,6 +90,7 @@ class ScatteredUploads:
         """Begin to upload a full part; wait for older ones when too many are on their way."""
         while True:
             with self._lock:
+                # A part that failed stays: `_land` raises its error.
                 while self._flying and _succeeded(self._flying[0][0]):
                     self._flying.popleft()[1].land()
                 busy = sum(not future.done() for future, _ in self._flying)
@@ -147,15 +148,15 @@ class ScatteredWriter:
         """Return the upload after `commit`."""
         return self._uploaded
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
+    def write(self, offset: int, data: Buffer | bytes) -> None:
         """Add bytes at their place. Each byte comes once."""
         view = memoryview(data).cast("B")
         while view:
-            number = self._plan.number_at(at)
+            number = self._plan.number_at(offset)
             begin, end = self._plan.bounds(number)
-            now = view[: end - at]
+            now = view[: end - offset]
             part = self._part(number, end - begin)
-            part.buffer[at - begin : at - begin + len(now)] = now
+            part.buffer[offset - begin : offset - begin + len(now)] = now
             with self._lock:
                 part.left -= len(now)
                 full = not part.left
@@ -163,9 +164,9 @@ class ScatteredWriter:
                     del self._open[number]
             if full:
                 self._send(number, part)
-            at, view = at + len(now), view[len(now) :]
+            offset, view = offset + len(now), view[len(now) :]
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Return False: no copy inside the kernel."""
         return False
 
@@ -203,25 +204,29 @@ class ScatteredWriter:
 
     def _part(self, number: int, nbytes: int) -> _OpenPart:
         with self._lock:
-            found = self._open.get(number)
-        if found is not None:
-            return found
+            part = self._open.get(number)
+        if part is not None:
+            return part
         with self._opening:  # one thread at a time waits for a buffer of this file
             with self._lock:
-                found = self._open.get(number)
-            if found is None:
-                found = _OpenPart(self._shared.take(nbytes), nbytes, nbytes)
+                part = self._open.get(number)
+            if part is None:
+                part = _OpenPart(self._shared.take(nbytes), nbytes, nbytes)
                 with self._lock:
-                    self._open[number] = found
-            return found
+                    self._open[number] = part
+            return part
 
     def _send(self, number: int, part: _OpenPart) -> None:
         data = part.buffer[: part.nbytes]
         crc = crc32(data)
         self._digests[number] = blake3(data).hexdigest(), crc
-        there = self._present.get(number)
-        if there is not None and there.nbytes == len(data) and there.checksum == _CRC32.encoded(crc):
-            self._etags[number] = there.etag
+        stored_part = self._present.get(number)
+        if (
+            stored_part is not None
+            and stored_part.nbytes == len(data)
+            and stored_part.checksum == _CRC32.encoded(crc)
+        ):
+            self._etags[number] = stored_part.etag
             self._shared.uploads.buffers.give_back(part.buffer)
         else:
             self._sent[number] = self._shared.send(self._entry, number, part.buffer, part.nbytes, crc)

@@ -53,13 +53,13 @@ class S3Session:
     def ask(self, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request, and return its answer."""
         client = self.client()
-        known = _members(client, method)
+        parameters = _members(client, method)
         # As s3fs does: its options say more (the requester pays, encryption), where the request knows that.
-        given = {**self._fs.s3_additional_kwargs, **self._fs.req_kw, **asked}
-        found: dict[str, Any] = getattr(client, method)(
-            **{name: value for name, value in given.items() if name in known and value is not None}
+        arguments = {**self._fs.s3_additional_kwargs, **self._fs.req_kw, **asked}
+        answer: dict[str, Any] = getattr(client, method)(
+            **{name: value for name, value in arguments.items() if name in parameters and value is not None}
         )
-        return found
+        return answer
 
     def client(self) -> Any:
         """Return botocore's client, which a forked process makes anew: connections cannot be shared."""
@@ -85,17 +85,17 @@ class PartBody(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return the next bytes: a view of them, which is hashed like bytes."""
-        wanted = len(self._view) if size is None or size < 0 else size
-        found = self._view[self._at : self._at + wanted]
-        self._at += len(found)
-        return found or b""  # type: ignore[return-value]
+        count = len(self._view) if size is None or size < 0 else size
+        piece = self._view[self._at : self._at + count]
+        self._at += len(piece)
+        return piece or b""  # type: ignore[return-value]
 
     def readinto(self, into: Any, /) -> int:
         """Fill ``into``."""
         target = memoryview(into).cast("B")
-        found = self.read(len(target))
-        target[: len(found)] = found
-        return len(found)
+        piece = self.read(len(target))
+        target[: len(piece)] = piece
+        return len(piece)
 
     read1, readinto1 = read, readinto  # those of the base know nothing of these bytes
 
@@ -114,10 +114,10 @@ class PartBody(io.BytesIO):
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the bytes as they are given to a socket. The time-out of a socket is for one call."""
-        for at in range(0, len(self._view), _SENT):
+        for offset in range(0, len(self._view), _SENT):
             if self._given_up():
                 raise ConnectionAbortedError("nobody waits for this request any more")
-            yield self._view[at : at + _SENT]
+            yield self._view[offset : offset + _SENT]
 
 
 def receive(body: Any, into: Buffer) -> int:
@@ -141,8 +141,8 @@ def release(body: Any) -> None:
 
 def _plain(body: Any) -> HTTPResponse | None:
     """Return the response of the standard library below one of botocore; None if there is another."""
-    found = getattr(getattr(body, "_raw_stream", None), "_fp", None)
-    return found if isinstance(found, HTTPResponse) else None
+    response = getattr(getattr(body, "_raw_stream", None), "_fp", None)
+    return response if isinstance(response, HTTPResponse) else None
 
 
 def share_service_models(file_system: Any) -> None:
@@ -182,22 +182,24 @@ def _connected(fs: Any) -> Any:
     session = Session(**fs.kwargs)
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_moment)
-    given = {
+    client_options = {
         "aws_access_key_id": fs.key,
         "aws_secret_access_key": fs.secret,
         "aws_session_token": fs.token,
         "endpoint_url": fs.endpoint_url,
         "use_ssl": fs.use_ssl,
     }
-    given = {name: value for name, value in given.items() if value is not None} | fs.client_kwargs
+    client_options = {
+        name: value for name, value in client_options.items() if value is not None
+    } | fs.client_kwargs
     named = {
         "user_agent": _user_agent(session)
     }  # botocore makes it twice for each request: an eighth of its time
     config = {"connect_timeout": fs.connect_timeout, **_DEFAULTS, **named, **fs.config_kwargs, **_CONFIG}
     if fs.anon:
-        given = {name: value for name, value in given.items() if name not in _KEYS}
+        client_options = {name: value for name, value in client_options.items() if name not in _KEYS}
         config["signature_version"] = UNSIGNED
-    client = session.create_client("s3", config=Config(**config), **given)
+    client = session.create_client("s3", config=Config(**config), **client_options)
     # awscrt signs, too, but reads a body in pieces of 4 KiB through Python: twice the time of its SHA-256.
     AUTH_TYPE_MAPS.setdefault(_SIGNER, S3SigV4Auth)
     events = client.meta.events
@@ -217,14 +219,14 @@ def _user_agent(session: Any) -> str:
 def _moment(text: Any) -> datetime:
     """Return a time in an answer: dateutil, which botocore asks, takes 0.2 ms for each row of a list."""
     with suppress(InvalidText), parsing("a time"):
-        found = datetime.fromisoformat(text) if text[4:5] == "-" else parse_http_time(text)
-        if found.tzinfo is not None:
-            return found
+        moment = datetime.fromisoformat(text) if text[4:5] == "-" else parse_http_time(text)
+        if moment.tzinfo is not None:
+            return moment
     from botocore.utils import parse_timestamp
 
     with parsing("a time"):
-        other: datetime = parse_timestamp(text)
-    return other
+        parsed_time: datetime = parse_timestamp(text)
+    return parsed_time
 
 
 def _signer(signature_version: Any, context: Mapping[str, Any], **_: Any) -> str | None:

@@ -22,6 +22,6 @@ def key_of(url: str) -> str:
 
 def client_of(url: str) -> S3Client:
     """Return the client of a URL's bucket; stores of one file system share it."""
-    made = S3Client(url)
+    client = S3Client(url)
     with _lock:
-        return _clients.setdefault((id(made.file_system), made.bucket), made)
+        return _clients.setdefault((id(client.file_system), client.bucket), client)

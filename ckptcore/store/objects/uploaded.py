@@ -105,7 +105,7 @@ class Uploaded:
         )
 
 
-def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
+def require_checksum(s3_object: ObjectSeen, uploaded: Uploaded) -> bool:
     """Compare an object's size and checksum with the bytes that were sent.
 
     Returns:
@@ -114,19 +114,19 @@ def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
     Raises:
         OutputMismatch: They differ.
     """
-    if seen.nbytes != uploaded.nbytes:
+    if s3_object.nbytes != uploaded.nbytes:
         raise OutputMismatch(
-            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})", hint=_RERUN
+            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {s3_object.nbytes})", hint=_RERUN
         )
-    wanted: Checksum = _CRC32.encoded(uploaded.crc)
-    kept = [c for c in seen.checksums if c.algorithm == wanted.algorithm]
-    if kept and kept[0] != wanted:
+    expected_crc: Checksum = _CRC32.encoded(uploaded.crc)
+    stored_crcs = [c for c in s3_object.checksums if c.algorithm == expected_crc.algorithm]
+    if stored_crcs and stored_crcs[0] != expected_crc:
         raise OutputMismatch(
-            f"{uploaded.key} was altered on its way to the store: it must have CRC-32 {wanted.value} "
-            f"(the store has {kept[0].value})",
+            f"{uploaded.key} was altered on its way to the store: it must have CRC-32 {expected_crc.value} "
+            f"(the store has {stored_crcs[0].value})",
             hint=_RERUN,
         )
-    return bool(kept)
+    return bool(stored_crcs)
 
 
 def joined(parts: Sequence[Uploaded]) -> Uploaded:

@@ -46,7 +46,7 @@ _CRC32 = ALGORITHMS["CRC32"]
 class AtKey:
     """What was found at a key: an object, or none."""
 
-    seen: ObjectSeen | None
+    s3_object: ObjectSeen | None
 
 
 class PartBuffers:
@@ -66,9 +66,9 @@ class PartBuffers:
             if self._left <= 0 and not must:
                 return None
             self._left -= 1
-            at = next((n for n, b in enumerate(self._free) if len(b) >= nbytes), None)
-            if at is not None:
-                return self._free.pop(at)
+            index = next((n for n, b in enumerate(self._free) if len(b) >= nbytes), None)
+            if index is not None:
+                return self._free.pop(index)
             if self._free:  # too short for this file: it makes room
                 self._free.pop()
         return untouched(nbytes)
@@ -134,8 +134,8 @@ class UploadWriter:
         """Return the upload after `commit`."""
         return self._uploaded
 
-    def write(self, at: int, data: Buffer | bytes) -> None:
-        """Add bytes; ``at`` is the current end. Full parts are on their way when it returns."""
+    def write(self, offset: int, data: Buffer | bytes) -> None:
+        """Add bytes; ``offset`` is the current end. Full parts are on their way when it returns."""
         view = memoryview(data).cast("B")
         while view:
             size = self._size()
@@ -148,7 +148,7 @@ class UploadWriter:
             if self._filled == size:
                 self._send()
 
-    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Return False: no copy inside the kernel."""
         return False
 
@@ -213,10 +213,10 @@ class UploadWriter:
         self._buffer, self._filled, self._number = None, 0, number + 1
         crc = crc32(data)
         self._digests.append(blake3(data).hexdigest())
-        there = self._present.get(number)
+        stored_part = self._present.get(number)
         checksum = _CRC32.encoded(crc)
-        if there is not None and there.nbytes == len(data) and there.checksum == checksum:
-            self._done[number] = there.etag, crc
+        if stored_part is not None and stored_part.nbytes == len(data) and stored_part.checksum == checksum:
+            self._done[number] = stored_part.etag, crc
             self._buffers.give_back(buffer)
         else:
             future = self._client.start_part(self._entry.key, self._entry.upload_id, number, data, checksum)
@@ -228,6 +228,7 @@ class UploadWriter:
         """Wait for the oldest part on its way."""
         future, buffer, crc = self._flying[0]
         part = future.result()
+        # After it has ended well: `abort` returns the buffers of those that remain.
         self._flying.popleft()
         self._done[part.number] = part.etag, crc
         self._buffers.give_back(buffer)
@@ -281,8 +282,8 @@ class Uploads:
         if self._none_begun and index not in self._begun:
             self._begun.add(index)
             ahead = self._ahead.pop(index, None)
-            wanted = self._wanted(index, path, nbytes)
-            fresh = self._journal.create(wanted) if ahead is None else ahead.result()
+            upload = self._upload_of(index, path, nbytes)
+            fresh = self._journal.create(upload) if ahead is None else ahead.result()
             if fresh is not None:
                 return fresh, {}
         before = self._journal.find(index)
@@ -299,8 +300,8 @@ class Uploads:
         """Begin uploads, given (index, path, bytes), before anyone writes them; `begun` waits for each."""
         if self._none_begun:
             for index, path, nbytes in files:
-                wanted = self._wanted(index, path, nbytes)
-                create = partial(self._journal.create, wanted, given_up=self._stopped.is_set)
+                upload = self._upload_of(index, path, nbytes)
+                create = partial(self._journal.create, upload, given_up=self._stopped.is_set)
                 self._ahead[index] = self.client.start(create)
         self._under_way += self._ahead.values()
 
@@ -319,29 +320,29 @@ class Uploads:
         """Return the entry of a file's upload, which is begun if there is none."""
         return self._entry(self._journal.find(index), index, path, nbytes)
 
-    def _entry(self, there: UploadEntry | None, index: int, path: str, nbytes: int) -> UploadEntry:
+    def _entry(self, upload_entry: UploadEntry | None, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return a file's entry, given the one that was found."""
-        wanted = self._wanted(index, path, nbytes)
-        if there is not None:
-            if there.upload_id and wanted.fits(there):
-                return there
-            there = self._journal.abort(there)
-        return self._journal.begin(wanted, there)
+        upload = self._upload_of(index, path, nbytes)
+        if upload_entry is not None:
+            if upload_entry.upload_id and upload.fits(upload_entry):
+                return upload_entry
+            upload_entry = self._journal.abort(upload_entry)
+        return self._journal.begin(upload, upload_entry)
 
-    def _wanted(self, index: int, path: str, nbytes: int) -> UploadEntry:
+    def _upload_of(self, index: int, path: str, nbytes: int) -> UploadEntry:
         part = plan_parts(nbytes, path).part
         return UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
 
     def holds(self, uploaded: Uploaded) -> bool:
         """Report whether the store has exactly these parts, or the object that was completed from them."""
         try:
-            there = list(self.client.list_parts(uploaded.key, uploaded.upload_id))
+            stored_parts = list(self.client.list_parts(uploaded.key, uploaded.upload_id))
         except CkptError as error:
             if kind_of(error) is not Kind.NO_UPLOAD:
                 raise
             return self.find(uploaded) is not None
-        wanted = {(p.number, p.nbytes, _bare(p.etag)) for p in uploaded.parts}
-        return wanted <= {(p.number, p.nbytes, _bare(p.etag)) for p in there}
+        sent_parts = {(p.number, p.nbytes, _bare(p.etag)) for p in uploaded.parts}
+        return sent_parts <= {(p.number, p.nbytes, _bare(p.etag)) for p in stored_parts}
 
     def find(self, uploaded: Uploaded) -> ObjectSeen | None:
         """Return the object that an upload became; None if it is another object, or there is none.
@@ -352,23 +353,23 @@ class Uploads:
         """
         return self._own(uploaded, self.client.head(uploaded.key))
 
-    def _own(self, uploaded: Uploaded, seen: ObjectSeen | None) -> ObjectSeen | None:
+    def _own(self, uploaded: Uploaded, s3_object: ObjectSeen | None) -> ObjectSeen | None:
         """Return an object if an upload became it; see `find`."""
-        if seen is None:
+        if s3_object is None:
             return None
-        tokens = {name.casefold(): value for name, value in seen.metadata.items()}
+        tokens = {name.casefold(): value for name, value in s3_object.metadata.items()}
         if tokens.get(TOKEN) != uploaded.token:
             return None
         try:
-            require_checksum(seen, uploaded)
+            require_checksum(s3_object, uploaded)
         except OutputMismatch as error:
             try:
-                self.client.delete(uploaded.key, match=seen.etag or None)
+                self.client.delete(uploaded.key, match=s3_object.etag or None)
             except CkptError as second:
                 hint = f"remove it, and run the same command again ({second.message})"
                 raise OutputMismatch(error.message, hint=hint) from error
             raise
-        return seen
+        return s3_object
 
     def complete(
         self,
@@ -402,11 +403,11 @@ class Uploads:
         for _ in range(_TRIES):
             # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
             if refused is None:
-                there = self.client.head(uploaded.key) if look is None else look.seen
+                object_at_key = self.client.head(uploaded.key) if look is None else look.s3_object
                 look = None
-                if (seen := self._own(uploaded, there)) is not None:
-                    return seen
-                if create and there is not None:
+                if (own_object := self._own(uploaded, object_at_key)) is not None:
+                    return own_object
+                if create and object_at_key is not None:
                     raise self._exists(uploaded)
             etag = ""
             try:
@@ -422,14 +423,14 @@ class Uploads:
             except CkptError as error:
                 refused = error
             # Whatever was answered: the reply to an earlier request may be lost, or misleading.
-            there = self._looked_at(uploaded, etag if page else "", beside)
-            if (seen := self._own(uploaded, there)) is not None:
-                return seen
+            object_at_key = self._looked_at(uploaded, etag if page else "", beside)
+            if (own_object := self._own(uploaded, object_at_key)) is not None:
+                return own_object
             if refused is not None and kind_of(refused) not in _CONDITIONS:
                 break
-            if there is None:
+            if object_at_key is None:
                 create, match = create or match is not None, None  # it was removed meanwhile
-            elif create or (match is not None and _bare(there.etag) != _bare(match)):
+            elif create or (match is not None and _bare(object_at_key.etag) != _bare(match)):
                 raise self._exists(uploaded)
         raise self._lost(uploaded, refused)
 
@@ -447,12 +448,14 @@ class Uploads:
             asked.append(page)
         if beside is not None:
             asked.append(beside)
-        found: ObjectSeen | None = self.client.each(lambda ask: ask(), asked)[0]
-        return found
+        s3_object: ObjectSeen | None = self.client.each(lambda ask: ask(), asked)[0]
+        return s3_object
 
     def forget(self, completed: Mapping[int, Uploaded]) -> None:
         """Remove the entries of completed uploads, by their files' indices, and uploads without an owner."""
-        self._journal.abort_strays({each.key: each.started for each in completed.values() if each.reply_lost})
+        self._journal.abort_strays(
+            {upload.key: upload.started for upload in completed.values() if upload.reply_lost}
+        )
         self.client.each(self._journal.forget, completed)
 
     def _exists(self, uploaded: Uploaded) -> CkptError:

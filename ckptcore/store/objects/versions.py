@@ -23,13 +23,13 @@ class ObjectVersion:
     """One version of an object, in a bucket that keeps versions.
 
     Attributes:
-        seen: The object; a delete marker has no bytes and no ETag.
+        s3_object: The object; a delete marker has no bytes and no ETag.
         id: Its version id.
         latest: Whether it is the current one.
         marker: Whether it is a delete marker: the object is gone while that is the latest version.
     """
 
-    seen: ObjectSeen
+    s3_object: ObjectSeen
     id: str
     latest: bool
     marker: bool
@@ -65,29 +65,29 @@ class VersionedPlace:
                 markers[name] = version
             elif not version.marker:
                 before = newest.get(name)
-                if before is None or (version.seen.modified or 0) > (before.seen.modified or 0):
+                if before is None or (version.s3_object.modified or 0) > (before.s3_object.modified or 0):
                     newest[name] = version
         hidden = {name: (newest[name], marker) for name, marker in markers.items() if name in newest}
-        return {name: HiddenObject(of_object(v.seen), v, marker) for name, (v, marker) in hidden.items()}
+        return {name: HiddenObject(of_object(v.s3_object), v, marker) for name, (v, marker) in hidden.items()}
 
     def show(self) -> None:
         """Delete the delete markers."""
         for hidden in self.hidden().values():
-            _delete_version(self._client, hidden.marker.seen.key, hidden.marker.id)
+            _delete_version(self._client, hidden.marker.s3_object.key, hidden.marker.id)
 
     def remove(self, things: Mapping[str, FileStatus]) -> None:
         """Delete the hidden versions of these things for good, and their markers."""
         for name, hidden in self.hidden().items():
             if name in things and same_content(things[name], hidden.status):
-                _delete_version(self._client, hidden.version.seen.key, hidden.version.id)
-                _delete_version(self._client, hidden.marker.seen.key, hidden.marker.id)
+                _delete_version(self._client, hidden.version.s3_object.key, hidden.version.id)
+                _delete_version(self._client, hidden.marker.s3_object.key, hidden.marker.id)
 
     def _versions(self) -> Iterator[tuple[str, ObjectVersion]]:
         for version in object_versions(self._client, self._key):
-            if version.seen.key == self._key:
+            if version.s3_object.key == self._key:
                 yield "", version
-            elif version.seen.key.startswith(f"{self._key}/"):
-                yield version.seen.key[len(self._key) + 1 :], version
+            elif version.s3_object.key.startswith(f"{self._key}/"):
+                yield version.s3_object.key[len(self._key) + 1 :], version
 
 
 def bucket_with_versions(url: str) -> VersionedPlace | None:

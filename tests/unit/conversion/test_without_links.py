@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptcore
 from ckptcore.errors import DestinationExists, DestinationUnwritable
 from ckptcore.store import folder_tree
-from ckptcore.store.folder_tree import Spot, rename_file_new
+from ckptcore.store.folder_tree import DirEntryAt, rename_file_new
 
 NO_LINKS = [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL]
 
@@ -114,7 +114,7 @@ def test_a_name_taken_from_the_empty_file_is_not_replaced(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fstat", fstat)
             with pytest.raises(FileExistsError):
-                rename_file_new(Spot(at, "old", "old"), Spot(at, "new", "new"))
+                rename_file_new(DirEntryAt(at, "old", "old"), DirEntryAt(at, "new", "new"))
     finally:
         os.close(at)
     assert (tmp_path / "old").read_bytes() == b"ours"
@@ -126,7 +126,7 @@ def test_a_move_that_fails_leaves_no_empty_file(tmp_path: Path, monkeypatch: pyt
     at = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(FileNotFoundError):
-            rename_file_new(Spot(at, "missing", "missing"), Spot(at, "new", "new"))
+            rename_file_new(DirEntryAt(at, "missing", "missing"), DirEntryAt(at, "new", "new"))
     finally:
         os.close(at)
     assert not os.listdir(tmp_path)

@@ -126,7 +126,7 @@ def data_requests(plans: list[FilePlan], memory: int) -> tuple[int, int, int]:
         + table.most_alive
         + 4 * schedule.budget.tile * schedule.budget.threads
     )
-    assert int(table.wanted.sum()) == sum(p.bytes_in for p in plans)
+    assert int(table.read_bytes.sum()) == sum(p.bytes_in for p in plans)
     assert table.over_read == 0
     assert sum(schedule.order.counts) == len(schedule.order)
     return len(table), sum(plan_parts(p.nbytes).count for p in plans), used

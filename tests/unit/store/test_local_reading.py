@@ -176,7 +176,7 @@ def test_files_are_copied_between_stores(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["", "/a", "a/../b", "./a", "a//b", "a\\b", "a\0b", "s3://a"])
 def test_paths_from_a_checkpoint_are_plain(path: str) -> None:
     with pytest.raises(UnsafeContent):
-        inner_path(path, what="the index")
+        inner_path(path, origin="the index")
 
 
 def test_urls_of_this_machine() -> None:

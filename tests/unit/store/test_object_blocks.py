@@ -156,7 +156,7 @@ def test_what_is_needed_of_a_block_leaves_out_its_holes() -> None:
     rows = [("a", 0, 100), ("a", 50, 120), ("a", 150, 400), ("a", 0, 100), ("a", 420, 700), ("b", 10, 20)]
     table = cut_into_blocks(expected(rows), 256, gap=60)
     assert table.needed.tolist() == [226, 236, 188, 10]
-    assert table.wanted.sum() == 100 + 70 + 250 + 100 + 280 + 10
+    assert table.read_bytes.sum() == 100 + 70 + 250 + 100 + 280 + 10
     holes = cut_into_blocks(expected([("a", 0, 10), ("a", 900, 1000)]), 100, gap=1000)
     assert holes.needed.tolist() == [10, *[0] * 8, 100]
 
