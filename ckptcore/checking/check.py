@@ -21,7 +21,7 @@ from ckptcore.errors import LEVELS, Finding, UnreadablePart, UsageError, finding
 from ckptcore.store import Store
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import leave_out
-from ckptcore.utils.row_wise import products
+from ckptcore.utils.row_wise import prod_rows
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
@@ -279,7 +279,7 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
     if not len(chunks) or not len(items):
         return
     width = np.array([BY_NAME[t.dtype].itemsize for t in manifest.tensors], np.float64)
-    nbytes = width[chunks.tensor] * products(chunks.shape.astype(np.float64))
+    nbytes = width[chunks.tensor] * prod_rows(chunks.shape.astype(np.float64))
     placed = chunks.item >= 0
     item = np.where(placed, chunks.item, 0)
     zips = placed & (items.envelope[item] == int(Envelope.TORCHZIP))

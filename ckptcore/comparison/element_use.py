@@ -27,7 +27,7 @@ from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Ints, Manifest, with_dims
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import among
+from ckptcore.utils.distinct_values import isin
 
 _WINDOW = 1 << 23  # elements that are marked at a time
 _TILE = 1 << 20  # elements whose addresses are computed at a time
@@ -146,7 +146,7 @@ def _of(manifest: Manifest, tensors: list[int]) -> _Uses:
         run &= (shape[:, d] == 1) | (stride[:, d] == expected)
         expected = expected * shape[:, d]
     names = [t.fqn for t in manifest.tensors]
-    copies = among(rows, np.array([later for _, later in equal_boxes(manifest)], np.int64))
+    copies = isin(rows, np.array([later for _, later in equal_boxes(manifest)], np.int64))
     return _Uses(names, owner, chunks.item[rows], start, shape, stride, run, copies)
 
 

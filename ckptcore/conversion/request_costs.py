@@ -25,7 +25,7 @@ from ckptcore.store.merged import MergedAhead, open_merged
 from ckptcore.store.objects.blocks import plan_blocks
 from ckptcore.store.objects.part_plan import plan_parts
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 PRICES_VARIABLE = "CKPTCORE_REQUEST_PRICES"
 _PRICES = {"get": 0.0004, "put": 0.005}  # of S3 Standard in us-east-1
@@ -88,7 +88,7 @@ def request_costs(
             get += len(table)
             get_bytes += int((table.end - table.start).sum())
             over += table.over_read
-            listings += 4 * max(1, -(-len(distinct(part.file)) // _PAGE))
+            listings += 4 * max(1, -(-len(unique(part.file)) // _PAGE))
     if uploads:
         put = sum(_parts(f) for f in plan.files) + len(plan.extra)
         put_bytes = plan.bytes_out

@@ -50,16 +50,16 @@ class Box:
         """Return one past the last index, per dim."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, box: Box) -> Box | None:
         """Return the common elements, or None where there are none.
 
         >>> Box((0,), (2,)).intersect(Box((2,), (2,))) is None
         True
         """
-        if self.offset == other.offset and self.shape == other.shape:
+        if self.offset == box.offset and self.shape == box.shape:
             return None if 0 in self.shape else self
         lo, shape = list[int](), list[int]()  # one loop: this is done for every chunk of every tile
-        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+        for a, n, b, m in zip(self.offset, self.shape, box.offset, box.shape, strict=True):
             begin, end = max(a, b), min(a + n, b + m)
             if end <= begin:
                 return None
@@ -67,11 +67,11 @@ class Box:
             shape.append(end - begin)
         return Box(tuple(lo), tuple(shape))
 
-    def contains(self, other: Box) -> bool:
-        """Report whether every index of ``other`` is in this box."""
+    def contains(self, inner: Box) -> bool:
+        """Report whether every index of ``inner`` is in this box."""
         return all(
             a <= b and y <= x
-            for a, b, x, y in zip(self.offset, other.offset, self.end, other.end, strict=True)
+            for a, b, x, y in zip(self.offset, inner.offset, self.end, inner.end, strict=True)
         )
 
     def translate(self, by: tuple[int, ...]) -> Box:
@@ -82,19 +82,19 @@ class Box:
         """
         return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
 
-    def within(self, other: Box) -> Box:
-        """Return this box in the coordinates of ``other``, which must contain it."""
-        if not any(other.offset):
+    def within(self, outer: Box) -> Box:
+        """Return this box in the coordinates of ``outer``, which must contain it."""
+        if not any(outer.offset):
             return self
-        return Box(tuple(map(sub, self.offset, other.offset)), self.shape)
+        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
 
-    def subtract(self, other: Box) -> list[Box]:
-        """Return disjoint boxes that cover exactly the elements of this box that are not in ``other``.
+    def subtract(self, box: Box) -> list[Box]:
+        """Return disjoint boxes that cover exactly the elements of this box that are not in ``box``.
 
         >>> Box((0, 0), (2, 4)).subtract(Box((0, 1), (2, 2)))
         [Box(offset=(0, 0), shape=(2, 1)), Box(offset=(0, 3), shape=(2, 1))]
         """
-        common = self.intersect(other)
+        common = self.intersect(box)
         if common is None:
             return [self] if self.numel else []
         out: list[Box] = []
@@ -131,11 +131,11 @@ class Box:
         cut = next(d for d in range(len(self.shape)) if prod(self.shape[d + 1 :]) <= limit)
         step = limit // prod(self.shape[cut + 1 :])
         for lead in _indices(self.shape[:cut]):
-            at = tuple(o + i for o, i in zip(self.offset, lead, strict=False))
+            row_offset = tuple(o + i for o, i in zip(self.offset, lead, strict=False))
             for first in range(0, self.shape[cut], step):
                 count = min(step, self.shape[cut] - first)
                 yield Box(
-                    (*at, self.offset[cut] + first, *self.offset[cut + 1 :]),
+                    (*row_offset, self.offset[cut] + first, *self.offset[cut + 1 :]),
                     ((1,) * cut + (count,) + self.shape[cut + 1 :]),
                 )
 
@@ -176,10 +176,10 @@ def flat_start(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
     >>> flat_start((3, 4), (1, 2))
     6
     """
-    at = 0
+    element = 0
     for n, o in zip(shape, offset, strict=True):
-        at = at * n + o
-    return at
+        element = element * n + o
+    return element
 
 
 def is_run(shape: tuple[int, ...], inner: tuple[int, ...]) -> bool:

@@ -63,6 +63,7 @@ class ByteLedger:
 
     def explain(self, path: str, spans: Ints) -> None:
         """Record ranges that are structure, int64 [n, 2]."""
+        # A file decides how many ranges it has: they count against the budget of metadata.
         meter().keep(_SPAN * len(spans), path)
         self.structure.setdefault(path, []).append(spans)
 
@@ -82,7 +83,9 @@ class ByteLedger:
         cut = len(prefix)
         inner.read = {path[cut:] for path in self.read if path.startswith(prefix)}
         inner.structure = {p[cut:]: spans for p, spans in self.structure.items() if p.startswith(prefix)}
-        inner.left = [replace(one, file=one.file[cut:]) for one in self.left if one.file.startswith(prefix)]
+        inner.left = [
+            replace(span, file=span.file[cut:]) for span in self.left if span.file.startswith(prefix)
+        ]
         inner.odd = [(p[cut:], name, key) for p, name, key in self.odd if p.startswith(prefix)]
         inner.carried = [(p[cut:], name, v) for p, name, v in self.carried if p.startswith(prefix)]
         return inner

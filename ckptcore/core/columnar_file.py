@@ -47,10 +47,10 @@ def _spelled(texts: tuple[str, ...]) -> bytes:
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """Return one frame; equal inputs give equal bytes."""
     parts = _encoded(head, arrays)
-    content, at = np.empty(sum(map(len, parts)), np.uint8), 0
+    content, position = np.empty(sum(map(len, parts)), np.uint8), 0
     for part in filter(len, parts):  # numpy copies without the GIL, which `join` keeps
-        content[at : at + len(part)] = np.frombuffer(part, np.uint8)
-        at += len(part)
+        content[position : position + len(part)] = np.frombuffer(part, np.uint8)
+        position += len(part)
     return _MAGIC + zstandard.ZstdCompressor(level=3).compress(content.data)
 
 
@@ -75,7 +75,7 @@ def _json(value: Any) -> bytes:
         return value.json
     if not _has_spelled(value):
         return canonical_json(value)
-    rows = [canonical_json(key) + b":" + _json(one) for key, one in sorted(value.items())]
+    rows = [canonical_json(key) + b":" + _json(member) for key, member in sorted(value.items())]
     return b"{" + b",".join(rows) + b"}"
 
 
@@ -93,20 +93,22 @@ def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict
         raise MalformedCheckpoint("not a ckptcore frame", hint="make the plan again")
     try:
         with parsing("a frame"):
+            # Before anything is allocated: a few bytes can claim to expand to terabytes.
             size = zstandard.frame_content_size(data[len(_MAGIC) :])
             if not 0 <= size <= max_bytes:
                 raise MalformedCheckpoint(f"frame content must be at most {max_bytes} bytes (got {size})")
             raw = zstandard.ZstdDecompressor().decompress(data[len(_MAGIC) :], max_output_size=size)
             length = int.from_bytes(raw[:8], "little")
             parsed = json.loads(raw[8 : 8 + length])
-            at, arrays = 8 + length, {}
+            position, arrays = 8 + length, {}
             for row in parsed["arrays"]:
                 kind, shape = np.dtype(_KINDS[row["kind"]]), tuple(int(n) for n in row["shape"])
+                # Python integers: the product of a damaged head's sizes may exceed 64 bits.
                 count = int(np.prod(shape, dtype=object)) if shape else 1
-                arrays[row["name"]] = np.frombuffer(raw, kind, count, at).reshape(shape)
-                at += count * kind.itemsize
-            if at != len(raw):
-                raise MalformedCheckpoint(f"frame must hold {at} bytes (got {len(raw)})")
+                arrays[row["name"]] = np.frombuffer(raw, kind, count, position).reshape(shape)
+                position += count * kind.itemsize
+            if position != len(raw):
+                raise MalformedCheckpoint(f"frame must hold {position} bytes (got {len(raw)})")
             return parsed["head"], arrays
     except InvalidText as error:
         raise MalformedCheckpoint(f"cannot read frame: {error}", hint="make the plan again") from error

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Ints, Manifest, TensorSpec, dims_table
 from ckptcore.errors import Finding, finding
-from ckptcore.utils.distinct_values import distinct
-from ckptcore.utils.row_wise import every, products
+from ckptcore.utils.distinct_values import unique
+from ckptcore.utils.row_wise import all_rows, prod_rows
 from ckptcore.utils.text import count
 
 _MAX_PAIRWISE = 4096
@@ -41,20 +41,22 @@ def coverage(manifest: Manifest) -> list[Finding]:
     rank = chunks.lo.shape[1]
     want = dims_table([t.shape for t in tensors], rank, 1)
     complete = _strips(manifest, want)
+    # They have no chunks of their own; `below` has the findings of their inputs.
     complete[list(manifest.derived)] = True
     suspects = np.flatnonzero(~complete)
-    found: list[Finding] = below
+    findings: list[Finding] = below
     explained = 0
     for t in suspects.tolist():
         a, b = int(chunks.first[t]), int(chunks.first[t + 1])
         lo, shape = chunks.lo[a:b], chunks.shape[a:b]
         if a == b and tensors[t].numel:
-            found.append(_hole(tensors[t], tensors[t].numel, _show(Box.full(tensors[t].shape))))
+            findings.append(_hole(tensors[t], tensors[t].numel, _show(Box.full(tensors[t].shape))))
         elif not _covers(lo, shape, want[t]):
             explained += 1
+            # An explanation compares boxes pairwise: of a damaged checkpoint all tensors may need one.
             close = explained <= _MAX_EXPLAINED
-            found += _explain(manifest, t, lo, shape) if close else [_untiled(tensors[t], lo, shape)]
-    return found
+            findings += _explain(manifest, t, lo, shape) if close else [_untiled(tensors[t], lo, shape)]
+    return findings
 
 
 def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
@@ -99,8 +101,8 @@ def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
     order = np.lexsort(keys.T[::-1])  # stable: equal keys stay in stored order
     keys, rows = keys.take(order, axis=0), several[order]
     same = np.zeros(len(rows), np.bool_)
-    same[1:] = every(keys[1:] == keys[:-1])
-    same &= every(chunks.shape.take(rows, axis=0) > 0)
+    same[1:] = all_rows(keys[1:] == keys[:-1])
+    same &= all_rows(chunks.shape.take(rows, axis=0) > 0)
     if not same.any():
         return []
     head = np.maximum.accumulate(np.where(same, 0, np.arange(len(rows))))
@@ -116,10 +118,10 @@ def _unordered(manifest: Manifest) -> npt.NDArray[np.bool_]:
         step = np.diff(chunks.lo[:, d])
         later |= level & (step > 0)
         level &= step == 0
-    found = np.zeros(len(chunks.first) - 1, np.bool_)
+    unordered = np.zeros(len(chunks.first) - 1, np.bool_)
     owner = chunks.tensor
-    found[owner[1:][~later & (owner[1:] == owner[:-1])]] = True
-    return found
+    unordered[owner[1:][~later & (owner[1:] == owner[:-1])]] = True
+    return unordered
 
 
 def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
@@ -142,10 +144,10 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
     owner, dims = owner[rows], dim[owner[rows]]
     start, count = chunks.lo[rows, dims], chunks.shape[rows, dims]
     # Empty chunks hold nothing; replicas count once.
-    kept = np.flatnonzero(count > 0)
-    if not ((np.diff(owner[kept]) > 0) | (np.diff(start[kept]) > 0)).all():  # as ranks save them
-        kept = kept[np.lexsort((count[kept], start[kept], owner[kept]))]
-    owner, start, count = owner[kept], start[kept], count[kept]
+    filled = np.flatnonzero(count > 0)
+    if not ((np.diff(owner[filled]) > 0) | (np.diff(start[filled]) > 0)).all():  # as ranks save them
+        filled = filled[np.lexsort((count[filled], start[filled], owner[filled]))]
+    owner, start, count = owner[filled], start[filled], count[filled]
     if len(owner):
         fresh = np.ones(len(owner), np.bool_)
         fresh[1:] = (np.diff(owner) != 0) | (np.diff(start) != 0) | (np.diff(count) != 0)
@@ -163,11 +165,11 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
 def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
     if 0 in want.tolist():  # an empty tensor: its chunks, if any, must reach exactly as far as its shape
         return not len(lo) or bool(((lo + shape).max(axis=0) == want).all())
-    kept = (shape > 0).all(axis=1)  # an empty chunk holds nothing, whatever its offset
-    if (lo[kept] < 0).any() or (lo[kept] + shape[kept] > want).any():
+    filled = (shape > 0).all(axis=1)  # an empty chunk holds nothing, whatever its offset
+    if (lo[filled] < 0).any() or (lo[filled] + shape[filled] > want).any():
         return False
-    both = distinct(np.concatenate([lo[kept], shape[kept]], axis=1))
-    lo, shape = both[:, : lo.shape[1]], both[:, lo.shape[1] :]
+    boxes = unique(np.concatenate([lo[filled], shape[filled]], axis=1))
+    lo, shape = boxes[:, : lo.shape[1]], boxes[:, lo.shape[1] :]
     # Python integers: a false header could make int64 volumes wrap around.
     volume = _volume(shape)
     total = 1
@@ -179,8 +181,8 @@ def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
 def _volume(shape: Ints) -> int:
     if not len(shape):
         return 0
-    if float(products(shape.astype(np.float64)).sum()) < 2**62:
-        return int(products(shape).sum())
+    if float(prod_rows(shape.astype(np.float64)).sum()) < 2**62:
+        return int(prod_rows(shape).sum())
     return sum(int(np.prod(row.astype(object))) for row in shape)
 
 
@@ -191,6 +193,7 @@ def _disjoint(lo: Ints, hi: Ints) -> bool:
         rows = queue.pop()
         if len(rows) < 2:
             continue
+        # First the dim with most different offsets: it is most likely to be cut there.
         for d in _dims_by_variety(lo[rows]):
             parts = _separated(rows, lo[:, d], hi[:, d])
             if len(parts) > 1:
@@ -203,7 +206,7 @@ def _disjoint(lo: Ints, hi: Ints) -> bool:
 
 
 def _dims_by_variety(lo: Ints) -> list[int]:
-    spread = [len(distinct(lo[:, d])) for d in range(lo.shape[1])]
+    spread = [len(unique(lo[:, d])) for d in range(lo.shape[1])]
     return sorted(range(lo.shape[1]), key=lambda d: -spread[d])
 
 
@@ -216,11 +219,11 @@ def _separated(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
 
 
 def _pairwise_disjoint(lo: Ints, hi: Ints) -> bool:
-    for at in range(0, len(lo), _MAX_PAIRWISE):
-        a_lo, a_hi = lo[at : at + _MAX_PAIRWISE], hi[at : at + _MAX_PAIRWISE]
+    for begin in range(0, len(lo), _MAX_PAIRWISE):
+        a_lo, a_hi = lo[begin : begin + _MAX_PAIRWISE], hi[begin : begin + _MAX_PAIRWISE]
         for row in range(len(a_lo)):
-            rest_lo, rest_hi = lo[at + row + 1 :], hi[at + row + 1 :]
-            if every((a_lo[row] < rest_hi) & (rest_lo < a_hi[row])).any():
+            rest_lo, rest_hi = lo[begin + row + 1 :], hi[begin + row + 1 :]
+            if all_rows((a_lo[row] < rest_hi) & (rest_lo < a_hi[row])).any():
                 return False
     return True
 
@@ -233,9 +236,9 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
         {Box(tuple(a[:rank]), tuple(n[:rank])) for a, n in zip(lo.tolist(), shape.tolist(), strict=True)},
         key=lambda b: (b.offset, b.shape),
     )
-    found: list[Finding] = []
+    findings: list[Finding] = []
     outside = [b for b in boxes if not full.contains(b)]
-    found += [
+    findings += [
         finding(
             "out-of-bounds",
             "coverage",
@@ -246,7 +249,7 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     ]
     inside = [b for b in boxes if b.numel and full.contains(b)]
     shared = _overlaps(inside)
-    found += [
+    findings += [
         finding("overlap", "coverage", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} overlap", fqn=spec.fqn)
         for a, b in shared[:_MAX_LISTED]
     ]
@@ -254,11 +257,11 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     missing = sum(h.numel for h in holes)
     if missing:
         listed = ", ".join(_show(h) for h in holes[:_MAX_LISTED])
-        more = f" and {len(holes) - _MAX_LISTED} more" if len(holes) > _MAX_LISTED else ""
-        found.append(_hole(spec, missing, f"{listed}{more}"))
-    if not found:  # too many boxes to find the wrong one, but the volumes do not add up
-        found.append(_untiled(spec, lo, shape))
-    return found
+        rest = f" and {len(holes) - _MAX_LISTED} more" if len(holes) > _MAX_LISTED else ""
+        findings.append(_hole(spec, missing, f"{listed}{rest}"))
+    if not findings:  # too many boxes to find the wrong one, but the volumes do not add up
+        findings.append(_untiled(spec, lo, shape))
+    return findings
 
 
 def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
@@ -268,7 +271,7 @@ def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
 
 def _untiled(spec: TensorSpec, lo: Ints, shape: Ints) -> Finding:
     """Return the finding on chunks that do not tile a tensor, without their places."""
-    boxes = distinct(np.concatenate([lo, shape], axis=1)[every(shape > 0)])
+    boxes = unique(np.concatenate([lo, shape], axis=1)[all_rows(shape > 0)])
     volume = _volume(boxes[:, lo.shape[1] :])
     if volume < spec.numel:  # no fewer are missing, wherever the chunks are
         return _hole(spec, spec.numel - volume, f"its {count(len(boxes), 'chunk')} have {volume}")
@@ -277,16 +280,16 @@ def _untiled(spec: TensorSpec, lo: Ints, shape: Ints) -> Finding:
 
 
 def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
-    found: list[tuple[Box, Box]] = []
+    pairs: list[tuple[Box, Box]] = []
     for i, a in enumerate(boxes[:_MAX_PAIRWISE]):
         for b in boxes[i + 1 : _MAX_PAIRWISE]:
             if b.offset and b.offset[0] >= a.end[0]:
                 break  # sorted by first dim: no later box reaches back
             if a.intersect(b):
-                found.append((a, b))
-                if len(found) >= _MAX_LISTED:
-                    return found
-    return found
+                pairs.append((a, b))
+                if len(pairs) >= _MAX_LISTED:
+                    return pairs
+    return pairs
 
 
 def _holes(full: Box, boxes: list[Box]) -> list[Box]:

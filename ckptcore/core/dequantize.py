@@ -77,8 +77,8 @@ def _block_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
     rank = len(weight.shape)
     if rank not in (2, 3) or len(params) != 2 or min(params) < 1 or not _are_codes_and_factors(weight, scale):
         return None
-    wanted = tuple(-(-n // b) for n, b in zip(weight.shape, _block_of(rank, params), strict=True))
-    return weight.shape if scale.shape == wanted else None
+    scale_shape = tuple(-(-n // b) for n, b in zip(weight.shape, _block_of(rank, params), strict=True))
+    return weight.shape if scale.shape == scale_shape else None
 
 
 def _block_of(rank: int, params: Shape) -> Shape:
@@ -141,13 +141,13 @@ def _experts_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
     weight, scale = inputs
     if not _are_codes_and_factors(weight, scale) or len(weight.shape) != 3 or len(params) not in (1, 3):
         return None
-    wanted = tuple(n if own else 1 for n, own in zip(weight.shape, params, strict=False))
-    return weight.shape if params[0] and scale.shape == wanted else None
+    scale_shape = tuple(n if varies else 1 for n, varies in zip(weight.shape, params, strict=False))
+    return weight.shape if params[0] and scale.shape == scale_shape else None
 
 
 def _experts_needs(box: Box, params: Shape) -> tuple[Box, ...]:
-    own = [*zip(box.offset, box.shape, params, strict=False)]
-    return box, Box(tuple(o if p else 0 for o, _, p in own), tuple(n if p else 1 for _, n, p in own))
+    dims = [*zip(box.offset, box.shape, params, strict=False)]
+    return box, Box(tuple(o if p else 0 for o, _, p in dims), tuple(n if p else 1 for _, n, p in dims))
 
 
 def _fill_experts(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
@@ -187,9 +187,10 @@ def _fill_fp4(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
             exponent = scales[a : a + step, g : g + wide].reshape(-1, 1).to(torch.int32) - 127
             torch.ldexp(decoded, exponent, out=decoded)
             decoded = decoded.reshape(part.shape[0], -1)
-            at = g * GROUP - skipped
-            target = lines[a : a + step, max(at, 0) : at + decoded.shape[1]]
-            target.copy_(decoded[:, max(-at, 0) :][:, : target.shape[1]])
+            # Negative for the first group of a box that begins inside of it.
+            column = g * GROUP - skipped
+            target = lines[a : a + step, max(column, 0) : column + decoded.shape[1]]
+            target.copy_(decoded[:, max(-column, 0) :][:, : target.shape[1]])
 
 
 def _affine_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
@@ -263,6 +264,7 @@ def _flat_fill(bits: int, values: int) -> Callable[[Any, Box, Sequence[Any], Sha
         for number, begin in enumerate(range(0, lines.numel(), width)):
             index = _line_start(box, width, number)
             start = _flat(index, shape)
+            # In pieces: the positions of a complete line would take 8 bytes an element.
             for a in range(0, width, _LINE):
                 place = torch.arange(start + a, start + min(a + _LINE, width), device=out.device)
                 if bits == 8:

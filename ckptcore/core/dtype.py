@@ -122,10 +122,10 @@ def get(name: str) -> DType:
         UnsupportedDtype: No row of the table has this name.
     """
     plain = name.removeprefix("torch.")
-    found = BY_NAME.get(_SHORT.get(plain, plain))
-    if found is None:
+    dtype = BY_NAME.get(_SHORT.get(plain, plain))
+    if dtype is None:
         from ckptcore.utils.near_names import did_you_mean  # for an error alone
 
         hint = did_you_mean(name, [*_SHORT, *BY_NAME], f"use one of {', '.join(BY_NAME)}")
         raise UnsupportedDtype(f"unknown dtype {name!r}", hint=hint, dtype=name)
-    return found
+    return dtype

@@ -40,6 +40,7 @@ class FileSums:
         name = path.removeprefix(self._prefix)
         end = start + len(data)
         with self._lock:
+            # Checksums are computed outside of the lock, so that threads do not wait for each other.
             gaps = list(_gaps(self._runs.get(name, ()), start, end))
         if not gaps:
             return
@@ -51,15 +52,15 @@ class FileSums:
                 for c, d in list(_gaps(runs, a, b)):  # others if another thread has read some of it meanwhile
                     _insert(runs, (c, d, crc if (c, d) == (a, b) else crc64(view[c - start : d - start])))
 
-    def add(self, other: FileSums) -> None:
+    def add(self, sums: FileSums) -> None:
         """Add what another process has read.
 
         A range replaces the known ones that it contains. What overlaps with a known one at one end stays a
         hole: the checksum of its other part is not known.
         """
         with self._lock:
-            self._altered.update(other._altered)
-            for path, theirs in other._runs.items():
+            self._altered.update(sums._altered)
+            for path, theirs in sums._runs.items():
                 runs = self._runs.setdefault(path, [])
                 for run in theirs:
                     start, end, _ = run
@@ -93,6 +94,7 @@ class FileSums:
     def holes(self, path: str, nbytes: int) -> list[tuple[int, int]] | None:
         """Return the ranges of a file that were not read; None if they are too long, or it came altered."""
         with self._lock:
+            # A file that nobody read has no digest, and its content is not read for one alone.
             if path in self._altered or (path not in self._runs and nbytes):
                 return None
             runs = self._runs.get(path, [])
@@ -111,27 +113,27 @@ class FileSums:
 
 def _gaps(runs: Iterable[_Run], start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of ``[start, end)`` that are in no run."""
-    known = runs if isinstance(runs, list) else list(runs)
-    at = max(bisect_right(known, start, key=_START) - 1, 0)
+    ordered = runs if isinstance(runs, list) else list(runs)
+    index = max(bisect_right(ordered, start, key=_START) - 1, 0)
     while start < end:
-        if at == len(known) or known[at][0] >= end:
+        if index == len(ordered) or ordered[index][0] >= end:
             yield start, end
             return
-        first, last, _ = known[at]
+        first, last, _ = ordered[index]
         if first > start:
             yield start, first
-        start, at = max(start, last), at + 1
+        start, index = max(start, last), index + 1
 
 
 def _insert(runs: list[_Run], run: _Run) -> None:
     """Insert a run that overlaps no other, and join it with its neighbours."""
     start, end, crc = run
-    at = bisect_right(runs, start, key=_START)
-    if at < len(runs) and runs[at][0] == end:
-        _, last, behind = runs.pop(at)
+    index = bisect_right(runs, start, key=_START)
+    if index < len(runs) and runs[index][0] == end:
+        _, last, behind = runs.pop(index)
         end, crc = last, combine64(crc, behind, last - end)
-    if at and runs[at - 1][1] == start:
-        at -= 1
-        first, _, before = runs.pop(at)
+    if index and runs[index - 1][1] == start:
+        index -= 1
+        first, _, before = runs.pop(index)
         start, crc = first, combine64(before, crc, end - start)
-    runs.insert(at, (start, end, crc))
+    runs.insert(index, (start, end, crc))

@@ -445,6 +445,7 @@ class Manifest:
         self, derived: Mapping[int, Derived], inputs: tuple[TensorSpec, ...], chunks: Chunks
     ) -> Manifest:
         """Return this manifest with tensors computed from ``inputs``, which are stored in its items."""
+        # Blobs and findings stay with the outer manifest: they would be reported twice.
         stored = replace(self, tensors=inputs, chunks=chunks, blobs=(), findings=(), derived={}, inputs=None)
         return replace(self, derived=dict(derived), inputs=stored)
 
@@ -475,12 +476,14 @@ class Manifest:
 
 def _chunks_of_first(chunks: Chunks, items: int) -> Chunks:
     """Return the chunks that are stored in the first ``items`` items, or in none."""
-    kept = chunks.item < items
-    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
-    view = None if chunks.view is None else chunks.view[kept]
+    in_first = chunks.item < items
+    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(in_first)])
+    view = None if chunks.view is None else chunks.view[in_first]
     if view is not None and not (view[:, 0] >= 0).any():
         view = None  # only the copies had one
-    return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)
+    return Chunks(
+        count[chunks.first], chunks.lo[in_first], chunks.shape[in_first], chunks.item[in_first], view
+    )
 
 
 def _first_items(items: Items, count: int) -> Items:
@@ -502,7 +505,7 @@ def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:
         n: Unread(reason, dtype, None if shape is None else tuple(shape), file)
         for n, reason, dtype, shape, file in unread
     }
-    return tuple(Blob(k, i, t, tuple(r), known, why.get(n)) for n, (k, i, t, r, known) in enumerate(rows))
+    return tuple(Blob(k, i, t, tuple(r), is_read, why.get(n)) for n, (k, i, t, r, is_read) in enumerate(rows))
 
 
 def items_table(

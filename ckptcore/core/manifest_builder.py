@@ -41,16 +41,16 @@ class _Findings(list[Finding]):
         super().__init__()
         self._count = count
 
-    def append(self, found: Finding) -> None:
-        self._count.keep(FINDING + _CHAR * len(found.message), "what is wrong with the checkpoint")
-        super().append(found)
+    def append(self, new_finding: Finding) -> None:
+        self._count.keep(FINDING + _CHAR * len(new_finding.message), "what is wrong with the checkpoint")
+        super().append(new_finding)
 
-    def extend(self, found: Iterable[Finding]) -> None:
-        for one in found:
-            self.append(one)
+    def extend(self, findings: Iterable[Finding]) -> None:
+        for new_finding in findings:
+            self.append(new_finding)
 
-    def __iadd__(self, found: Iterable[Finding]) -> Self:  # type: ignore[misc, override]
-        self.extend(found)
+    def __iadd__(self, findings: Iterable[Finding]) -> Self:  # type: ignore[misc, override]
+        self.extend(findings)
         return self
 
 
@@ -88,12 +88,12 @@ class Builder:
             path: Relative to the checkpoint's root.
             size: Bytes, or None if the file is missing.
         """
-        at = self._files.get(path)
-        if at is None:
+        index = self._files.get(path)
+        if index is None:
             self._count.keep(_FILE + _CHAR * len(path), path)
-            at = self._files[path] = len(self._sizes)
+            index = self._files[path] = len(self._sizes)
             self._sizes.append(size)
-        return at
+        return index
 
     def file_names(self) -> list[str]:
         """Return the paths of the files added so far, by index."""
@@ -154,7 +154,7 @@ class Builder:
         codec: Ints,
         codecs: Sequence[str],
         member: Mapping[int, str],
-        kept: npt.NDArray[np.bool_],
+        mask: npt.NDArray[np.bool_],
     ) -> Ints:
         """Add an item per row that is kept.
 
@@ -164,29 +164,30 @@ class Builder:
             codec: int64 [n], index into ``codecs``.
             codecs: Names of stream codecs.
             member: Row -> name inside the envelope, where it has one.
-            kept: bool [n], the rows to add.
+            mask: bool [n], the rows to add.
 
         Returns:
             int64 [n], the index of each item, -1 for rows that are not kept.
         """
         if self._items:
+            # Items have numbers in the order in which they were added: single ones come before these.
             self._add_items(items_table(np.array(self._items, np.int64)))
             self._items = array("q")
         first = self._behind
-        if kept.all():
+        if mask.all():
             number = np.arange(first, first + len(places), dtype=np.int64)
         else:
-            number = np.where(kept, first + np.cumsum(kept) - 1, -1)
-            places, envelope, codec = places[kept], envelope[kept], codec[kept]
-        own = []
+            number = np.where(mask, first + np.cumsum(mask) - 1, -1)
+            places, envelope, codec = places[mask], envelope[mask], codec[mask]
+        codec_numbers = []
         for name in codecs if (codec > 0).any() else codecs[:1]:
             if name not in self._codecs:
                 self._codecs.append(name)
-            own.append(self._codecs.index(name))
+            codec_numbers.append(self._codecs.index(name))
         file, start, length = (np.ascontiguousarray(column) for column in places.T)
         crc = np.full(len(places), -1, np.int64)
-        kinds, own_codec = envelope.astype(np.int8), np.array(own, np.int8)[codec]
-        self._add_items(Items(file, start, length, kinds, own_codec, crc))
+        kinds, codec_column = envelope.astype(np.int8), np.array(codec_numbers, np.int8)[codec]
+        self._add_items(Items(file, start, length, kinds, codec_column, crc))
         self._member |= {int(number[row]): name for row, name in member.items()}
         return number
 
@@ -285,6 +286,7 @@ class Builder:
         if view is not None:
             self._view_at.extend((len(self._owner), view.start, view.flags))
             if view.strides is not None:
+                # Few chunks have strides of their own, so they are no column.
                 self._strides[len(self._owner)] = view.strides
         self._owner.append(tensor)
         self._item.append(item)
@@ -305,9 +307,9 @@ class Builder:
         for row in range(len(begin) - 1, len(ranks)):
             begin.append(begin[row] + 2 * ranks[row])
         for row in rows:
-            at, end = begin[row], begin[row + 1]
-            middle = (at + end) // 2
-            yield Box(tuple(self._dims[at:middle]), tuple(self._dims[middle:end]))
+            start, end = begin[row], begin[row + 1]
+            middle = (start + end) // 2
+            yield Box(tuple(self._dims[start:middle]), tuple(self._dims[middle:end]))
 
     def chunk_item(self, row: int) -> int:
         """Return the item of a chunk that was added, by its row."""
@@ -316,10 +318,10 @@ class Builder:
 
     def chunk_view(self, row: int) -> View | None:
         """Return the view of a chunk that was added, by its row."""
-        at = 3 * bisect_left(_Rows(self._view_at), row)
-        if at >= len(self._view_at) or self._view_at[at] != row:
+        position = 3 * bisect_left(_Rows(self._view_at), row)
+        if position >= len(self._view_at) or self._view_at[position] != row:
             return None
-        return View(self._view_at[at + 1], self._strides.get(row), self._view_at[at + 2])
+        return View(self._view_at[position + 1], self._strides.get(row), self._view_at[position + 2])
 
     def chunks(
         self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints | npt.NDArray[np.int8], item: Ints
@@ -337,6 +339,7 @@ class Builder:
             added = tensor >= 0
             tensor, offset, shape = tensor[added], offset[added], shape[added]
             rank, item = rank[added], item[added]
+        # After rows of -1 are left out: they take no memory.
         self._count.keep(CHUNK * len(tensor), "a checkpoint's chunks")
         rank = rank.astype(np.int8)
         if self._table is None and not self._owner:
@@ -356,9 +359,9 @@ class Builder:
     ) -> None:
         if (rank == offset.shape[1]).all():
             self._dims, end = _longer(self._dims, 2 * offset.size)
-            both = end.reshape(len(offset), 2 * offset.shape[1])
-            both[:, : offset.shape[1]], both[:, offset.shape[1] :] = offset, shape
-            del both, end  # a column with views cannot grow
+            dims_rows = end.reshape(len(offset), 2 * offset.shape[1])
+            dims_rows[:, : offset.shape[1]], dims_rows[:, offset.shape[1] :] = offset, shape
+            del dims_rows, end  # a column with views cannot grow
         else:
             real = np.arange(offset.shape[1]) < rank[:, None]
             dims = np.concatenate([offset, shape], axis=1)
@@ -380,10 +383,10 @@ class Builder:
         view = self._view_columns(rank, shape)
         tensors = self.tensors
         if self._withdrawn:
-            kept = np.array([t.fqn not in self._withdrawn for t in tensors], np.bool_)
-            tensors = [t for t, keep in zip(tensors, kept, strict=True) if keep]
-            rows = kept[owner]
-            owner, item, lo, shape = (np.cumsum(kept) - 1)[owner[rows]], item[rows], lo[rows], shape[rows]
+            readable = np.array([t.fqn not in self._withdrawn for t in tensors], np.bool_)
+            tensors = [t for t, keep in zip(tensors, readable, strict=True) if keep]
+            rows = readable[owner]
+            owner, item, lo, shape = (np.cumsum(readable) - 1)[owner[rows]], item[rows], lo[rows], shape[rows]
             view = None if view is None else view[rows]
             for name, why in self._withdrawn.items():
                 if why is not None:
@@ -421,23 +424,23 @@ class Builder:
         ranks = np.frombuffer(self._rank, np.int8).astype(np.int64) if n else np.zeros(0, np.int64)
         flat = np.frombuffer(self._dims, np.int64) if self._dims else np.zeros(0, np.int64)
         if n and (ranks == rank).all():
-            both = flat.reshape(n, 2 * rank)
-            return np.array(both[:, :rank]), np.array(both[:, rank:])
+            dims_rows = flat.reshape(n, 2 * rank)
+            return np.array(dims_rows[:, :rank]), np.array(dims_rows[:, rank:])
         begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ranks)])[:-1]
         for r in range(1, int(ranks.max(initial=0)) + 1):
             rows = np.flatnonzero(ranks == r)
-            at = begin[rows]
+            first_dim = begin[rows]
             for d in range(r):
-                lo[rows, d], shape[rows, d] = flat[at + d], flat[at + r + d]
+                lo[rows, d], shape[rows, d] = flat[first_dim + d], flat[first_dim + r + d]
         return lo, shape
 
     def _view_columns(self, rank: int, shape: Ints) -> Ints | None:
         if not self._view_at:
             return None
         view = np.full((len(self._owner), 2 + rank), -1, np.int64)
-        seen = np.frombuffer(self._view_at, np.int64).reshape(-1, 3)
-        rows, ranks = seen[:, 0], np.frombuffer(self._rank, np.int8)
-        view[rows, :2] = seen[:, 1:]
+        views = np.frombuffer(self._view_at, np.int64).reshape(-1, 3)
+        rows, ranks = views[:, 0], np.frombuffer(self._rank, np.int8)
+        view[rows, :2] = views[:, 1:]
         # `row_major` of each box, whose dims behind its rank have extent 1 and stride 0.
         step = np.ones(len(rows), np.int64)
         for dim in range(rank - 1, -1, -1):
@@ -463,11 +466,11 @@ def _filled(table: Ints, ranks: npt.NDArray[np.int8], rank: int, fill: int) -> I
     """Return the first ``rank`` columns, with ``fill`` behind each row's own rank."""
     if table.shape[1] == rank and not any((table[ranks <= d, d] != fill).any() for d in range(rank)):
         return table
-    found = np.full((len(table), rank), fill, np.int64)
+    padded = np.full((len(table), rank), fill, np.int64)
     for d in range(min(rank, table.shape[1])):
-        own = ranks > d
-        found[own, d] = table[own, d]
-    return found
+        has_dim = ranks > d
+        padded[has_dim, d] = table[has_dim, d]
+    return padded
 
 
 class _Rows(Sequence[int]):
@@ -479,26 +482,26 @@ class _Rows(Sequence[int]):
     def __len__(self) -> int:
         return len(self._flat) // 3
 
-    def __getitem__(self, at: Any) -> Any:
-        return self._flat[3 * at]
+    def __getitem__(self, index: Any) -> Any:
+        return self._flat[3 * index]
 
 
-def _longer(column: array[int], more: int) -> tuple[array[int], Ints]:
+def _longer(column: array[int], count: int) -> tuple[array[int], Ints]:
     """Return a column of int64 with so many more elements, and a view of these, to be filled.
 
     The first elements of a column, which are most, take no memory twice.
     """
     begin = len(column)
     if begin:
-        column.frombytes(np.zeros(more, np.int64).view(np.uint8).data)
+        column.frombytes(np.zeros(count, np.int64).view(np.uint8).data)
     else:
-        column = array("q", [0]) * more
-    return column, np.frombuffer(column, np.int64)[begin:] if more else np.zeros(0, np.int64)
+        column = array("q", [0]) * count
+    return column, np.frombuffer(column, np.int64)[begin:] if count else np.zeros(0, np.int64)
 
 
-def _append(column: array[int], more: npt.NDArray[Any]) -> None:
+def _append(column: array[int], elements: npt.NDArray[Any]) -> None:
     """Append all elements of an array, which has the width of the column's."""
-    column.frombytes(np.ascontiguousarray(more).reshape(-1).view(np.uint8).data)
+    column.frombytes(np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data)
 
 
 def _too_large(length: int) -> MalformedCheckpoint:

@@ -32,30 +32,30 @@ class Meter:
     def __init__(self, limit: int) -> None:
         self.limit, self.taken, self.kept = limit, 0, 0
 
-    def take(self, nbytes: int, what: str) -> None:
+    def take(self, nbytes: int, subject: str) -> None:
         """Count memory that is in use until the reading, or the `passing` around it, ends.
 
         Args:
             nbytes: Bytes.
-            what: The file, for the message.
+            subject: What is read, for the message.
 
         Raises:
             MetadataTooLarge: The budget is exceeded.
         """
-        self.require(nbytes, what)
+        self.require(nbytes, subject)
         self.taken += nbytes
 
-    def keep(self, nbytes: int, what: str) -> None:
+    def keep(self, nbytes: int, subject: str) -> None:
         """Count memory that is in use until the reading ends, inside `passing` too. Raises as `take`."""
-        self.require(nbytes, what)
+        self.require(nbytes, subject)
         self.kept += nbytes
 
-    def require(self, nbytes: int, what: str) -> None:
+    def require(self, nbytes: int, subject: str) -> None:
         """Raise `MetadataTooLarge` unless so much is left; for memory that is freed soon."""
         got = self.taken + self.kept + nbytes
         if got > self.limit:
             raise MetadataTooLarge(
-                f"cannot read {what}: metadata would take more than its budget of {show_size(self.limit)} "
+                f"cannot read {subject}: metadata would take more than its budget of {show_size(self.limit)} "
                 f"(got {show_size(got)} so far)",
                 hint=f"if the checkpoint is what you expect, try {VARIABLE}={_larger(got)}",
                 budget=self.limit,
@@ -77,12 +77,12 @@ def budget() -> int:
     if not text:
         return DEFAULT
     try:
-        found = parse_size(text)
+        nbytes = parse_size(text)
     except UsageError as error:
         raise UsageError(f"{VARIABLE}: {error.message}", hint=error.hint) from None
-    if found < 1 << 20:
+    if nbytes < 1 << 20:
         raise UsageError(f"{VARIABLE} must be at least 1 MiB (got {text!r})", hint="try 512MiB or 4GiB")
-    return found
+    return nbytes
 
 
 @contextmanager

@@ -149,16 +149,16 @@ def _ellipsis(value: Any) -> None:
 def _timedelta(value: Any) -> tuple[int, int, int]:
     days, seconds, microseconds = value
     _require(all(map(_is_int, value)), "timedelta", value)
-    made = datetime.timedelta(days, seconds, microseconds)
-    return made.days, made.seconds, made.microseconds
+    delta = datetime.timedelta(days, seconds, microseconds)
+    return delta.days, delta.seconds, delta.microseconds
 
 
 def _timezone(value: Any) -> tuple[int, int, int, str | None]:
     *offset, name = value
     _require(name is None or type(name) is str, "timezone", value)
-    found = (*_timedelta(offset), name)
-    zone_of(found)  # must be less than a day
-    return found
+    form = (*_timedelta(offset), name)
+    zone_of(form)  # must be less than a day
+    return form
 
 
 def _date(value: Any) -> str:
@@ -169,9 +169,9 @@ def _moment(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     def check(value: Any) -> tuple[Any, ...]:
         text, fold, zone = value
         _require(fold in (0, 1) and type(fold) is int, cls.__name__, value)
-        made = cls.fromisoformat(text)
-        _require(made.tzinfo is None, cls.__name__, value)
-        return made.isoformat(), fold, None if zone is None else _timezone(zone)
+        moment = cls.fromisoformat(text)
+        _require(moment.tzinfo is None, cls.__name__, value)
+        return moment.isoformat(), fold, None if zone is None else _timezone(zone)
 
     return check
 
@@ -194,9 +194,9 @@ def _uuid(value: Any) -> tuple[str, int | None]:
     return str(uuid_of((text, safe))), safe
 
 
-def _text(kind: str, *known: str) -> Callable[[Any], str]:
+def _text(kind: str, *choices: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:
-        _require(type(value) is str and (not known or value in known), kind, value)
+        _require(type(value) is str and (not choices or value in choices), kind, value)
         text: str = value
         return text
 
@@ -221,8 +221,8 @@ def _bytes_at(value: Any) -> tuple[bytes, int]:
 def _named_dict(kind: str) -> Callable[[Any], dict[str, Any]]:
     def check(value: Any) -> dict[str, Any]:
         _require(isinstance(value, dict) and all(type(k) is str for k in value), kind, value)
-        found: dict[str, Any] = value
-        return found
+        members: dict[str, Any] = value
+        return members
 
     return check
 
@@ -244,14 +244,14 @@ def _defaultdict(value: Any) -> dict[str, Any]:
 
 def _counter(value: Any) -> dict[Any, Any]:
     _require(type(value) is dict, "counter", value)
-    found: dict[Any, Any] = value
-    return found
+    counts: dict[Any, Any] = value
+    return counts
 
 
 def _device(value: Any) -> list[str]:
     _require(isinstance(value, list) and all(type(part) is str for part in value), "device", value)
-    found: list[str] = value
-    return found
+    parts: list[str] = value
+    return parts
 
 
 def _numpy_dtype(value: Any) -> list[str]:
@@ -269,17 +269,17 @@ def _numpy_scalar(value: Any) -> tuple[str, bytes]:
 
 
 def _array(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = value
-    if "refused" not in found:
-        spelled, shape = found["dtype"], found["shape"]
+    form: dict[str, Any] = value
+    if "refused" not in form:
+        spelled, shape = form["dtype"], form["shape"]
         _require(NUMPY_CODE.fullmatch(spelled.lstrip("<>|=")), "ndarray", spelled)
         _require(all(_is_int(n) and n >= 0 for n in shape) and len(shape) <= 64, "ndarray", shape)
-        _require(type(found["data"]) is bytes and found.get("order", "C") in ("C", "F"), "ndarray", spelled)
+        _require(type(form["data"]) is bytes and form.get("order", "C") in ("C", "F"), "ndarray", spelled)
         nbytes = np.dtype(spelled).itemsize
         for n in shape:
             nbytes *= n
-        _require(nbytes == len(found["data"]), "ndarray", shape)
-    return found
+        _require(nbytes == len(form["data"]), "ndarray", shape)
+    return form
 
 
 def _dims(value: Any) -> tuple[int, ...]:

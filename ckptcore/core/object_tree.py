@@ -131,6 +131,7 @@ def encode(value: Any, _left: list[int] | None = None) -> Any:
     for kind, seq in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
         if isinstance(value, seq):
             items = _encoded(value, budget)
+            # The order of a set depends on the hashes of one process, and forms are digested.
             return {"$": kind, "items": items if kind == "tuple" else sorted(items, key=repr)}
     raise TypeError(f"cannot encode {type(value).__name__}: not a plain value")
 
@@ -247,30 +248,31 @@ def _decoded(form: Any) -> Any:
 
 def references(form: Any) -> list[str]:
     """Return the FQNs of the tensors that a JSON form refers to."""
-    found, queue = [], [form]
+    fqns, queue = [], [form]
     while queue:
         value = queue.pop()
         if isinstance(value, list):
             queue += [v for v in value if type(v) not in SCALARS]
         elif isinstance(value, dict):
             if value.get("$") == "tensor":
-                found.append(value["fqn"])
+                fqns.append(value["fqn"])
             else:
                 queue += [v for v in value.values() if type(v) not in SCALARS]
-    return found
+    return fqns
 
 
 def tensors_in(value: Any) -> list[str]:
     """Return the FQNs of the tensors that a decoded tree refers to, each once, in the tree's order."""
-    found: dict[str, None] = {}
+    fqns: dict[str, None] = {}
     queue = [value]
     while queue:
         v = queue.pop()
         if isinstance(v, TensorRef):
-            found[v.fqn] = None
+            fqns[v.fqn] = None
         elif isinstance(v, Named):
             queue.append(v.value)
         elif isinstance(v, (dict, list, tuple)):
             inside = v.values() if isinstance(v, dict) else v
+            # Reversed, as the end of the queue is next: names come in the order of the tree.
             queue += reversed([x for x in inside if type(x) not in SCALARS])
-    return [*found]
+    return [*fqns]

@@ -34,7 +34,7 @@ def with_copies(manifest: Manifest, copies: Mapping[str, FullTensor], sizes: Map
         copies: FQN -> the tensor in another file, of equal dtype and shape.
         sizes: Path -> bytes of those files.
     """
-    own, tensors = manifest.chunks, manifest.tensors
+    chunks, tensors = manifest.chunks, manifest.tensors
     copied = [t for t, spec in enumerate(tensors) if spec.fqn in copies and spec.nbytes]
     if not copied:
         return manifest
@@ -48,7 +48,7 @@ def with_copies(manifest: Manifest, copies: Mapping[str, FullTensor], sizes: Map
     )
     return replace(
         manifest,
-        chunks=_with_rows(own, *_copied_rows(own, tensors, copied, len(manifest.items))),
+        chunks=_with_rows(chunks, *_copied_rows(chunks, tensors, copied, len(manifest.items))),
         items=_longer(manifest.items, added),
         files=(*manifest.files, *(StoredFile(path, sizes[path]) for path in paths)),
         own=(len(manifest.items), len(manifest.files)),
@@ -56,38 +56,43 @@ def with_copies(manifest: Manifest, copies: Mapping[str, FullTensor], sizes: Map
 
 
 def _copied_rows(
-    own: Chunks, tensors: Sequence[TensorSpec], copied: Sequence[int], items: int
+    chunks: Chunks, tensors: Sequence[TensorSpec], copied: Sequence[int], items: int
 ) -> tuple[Ints, Ints, Ints]:
     """Return (row, item, view) of the copies: the copied chunk, and its full tensor's item and view."""
-    rank = own.lo.shape[1]
+    rank = chunks.lo.shape[1]
     item = np.full(len(tensors), -1, np.int64)
     item[copied] = items + np.arange(len(copied))
     width, strides = np.zeros(len(tensors), np.int64), np.zeros((len(tensors), rank), np.int64)
     for t in copied:
         strides[t, : len(tensors[t].shape)] = row_major(tensors[t].shape)
         width[t] = BY_NAME[tensors[t].dtype].itemsize
-    rows = np.flatnonzero((item[own.tensor] >= 0) & (own.shape > 0).all(axis=1))
-    boxes = np.concatenate([own.tensor[rows, None], own.lo[rows], own.shape[rows]], axis=1)
+    rows = np.flatnonzero((item[chunks.tensor] >= 0) & (chunks.shape > 0).all(axis=1))
+    boxes = np.concatenate([chunks.tensor[rows, None], chunks.lo[rows], chunks.shape[rows]], axis=1)
     rows = rows[np.sort(np.unique(boxes, axis=0, return_index=True)[1])]  # replicas are compared once
-    owner = own.tensor[rows]
-    start = width[owner] * (own.lo[rows] * strides[owner]).sum(axis=1)
+    owner = chunks.tensor[rows]
+    start = width[owner] * (chunks.lo[rows] * strides[owner]).sum(axis=1)
     view = np.concatenate([start[:, None], np.zeros((len(rows), 1), np.int64), strides[owner]], axis=1)
     return rows, item[owner], view
 
 
-def _with_rows(own: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
+def _with_rows(chunks: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
     """Return the chunks, with copies of some of them behind all chunks of the same tensor."""
-    known = own.view if own.view is not None else np.full((len(own), 2 + own.lo.shape[1]), -1, np.int64)
-    owner = np.concatenate([own.tensor, own.tensor[rows]])
+    chunk_views = (
+        chunks.view
+        if chunks.view is not None
+        else np.full((len(chunks), 2 + chunks.lo.shape[1]), -1, np.int64)
+    )
+    owner = np.concatenate([chunks.tensor, chunks.tensor[rows]])
+    # Stable: the checkpoint's own chunks stay before their copies.
     order = np.argsort(owner, kind="stable")
-    count = np.bincount(owner, minlength=len(own.first) - 1)
+    count = np.bincount(owner, minlength=len(chunks.first) - 1)
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum(count)]).astype(np.int64)
     return Chunks(
         first,
-        np.concatenate([own.lo, own.lo[rows]])[order],
-        np.concatenate([own.shape, own.shape[rows]])[order],
-        np.concatenate([own.item, item])[order],
-        np.concatenate([known, view])[order],
+        np.concatenate([chunks.lo, chunks.lo[rows]])[order],
+        np.concatenate([chunks.shape, chunks.shape[rows]])[order],
+        np.concatenate([chunks.item, item])[order],
+        np.concatenate([chunk_views, view])[order],
     )
 
 

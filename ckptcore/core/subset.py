@@ -25,7 +25,7 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
         for i, t in enumerate(rows)
     )
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}  # paths are by position
-    kept = replace(
+    selected = replace(
         manifest,
         tensors=tensors,
         chunks=_chunks_of_rows(manifest.chunks, rows),
@@ -35,34 +35,34 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
     )
     nodes = {n: manifest.derived[t] for n, t in enumerate(rows) if t in manifest.derived}
     if manifest.inputs is None or not nodes:
-        return kept
+        return selected
     used = sorted({i for node in nodes.values() for i in node.inputs})
     place = {old: new for new, old in enumerate(used)}
     nodes = {t: replace(d, inputs=tuple(place[i] for i in d.inputs)) for t, d in nodes.items()}
     specs = tuple(manifest.inputs.tensors[i] for i in used)
-    return kept.deriving(nodes, specs, _chunks_of_rows(manifest.inputs.chunks, used))
+    return selected.deriving(nodes, specs, _chunks_of_rows(manifest.inputs.chunks, used))
 
 
 def derive(
-    manifest: Manifest, made: Mapping[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]]
+    manifest: Manifest, computed: Mapping[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]]
 ) -> Manifest:
     """Return the manifest with tensors computed from others, which are no longer tensors of it.
 
     Args:
         manifest: Holds the inputs.
-        made: Name of the tensor whose position the computed one takes -> (its spec, function, names of its
+        computed: Name of the tensor whose position it takes -> (its spec, function, names of its
             inputs, params).
     """
     index = manifest.index
-    gone = {name for _, _, names, _ in made.values() for name in names}
+    gone = {name for _, _, names, _ in computed.values() for name in names}
     inputs = sorted({index[n] for n in gone})
     place = {manifest.tensors[t].fqn: n for n, t in enumerate(inputs)}
     tensors: list[TensorSpec] = []
     spans: list[int | None] = []
     nodes: dict[int, Derived] = {}
     for row, spec in enumerate(manifest.tensors):
-        if spec.fqn in made:
-            new, fn, names, params = made[spec.fqn]
+        if spec.fqn in computed:
+            new, fn, names, params = computed[spec.fqn]
             nodes[len(tensors)] = Derived(fn, tuple(place[n] for n in names), params)
             tensors.append(new)
             spans.append(None)

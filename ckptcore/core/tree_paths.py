@@ -31,11 +31,11 @@ class Paths(Mapping[str, Path]):
 
     def __getitem__(self, name: str) -> Path:
         out: list[str | int] = []
-        at = 0
+        position = 0
         for length in self._cuts[self._row_of[name]]:
-            text = name[at : at + abs(length)]
+            text = name[position : position + abs(length)]
             out.append(text if length >= 0 else int(text))
-            at += abs(length) + 1
+            position += abs(length) + 1
         return tuple(out)
 
     def __iter__(self) -> Iterator[str]:
@@ -92,8 +92,8 @@ class Paths(Mapping[str, Path]):
         """
         if not self._row_of:
             return None
-        wanted = set(objects)
-        before = {name: n for n, name in enumerate(self._row_of) if name in wanted}
+        object_names = set(objects)
+        before = {name: n for n, name in enumerate(self._row_of) if name in object_names}
         return {
             "cuts": [list(c) for c in self._cuts],
             "tensors": [self._row_of.get(name, -1) for name in tensors],
@@ -104,34 +104,35 @@ class Paths(Mapping[str, Path]):
     @classmethod
     def of(cls, manifest: Manifest) -> Paths:
         """Return the paths that a manifest's ``origin`` records."""
-        found = cls()
+        paths = cls()
         form = manifest.origin.get("paths")
         # The record does not describe a manifest whose tensors were regrouped.
         if not form or (len(form["tensors"]), len(form["objects"])) != (
             len(manifest.tensors),
             len(manifest.blobs),
         ):
-            return found
+            return paths
         cuts = [tuple(c) for c in form["cuts"]]
-        known = sorted(
-            (at, blob.key, row)
-            for at, blob, row in zip(form["order"], manifest.blobs, form["objects"], strict=True)
+        object_paths = sorted(
+            (position, blob.key, row)
+            for position, blob, row in zip(form["order"], manifest.blobs, form["objects"], strict=True)
             if row >= 0
         )
-        known.reverse()
+        # The next one is at the end, where `pop` takes no time.
+        object_paths.reverse()
         rows: dict[int, int] = {}  # row of the record -> row here
         for spec, row in zip(manifest.tensors, form["tensors"], strict=True):
             if row < 0:
                 continue
-            while known and known[-1][0] <= len(found._row_of):
-                _, key, own = known.pop()
-                found._put(key, cuts[own])
+            while object_paths and object_paths[-1][0] <= len(paths._row_of):
+                _, key, row_of_object = object_paths.pop()
+                paths._put(key, cuts[row_of_object])
             if row not in rows:
-                rows[row] = found._row(cuts[row])
-            found._row_of[spec.fqn] = rows[row]
-        for _, key, own in reversed(known):
-            found._put(key, cuts[own])
-        return found
+                rows[row] = paths._row(cuts[row])
+            paths._row_of[spec.fqn] = rows[row]
+        for _, key, row_of_object in reversed(object_paths):
+            paths._put(key, cuts[row_of_object])
+        return paths
 
 
 def renamed(path: Path, name: str) -> Path | None:

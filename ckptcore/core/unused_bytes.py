@@ -36,15 +36,15 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
     number = {path: n for n, (path, _) in enumerate(files)}
     sizes = np.array([size for _, size in files], np.int64)
     table = _Table(sizes)
-    items, own = manifest.items, np.array([number.get(f.path, -1) for f in manifest.files], np.int64)
+    items, file_numbers = manifest.items, np.array([number.get(f.path, -1) for f in manifest.files], np.int64)
     if len(items):
-        table.add(own[items.file], items.start, items.start + items.length)
+        table.add(file_numbers[items.file], items.start, items.start + items.length)
     for path, parts in ledger.structure.items():
         if path in number:
             for part in parts:
                 table.add(np.full(len(part), number[path], np.int64), part[:, 0], part[:, 1])
     left = sorted({u for u in ledger.left if u.file in number and not u.padding}, key=_place(number))
-    rows = np.array([(number[one.file], one.start, one.end) for one in left], np.int64).reshape(-1, 3)
+    rows = np.array([(number[span.file], span.start, span.end) for span in left], np.int64).reshape(-1, 3)
     table.add(*rows.T)
     gaps = [UnusedBytes(files[f][0], a, b) for f, a, b in table.gaps()]
     return tuple(sorted([*gaps, *left], key=_place(number)) if left else gaps)
@@ -53,7 +53,7 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
 def unread_padding(manifest: Manifest) -> tuple[UnusedBytes, ...]:
     """Return ranges that are padding if all of their bytes are zero, which the reading has not looked at."""
     ledger = manifest.ledger
-    return () if ledger is None else tuple(one for one in ledger.left if one.padding)
+    return () if ledger is None else tuple(span for span in ledger.left if span.padding)
 
 
 def accounted_files(manifest: Manifest) -> frozenset[str]:
@@ -68,7 +68,7 @@ def accounted_files(manifest: Manifest) -> frozenset[str]:
 
 
 def _place(number: Mapping[str, int]) -> Callable[[UnusedBytes], tuple[int, int, int]]:
-    return lambda one: (number[one.file], one.start, one.end)
+    return lambda span: (number[span.file], span.start, span.end)
 
 
 def _accounted_files(manifest: Manifest, ledger: ByteLedger) -> list[tuple[str, int]]:
@@ -95,9 +95,9 @@ class _Table:
 
     def add(self, file: Ints, start: Ints, end: Ints) -> None:
         """Add ranges; those of file -1 are skipped, and what is behind a file's end is cut off."""
-        kept = file >= 0
-        if not kept.all():
-            file, start, end = file[kept], start[kept], end[kept]
+        has_file = file >= 0
+        if not has_file.all():
+            file, start, end = file[has_file], start[has_file], end[has_file]
         last = self._sizes[file]
         self._file.append(file)
         self._start.append(np.clip(start, 0, last))
@@ -108,6 +108,7 @@ class _Table:
         file, start, end = map(np.concatenate, (self._file, self._start, self._end))
         if not len(file):
             return
+        # One number for file and byte sorts faster than two columns, unless it overflows.
         if len(self._sizes) * self._room < 1 << 62:
             key = file * self._room + start
             order = slice(None) if bool((key[1:] >= key[:-1]).all()) else np.argsort(key, kind="stable")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Used:
 
 def used(manifest: Manifest) -> Used:
     """Return the use of each file. A manifest that was loaded, not read, has no ``described`` ones."""
-    own = manifest.without_copies()
-    chunks = [own.chunks, *([own.inputs.chunks] if own.inputs is not None else [])]
-    items = {blob.item for blob in own.blobs} | {n for c in chunks for n in distinct(c.item).tolist()}
-    place = own.items.file
-    data = frozenset(own.files[int(place[item])].path for item in items if item >= 0)
+    checkpoint = manifest.without_copies()
+    chunks = [checkpoint.chunks, *([checkpoint.inputs.chunks] if checkpoint.inputs is not None else [])]
+    items = {blob.item for blob in checkpoint.blobs} | {n for c in chunks for n in unique(c.item).tolist()}
+    place = checkpoint.items.file
+    data = frozenset(checkpoint.files[int(place[item])].path for item in items if item >= 0)
     compared = frozenset(placed(manifest)) - data
     return Used(data, compared, manifest.read - data - compared)
 
 
 def placed(manifest: Manifest) -> list[str]:
     """Return the files that items are stored in, copies included, in the manifest's order."""
-    return [manifest.files[n].path for n in distinct(manifest.items.file).tolist()]
+    return [manifest.files[n].path for n in unique(manifest.items.file).tolist()]

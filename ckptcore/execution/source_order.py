@@ -26,7 +26,7 @@ from ckptcore.reading.gather import stored_order
 from ckptcore.store.ahead import Ints
 from ckptcore.store.objects.part_plan import plan_parts
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 Int32s = npt.NDArray[np.int32]
 _CHUNK = 4096  # pieces that are objects at the same time
@@ -147,7 +147,7 @@ def cut_pieces(plan: FilePlan, reads: RowReads) -> FilePieces:
     filled = np.flatnonzero(nbytes > 0)
     scale = int(rows.max(initial=1)) + 1
     tensor_keys = filled * scale
-    cuts = distinct(
+    cuts = unique(
         np.concatenate(
             [
                 tensor_keys,

@@ -44,7 +44,7 @@ class DeviceSums:
 
     def __init__(self, torch: Any, device: str) -> None:
         self._torch, self._device = torch, device
-        self._factors = self._there(page("word", 0))  # V0 and V1
+        self._factors = self._on_device(page("word", 0))  # V0 and V1
 
     def box_sum(self, dtype: str, shape: Shape, box: Box, elements: Any) -> Sum:
         """Return what a box adds to the sum of its tensor, like `ckptcore.fingerprints.sums.box_sum`.
@@ -64,14 +64,16 @@ class DeviceSums:
             shape, box = (1,), Box.full((1,))
         cut = RowLayout(rows_of(shape, width), box)
         numbers = elements.view(getattr(torch, _KINDS[width]))
-        there = numbers.view(cut.lead, box.shape[cut.rows.dim], prod(cut.behind))
+        grid = numbers.view(cut.lead, box.shape[cut.rows.dim], prod(cut.behind))
+        # All elements as words: a piece that fits is a strided view of them, and nothing is copied.
         qwords = elements[: len(elements) // WORD * WORD].view(torch.int64)
         total = torch.zeros(2, dtype=torch.int64, device=self._device)
         for piece in cut.pieces():
-            part = there[:, piece.at : piece.at + piece.count * piece.length]
+            part = grid[:, piece.box_start : piece.box_start + piece.count * piece.length]
             self._piece(cut, piece, part.view(cut.lead, piece.count, -1), qwords, total)
-        one, two = total.tolist()
-        return one & _MASK, two & _MASK
+        # The only wait for the device. int64 has the same bits as the sum modulo 2**64.
+        lane0, lane1 = total.tolist()
+        return lane0 & _MASK, lane1 & _MASK
 
     def _piece(self, cut: RowLayout, piece: RowSpan, values: Any, qwords: Any, total: Any) -> None:
         """Add a piece, ``values`` [lead, rows, elements], to ``total``; ``qwords`` is all elements."""
@@ -85,9 +87,9 @@ class DeviceSums:
             factors = self._of_elements(cut.picked(piece, 1), per)
         for group, lead, across in blocks(values, min(ROW, max(1, _UNITS // values.shape[2]))):
             number = cut.leads(lead) + np.arange(piece.row + across.start, piece.row + across.stop)
-            rows = self._there(np.stack(row_factors(number)))
-            for lane, one in enumerate((group, self._turned(group))):
-                total[lane] += (self._wide(one).mul(factors[lane]).sum(-1) * rows[lane]).sum()
+            rows = self._on_device(np.stack(row_factors(number)))
+            for lane, terms in enumerate((group, self._turned(group))):
+                total[lane] += (self._wide(terms).mul(factors[lane]).sum(-1) * rows[lane]).sum()
 
     def _of_elements(self, place: slice | npt.NDArray[np.int64], per: int) -> Any:
         """Return the multipliers of elements at these positions of a row, [2, positions]."""
@@ -96,7 +98,7 @@ class DeviceSums:
         word, within = self._index(place // per), place % per
         step = 8 * WORD // per
         shifts = np.stack([step * within, step * (per - 1 - within)]).astype(np.uint64)
-        return self._factors[:, word] * self._there(np.uint64(1) << shifts)
+        return self._factors[:, word] * self._on_device(np.uint64(1) << shifts)
 
     def _turned(self, values: Any) -> Any:
         """Return the values with their bytes in reverse order."""
@@ -115,7 +117,7 @@ class DeviceSums:
     def _index(self, place: slice | npt.NDArray[np.int64]) -> Any:
         return place if isinstance(place, slice) else self._torch.from_numpy(place).to(self._device)
 
-    def _there(self, numbers: npt.NDArray[np.uint64]) -> Any:
+    def _on_device(self, numbers: npt.NDArray[np.uint64]) -> Any:
         return self._torch.tensor(numbers.view(np.int64), device=self._device)
 
 

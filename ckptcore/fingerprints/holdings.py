@@ -123,8 +123,8 @@ def file_spec(nbytes: int) -> str:
 def tensor_holdings(tensors: Iterable[Fingerprinted], nbytes: Mapping[str, int]) -> list[Holding]:
     """Return the holdings of fingerprinted tensors. nbytes: FQN -> size."""
     return [
-        Holding(TENSOR, fqn, tensor_id(found), tensor_spec(dtype, shape), nbytes.get(fqn))
-        for fqn, dtype, shape, found in tensors
+        Holding(TENSOR, fqn, tensor_id(fingerprint), tensor_spec(dtype, shape), nbytes.get(fqn))
+        for fqn, dtype, shape, fingerprint in tensors
     ]
 
 
@@ -163,8 +163,8 @@ def numbered(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
 def ids_of_tensors(fingerprints: Iterable[str]) -> Ids:
     """Return the content ids of all tensors of a checkpoint, numbered. fingerprints: one for each, in hex."""
     counts = Counter(map(tensor_id, fingerprints))
-    others = (nth(id, n) for id, count in counts.items() if count > 1 for n in range(2, count + 1))
-    return frozenset(counts).union(others)
+    repeat_ids = (nth(id, n) for id, count in counts.items() if count > 1 for n in range(2, count + 1))
+    return frozenset(counts).union(repeat_ids)
 
 
 def nth(id: bytes, count: int) -> bytes:
@@ -176,7 +176,7 @@ def ids_of(holdings: Iterable[Holding]) -> Ids:
     """Return the content ids of holdings."""
     if isinstance(holdings, StoredHoldings):
         return holdings.id_set
-    return frozenset(each.id for each in holdings if each.id is not None)
+    return frozenset(holding.id for holding in holdings if holding.id is not None)
 
 
 def pack_ids(ids: Collection[bytes]) -> bytes:
@@ -186,21 +186,22 @@ def pack_ids(ids: Collection[bytes]) -> bytes:
 
 def unpack_ids(blob: bytes) -> Ids:
     """Return the content ids of `pack_ids`."""
-    return frozenset(blob[at : at + ID_BYTES] for at in range(0, len(blob), ID_BYTES))
+    return frozenset(blob[start : start + ID_BYTES] for start in range(0, len(blob), ID_BYTES))
 
 
 def pack(holdings: Collection[Holding]) -> bytes:
     """Return holdings with ids in one compressed blob."""
-    specs = {spec: n for n, spec in enumerate(dict.fromkeys(each.spec for each in holdings))}
+    # Each spec once: a million tensors of a model have a few dozens.
+    specs = {spec: n for n, spec in enumerate(dict.fromkeys(holding.spec for holding in holdings))}
     head = {
         "version": 1,
-        "kinds": [each.kind for each in holdings],
-        "names": [each.name for each in holdings],
+        "kinds": [holding.kind for holding in holdings],
+        "names": [holding.name for holding in holdings],
         "specs": list(specs),
     }
-    ids = np.frombuffer(b"".join(each.id or b"" for each in holdings), np.uint8)
-    spec = np.array([specs[each.spec] for each in holdings], np.int64)
-    nbytes = np.array([-1 if each.nbytes is None else each.nbytes for each in holdings], np.int64)
+    ids = np.frombuffer(b"".join(holding.id or b"" for holding in holdings), np.uint8)
+    spec = np.array([specs[holding.spec] for holding in holdings], np.int64)
+    nbytes = np.array([-1 if holding.nbytes is None else holding.nbytes for holding in holdings], np.int64)
     return columnar_file.dump(head, {"ids": ids, "spec": spec, "nbytes": nbytes})
 
 
@@ -237,7 +238,7 @@ def spec_digest(kind: str, spec: str) -> bytes:
 
 def unpack_specs(blob: bytes) -> Ids:
     """Return the digests of `pack_specs`."""
-    return frozenset(blob[at : at + 8] for at in range(0, len(blob), 8))
+    return frozenset(blob[start : start + 8] for start in range(0, len(blob), 8))
 
 
 def _digest(kind: str, data: bytes) -> bytes:

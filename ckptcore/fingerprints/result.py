@@ -29,15 +29,15 @@ class Fingerprints:
     unverified: int
     warnings: tuple[Finding, ...] = ()
 
-    def differing(self, other: Fingerprints) -> tuple[str, ...]:
+    def differing(self, fingerprints: Fingerprints) -> tuple[str, ...]:
         """Return the names of tensors that one side lacks, or whose dtype, shape or values differ."""
-        return tuple(sorted({fqn for fqn, *_ in {*self.tensors} ^ {*other.tensors}}))
+        return tuple(sorted({fqn for fqn, *_ in {*self.tensors} ^ {*fingerprints.tensors}}))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         rows = [
-            {"fqn": fqn, "dtype": dtype, "shape": list(shape), "fingerprint": each}
-            for fqn, dtype, shape, each in self.tensors
+            {"fqn": fqn, "dtype": dtype, "shape": list(shape), "fingerprint": fingerprint}
+            for fqn, dtype, shape, fingerprint in self.tensors
         ]
         return {
             "fingerprint": self.fingerprint,

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from ckptcore.core.box import Box, flat_start
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 Qwords = npt.NDArray[np.uint64]
 Shape = tuple[int, ...]
@@ -73,14 +73,14 @@ class RowSpan:
         skipped: First index of the cut dim, counted within a row.
         count: Number of rows.
         length: Indices of the cut dim per row.
-        at: First index of the cut dim, counted within the box.
+        box_start: First index of the cut dim, counted within the box.
     """
 
     row: int
     skipped: int
     count: int
     length: int
-    at: int
+    box_start: int
 
 
 class RowLayout:
@@ -102,23 +102,23 @@ class RowLayout:
         """Yield at most three spans: the rest of a row, complete rows, the beginning of one."""
         segment, dim = self.rows.segment, self.rows.dim
         begin, end = self.box.offset[dim], self.box.offset[dim] + self.box.shape[dim]
-        at = begin
-        while at < end:
-            row, skipped = divmod(at, segment)
-            count = 1 if skipped else max((end - at) // segment, 1)
-            length = min(segment - skipped, end - at) if count == 1 else segment
-            yield RowSpan(row, skipped, count, length, at - begin)
-            at += count * length
+        index = begin
+        while index < end:
+            row, skipped = divmod(index, segment)
+            count = 1 if skipped else max((end - index) // segment, 1)
+            length = min(segment - skipped, end - index) if count == 1 else segment
+            yield RowSpan(row, skipped, count, length, index - begin)
+            index += count * length
 
-    def leads(self, some: slice) -> npt.NDArray[np.int64]:
+    def leads(self, indices: slice) -> npt.NDArray[np.int64]:
         """Return the first row of some of the box's indices in the dims before the cut one; [indices, 1]."""
         dim = self.rows.dim
         shape, box = self.rows.shape[:dim], Box(self.box.offset[:dim], self.box.shape[:dim])
         if dim < 2:
-            number = np.arange(some.start, some.stop) + (box.offset[0] if dim else 0)
+            number = np.arange(indices.start, indices.stop) + (box.offset[0] if dim else 0)
         else:
-            inside = np.unravel_index(np.arange(some.start, some.stop), box.shape)
-            number = np.zeros(some.stop - some.start, np.int64)
+            inside = np.unravel_index(np.arange(indices.start, indices.stop), box.shape)
+            number = np.zeros(indices.stop - indices.start, np.int64)
             for n, o, index in zip(shape, box.offset, inside, strict=True):
                 number = number * n + index + o
         return number[:, None] * self.rows.across
@@ -153,11 +153,12 @@ class RowLayout:
 def blocks(values: Grid, most: int) -> Iterator[tuple[Grid, slice, slice]]:
     """Cut ``values`` [lead, rows, elements] into parts of at most ``most`` rows: (part, leads, rows)."""
     lead, rows, _ = values.shape
-    each = max(1, min(rows, most))
-    several = max(1, most // rows) if each == rows else 1
-    for a in range(0, lead, several):
-        for b in range(0, rows, each):
-            part = values[a : a + several, b : b + each]
+    # Several leads at once only where a part has all of their rows: a part is a box.
+    rows_per_part = max(1, min(rows, most))
+    leads_per_part = max(1, most // rows) if rows_per_part == rows else 1
+    for a in range(0, lead, leads_per_part):
+        for b in range(0, rows, rows_per_part):
+            part = values[a : a + leads_per_part, b : b + rows_per_part]
             yield part, slice(a, a + part.shape[0]), slice(b, b + part.shape[1])
 
 
@@ -167,12 +168,13 @@ def row_factors(number: npt.NDArray[np.int64]) -> tuple[Qwords, Qwords]:
     if first == last:
         rows = page("row", first)[:, number - first * ROW]
         return rows[0], rows[1]
-    found = np.empty((2, *number.shape), np.uint64)
+    factors = np.empty((2, *number.shape), np.uint64)
     pages = number // ROW
-    for each in distinct(pages.reshape(-1)).tolist():
-        here = pages == each
-        found[:, here] = page("row", each)[:, number[here] - each * ROW]
-    return found[0], found[1]
+    # Rows at the end of one page and the beginning of the next, in one piece.
+    for page_number in unique(pages.reshape(-1)).tolist():
+        in_page = pages == page_number
+        factors[:, in_page] = page("row", page_number)[:, number[in_page] - page_number * ROW]
+    return factors[0], factors[1]
 
 
 @lru_cache(64)
@@ -194,7 +196,7 @@ def _element_numbers(shape: Shape, offset: Shape, extent: Shape) -> npt.NDArray[
     """Return the row-major numbers of a box's indices, in order."""
     if prod(extent) == 1:
         return np.array([flat_start(shape, offset)])
-    found = np.zeros(1, np.int64)
+    numbers = np.zeros(1, np.int64)
     for n, o, k in zip(shape, offset, extent, strict=True):
-        found = (found[:, None] * n + np.arange(o, o + k)).reshape(-1)
-    return found
+        numbers = (numbers[:, None] * n + np.arange(o, o + k)).reshape(-1)
+    return numbers

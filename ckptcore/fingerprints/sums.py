@@ -79,17 +79,18 @@ def box_sum(dtype: str, shape: Shape, box: Box, elements: Bytes, room: Bytes | N
     if width > WORD:
         shape, box = (*shape, 2), Box((*box.offset, 0), (*box.shape, 2))
         width = WORD
+    # An even number of words: `_piece` splits it into two halves.
     scratch = room[: len(room) // 2 // WORD * WORD * 2] if room is not None else np.empty(ROOM, np.uint8)
     return _Box(rows_of(shape, width), box, elements.view(_UNITS[width]), scratch[:ROOM]).sum()
 
 
-def add(one: Sum, other: Sum) -> Sum:
+def add(first: Sum, second: Sum) -> Sum:
     """Return the sum of two disjoint parts of a tensor.
 
     >>> add((1, (1 << 64) - 1), (2, 3))
     (3, 2)
     """
-    return (one[0] + other[0]) & _MASK, (one[1] + other[1]) & _MASK
+    return (first[0] + second[0]) & _MASK, (first[1] + second[1]) & _MASK
 
 
 def pack(sums: Iterable[Sum]) -> bytes:
@@ -105,7 +106,9 @@ def tensor_fingerprint(dtype: str, shape: Shape, total: Sum) -> str:
 
 def checkpoint_fingerprint(tensors: Iterable[Fingerprinted]) -> str:
     """Return the fingerprint of a checkpoint of these tensors, hex, in any order."""
-    rows = sorted([fqn, dtype, [int(n) for n in shape], found] for fqn, dtype, shape, found in tensors)
+    rows = sorted(
+        [fqn, dtype, [int(n) for n in shape], fingerprint] for fqn, dtype, shape, fingerprint in tensors
+    )
     return _keyed_digest("checkpoint", rows)
 
 
@@ -113,7 +116,7 @@ def map_digest(
     renamed: Iterable[tuple[str, str]],
     dropped: Iterable[str],
     ties: Iterable[tuple[str, str]],
-    made: tuple[str, Iterable[Sequence[Any]]] = ("", ()),
+    name_map: tuple[str, Iterable[Sequence[Any]]] = ("", ()),
 ) -> str:
     """Return the digest of the changes of names between a source and what a fingerprint covers, hex.
 
@@ -121,13 +124,14 @@ def map_digest(
         renamed: (old, new) names.
         dropped: Tensors that are not written.
         ties: (dropped, kept) names.
-        made: The digest of a map of names, and the tensors that it made, in JSON form; empty without a map.
+        name_map: The digest of a map of names, and the tensors that it made, in JSON form; empty without
+            a map.
     """
-    done = [sorted(map(list, renamed)), sorted(set(dropped)), sorted(map(list, ties))]
-    rules, tensors = made
+    changes = [sorted(map(list, renamed)), sorted(set(dropped)), sorted(map(list, ties))]
+    rules, tensors = name_map
     if rules:
-        done.append([rules, *sorted(map(list, tensors))])
-    return _keyed_digest("map", done)
+        changes.append([rules, *sorted(map(list, tensors))])
+    return _keyed_digest("map", changes)
 
 
 class _Box:
@@ -142,7 +146,7 @@ class _Box:
     def sum(self) -> Sum:
         """Return both lanes."""
         for piece in self._cut.pieces():
-            part = self._elements[:, piece.at : piece.at + piece.count * piece.length]
+            part = self._elements[:, piece.box_start : piece.box_start + piece.count * piece.length]
             self._piece(piece, part.reshape(len(part), piece.count, -1))
         return self._total
 
@@ -158,30 +162,31 @@ class _Box:
         ready = fits and values.view(np.uint64).flags.aligned  # words that can be read in place
         laid, swapped = (self._room[:0], self._room) if ready else np.split(self._room, 2)
         for group, lead, across in blocks(values, ROW):  # rows whose multipliers are made at once
-            one, two = np.empty((2, *group.shape[:2]), np.uint64)
-            for some, *where in blocks(group, len(swapped) // count):
+            lane0, lane1 = np.empty((2, *group.shape[:2]), np.uint64)
+            for part, *where in blocks(group, len(swapped) // count):
                 if fits:
-                    block = some.view(np.uint64) if ready else _copied(some, laid)
+                    block = part.view(np.uint64) if ready else _copied(part, laid)
                 else:
-                    block = self._lay(some, laid, count, begin - first * per, length)
+                    block = self._lay(part, laid, count, begin - first * per, length)
                 turned = swapped[: block.size].reshape(block.shape)
                 np.copyto(turned, block.view(">u8"))
-                np.einsum("ijk,k->ij", block, factors[0], out=one[*where])
-                np.einsum("ijk,k->ij", turned, factors[1], out=two[*where])
+                np.einsum("ijk,k->ij", block, factors[0], out=lane0[*where])
+                np.einsum("ijk,k->ij", turned, factors[1], out=lane1[*where])
             number = self._cut.leads(lead) + np.arange(row + across.start, row + across.stop)
             u0, u1 = row_factors(number)
-            self._total = add(self._total, (int((one * u0).sum()), int((two * u1).sum())))
+            self._total = add(self._total, (int((lane0 * u0).sum()), int((lane1 * u1).sum())))
 
-    def _lay(self, some: npt.NDArray[Any], room: Qwords, count: int, begin: int, length: int) -> Qwords:
+    def _lay(self, part: npt.NDArray[Any], room: Qwords, count: int, begin: int, length: int) -> Qwords:
         """Return rows of zeros with the values at their positions, for boxes that are not word-aligned."""
-        rows, kept = self._rows, self._cut.behind
+        rows, box_behind = self._rows, self._cut.behind
         behind, offset = rows.shape[rows.dim + 1 :], self._cut.box.offset[rows.dim + 1 :]
-        laid = room[: some.shape[0] * some.shape[1] * count].reshape(*some.shape[:2], count)
+        laid = room[: part.shape[0] * part.shape[1] * count].reshape(*part.shape[:2], count)
+        # The room was used before, and zeros fill what the box does not have of a word.
         laid[...] = 0
-        inside = laid.view(some.dtype)[:, :, begin : begin + length * rows.inner]
-        target = inside.reshape(*some.shape[:2], length, *behind)
-        place = tuple(slice(o, o + n) for o, n in zip(offset, kept, strict=True))
-        target[(slice(None),) * 3 + place] = some.reshape(*some.shape[:2], length, *kept)
+        inside = laid.view(part.dtype)[:, :, begin : begin + length * rows.inner]
+        target = inside.reshape(*part.shape[:2], length, *behind)
+        place = tuple(slice(o, o + n) for o, n in zip(offset, box_behind, strict=True))
+        target[(slice(None),) * 3 + place] = part.reshape(*part.shape[:2], length, *box_behind)
         return laid
 
 
@@ -193,14 +198,14 @@ def _one_row(elements: Bytes) -> Sum:
     if not qwords.flags.aligned:
         qwords = qwords.copy()
     v, u = page("word", 0), page("row", 0)
-    one = int(np.dot(qwords, v[0, : len(qwords)]))
-    two = int(np.dot(qwords.byteswap(), v[1, : len(qwords)]))
-    return one * int(u[0, 0]) & _MASK, two * int(u[1, 0]) & _MASK
+    lane0 = int(np.dot(qwords, v[0, : len(qwords)]))
+    lane1 = int(np.dot(qwords.byteswap(), v[1, : len(qwords)]))
+    return lane0 * int(u[0, 0]) & _MASK, lane1 * int(u[1, 0]) & _MASK
 
 
-def _copied(some: npt.NDArray[Any], room: Qwords) -> Qwords:
+def _copied(part: npt.NDArray[Any], room: Qwords) -> Qwords:
     """Return the same bytes as aligned words."""
-    qwords = some.view(np.uint64)
+    qwords = part.view(np.uint64)
     copy = room[: qwords.size].reshape(qwords.shape)
     np.copyto(copy, qwords)
     return copy

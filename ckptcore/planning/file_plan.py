@@ -34,7 +34,7 @@ from ckptcore.core.manifest import (
 )
 from ckptcore.formats.base import Literal
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.row_wise import products, some
+from ckptcore.utils.row_wise import any_rows, prod_rows
 
 PLACE, COMPARE = 0, 1
 _TENSORS, _LITERALS = "tensor.", "literal."
@@ -99,7 +99,7 @@ class FilePlan:
         lo, hi, width = self.boxes
         begin = np.maximum(self.reads.lo, lo.take(of, axis=0))
         end = np.minimum(self.reads.lo + self.reads.shape, hi.take(of, axis=0))
-        return int((width[of] * products(end - begin)).sum())
+        return int((width[of] * prod_rows(end - begin)).sum())
 
     @cached_property
     def boxes(self) -> tuple[Ints, Ints, Ints]:
@@ -287,7 +287,7 @@ class Tensors:
     def nbytes(self) -> Ints:
         """Bytes of each box, as written."""
         width = np.array([BY_NAME[d].itemsize for d in self.dtypes], np.int64)
-        nbytes: Ints = products(self.shape) * width[self.dtype]
+        nbytes: Ints = prod_rows(self.shape) * width[self.dtype]
         return nbytes
 
     @cached_property
@@ -295,7 +295,7 @@ class Tensors:
         """The box of each tensor in the file; neighbours with equal boxes share one."""
         columns = np.column_stack((self.rank, self.offset, self.shape))
         differs = np.ones(len(self), np.bool_)
-        differs[1:] = some(columns[1:] != columns[:-1])
+        differs[1:] = any_rows(columns[1:] != columns[:-1])
         distinct_boxes = [
             Box(tuple(offset[:rank]), tuple(shape[:rank]))
             for rank, offset, shape in zip(

@@ -28,7 +28,7 @@ from ckptcore.planning.reads import (
     overlapping,
     subset_files,
 )
-from ckptcore.utils.row_wise import every
+from ckptcore.utils.row_wise import all_rows
 
 
 def file_plans(
@@ -141,7 +141,7 @@ class _Planner:
             for n, position in enumerate(form.first_of_group.tolist()):
                 boxes[n] = b = layout.boxes[position]
                 offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
-            for n in np.flatnonzero(every(shape == full)).tolist():
+            for n in np.flatnonzero(all_rows(shape == full)).tolist():
                 boxes[n] = None
         planned = Tensors(
             self._names.get(layout.tensors),

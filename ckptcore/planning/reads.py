@@ -17,7 +17,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
 from ckptcore.planning.file_forms import SortOrder
-from ckptcore.utils.row_wise import every
+from ckptcore.utils.row_wise import all_rows
 
 
 def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
@@ -81,7 +81,7 @@ def derived_in(
 def filled_rows(chunks: Chunks, tensor: int) -> Ints:
     """Return the rows of a tensor's chunks that are not empty."""
     span = np.arange(chunks.first[tensor], chunks.first[tensor + 1])
-    return span[every(chunks.shape.take(span, axis=0) > 0)]
+    return span[all_rows(chunks.shape.take(span, axis=0) > 0)]
 
 
 def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
@@ -91,7 +91,7 @@ def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
     common = (lo < np.array(box.end)) & (
         lo + chunks.shape.take(rows, axis=0)[:, :rank] > np.array(box.offset)
     )
-    return rows[every(common)]
+    return rows[all_rows(common)]
 
 
 def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:

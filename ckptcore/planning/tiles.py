@@ -26,7 +26,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import Bytes, StoredOrder, stored_order
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import untouched
-from ckptcore.utils.row_wise import products
+from ckptcore.utils.row_wise import prod_rows
 
 # Bytes of the usual tiles of a few workers together: large enough to hide per-call costs, small enough to
 # stay in cache, and the same memory for 1 to 4 workers.
@@ -216,7 +216,7 @@ def _entire(plan: FilePlan, usual: int) -> npt.NDArray[np.bool_]:
     columns = plan.columns
     width = np.array([BY_NAME[d].itemsize for d in columns.dtypes], np.int64)
     widest = np.maximum(width[columns.dtype], width[columns.source_dtype])
-    fits: npt.NDArray[np.bool_] = products(columns.shape) * widest <= usual
+    fits: npt.NDArray[np.bool_] = prod_rows(columns.shape) * widest <= usual
     fits[list(plan.derived)] = False
     return fits
 

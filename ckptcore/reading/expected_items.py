@@ -12,7 +12,7 @@ import numpy as np
 from ckptcore.core.manifest import Envelope, Items, StoredFile
 from ckptcore.store import Readable
 from ckptcore.store.ahead import ExpectedReads, Ints, ReadsAhead
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 
 def item_reads(items: Items, files: Sequence[StoredFile], rows: Ints) -> ExpectedReads:
@@ -33,7 +33,7 @@ def item_reads(items: Items, files: Sequence[StoredFile], rows: Ints) -> Expecte
 def bare_files(items: Items, files: Sequence[StoredFile]) -> frozenset[str]:
     """Return the files with items that no checksum of the format covers."""
     bare = (items.crc32 < 0) & (items.envelope != Envelope.TORCHZIP.value)
-    return frozenset(files[n].path for n in distinct(items.file[bare]).tolist())
+    return frozenset(files[n].path for n in unique(items.file[bare]).tolist())
 
 
 def expect_items(store: Readable, reads: ExpectedReads, memory: int) -> None:

@@ -23,7 +23,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, is_row_major, row_major, view_of
 from ckptcore.reading.payload import Payload, RangeVerifier
-from ckptcore.utils.row_wise import every
+from ckptcore.utils.row_wise import all_rows
 
 Bytes = npt.NDArray[np.uint8]
 _OVERREAD = 4
@@ -80,7 +80,7 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
         low = lo[first:last, :rank]
         high = low + shape[first:last, :rank]
         begin, end = np.array(want.offset), np.array(want.end)
-        rows = index = (first + np.flatnonzero(every((low < end) & (high > begin)))).tolist()
+        rows = index = (first + np.flatnonzero(all_rows((low < end) & (high > begin)))).tolist()
     top, bottom = (want.offset[0], want.end[0]) if rank else (0, 1)
     boxes = zip(rows, lo[index, :rank].tolist(), shape[index, :rank].tolist(), strict=True)
     for row, offset, extent in boxes:

@@ -27,36 +27,36 @@ class CrcPieces:
         length: Bytes of the record.
     """
 
-    __slots__ = ("_length", "_parts", "_seen")
+    __slots__ = ("_length", "_parts", "_received")
 
     def __init__(self, length: int) -> None:
-        self._length, self._seen = length, 0
+        self._length, self._received = length, 0
         self._parts: dict[int, tuple[int, int]] = {}  # start -> (length, crc)
 
     def add(self, start: int, length: int, crc: int) -> int | None:
         """Add the CRC-32 of bytes ``[start, start + length)``."""
-        known = self._parts.get(start)
-        if not length or (known is not None and known[0] >= length) or len(self._parts) >= _MAX_PIECES:
+        piece = self._parts.get(start)
+        if not length or (piece is not None and piece[0] >= length) or len(self._parts) >= _MAX_PIECES:
             return None
         self._parts[start] = (length, crc)
-        self._seen += length
+        self._received += length
         return self.total()
 
-    def join(self, other: CrcPieces) -> None:
+    def join(self, pieces: CrcPieces) -> None:
         """Add the pieces that another process has."""
-        for start, (length, crc) in other._parts.items():
+        for start, (length, crc) in pieces._parts.items():
             self.add(start, length, crc)
 
     def total(self) -> int | None:
         """Return the record's CRC-32, or None while pieces are missing."""
-        if self._seen < self._length:
+        if self._received < self._length:
             return None
-        total = at = 0
-        while at < self._length:  # each reader's pieces are end to end, so follow the longest
-            step = self._parts.get(at)
+        total = position = 0
+        while position < self._length:  # each reader's pieces are end to end, so follow the longest
+            step = self._parts.get(position)
             if step is None:
                 return None
-            total, at = combine(total, step[1], step[0]), at + step[0]
+            total, position = combine(total, step[1], step[0]), position + step[0]
         return total
 
 
@@ -77,18 +77,19 @@ class Runs:
         end = start + length
         before = self._ends.pop(start, None)
         if before is not None:
-            size, known = self._starts.pop(before)
-            start, length, crc = before, size + length, combine(known, crc, length)
+            size, crc_before = self._starts.pop(before)
+            start, length, crc = before, size + length, combine(crc_before, crc, length)
         behind = self._starts.pop(end, None)
         if behind is not None:
             end, length, crc = end + behind[0], length + behind[0], combine(crc, behind[1], behind[0])
         self._starts[start] = (length, crc)
+        # Both ends of each run are keys, so that a neighbour is found without a search.
         self._ends[end] = start
 
     def total(self, length: int) -> int | None:
         """Return the CRC-32 of the record, once all ``length`` bytes have arrived."""
-        found = self._starts.get(0)
-        return found[1] if found is not None and found[0] == length else None
+        run = self._starts.get(0)
+        return run[1] if run is not None and run[0] == length else None
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """Yield (first byte, length, CRC-32) of every run, in order."""

@@ -20,7 +20,7 @@ def crc64(data: bytes | memoryview, before: int = 0) -> int:
     return total
 
 
-def combine64(one: int, other: int, nbytes: int) -> int:
+def combine64(crc_before: int, crc_behind: int, nbytes: int) -> int:
     """Return the checksum of two neighbouring ranges from those of each; the second has ``nbytes`` bytes.
 
     >>> combine64(crc64(b"12345"), crc64(b"6789"), 4) == crc64(b"123456789")
@@ -28,5 +28,5 @@ def combine64(one: int, other: int, nbytes: int) -> int:
     """
     from awscrt.checksums import combine_crc64nvme
 
-    total: int = combine_crc64nvme(one, other, nbytes)
+    total: int = combine_crc64nvme(crc_before, crc_behind, nbytes)
     return total

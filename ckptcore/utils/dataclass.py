@@ -26,7 +26,7 @@ else:
 
     def dataclass(cls: type | None = None, /, **settings: bool) -> Any:
         """Make a dataclass, as `dataclasses.dataclass` does."""
-        return _made(cls, settings) if cls is not None else lambda given: _made(given, settings)
+        return _made(cls, settings) if cls is not None else lambda decorated: _made(decorated, settings)
 
 
 _SETTINGS = {"frozen", "slots", "kw_only", "eq"}
@@ -34,12 +34,12 @@ _SETTINGS = {"frozen", "slots", "kw_only", "eq"}
 
 def _made(cls: type, settings: dict[str, bool]) -> type:
     if not settings.keys() <= _SETTINGS or any(map(dataclasses.is_dataclass, cls.__mro__)):
-        made: type = dataclasses.dataclass(**settings)(cls)
-        return made
-    own = set(vars(cls))  # the methods that it defines itself
+        library_class: type = dataclasses.dataclass(**settings)(cls)
+        return library_class
+    defined = set(vars(cls))  # the methods that it defines itself
     frozen, eq = settings.get("frozen", False), settings.get("eq", True)
-    others = {name: settings[name] for name in ("slots", "kw_only") if name in settings}
-    cls = dataclasses.dataclass(cls, init=False, repr=False, eq=False, **others)
+    layout_settings = {name: settings[name] for name in ("slots", "kw_only") if name in settings}
+    cls = dataclasses.dataclass(cls, init=False, repr=False, eq=False, **layout_settings)
     params = vars(cls)["__dataclass_params__"]
     params.init, params.repr, params.eq, params.frozen = True, True, eq, frozen
     fields = dataclasses.fields(cls)
@@ -56,10 +56,11 @@ def _made(cls: type, settings: dict[str, bool]) -> type:
         methods |= _frozen(cls, frozenset(f.name for f in fields))
     if frozen and settings.get("slots", False):
         methods |= _pickled()
-    if "__eq__" in own and vars(cls)["__hash__"] is None:  # Python has set it, not the class
-        own.discard("__hash__")
+    if "__eq__" in defined and vars(cls)["__hash__"] is None:  # Python has set it, not the class
+        defined.discard("__hash__")
+    # As in the library, a method that the class defines itself is kept.
     for name, method in methods.items():
-        if name not in own:
+        if name not in defined:
             if isinstance(method, FunctionType):
                 method.__name__, method.__qualname__ = name, f"{cls.__qualname__}.{name}"
                 method.__module__ = cls.__module__
@@ -88,7 +89,7 @@ def _init(cls: type) -> FunctionType:
         for f in dataclasses.fields(cls)
         if f.init or f.default_factory is not absent or (slots and f.default is not absent)
     ]
-    known: dict[str, Any] = {"_dataclass_set": object.__setattr__, "_dataclass_absent": _ABSENT}
+    constants: dict[str, Any] = {"_dataclass_set": object.__setattr__, "_dataclass_absent": _ABSENT}
     ordered = list[str]()
     keywords = list[str]()
     body = list[str]()
@@ -96,10 +97,10 @@ def _init(cls: type) -> FunctionType:
         name, value = field.name, field.name
         default = ""
         if field.default is not absent:
-            known[f"_dataclass_{n}"], default = field.default, f"=_dataclass_{n}"
+            constants[f"_dataclass_{n}"], default = field.default, f"=_dataclass_{n}"
             value = name if field.init else f"_dataclass_{n}"
         elif field.default_factory is not absent:
-            known[f"_dataclass_{n}"], default = field.default_factory, "=_dataclass_absent"
+            constants[f"_dataclass_{n}"], default = field.default_factory, "=_dataclass_absent"
             value = f"_dataclass_{n}()"
             if field.init:
                 value += f" if {name} is _dataclass_absent else {name}"
@@ -113,10 +114,10 @@ def _init(cls: type) -> FunctionType:
     parameters = ", ".join(["self", *ordered, *(["*", *keywords] if keywords else [])])
     lines = "\n  ".join(body or ["pass"])
     # The defaults are arguments of a function around it: a field may have the name of any global.
-    source = f"def make({', '.join(known)}):\n def __init__({parameters}):\n  {lines}\n return __init__"
+    source = f"def make({', '.join(constants)}):\n def __init__({parameters}):\n  {lines}\n return __init__"
     namespace: dict[str, Any] = {}
     exec(source, vars(sys.modules[cls.__module__]), namespace)
-    init: FunctionType = namespace["make"](**known)
+    init: FunctionType = namespace["make"](**constants)
     init.__qualname__, init.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     init.__annotations__ = {f.name: f.type for f in fields if f.init} | {"return": None}
     return init

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.utils.row_wise import some
+from ckptcore.utils.row_wise import any_rows
 
 
-def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def unique(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the distinct values of an array of integers, ascending; of a table, its distinct rows.
 
     Rows are ordered by their first column, then by the second, and so on, as `numpy.unique` orders them.
 
-    >>> distinct(np.array([3, 1, 3])).tolist(), distinct(np.array([[1, 2], [0, 9], [1, 2]])).tolist()
+    >>> unique(np.array([3, 1, 3])).tolist(), unique(np.array([[1, 2], [0, 9], [1, 2]])).tolist()
     ([1, 3], [[0, 9], [1, 2]])
     """
     if values.ndim == 1:
@@ -28,21 +28,22 @@ def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if not values.shape[1]:
         return values[:1]  # rows without columns are all the same
     table = values.take(np.lexsort(values.T[::-1]), axis=0)
-    return table[_first_of_each(some(table[1:] != table[:-1]))] if len(table) else table
+    return table[_first_of_each(any_rows(table[1:] != table[:-1]))] if len(table) else table
 
 
-def among(values: npt.NDArray[Any], known: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return which of the integers in ``values`` are in ``known``, as `numpy.isin` does.
+def isin(values: npt.NDArray[Any], members: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Return which of the integers in ``values`` are in ``members``, as `numpy.isin` does.
 
-    >>> among(np.array([3, 1, 2]), [2, 3]).tolist(), among(np.array([3, 1]), []).tolist()
+    >>> isin(np.array([3, 1, 2]), [2, 3]).tolist(), isin(np.array([3, 1]), []).tolist()
     ([True, False, True], [False, False])
     """
-    ordered = np.sort(np.asarray(known, values.dtype), axis=None)
+    ordered = np.sort(np.asarray(members, values.dtype), axis=None)
     if not len(ordered):
         return np.zeros(values.shape, np.bool_)
-    at = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
-    found: npt.NDArray[np.bool_] = ordered[at] == values
-    return found
+    # A value above all members is compared with the largest one.
+    position = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
+    is_member: npt.NDArray[np.bool_] = ordered[position] == values
+    return is_member
 
 
 def _first_of_each(differs: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -122,8 +122,8 @@ def require_depth(value: Any, limit: int = MAX_DEPTH) -> None:
             return
         level = [
             inside
-            for each in level
-            for inside in (each.values() if type(each) is dict else each)
+            for container in level
+            for inside in (container.values() if type(container) is dict else container)
             if type(inside) is dict or type(inside) is list
         ]
     if level:

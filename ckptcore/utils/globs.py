@@ -22,8 +22,8 @@ def escaped(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-def covering(names: Sequence[str], others: Collection[str]) -> list[str]:
-    """Return globs that match every one of ``names`` and none of ``others``, few where possible.
+def covering(names: Sequence[str], unmatched: Collection[str]) -> list[str]:
+    """Return globs that match every one of ``names`` and none of ``unmatched``, few where possible.
 
     It tries one glob for all, one for each last part of a dotted name, and the names themselves.
 
@@ -32,25 +32,25 @@ def covering(names: Sequence[str], others: Collection[str]) -> list[str]:
     >>> covering(["a.0.w", "b.s"], ["a.1.w"])
     ['a.0.w', 'b.s']
     """
-    one = _around(names, others)
-    if one:
-        return [one]
+    common = _around(names, unmatched)
+    if common:
+        return [common]
     ends: dict[str, list[str]] = {}
     for name in names:
         ends.setdefault(name.rpartition(".")[2], []).append(name)
-    found: list[str] = []
+    globs: list[str] = []
     for group in ends.values():
-        glob = _around(group, others) if len(ends) > 1 else None
-        found += [glob] if glob else map(escaped, group)
-    return found
+        glob = _around(group, unmatched) if len(ends) > 1 else None
+        globs += [glob] if glob else map(escaped, group)
+    return globs
 
 
-def leave_out(names: Sequence[str], others: Collection[str] = (), *, left: bool = True) -> str:
-    """Return the hint for tensors or objects of these names that cannot be read, while ``others`` can.
+def leave_out(names: Sequence[str], unmatched: Collection[str] = (), *, left: bool = True) -> str:
+    """Return the hint for tensors or objects of these names that cannot be read, while ``unmatched`` can.
 
     Args:
         names: What cannot be read.
-        others: Names that no glob may match.
+        unmatched: Names that no glob may match.
         left: Whether any tensor is left without them.
 
     >>> leave_out(["a"])
@@ -58,19 +58,20 @@ def leave_out(names: Sequence[str], others: Collection[str] = (), *, left: bool 
     """
     if not left:
         return "load it where its classes are installed, and save a state dict: no other tensor is here"
-    globs = covering(names, others) if names[1:] else [escaped(n) for n in names]
+    globs = covering(names, unmatched) if names[1:] else [escaped(n) for n in names]
     options = " ".join(f"--exclude '{g}'" for g in globs[:_MOST])
     return f"leave it out with {options}{', ...' if globs[_MOST:] else ''}; everything else can be converted"
 
 
-def _around(names: Sequence[str], others: Collection[str]) -> str | None:
+def _around(names: Sequence[str], unmatched: Collection[str]) -> str | None:
     """Return the common beginning and end of names as one glob; None where it matches another name."""
     if len(names) < 2:
         return escaped(names[0]) if names else None
     head = _shared(names)
+    # Behind the common beginning: both may not share characters of the shortest name.
     tail = _shared([n[len(head) :][::-1] for n in names])[::-1]
     glob = f"{escaped(head)}*{escaped(tail)}"
-    return None if any(fnmatchcase(n, glob) for n in others) else glob
+    return None if any(fnmatchcase(n, glob) for n in unmatched) else glob
 
 
 def _shared(names: Sequence[str]) -> str:

@@ -25,5 +25,6 @@ else:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):  # a copy or a pickle asks before there is anything to ask
                 raise AttributeError(name)
-            made = self.__dict__[name] = getattr(self._compile(), name)  # `re` keeps what it has compiled
-            return made
+            # `re` keeps what it has compiled.
+            attribute = self.__dict__[name] = getattr(self._compile(), name)
+            return attribute

@@ -40,8 +40,8 @@ def log_fields(**fields: Any) -> Iterator[None]:
     ...     current_fields()
     {'source': '/runs/a', 'destination': '/exports/a'}
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    token = _FIELDS.set({**current_fields(), **given})
+    new_fields = {name: value for name, value in fields.items() if value is not None}
+    token = _FIELDS.set({**current_fields(), **new_fields})
     try:
         yield
     finally:
@@ -62,7 +62,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -73,21 +73,21 @@ class JsonFormatter(logging.Formatter):
             for name, field in _OF_PREFECT.items()
             if getattr(record, name, None)
         }
-        own: Mapping[str, Any] = getattr(record, "ckptcore", {})
-        made |= redacted_value({**of_prefect, **current_fields(), **own})
+        of_record: Mapping[str, Any] = getattr(record, "ckptcore", {})
+        fields |= redacted_value({**of_prefect, **current_fields(), **of_record})
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, CkptError):
-            made["code"] = error.code
+            fields["code"] = error.code
         elif error is not None:
-            made["traceback"] = redacted("".join(traceback.format_exception(error)))
+            fields["traceback"] = redacted("".join(traceback.format_exception(error)))
         elif record.exc_text:
-            made["traceback"] = redacted(record.exc_text)
-        return json.dumps(made, ensure_ascii=True, default=str)
+            fields["traceback"] = redacted(record.exc_text)
+        return json.dumps(fields, ensure_ascii=True, default=str)
 
 
 def log_format() -> str:
     """Return ``text`` or ``json``, as ``CKPTCORE_LOG_FORMAT`` says. Raises `UsageError`."""
-    wanted = os.environ.get(VARIABLE) or "text"
-    if wanted not in FORMATS:
-        raise UsageError(f"{VARIABLE} must be {' or '.join(FORMATS)} (got {wanted!r})")
-    return wanted
+    name = os.environ.get(VARIABLE) or "text"
+    if name not in FORMATS:
+        raise UsageError(f"{VARIABLE} must be {' or '.join(FORMATS)} (got {name!r})")
+    return name

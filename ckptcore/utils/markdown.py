@@ -76,8 +76,8 @@ def yaml_text(text: str) -> str:
     return f'"{"".join(out)}"'
 
 
-def _character(found: re.Match[str]) -> str:
-    if found["mark"] is not None:
-        return _NAMED[found["mark"]]
-    number = int(found["x"] or found["u"] or found["U"], 16)
-    return chr(number) if number < 0x110000 else found[0]
+def _character(match: re.Match[str]) -> str:
+    if match["mark"] is not None:
+        return _NAMED[match["mark"]]
+    number = int(match["x"] or match["u"] or match["U"], 16)
+    return chr(number) if number < 0x110000 else match[0]

@@ -22,8 +22,8 @@ _MAPS, _MAPPED, _FREED = 65536, 32 << 20, 64 << 20
 
 def available_memory() -> int | None:
     """Return the bytes that machine and container leave for this process; None where neither reports them."""
-    known = [n for n in (_machine(), _container()) if n is not None]
-    return min(known) if known else None
+    limits = [n for n in (_machine(), _container()) if n is not None]
+    return min(limits) if limits else None
 
 
 def _machine() -> int | None:
@@ -71,15 +71,15 @@ def untouched(nbytes: int, *, huge_from: int | None = None) -> memoryview:
 @contextmanager
 def reusing_memory() -> Iterator[None]:
     """Return to the kernel at the end what `reuse_memory` keeps inside; within another one, at its end."""
-    with _kept.lock:
-        _kept.depth += 1
+    with _reuse.lock:
+        _reuse.depth += 1
     try:
         yield
     finally:
-        with _kept.lock:
-            _kept.depth -= 1
-            if _kept.on and not _kept.depth:
-                _kept.on = False
+        with _reuse.lock:
+            _reuse.depth -= 1
+            if _reuse.on and not _reuse.depth:
+                _reuse.on = False
                 _give_back()
 
 
@@ -93,12 +93,14 @@ def reuse_memory(nbytes: int) -> None:
     Args:
         nbytes: Bytes of what will be read or made. For a few it is not worth it.
     """
+    # Setting it, and returning the memory at the end, costs more than it saves.
     if nbytes < _WORTH:
         return
-    with _kept.lock:
-        if _kept.on or not _kept.depth:
+    with _reuse.lock:
+        # Without an open `reusing_memory` nothing would ever return it to the kernel.
+        if _reuse.on or not _reuse.depth:
             return
-        _kept.on = True
+        _reuse.on = True
         for parameter, value in ((_M_MMAP_MAX, 0), (_M_TOP_PAD, _PAD), (_M_TRIM_THRESHOLD, _ALL)):
             _call("mallopt", parameter, value)
 
@@ -119,7 +121,7 @@ def _call(name: str, *arguments: int) -> None:
     function(*arguments)
 
 
-class _Kept:
+class _Reuse:
     """Whether freed memory is kept, and how many `reusing_memory` are open in all threads."""
 
     def __init__(self) -> None:
@@ -127,4 +129,4 @@ class _Kept:
         self.depth, self.on = 0, False
 
 
-_kept = _Kept()
+_reuse = _Reuse()

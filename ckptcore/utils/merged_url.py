@@ -39,16 +39,19 @@ def merged_url(roots: str | Iterable[str]) -> str:
         UsageError: No folder is given, or one of them has no name.
     """
     if isinstance(roots, str):
+        # A URL of a folder in them stays as it is: a list of folders cannot name that.
         named, inner = split_merged(roots)
         if inner or not named:
             return roots
         roots = named
-    each = _folders(roots)
-    if _are_stages(each):
-        each = {above or slash or "." for above, slash, _ in (one.rpartition("/") for one in each)}
-    if len(each) == 1:
-        return each.pop()
-    return f"{_SCHEME}[{','.join(sorted(map(_escaped, each)))}]"
+    folders = _folders(roots)
+    if _are_stages(folders):
+        folders = {
+            above or slash or "." for above, slash, _ in (folder.rpartition("/") for folder in folders)
+        }
+    if len(folders) == 1:
+        return folders.pop()
+    return f"{_SCHEME}[{','.join(sorted(map(_escaped, folders)))}]"
 
 
 def named_stages(roots: str | Iterable[str]) -> tuple[str, ...]:
@@ -57,22 +60,22 @@ def named_stages(roots: str | Iterable[str]) -> tuple[str, ...]:
     >>> named_stages(["/step-3/pp1", "/step-3/pp0"]), named_stages(["/a", "/b"]), named_stages("/a/pp0")
     (('/step-3/pp0', '/step-3/pp1'), (), ())
     """
-    each = _folders(split_merged(roots)[0] or (roots,) if isinstance(roots, str) else roots)
-    return tuple(sorted(each)) if _are_stages(each) else ()
+    folders = _folders(split_merged(roots)[0] or (roots,) if isinstance(roots, str) else roots)
+    return tuple(sorted(folders)) if _are_stages(folders) else ()
 
 
 def _folders(roots: Iterable[str]) -> set[str]:
-    each: set[str] = set()
+    folders: set[str] = set()
     for root in roots:
-        for one in roots_of(root) or (root,):
-            each.add(one if one.endswith("://") else one.rstrip("/") or one)
-    if not each or "" in each:
+        for folder in roots_of(root) or (root,):
+            folders.add(folder if folder.endswith("://") else folder.rstrip("/") or folder)
+    if not folders or "" in folders:
         raise UsageError("a source is needed")
-    return each
+    return folders
 
 
 def _are_stages(folders: set[str]) -> bool:
-    return len(folders) > 1 and all(stage_of(one.rpartition("/")[2]) is not None for one in folders)
+    return len(folders) > 1 and all(stage_of(folder.rpartition("/")[2]) is not None for folder in folders)
 
 
 def split_merged(url: str) -> tuple[tuple[str, ...], str]:
@@ -88,14 +91,14 @@ def split_merged(url: str) -> tuple[tuple[str, ...], str]:
     """
     if not is_merged(url):
         return (), ""
-    found = _SPELLED.fullmatch(url)
-    roots = tuple(map(unquote, found[1].split(","))) if found is not None else ()
-    if found is None or "" in roots:
+    match = _SPELLED.fullmatch(url)
+    roots = tuple(map(unquote, match[1].split(","))) if match is not None else ()
+    if match is None or "" in roots:
         raise UsageError(
             f"cannot read {url}: not a list of folders",
             hint="write merged://[FOLDER,FOLDER], with %25, %2C, %5B and %5D for %,[] in names",
         )
-    return roots, found[2].strip("/")
+    return roots, match[2].strip("/")
 
 
 def roots_of(url: str) -> tuple[str, ...]:

@@ -23,15 +23,15 @@ def near_names(name: str, names: Iterable[str], most: int = 3) -> tuple[str, ...
     ('step-20', 'step-10')
     """
     names = list(names)
-    longer = [other for other in names if other.endswith((f".{name}", f"/{name}"))]
-    shorter = [other for other in names if name.endswith((f".{other}", f"/{other}"))]
+    longer = [candidate for candidate in names if candidate.endswith((f".{name}", f"/{name}"))]
+    shorter = [candidate for candidate in names if name.endswith((f".{candidate}", f"/{candidate}"))]
     related = sorted(longer, key=len) + sorted(shorter, key=len, reverse=True)
     if not related:
         last = name.rpartition(".")[2]
         if len(names) > _POOL:
-            names = [other for other in names if other.rpartition(".")[2] == last][:_POOL]
+            names = [candidate for candidate in names if candidate.rpartition(".")[2] == last][:_POOL]
         # The time of a comparison grows with the square of a name's length, which a file decides.
-        short = [other for other in names if len(other) <= _LENGTH] if len(name) <= _LENGTH else []
+        short = [candidate for candidate in names if len(candidate) <= _LENGTH and len(name) <= _LENGTH]
         related = get_close_matches(name, short, most, 0.7)
     return tuple(related[:most])
 

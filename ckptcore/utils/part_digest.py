@@ -42,25 +42,26 @@ class PartHasher:
 
     def __init__(self, part: int) -> None:
         self.part, self._left = part, part
-        self._own, self.digests = blake3(), list[bytes]()
+        self._part_hasher, self.digests = blake3(), list[bytes]()
 
     def update(self, data: memoryview | bytes, /) -> None:
         """Add bytes."""
         view = memoryview(data).cast("B")
         while view:
             now = view[: self._left]
-            self._own.update(now)
+            self._part_hasher.update(now)
             self._left -= len(now)
             view = view[len(now) :]
             if not self._left:
-                self.digests.append(self._own.digest())
-                self._own, self._left = blake3(), self.part
+                self.digests.append(self._part_hasher.digest())
+                self._part_hasher, self._left = blake3(), self.part
 
     def hexdigest(self) -> str:
         """Return the digest; bytes of at most one part have their plain BLAKE3."""
+        # The last part is full, or there is none: an unfinished one is empty.
         if self._left == self.part:
             return join_digests(self.part, self.digests)
-        return join_digests(self.part, [*self.digests, self._own.digest()])
+        return join_digests(self.part, [*self.digests, self._part_hasher.digest()])
 
 
 class CrcHasher:
@@ -89,18 +90,18 @@ def crc_digest(crc: int) -> str:
 
 def join_digests(part: int, digests: Iterable[bytes]) -> str:
     """Return the digest of a file from those of its parts, in order."""
-    found = list(digests)
-    if len(found) <= 1:
-        return (found[0] if found else blake3().digest()).hex()
-    return f"blake3-parts-{part}:{blake3(b''.join(found)).hexdigest()}"
+    part_digests = list(digests)
+    if len(part_digests) <= 1:
+        return (part_digests[0] if part_digests else blake3().digest()).hex()
+    return f"blake3-parts-{part}:{blake3(b''.join(part_digests)).hexdigest()}"
 
 
 def hasher_like(digest: str) -> Hasher:
     """Return a hasher that gives digests of the same kind."""
     if digest.startswith(_CRC):
         return CrcHasher()
-    found = _PARTS.fullmatch(digest)
-    return blake3() if found is None else PartHasher(int(found[1]))
+    match = _PARTS.fullmatch(digest)
+    return blake3() if match is None else PartHasher(int(match[1]))
 
 
 def is_crc(digest: str) -> bool:

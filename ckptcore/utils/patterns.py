@@ -55,7 +55,7 @@ def full_matches(
         raise UnusablePattern(f"matching took more than {seconds:g} s") from error
     if run.returncode:
         raise UnusablePattern("matching took more than 512 MiB of memory")
-    found = json.loads(run.stdout)
-    if isinstance(found, str):
-        raise UnusablePattern(found)
-    return [tuple(each) for each in found]
+    answer = json.loads(run.stdout)
+    if isinstance(answer, str):
+        raise UnusablePattern(answer)
+    return [tuple(row) for row in answer]

@@ -169,8 +169,8 @@ def _closed(container: _Open) -> tuple[_Node, str | None]:
     value = container.value
     if container.merged:
         inherited: dict[str, Any] = {}
-        for other in reversed(container.merged):  # the first one takes precedence
-            inherited |= other
+        for mapping in reversed(container.merged):  # the first one takes precedence
+            inherited |= mapping
         value = inherited | value
     return _Node(None if container.tagged else value, container.size, container.height), container.anchor
 
@@ -189,7 +189,7 @@ def _add(container: _Open, node: _Node, event: Any) -> None:
     else:
         key, container.key = container.key, None
         if container.merges:
-            others = node.value if isinstance(node.value, list) else [node.value]
-            container.merged += [other for other in others if isinstance(other, dict)]
+            bases = node.value if isinstance(node.value, list) else [node.value]
+            container.merged += [base for base in bases if isinstance(base, dict)]
         else:
             container.value[key] = node.value

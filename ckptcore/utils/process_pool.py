@@ -132,11 +132,11 @@ class _Worker:
             status: int | None = self.process.wait(_ENDS_WITHIN)
         except subprocess.TimeoutExpired:
             status = None
-        how = "ended" if status is None or status >= 0 else f"was ended by signal {-status}"
+        fate = "ended" if status is None or status >= 0 else f"was ended by signal {-status}"
         self._stderr.seek(0)
         last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         return WorkerLost(
-            f"process {self.process.pid} of this command {how}{f': {last[0][:500]}' if last else ''}",
+            f"process {self.process.pid} of this command {fate}{f': {last[0][:500]}' if last else ''}",
             hint="check the memory of this machine, then run the command again: finished files are kept",
         )
 
@@ -144,6 +144,7 @@ class _Worker:
         """Ask the process to discard what it has begun, and to end; also one that is stopped."""
         with suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
+            # A stopped process takes no SIGTERM before it continues.
             self.process.send_signal(signal.SIGCONT)
 
     def close(self, seconds: float) -> None:
@@ -229,6 +230,7 @@ class ProcessPool:
         for worker in self._workers:
             if worker.process.poll() is None:
                 worker.stop()
+        # One deadline for all of them: they end at the same time.
         until = time.monotonic() + _ENDS_WITHIN
         for worker in self._workers:
             worker.close(until - time.monotonic())
@@ -248,7 +250,7 @@ def _ready(workers: Sequence[_Worker]) -> list[_Worker]:
 
     waiting = {worker.waits_on: worker for worker in workers}
     # With a time-out, so that Ctrl-C is seen.
-    return [waiting[each] for each in wait(list(waiting), _POLL_S)]
+    return [waiting[connection] for connection in wait(list(waiting), _POLL_S)]
 
 
 def _answer(worker: _Worker, progress: Callable[[int], None]) -> _Answer | None:
@@ -287,8 +289,8 @@ def serve() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     code = 0
     try:
-        begun: Begun = import_module(module).begin(messages.get()[1], talk.finished)
-        do, end = begun
+        work: Begun = import_module(module).begin(messages.get()[1], talk.finished)
+        do, end = work
         while (message := messages.get())[0] == _JOB:
             talk.send(_ANSWER, do(message[1]))
         talk.send(_ANSWER, end())
@@ -315,6 +317,7 @@ class _Talk:
     def send(self, kind: int, value: object) -> None:
         """Send a message, after the bytes that were finished before it."""
         with self._lock:
+            # The parent must not see an answer before the bytes that belong to it.
             self._report()
             self._connection.send((kind, value))
 
@@ -356,6 +359,7 @@ def _end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends: also while this one is stopped."""
     with suppress(AttributeError, OSError):  # not Linux: then the socket's end is seen
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # It may have ended before the call, which does not report that.
     if os.getppid() != parent:
         os._exit(_LOST)
 

@@ -34,10 +34,10 @@ _PREFIX = ".ckptcore-process-"
 
 def this_process() -> Identity:
     """Return the identity of this process, with a new mark; without one where it can be written nowhere."""
-    pid, started, namespaces, boot = _here()
+    pid, started, namespaces, boot = _this_identity()
     mark = f"{uuid.uuid4().hex}{time.time_ns():x}"  # with the clock: clones may draw the same number
-    known = bool(started) and _MARKS.add(pid, started, mark)
-    return pid, started, namespaces, f"{boot}:{mark}" if boot and known else ""
+    is_recorded = bool(started) and _MARKS.add(pid, started, mark)
+    return pid, started, namespaces, f"{boot}:{mark}" if boot and is_recorded else ""
 
 
 def forget(process: Identity) -> None:
@@ -47,9 +47,9 @@ def forget(process: Identity) -> None:
 
 def is_this(process: Sequence[str]) -> bool:
     """Return whether a process is this one, and no clone of it; see `has_ended`."""
-    here = _here()
-    boot, _, mark = process[3].partition(":") if len(process) == len(here) else ("", "", "")
-    return (*process[:3], boot) == here and bool(mark) and mark in _marks(*here[:2])
+    current = _this_identity()
+    boot, _, mark = process[3].partition(":") if len(process) == len(current) else ("", "", "")
+    return (*process[:3], boot) == current and bool(mark) and mark in _marks(*current[:2])
 
 
 def has_ended(process: Sequence[str]) -> bool:
@@ -60,12 +60,13 @@ def has_ended(process: Sequence[str]) -> bool:
     Args:
         process: What `this_process` returned there.
     """
-    here = _here()
-    if len(process) != len(here) or not all((*process, *here)):
+    current = _this_identity()
+    if len(process) != len(current) or not all((*process, *current)):
         return False
     pid, started, namespaces = process[:3]
     boot, _, mark = process[3].partition(":")
-    if (namespaces, boot) != here[2:] or not mark or mark not in _marks(pid, started):
+    # A clone of the machine has equal pids and start times: only a mark tells the processes apart.
+    if (namespaces, boot) != current[2:] or not mark or mark not in _marks(pid, started):
         return False
     try:
         os.kill(int(pid), 0)
@@ -75,8 +76,8 @@ def has_ended(process: Sequence[str]) -> bool:
         pass
     except (OSError, ValueError, OverflowError):  # no pid
         return False
-    found = _started(pid)
-    return found is not None and found != started
+    start_now = _started(pid)
+    return start_now is not None and start_now != started
 
 
 def is_running(process: Sequence[str]) -> bool:
@@ -87,14 +88,14 @@ def is_running(process: Sequence[str]) -> bool:
     Args:
         process: What `this_process` returned there.
     """
-    here = _here()
-    if len(process) != len(here) or not all((*process, *here)):
+    current = _this_identity()
+    if len(process) != len(current) or not all((*process, *current)):
         return False
-    same = (process[2], process[3].partition(":")[0]) == here[2:]
+    same = (process[2], process[3].partition(":")[0]) == current[2:]
     return same and process[0].isdigit() and _started(process[0]) == process[1]
 
 
-def _here() -> Identity:
+def _this_identity() -> Identity:
     pid = str(os.getpid())
     # Another namespace's /proc (`unshare --pid` alone leaves it) has another process at this number.
     started = _started(pid) if _read_link("/proc/self") == pid else ""
@@ -151,28 +152,29 @@ def _appended(path: str, mark: str, create: int) -> bool:
 
 def _prune(folder: str) -> None:
     """Remove this user's marks of processes that were seen to have ended some time ago."""
-    now, own = time.time(), f"{_PREFIX}{_numbers_of_namespaces()}-"
+    now, prefix = time.time(), f"{_PREFIX}{_numbers_of_namespaces()}-"
     with suppress(OSError):  # a listing that fails leaves them
         for name in os.listdir(folder):
             if name.startswith(_PREFIX):
-                pid, _, started = name.removeprefix(own).rpartition("-")
-                seen = name.startswith(own) and pid.isdigit()
-                if not seen or _started(pid) != started:
+                pid, _, started = name.removeprefix(prefix).rpartition("-")
+                is_visible = name.startswith(prefix) and pid.isdigit()
+                if not is_visible or _started(pid) != started:
                     with suppress(OSError):  # another user's, or gone
-                        _prune_one(f"{folder}/{name}", now, ended=seen)
+                        _prune_one(f"{folder}/{name}", now, ended=is_visible)
 
 
 def _prune_one(path: str, now: float, *, ended: bool) -> None:
     """Remove one file of marks when it is time, and note when its process was first seen to have ended."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             return
-        if ended and stat.S_IMODE(found.st_mode) != _SEEN_ENDED:
+        # The mode is the note: whoever looks next sees it, and the time of that change.
+        if ended and stat.S_IMODE(status.st_mode) != _SEEN_ENDED:
             os.fchmod(fd, _SEEN_ENDED)
             os.utime(fd)
-        elif now - found.st_mtime > (_KEPT_S if ended else _STRANGE_S):
+        elif now - status.st_mtime > (_KEPT_S if ended else _STRANGE_S):
             os.unlink(path)
     finally:
         os.close(fd)
@@ -180,12 +182,12 @@ def _prune_one(path: str, now: float, *, ended: bool) -> None:
 
 def _marks(pid: str, started: str) -> frozenset[str]:
     """Return the marks that a process of this machine has made."""
-    found = set[str]()
+    marks = set[str]()
     if pid.isdigit() and started.isdigit():
         for path in _paths(pid, started):
             with suppress(OSError, UnicodeDecodeError):  # not there, or nobody's marks: nothing is proven
-                found.update(_read_regular(path).decode("ascii").split())
-    return frozenset(found)
+                marks.update(_read_regular(path).decode("ascii").split())
+    return frozenset(marks)
 
 
 def _read_regular(path: str) -> bytes:
@@ -212,8 +214,8 @@ def _numbers_of_namespaces() -> str:
 
 def _namespaces() -> str:
     """Return the namespaces of this process; "" where they are unknown."""
-    found = (_read_link(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))
-    return ",".join(filter(None, found))  # kernels before 5.6 have none of time
+    links = (_read_link(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))
+    return ",".join(filter(None, links))  # kernels before 5.6 have none of time
 
 
 def _started(pid: str) -> str | None:

@@ -12,34 +12,36 @@ import numpy as np
 import numpy.typing as npt
 
 
-def products(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def prod_rows(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the product of each row, as ``table.prod(axis=1)`` does.
 
-    >>> products(np.array([[2, 3], [0, 5]])).tolist(), products(np.zeros((2, 0), np.int64)).tolist()
+    >>> prod_rows(np.array([[2, 3], [0, 5]])).tolist(), prod_rows(np.zeros((2, 0), np.int64)).tolist()
     ([6, 0], [1, 1])
     """
-    found = np.ones(len(table), table.dtype)
+    row_products = np.ones(len(table), table.dtype)
     for column in table.T:
-        found *= column
-    return found
+        row_products *= column
+    return row_products
 
 
-def every(table: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def all_rows(table: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Return which rows are true in every column, as ``table.all(axis=1)`` does.
 
-    >>> every(np.array([[True, True], [True, False]])).tolist(), every(np.zeros((1, 0), np.bool_)).tolist()
+    >>> table = np.array([[True, True], [True, False]])
+    >>> all_rows(table).tolist(), all_rows(np.zeros((1, 0), np.bool_)).tolist()
     ([True, False], [True])
     """
-    found = np.ones(len(table), np.bool_)
+    all_true = np.ones(len(table), np.bool_)
     for column in table.T:
-        found &= column
-    return found
+        all_true &= column
+    return all_true
 
 
-def some(table: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def any_rows(table: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Return which rows are true in some column, as ``table.any(axis=1)`` does.
 
-    >>> some(np.array([[True, False], [False, False]])).tolist(), some(np.zeros((1, 0), np.bool_)).tolist()
+    >>> table = np.array([[True, False], [False, False]])
+    >>> any_rows(table).tolist(), any_rows(np.zeros((1, 0), np.bool_)).tolist()
     ([True, False], [False])
     """
-    return ~every(~table)
+    return ~all_rows(~table)

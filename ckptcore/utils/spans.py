@@ -38,10 +38,10 @@ def span(name: str, **attributes: Any) -> Iterator[None]:
         return
     from opentelemetry.trace import Status, StatusCode
 
-    given = {f"ckptcore.{k}": _value(v) for k, v in attributes.items() if v is not None}
+    span_attributes = {f"ckptcore.{k}": _value(v) for k, v in attributes.items() if v is not None}
     # Messages and tracebacks may have the credentials of URLs, so nothing is recorded automatically.
     with tracer.start_as_current_span(
-        f"ckptcore.{name}", attributes=given, record_exception=False, set_status_on_exception=False
+        f"ckptcore.{name}", attributes=span_attributes, record_exception=False, set_status_on_exception=False
     ) as current:
         try:
             yield
@@ -87,6 +87,7 @@ def _start() -> None:
     except ImportError:
         _log.warning("no spans are exported: OpenTelemetry is not installed; %s", install("otel"))
         return
+    # OpenTelemetry refuses a second provider, and the program's own decides where spans go.
     if isinstance(trace.get_tracer_provider(), TracerProvider):
         return
     name = os.environ.get("OTEL_SERVICE_NAME") or "ckptcore"

@@ -27,10 +27,11 @@ def step_of(name: str) -> int | None:
     >>> step_of("ep0-ba300-rank0.pt")
     300
     """
-    found = _WORD.search(name) or _COMPOSER.match(name) or _PLAIN.match(name)
-    if not found or len(found[1]) > 19 or int(found[1]) > _MOST:
+    match = _WORD.search(name) or _COMPOSER.match(name) or _PLAIN.match(name)
+    # The length first: converting a long text of digits takes quadratic time.
+    if not match or len(match[1]) > 19 or int(match[1]) > _MOST:
         return None
-    return int(found[1])
+    return int(match[1])
 
 
 def says_step(name: str) -> bool:
@@ -49,5 +50,5 @@ def stage_of(folder: str) -> int | None:
     >>> [stage_of(name) for name in ("pp0", "pp_rank_3", "pp-1", "stage1", "app0")]
     [0, 3, 1, None, None]
     """
-    found = _STAGE.fullmatch(folder)
-    return int(found[1]) if found else None
+    match = _STAGE.fullmatch(folder)
+    return int(match[1]) if match else None

@@ -80,8 +80,8 @@ def cleaned_lines(lines: Iterable[str]) -> None:
 
 def block(text: str, *, err: bool = False, indent: str = "  ") -> None:
     """Write lines of text; those after the first are indented, so that none can pass for ckptcore's own."""
-    first, *more = clean(text, lines=True).split("\n")
-    _write("\n".join([first, *(indent + each for each in more)]) + "\n", err)
+    first, *rest = clean(text, lines=True).split("\n")
+    _write("\n".join([first, *(indent + row for row in rest)]) + "\n", err)
 
 
 def write_json(value: Any, *, indent: int | None = None) -> None:
@@ -95,6 +95,7 @@ def write_json(value: Any, *, indent: int | None = None) -> None:
         written = write(value)
     except ValueError:  # looking for such numbers first would take longer than writing
         written = write(value := _replaced(value, _finite))
+    # Most answers have no URL: they are written without a second pass.
     if "://" in written:
         written = write(_replaced(value, _bare))
     _write(written + "\n", False)
@@ -104,11 +105,11 @@ def text(*parts: Part, lines: bool = False) -> Text:
     """Return a text for a console, from parts with and without a style; each of them is `clean`."""
     from rich.text import Text
 
-    done = Text()
+    styled = Text()
     for part in parts:
         content, style = (part, "") if isinstance(part, str) else part
-        done.append(clean(content, lines=lines), style)
-    return done
+        styled.append(clean(content, lines=lines), style)
+    return styled
 
 
 def console(*, err: bool = False, width: int | None = None) -> Console:
@@ -146,11 +147,11 @@ def formatter(text: str) -> logging.Formatter:
         text: The format of lines of text.
     """
     try:
-        wanted = log_format()
+        name = log_format()
     except CkptError as error:
         block(f"{error.code}: {error.message}", err=True)
         sys.exit(error.exit_code)
-    return JsonFormatter() if wanted == "json" else Formatter(text)
+    return JsonFormatter() if name == "json" else Formatter(text)
 
 
 class Clean(logging.Filter):
@@ -169,14 +170,14 @@ class Clean(logging.Filter):
 
 def plain_handler(of: logging.StreamHandler[TextIO]) -> logging.Handler:
     """Return a handler that writes `clean` lines as they are to the stream of another one, in its format."""
-    found = logging.StreamHandler(of.stream)
-    found.setLevel(of.level)
-    found.setFormatter(of.formatter)
-    for one in of.filters:
-        found.addFilter(one)
-    if not any(isinstance(one, Clean) for one in found.filters):
-        found.addFilter(Clean())
-    return found
+    handler = logging.StreamHandler(of.stream)
+    handler.setLevel(of.level)
+    handler.setFormatter(of.formatter)
+    for log_filter in of.filters:
+        handler.addFilter(log_filter)
+    if not any(isinstance(log_filter, Clean) for log_filter in handler.filters):
+        handler.addFilter(Clean())
+    return handler
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
@@ -197,8 +198,8 @@ def guard() -> None:
     logging.lastResort = handler
     warnings.showwarning = _warning
     sys.excepthook = _fatal
-    sys.unraisablehook = lambda given: _aside(given.exc_value, given.err_msg or "ignored")
-    threading.excepthook = lambda given: _aside(given.exc_value, "in a thread")
+    sys.unraisablehook = lambda event: _aside(event.exc_value, event.err_msg or "ignored")
+    threading.excepthook = lambda event: _aside(event.exc_value, "in a thread")
 
 
 def report(error: BaseException) -> None:
@@ -256,8 +257,8 @@ def _guarded() -> Callable[..., Console]:
 
     class Guarded(Console):
         # Every text, including cells of tables, is cleaned before it is measured.
-        def render_str(self, text: str, **how: Any) -> Text:
-            return super().render_str(clean(text, lines=True), **how)
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(clean(text, lines=True), **options)
 
         # The last filter for everything that is written.
         def render(
@@ -279,13 +280,13 @@ def _guarded_parser() -> type[ArgumentParser]:
 
     class Guarded(ArgumentParser):
         def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-            given = sys.argv[1:] if args is None else list(args)
-            for name, value in zip(["", *given], given, strict=False):
+            arguments = sys.argv[1:] if args is None else list(args)
+            for name, value in zip(["", *arguments], arguments, strict=False):
                 # What a shell makes of a variable that is not set is not a wish for the default.
                 if value == "" or (value.startswith("--") and value.find("=") == len(value) - 1):
                     where = value[:-1] or (name if name.startswith("-") else "")
                     self.error(f"argument {where}: must not be empty" if where else "an argument is empty")
-            return super().parse_known_args(given, namespace)
+            return super().parse_known_args(arguments, namespace)
 
         def error(self, message: str) -> NoReturn:
             block(f"{self.format_usage()}{self.prog}: error: {message}", err=True, indent="")

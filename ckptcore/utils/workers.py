@@ -113,9 +113,9 @@ class ProgressMeter:
         done: Bytes that an earlier run has finished.
     """
 
-    def __init__(self, progress: Progress | None, stage: str, total: int, done: int = 0) -> None:
+    def __init__(self, progress: Progress | None, stage: str, total: int, nbytes_done: int = 0) -> None:
         self._progress, self._stage, self._total = progress, stage, total
-        self._lock, self.done = threading.Lock(), done
+        self._lock, self.done = threading.Lock(), nbytes_done
 
     def add(self, nbytes: int) -> None:
         """Count finished bytes. An error of the callback propagates, which stops the work."""
@@ -123,8 +123,9 @@ class ProgressMeter:
             return
         with self._lock:
             self.done += nbytes
-            done = self.done
-        self._progress(self._stage, min(done, self._total), self._total)
+            nbytes_done = self.done
+        # Outside of the lock: a slow callback must not stop the other threads.
+        self._progress(self._stage, min(nbytes_done, self._total), self._total)
 
 
 class CountedMeter(ProgressMeter):
@@ -166,6 +167,7 @@ class _Pool(Generic[Job]):
         finally:
             self._stop()
             for thread in threads:
+                # A thread that was never started cannot be joined.
                 if thread.ident is not None:
                     thread.join()
         if self._errors:
@@ -205,11 +207,11 @@ def _quota() -> float | None:
 
 def _groups() -> list[Path]:
     """Return the folders of this process's control groups for processor time, and of those around them."""
-    found = [_GROUPS, _GROUPS / "cpu"]
+    groups = [_GROUPS, _GROUPS / "cpu"]
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
-        return found
+        return groups
     for line in lines:
         _, controllers, path = line.split(":", 2)  # cgroups(7)
         if not controllers:
@@ -219,8 +221,8 @@ def _groups() -> list[Path]:
         else:
             continue
         inner = root / path.lstrip("/")
-        found += [group for group in (inner, *inner.parents) if root in (group, *group.parents)]
-    return found
+        groups += [group for group in (inner, *inner.parents) if root in (group, *group.parents)]
+    return groups
 
 
 def _of(group: Path) -> float | None:

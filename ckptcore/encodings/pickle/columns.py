@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ckptcore.encodings.pickle.records import Memo, Record, RecordSpan, match_record
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import among
+from ckptcore.utils.distinct_values import isin
 
 Hashes = npt.NDArray[np.uint64]
 _SPARE = 2  # slots are the next power of two of the hashes, times four: one in seven hashes shares its slot
@@ -302,7 +302,7 @@ class Texts:
         hashes: npt.NDArray[np.uint64],
         rows: Ints,
     ) -> None:
-        rows = rows[~among(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
+        rows = rows[~isin(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
         ends = (begin[rows] + length[rows]).tolist()
         places = zip(begin[rows].tolist(), ends, strict=True)
         ids = np.array([self.add(data[start:end]) for start, end in places], np.int64)

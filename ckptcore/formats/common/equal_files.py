@@ -9,7 +9,7 @@ import numpy as np
 from ckptcore.encodings.torchzip.reader import Storages
 from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 _SAMPLE = 1 << 16  # bytes of a tensor that are read to tell whether it is constant
 _DISTINCT = 16  # values of four bytes that a tensor has which is not
@@ -44,4 +44,4 @@ def _varies(source: Source, path: str, storage: tuple[int, int, int | None]) -> 
     start, length, _ = storage
     size = min(length, _SAMPLE) // 4 * 4
     values = np.frombuffer(source.store.read(path, start, size), "<u4")
-    return len(distinct(values)) >= _DISTINCT
+    return len(unique(values)) >= _DISTINCT

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckptcore.formats.dcp.place_rows import PlaceRows, likeness
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.row_wise import some
+from ckptcore.utils.row_wise import any_rows
 
 META = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
@@ -231,7 +231,7 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
         return
     begin = p.reference(META, "MetadataIndex") + _BEGIN + p.reference("fqn")
     # Tensors begin at the same byte in the files of most ranks, one after the other.
-    begins = [0, *(np.flatnonzero(some(places[1:] != places[:-1])) + 1).tolist()]
+    begins = [0, *(np.flatnonzero(any_rows(places[1:] != places[:-1])) + 1).tolist()]
     ends: list[bytes] = []
     end_of = _place_ends(p)
     for start, stop, place in zip(begins, [*begins[1:], len(heads)], places[begins].tolist(), strict=True):

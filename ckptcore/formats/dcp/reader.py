@@ -32,7 +32,7 @@ from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChun
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import Readable, inner_path
-from ckptcore.utils.distinct_values import among
+from ckptcore.utils.distinct_values import isin
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
@@ -320,7 +320,7 @@ class _Columns:
         specs = self._builder.tensors
         for tensor, chunks, where in self._rows:
             file, start, length, codec = where.T
-            placed, member = file >= 0, among(file, list(sizes))
+            placed, member = file >= 0, isin(file, list(sizes))
             # Items of unreadable tensors only count as bytes of their files.
             for n in np.flatnonzero((~placed | member) & (tensor >= 0)).tolist():
                 offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())

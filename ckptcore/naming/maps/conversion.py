@@ -23,7 +23,7 @@ from ckptcore.naming.maps.matching import Matched, match, require_fit
 from ckptcore.naming.maps.tensor_groups import RuleAssignment, TensorGroup, keys_in, placed, sizes_of
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import among, distinct
+from ckptcore.utils.distinct_values import isin, unique
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _chunk_columns(
 def _promised(manifest: Manifest, ranks: Ints, parts: Sequence[tuple[int, Pieces, Ints]]) -> Ints | None:
     """Return the shape that metadata promises for every item that boxes are views into: see `Items`."""
     stored, earlier_shapes = manifest.chunks, manifest.items.holds
-    rows = distinct(np.concatenate([np.zeros(0, np.int64), *(of for _, _, of in parts)]))
+    rows = unique(np.concatenate([np.zeros(0, np.int64), *(of for _, _, of in parts)]))
     if stored.view is not None:
         rows = rows[stored.view[rows, 0] < 0]
     rows = rows[stored.item[rows] >= 0]
@@ -333,7 +333,7 @@ def _without_chunks_of(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks
     """Return the table without the chunks of some tensors, which stay in it."""
     if not tensors:
         return chunks
-    mask = ~among(chunks.tensor, np.array(sorted(tensors), np.int64))
+    mask = ~isin(chunks.tensor, np.array(sorted(tensors), np.int64))
     count = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)]).astype(np.int64)
     view = None if chunks.view is None else chunks.view[mask]
     return Chunks(count[chunks.first], chunks.lo[mask], chunks.shape[mask], chunks.item[mask], view)

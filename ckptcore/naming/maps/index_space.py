@@ -17,7 +17,7 @@ from ckptcore.core.manifest import Ints, row_major
 from ckptcore.errors import MetadataTooLarge
 from ckptcore.naming.maps.layout import UNIT, Axis, AxisLayout, Node, Product, Sum, axes_of, size_of
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import among
+from ckptcore.utils.distinct_values import isin
 
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 MOST = 50_000_000  # boxes: beyond what a plan of any checkpoint can hold
@@ -293,7 +293,7 @@ def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
     fits &= ~p.loose | (p.ext[:, a] == 1) | (p.ext[:, b] == 1) | (p.dim[:, a] == p.dim[:, b])
     # A box is cut where one of its copies is: copies are recognised by equal boxes.
     if (p.twin >= 0).any():
-        fits &= (p.twin < 0) | ~among(p.twin, p.twin[~fits])
+        fits &= (p.twin < 0) | ~isin(p.twin, p.twin[~fits])
     p = _exploded(p, a, ~fits)
     lo, ext, step, dim = p.lo.copy(), p.ext.copy(), p.step.copy(), p.dim.copy()
     lo[:, a] = p.lo[:, a] * size + p.lo[:, b]

@@ -38,7 +38,7 @@ from ckptcore.naming.maps.live_steps import (
 from ckptcore.naming.maps.tensor_name import NUMBER, SLOT
 from ckptcore.naming.worlds import HUB, LIVE
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _FOLDER = "transformers"
@@ -400,9 +400,9 @@ def _indexed(alike: _Alike, number: int) -> list[Sides]:
     hub = np.array([_digits(r.hub) for r in alike.routes], np.int64)
     axes = _distinct_columns(live)
     if len(axes) > 1 and not _is_product(axes):
-        widest = max(range(len(axes)), key=lambda n: len(distinct(axes[n])))
+        widest = max(range(len(axes)), key=lambda n: len(unique(axes[n])))
         narrower_axes = np.stack([a for n, a in enumerate(axes) if n != widest], axis=1)
-        parts = [np.flatnonzero((narrower_axes == values).all(axis=1)) for values in distinct(narrower_axes)]
+        parts = [np.flatnonzero((narrower_axes == values).all(axis=1)) for values in unique(narrower_axes)]
         out: list[Sides] = []
         for rows in parts:
             part = replace(alike, routes=tuple(alike.routes[r] for r in rows.tolist()))
@@ -428,8 +428,8 @@ def _distinct_columns(columns: Columns) -> list[Columns]:
 
 def _is_product(axes: Sequence[Columns]) -> bool:
     """Return whether rows are all combinations of numbers, from 0 on for every axis but the first."""
-    sizes = [len(distinct(axis)) for axis in axes]
-    rows = len(distinct(np.stack(axes, axis=1)))
+    sizes = [len(unique(axis)) for axis in axes]
+    rows = len(unique(np.stack(axes, axis=1)))
     return rows == math.prod(sizes) and all(
         int(axis.max()) == n - 1 for axis, n in zip(axes[1:], sizes[1:], strict=True)
     )

@@ -18,7 +18,7 @@ from ckptcore.naming.maps.layout import AxisLayout, size_of, solved
 from ckptcore.naming.maps.sizes import UnknownNumber, value_of
 from ckptcore.naming.maps.tensor_name import NameMatch, Templates
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 
 Shape = tuple[int, ...]
 # Term of `to`, as it is written -> indices of what it makes.
@@ -241,7 +241,7 @@ class RuleAssignment:
         if len(side) == 1:
             for match in matches_by_term[0]:
                 shape = self._shape[match.rows]
-                for kind in distinct(shape).tolist():
+                for kind in unique(shape).tolist():
                     self._add(rule, side, (kind,), [(0, match, np.flatnonzero(shape == kind))], sizes)
             return
         for same in _matches_together(matches_by_term):

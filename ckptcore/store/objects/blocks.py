@@ -24,7 +24,7 @@ import numpy as np
 from ckptcore.store import Buffer
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import unique
 from ckptcore.utils.memory import untouched
 
 BLOCK = 16 << 20
@@ -160,7 +160,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     needed = block_last - block_first
     np.subtract.at(needed, holed, np.maximum(inside, 0))
     row = {}
-    for number in distinct(owner_file).tolist():
+    for number in unique(owner_file).tolist():
         row[reads.paths[number]] = (
             int(np.searchsorted(owner_file, number, "left")),
             int(np.searchsorted(owner_file, number, "right")),

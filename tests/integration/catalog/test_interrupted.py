@@ -67,14 +67,14 @@ def test_a_conversion_of_a_process_that_has_ended_keeps_neither_source_nor_desti
 
 
 def test_it_is_kept_where_its_end_cannot_be_proven(catalog, source, killed, monkeypatch):
-    here = processes._here()
+    here = processes._this_identity()
     for elsewhere in ((*here[:3], "another boot"), (*here[:2], "pid:[1]", here[3]), ("", "", "", "")):
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "_here", lambda found=elsewhere: found)
+            patch.setattr(processes, "_this_identity", lambda found=elsewhere: found)
             assert readers(catalog, source) == (killed,)
     assert readers(catalog, source) == ()
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "_here", lambda: (*here[:3], "another boot"))
+        patch.setattr(processes, "_this_identity", lambda: (*here[:3], "another boot"))
         silent(catalog, timedelta(minutes=4))
         assert readers(catalog, source) == (killed,)
         silent(catalog, timedelta(minutes=6))
@@ -128,7 +128,7 @@ def test_its_row_ends_when_a_sweep_begins(catalog, source, killed):
 @pytest.mark.parametrize("several", [False, True])
 def test_its_row_ends_when_another_one_begins_on_the_machine(catalog, killed, monkeypatch, several):
     """The marks that prove its end are removed some time after another process has seen it."""
-    here = processes._here()
+    here = processes._this_identity()
     with monkeypatch.context() as elsewhere:
         there = ("7", "7", here[2], "another boot:mark")
         elsewhere.setattr("ckptcore.catalog.catalog.this_process", lambda: there)

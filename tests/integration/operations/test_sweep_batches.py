@@ -236,8 +236,8 @@ def test_a_killed_batch_is_resumed_at_once(catalog, url, steps, moment, monkeypa
     assert {row.state for row in catalog.conversions(None)} == {"running"}
     published = list(steps.glob("step-*"))
     with monkeypatch.context() as patch:  # another machine cannot know, and waits until the lease ends
-        here = processes._here()
-        patch.setattr(processes, "_here", lambda: (*here[:3], "another boot"))
+        here = processes._this_identity()
+        patch.setattr(processes, "_this_identity", lambda: (*here[:3], "another boot"))
         assert standings(swept(catalog, url, who="other")) == ["claimed"] * COUNT
         assert list(steps.glob("step-*")) == published
     items = swept(catalog, url, who="other")

@@ -72,10 +72,10 @@ def test_memory_is_kept_for_a_check_that_reads_no_tensors(
     seen: list[bool] = []
 
     def checked(*_: Any, **__: Any) -> Report:
-        seen.append(memory._kept.depth > 0)
+        seen.append(memory._reuse.depth > 0)
         return Report(level, "safetensors", 1, 16, ())
 
     monkeypatch.setattr(examine, "check", checked)
     examine.examine(str(tmp_path / "model.safetensors"), level)
     assert seen == [kept]
-    assert memory._kept.depth == 0
+    assert memory._reuse.depth == 0

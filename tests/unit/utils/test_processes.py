@@ -56,8 +56,8 @@ def test_the_file_of_marks_goes_with_the_last_mark(tmp_path):
 
 def ended(*given: str) -> tuple[str, ...]:
     """A process that had this one's number before, and has ended; ``given`` replaces (mark,) or nothing."""
-    pid, _, namespaces, _ = processes._here()
-    boot = processes._here()[3]
+    pid, _, namespaces, _ = processes._this_identity()
+    boot = processes._this_identity()[3]
     path = processes._paths(pid, "1")[0]
     with open(path, "a") as file:
         file.write("the-mark\n")
@@ -140,7 +140,7 @@ def test_where_no_mark_can_be_written_nobody_has_ended(monkeypatch):
 
 
 def test_a_file_that_another_user_has_put_there_is_not_written(tmp_path):
-    pid, started, *_ = processes._here()
+    pid, started, *_ = processes._this_identity()
     target = tmp_path / "precious"
     target.write_text("x")
     os.symlink(target, processes._paths(pid, started)[0])
@@ -152,7 +152,7 @@ def others_first_mark():
     """Do what another process does first: it makes a mark in a file of its own."""
     processes._MARKS.begin()
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(processes._paths(*processes._here()[:2])[0])
+        os.unlink(processes._paths(*processes._this_identity()[:2])[0])
     return this_process()
 
 
@@ -245,13 +245,13 @@ def test_a_process_that_is_hidden_may_be_alive(monkeypatch):
     def refused(_pid, _number):
         raise PermissionError
 
-    process, boot = ended(), processes._here()[3]
+    process, boot = ended(), processes._this_identity()[3]
     monkeypatch.setattr(os, "kill", refused)
     assert has_ended(process)
     read = processes._read
     own = f"/proc/{process[0]}/stat"
     monkeypatch.setattr(processes, "_started", lambda pid: None)
-    monkeypatch.setattr(processes, "_here", lambda: (process[0], "2", process[2], boot))
+    monkeypatch.setattr(processes, "_this_identity", lambda: (process[0], "2", process[2], boot))
     assert read(own)
     assert not has_ended(process)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ckptcore.utils.row_wise import every, products, some
+from ckptcore.utils.row_wise import all_rows, any_rows, prod_rows
 
 SHAPES = [(0, 0), (0, 3), (1, 0), (1, 1), (50, 1), (50, 2), (50, 5)]
 
@@ -15,7 +15,7 @@ def test_products(shape: tuple[int, int], dtype: type[np.generic]) -> None:
         np.random.default_rng(3).integers(-(1 << 40), 1 << 40, shape).astype(dtype)
     )  # integers wrap around
     before = table.copy()
-    found = products(table)
+    found = prod_rows(table)
     assert found.tolist() == table.prod(axis=1).tolist()
     assert found.dtype == table.dtype
     assert (table == before).all()
@@ -25,6 +25,6 @@ def test_products(shape: tuple[int, int], dtype: type[np.generic]) -> None:
 def test_every_and_some(shape: tuple[int, int]) -> None:
     table = np.random.default_rng(4).integers(0, 2, shape).astype(np.bool_)
     before = table.copy()
-    assert every(table).tolist() == table.all(axis=1).tolist()
-    assert some(table).tolist() == table.any(axis=1).tolist()
+    assert all_rows(table).tolist() == table.all(axis=1).tolist()
+    assert any_rows(table).tolist() == table.any(axis=1).tolist()
     assert (table == before).all()
