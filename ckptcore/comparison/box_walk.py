@@ -86,39 +86,41 @@ def walk_boxes(
     """
     lock, under_way = threading.Lock(), set[Open]()
 
-    def release(each: Open) -> None:
+    def release(tensor: Open) -> None:
         with lock:
-            each.under_way -= 1
-            last = not each.under_way
+            tensor.under_way -= 1
+            last = not tensor.under_way
             if last:
-                under_way.discard(each)
+                under_way.discard(tensor)
         if last:
-            each.close()
+            tensor.close()
 
     def boxes() -> Iterator[tuple[Open, Box]]:
-        for each in tensors:
+        for tensor in tensors:
             with lock:
-                under_way.add(each)
-            spec = each.spec
-            for box in Box.full(spec.shape).tiles(each.step(budget) // BY_NAME[spec.dtype].itemsize):
+                under_way.add(tensor)
+            spec = tensor.spec
+            # The walk keeps its own count until the last box is out: workers that finish the boxes
+            # before that must not close the tensor.
+            for box in Box.full(spec.shape).tiles(tensor.step(budget) // BY_NAME[spec.dtype].itemsize):
                 with lock:
-                    each.under_way += 1
-                yield each, box
-            release(each)
+                    tensor.under_way += 1
+                yield tensor, box
+            release(tensor)
 
     def prepare() -> Callable[[tuple[Open, Box]], None]:
         read = worker()
 
         def do(job: tuple[Open, Box]) -> None:
-            each, box = job
-            read(each, box)
-            meter.add(box.numel * BY_NAME[each.spec.dtype].itemsize)
-            release(each)
+            tensor, box = job
+            read(tensor, box)
+            meter.add(box.numel * BY_NAME[tensor.spec.dtype].itemsize)
+            release(tensor)
 
         return do
 
     try:
         run_jobs(boxes(), prepare, threads=budget.threads)
     finally:
-        for each in under_way:
-            each.close()
+        for tensor in under_way:
+            tensor.close()

@@ -16,7 +16,7 @@ from dataclasses import field, replace
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.dropped_names import OneSided, dropped_names
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
-from ckptcore.comparison.opened import Opened, labelled
+from ckptcore.comparison.opened import OpenSide, labelled
 from ckptcore.comparison.result import (
     DTYPE,
     ONLY_A,
@@ -103,13 +103,13 @@ def diff(
         The differences; see `ckptcore.diff`.
     """
     urls = urls or (a.root, b.root)
-    own = rules.model or rules.rename  # then the user says which names are equal
-    forms = (AS_STORED, AS_STORED) if own else common_names(a, b)
+    named_by_user = rules.model or rules.rename  # then the user says which names are equal
+    forms = (AS_STORED, AS_STORED) if named_by_user else common_names(a, b)
     sides = (_prepare(a, "A", urls[0], rules, 0, forms[0]), _prepare(b, "B", urls[1], rules, 1, forms[1]))
     _tie(sides, rules.tie)
     _pick(sides, rules)
     skipped = _without_objects(sides, rules)
-    opened = [Opened(side.label, side.named) for side in sides]
+    opened = [OpenSide(side.label, side.named) for side in sides]
     try:
         arrays = _arrays(sides[0], sides[1], opened[1]) + _arrays(sides[1], sides[0], opened[0])
         different, equal_objects, refused = compare(sides[0].objects, sides[1].objects)
@@ -119,21 +119,21 @@ def diff(
         for side, reading in zip(sides, opened, strict=True):
             side.unverified = reading.unverified
             reading.store.close()
-    found = {d.name: d for d in [*tensors, *compared]}
+    differences = {d.name: d for d in [*tensors, *compared]}
     order = [*sides[0].rows, *(n for n in sides[1].rows if n not in sides[0].rows)]
-    gone = _dropped([found[name] for name in order if name in found], different, sides, rules)
-    trained = any(each.has_moved for each in compared)
+    gone = _dropped([differences[name] for name in order if name in differences], different, sides, rules)
+    trained = any(difference.has_moved for difference in compared)
     return Difference(
         sides[0].result(),
         sides[1].result(),
-        tuple(found[name] for name in order if name in found and name not in gone),
+        tuple(differences[name] for name in order if name in differences and name not in gone),
         tuple(o for o in different if o.name not in gone),
         len(pairs) - len(compared),
         equal_objects + arrays,
         (*skipped, *refused),
         tuple(gone.values()),
         rules.ignore_dropped,
-        tuple(pair.name for pair in pairs if pair.name not in found) if trained else (),
+        tuple(pair.name for pair in pairs if pair.name not in differences) if trained else (),
         rules.by_itself,
     )
 
@@ -218,8 +218,8 @@ def _prepare(
         return form.name(apply_renames(strip_wrappers(inner) if rules.model else inner, rename))
 
     def selected(name: str) -> bool:
-        known = compared(name)
-        return known is not None and not rules.dropped(known)
+        compared_name = compared(name)
+        return compared_name is not None and not rules.dropped(compared_name)
 
     with labelled(f"{label} ({url})"):
         report = require_complete(manifest, selected)
@@ -269,16 +269,16 @@ def _without_objects(sides: tuple[_Side, _Side], rules: DiffRules) -> list[tuple
 
 def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
     """Give a side that lacks a tied name the tensor that it is tied to."""
-    for gone, kept in ties:
-        for name in (gone, kept):
+    for tied_name, stored_name in ties:
+        for name in (tied_name, stored_name):
             if not any(name in side.rows for side in sides):
                 raise UsageError(f"--tie names {name}, which neither side has")
         for side in sides:
-            if gone not in side.rows and kept in side.rows:
+            if tied_name not in side.rows and stored_name in side.rows:
                 names = [t.fqn for t in side.named.tensors]
-                row = side.rows[kept]
-                side.named = select(side.named, [*range(len(names)), row], [*names, gone])
-                side.rows[gone], side.stored[gone] = len(names), side.stored[kept]
+                row = side.rows[stored_name]
+                side.named = select(side.named, [*range(len(names)), row], [*names, tied_name])
+                side.rows[tied_name], side.stored[tied_name] = len(names), side.stored[stored_name]
 
 
 def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
@@ -308,19 +308,19 @@ def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
         raise UsageError("nothing is left to compare", hint="check --include and --exclude")
 
 
-def _arrays(side: _Side, other: _Side, opened: Opened) -> int:
+def _arrays(object_side: _Side, tensor_side: _Side, opened: OpenSide) -> int:
     """Drop arrays that are a plain value on one side and a tensor of the same bits on the other.
 
     A ``.pt`` that `torch.load` opens with ``weights_only`` has such arrays. Return how many were dropped.
     """
     equal = 0
-    for name in [n for n in side.objects if n in other.rows and n not in side.rows]:
-        spec, values = other.spec(name), side.objects[name].values
+    for name in [n for n in object_side.objects if n in tensor_side.rows and n not in object_side.rows]:
+        spec, values = tensor_side.spec(name), object_side.objects[name].values
         array = as_tensor(values[0]) if len(values) == 1 else None
         if array is None or array[:2] != (spec.dtype, spec.shape):
             continue
-        if opened.read(other.rows[name]) == array[2]:
-            del side.objects[name], other.rows[name]
+        if opened.read(tensor_side.rows[name]) == array[2]:
+            del object_side.objects[name], tensor_side.rows[name]
             equal += 1
     return equal
 
@@ -341,15 +341,17 @@ def _dropped(
     missing += [
         OneSided(o.name, o.what, by_kind[o.what].objects[o.name].stored) for o in objects if o.what in by_kind
     ]
-    sources = {what: side.source for what, side in by_kind.items()}
+    sources = {kind: side.source for kind, side in by_kind.items()}
     gone = dropped_names(missing, dict(rules.recorded), sources)
     for lost in {d.what for d in gone.values()}:
         output = sides[1 if lost == ONLY_A else 0]
-        for each in objects:
-            leaf = output.objects.get(each.name)
-            why = set_by_reshard(each.name, leaf.values) if leaf is not None else ""
+        for difference in objects:
+            leaf = output.objects.get(difference.name)
+            why = set_by_reshard(difference.name, leaf.values) if leaf is not None else ""
             if why:
-                gone[each.name] = DroppedName(each.name, each.what, why, bool(rules.recorded))
+                gone[difference.name] = DroppedName(
+                    difference.name, difference.what, why, bool(rules.recorded)
+                )
     return gone
 
 
@@ -361,12 +363,12 @@ def _match(a: _Side, b: _Side) -> tuple[list[TensorDifference], list[Pair]]:
     for name in a.rows:
         if name not in b.rows:
             continue
-        one, two = a.spec(name), b.spec(name)
-        kinds = ((DTYPE, one.dtype != two.dtype), (SHAPE, one.shape != two.shape))
-        what = tuple(kind for kind, differs in kinds if differs)
-        floats = all(BY_NAME[spec.dtype].is_float for spec in (one, two))
-        if what and not (what == (DTYPE,) and floats):
-            different.append(TensorDifference(name, what, one, two))
+        spec_a, spec_b = a.spec(name), b.spec(name)
+        kinds = ((DTYPE, spec_a.dtype != spec_b.dtype), (SHAPE, spec_a.shape != spec_b.shape))
+        differing_kinds = tuple(kind for kind, differs in kinds if differs)
+        floats = all(BY_NAME[spec.dtype].is_float for spec in (spec_a, spec_b))
+        if differing_kinds and not (differing_kinds == (DTYPE,) and floats):
+            different.append(TensorDifference(name, differing_kinds, spec_a, spec_b))
         else:
-            same.append(Pair(name, one, two, (a.rows[name], b.rows[name])))
+            same.append(Pair(name, spec_a, spec_b, (a.rows[name], b.rows[name])))
     return different, same

@@ -28,12 +28,12 @@ class OneSided:
 
     Attributes:
         name: The name under which it was compared.
-        what: ``only-in-a`` or ``only-in-b``.
+        kind: ``only-in-a`` or ``only-in-b``.
         stored: The stored name of the tensor, or of the object that has the value.
     """
 
     name: str
-    what: str
+    kind: str
     stored: str
 
 
@@ -77,11 +77,11 @@ def dropped_names(
         recorded: Stored name -> rule, as a conversion recorded it.
         sources: ``only-in-a`` and ``only-in-b`` -> that side.
     """
-    ruled = {what: bound_names(sources[what]) for what in {m.what for m in missing}}
-    found: dict[str, DroppedName] = {}
-    for each in missing:
-        rule = recorded.get(each.stored)
-        why = ruled[each.what].get(each.stored) if rule is None else rule
+    ruled = {kind: bound_names(sources[kind]) for kind in {m.kind for m in missing}}
+    dropped: dict[str, DroppedName] = {}
+    for one_sided in missing:
+        rule = recorded.get(one_sided.stored)
+        why = ruled[one_sided.kind].get(one_sided.stored) if rule is None else rule
         if why is not None:
-            found[each.name] = DroppedName(each.name, each.what, why, rule is not None)
-    return found
+            dropped[one_sided.name] = DroppedName(one_sided.name, one_sided.kind, why, rule is not None)
+    return dropped

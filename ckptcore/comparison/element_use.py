@@ -51,15 +51,15 @@ class Use:
     once: dict[str, int] = field(default_factory=dict, compare=False)
 
 
-def element_use(source: Manifest, mapped: Manifest, kept: Set[str]) -> Use:
+def element_use(source: Manifest, mapped: Manifest, source_fqns: Set[str]) -> Use:
     """Compare the stored elements with the mapped ones.
 
     Args:
         source: The checkpoint.
         mapped: The mapped tensors, over the same items.
-        kept: Names of the source's tensors that the map keeps.
+        source_fqns: Names of the source's tensors that the map keeps.
     """
-    have, want = _uses(source, kept.__contains__), _uses(mapped, lambda _: True)
+    have, want = _uses(source, source_fqns.__contains__), _uses(mapped, lambda _: True)
     left_have, left_want = _cancelled(have, want)
     unused, once, repeated = Counter[str](), Counter[str](), Counter[str]()
     for item in sorted({*have.item[left_have].tolist(), *want.item[left_want].tolist()}):
@@ -95,13 +95,13 @@ class _Uses:
 
     @property
     def numel(self) -> Ints:
-        found: Ints = np.prod(self.shape, axis=1)
-        return found
+        sizes: Ints = np.prod(self.shape, axis=1)
+        return sizes
 
 
-def _uses(manifest: Manifest, kept: Callable[[str], bool]) -> _Uses:
+def _uses(manifest: Manifest, includes: Callable[[str], bool]) -> _Uses:
     """Return the stored elements of some tensors; for a computed tensor, those of its inputs."""
-    rows = [t for t, spec in enumerate(manifest.tensors) if kept(spec.fqn)]
+    rows = [t for t, spec in enumerate(manifest.tensors) if includes(spec.fqn)]
     tables = [_of(manifest, [t for t in rows if t not in manifest.derived])]
     if manifest.inputs is not None:
         below = {i for t in rows if t in manifest.derived for i in manifest.derived[t].inputs}
@@ -152,13 +152,15 @@ def _of(manifest: Manifest, tensors: list[int]) -> _Uses:
 
 def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
     """Return the rows of both sides, without runs that both sides contain."""
+    # -1: a row with gaps never has the key of a run.
     keys = [np.stack([u.item, u.start, np.where(u.run, u.numel, -1)], axis=1) for u in (have, want)]
     _, which = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
     which = which.reshape(-1)
-    one, two = which[: len(have.item)], which[len(have.item) :]
+    have_ids, want_ids = which[: len(have.item)], which[len(have.item) :]
     count = int(which.max()) + 1 if len(which) else 0
-    equal = np.bincount(one[have.run], minlength=count) == np.bincount(two[want.run], minlength=count)
-    return np.flatnonzero(~(have.run & equal[one])), np.flatnonzero(~(want.run & equal[two]))
+    have_counts = np.bincount(have_ids[have.run], minlength=count)
+    equal = have_counts == np.bincount(want_ids[want.run], minlength=count)
+    return np.flatnonzero(~(have.run & equal[have_ids])), np.flatnonzero(~(want.run & equal[want_ids]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +190,10 @@ class _Tile:
 
     def addresses(self) -> Ints:
         """Return every address, in the order of the elements."""
-        found = np.full((1,) * len(self.shape), self.start, np.int64)
+        grid = np.full((1,) * len(self.shape), self.start, np.int64)
         for d, (n, s) in enumerate(zip(self.shape, self.stride, strict=True)):
-            found = found + (np.arange(n) * s).reshape((-1,) + (1,) * (len(self.shape) - 1 - d))
-        return found.reshape(-1)
+            grid = grid + (np.arange(n) * s).reshape((-1,) + (1,) * (len(self.shape) - 1 - d))
+        return grid.reshape(-1)
 
     def inside(self, marks: Marks, begin: int) -> Marks | None:
         """Return the marks of this tile as a view, or None unless the window contains the entire tile."""
@@ -204,7 +206,7 @@ class _Tile:
 
 
 def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
-    found = []
+    tiles = []
     for row in rows.tolist():
         start, name = int(uses.start[row]), uses.names[int(uses.owner[row])]
         shape, stride = tuple(uses.shape[row].tolist()), tuple(uses.stride[row].tolist())
@@ -215,9 +217,9 @@ def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
             simple &= n == 1 or s >= reach
             reach += (n - 1) * s
         for box in Box.full(shape).tiles(_TILE):
-            at = start + sum(o * s for o, s in zip(box.offset, stride, strict=True))
-            found.append(_Tile(name, at, box.shape, stride, simple, bool(uses.copy[row])))
-    return found
+            address = start + sum(o * s for o, s in zip(box.offset, stride, strict=True))
+            tiles.append(_Tile(name, address, box.shape, stride, simple, bool(uses.copy[row])))
+    return tiles
 
 
 def _mark_leftover(
@@ -235,11 +237,11 @@ def _mark_leftover(
         if not marks.any():
             continue
         for tile in mine:
-            count = int((_seen(marks, begin, tile) > 0).sum())
+            count = int((_marks_of(marks, begin, tile) > 0).sum())
             unused[tile.name] += count
             once[tile.name] += 0 if tile.copy else count
         for tile in theirs:
-            repeated[tile.name] += int((_seen(marks, begin, tile) < 0).sum())
+            repeated[tile.name] += int((_marks_of(marks, begin, tile) < 0).sum())
     for counter in (unused, once, repeated):
         for name in [n for n, count in counter.items() if not count]:
             del counter[name]
@@ -255,11 +257,12 @@ def _add(marks: Marks, begin: int, tile: _Tile, by: int) -> None:
     if view is not None:
         view += by
         return
+    # `marks[places] += by` would count an address that the tile has twice only once.
     for places in _addresses_in_window(tile, begin):
         np.add.at(marks, places, marks.dtype.type(by))
 
 
-def _seen(marks: Marks, begin: int, tile: _Tile) -> Marks:
+def _marks_of(marks: Marks, begin: int, tile: _Tile) -> Marks:
     """Return the marks of a tile's elements in the window."""
     view = tile.inside(marks, begin)
     return view if view is not None else np.concatenate([marks[p] for p in _addresses_in_window(tile, begin)])

@@ -56,22 +56,22 @@ class LogitsWanted:
             raise UsageError(f"tolerance must be a finite number of at least 0 (got {self.tolerance})")
 
 
-def require_memory(wanted: LogitsWanted, manifests: Mapping[str, Manifest]) -> None:
+def require_memory(settings: LogitsWanted, manifests: Mapping[str, Manifest]) -> None:
     """Raise `BudgetTooSmall` unless the larger of the models fits into free memory.
 
     Args:
-        wanted: The dtype, and whether to compare at all.
+        settings: The dtype, and whether to compare at all.
         manifests: Folder -> manifest of the model in it.
     """
-    width = dtypes.get(wanted.dtype).itemsize
+    width = dtypes.get(settings.dtype).itemsize
     free = available_memory()
-    if wanted.any_memory or free is None:
+    if settings.any_memory or free is None:
         return
     sizes = {url: sum(t.numel for t in m.tensors) * width for url, m in manifests.items()}
     url, most = max(sizes.items(), key=lambda row: row[1])
     if most + _BASE > free:
         raise BudgetTooSmall(
-            f"cannot open {url} as {wanted.dtype}: it takes {show_size(most + _BASE)}, "
+            f"cannot open {url} as {settings.dtype}: it takes {show_size(most + _BASE)}, "
             f"{show_size(free)} are free",
             hint="try a machine with more memory, --logits-dtype bf16, or --any-memory to skip this check",
             needed=most + _BASE,
@@ -79,49 +79,49 @@ def require_memory(wanted: LogitsWanted, manifests: Mapping[str, Manifest]) -> N
         )
 
 
-def check_logits(export: str, wanted: LogitsWanted) -> Check:
+def check_logits(export: str, settings: LogitsWanted) -> Check:
     """Open the export and the reference, and compare their logits; return the check `LOGITS`."""
     if importlib.util.find_spec("transformers") is None:
         return not_done(LOGITS, f"transformers is not installed: {install('hf')}")
-    folders = [require_folder(u) for u in (export, wanted.reference) if u is not None]
+    folders = [require_folder(u) for u in (export, settings.reference) if u is not None]
     for folder in folders:
         if not os.path.isfile(f"{folder}/config.json"):
             return not_done(LOGITS, f"cannot open {folder} with transformers: there is no config.json")
     request = {
         "folders": folders,
-        "dtype": dtypes.get(wanted.dtype).name,
-        "device": wanted.device,
+        "dtype": dtypes.get(settings.dtype).name,
+        "device": settings.device,
         "seed": SEED,
         "batch": BATCH,
         "length": LENGTH,
     }
     # No timeout: two entire models are read, from disks and on devices of any speed.
     outcome = transformers_process.ask("ckptcore.comparison.logits_process", request, seconds=None)
-    return _logits_check(outcome, folders, wanted)
+    return _logits_check(outcome, folders, settings)
 
 
-def _logits_check(outcome: dict[str, Any], folders: Sequence[str], wanted: LogitsWanted) -> Check:
+def _logits_check(outcome: dict[str, Any], folders: Sequence[str], settings: LogitsWanted) -> Check:
     if "error" in outcome:
         return not_done(LOGITS, outcome["error"])
-    mine, *others = outcome["folders"]
+    mine, *references = outcome["folders"]
     if problems := _unopened(mine):
         return failed(LOGITS, problems, transformers=outcome["transformers"])
-    if others and (problems := _unopened(others[0])):
+    if references and (problems := _unopened(references[0])):
         return not_done(LOGITS, f"the reference {folders[1]} does not open: {problems[0]}", problems)
     values = {"transformers": outcome["transformers"], "class": mine["class"], "shape": mine["shape"]}
     covered = outcome.get("covered", {})
-    values |= {"dtype": wanted.dtype, "finite": mine["finite"], **covered}
+    values |= {"dtype": settings.dtype, "finite": mine["finite"], **covered}
     on = _coverage(covered)
-    if not others:
+    if not references:
         if not mine["finite"]:
             return failed(LOGITS, [Problem("", "the logits contain NaN or Inf")], **values)
         return passed(LOGITS, f"{mine['class']} opens, and its logits are finite{on}", **values)
     if "difference" not in outcome:
-        what = f"logits have the shape {mine['shape']}, those of the reference {others[0]['shape']}"
-        return failed(LOGITS, [Problem("", what)], **values)
+        text = f"logits have the shape {mine['shape']}, those of the reference {references[0]['shape']}"
+        return failed(LOGITS, [Problem("", text)], **values)
     difference = outcome["difference"]
     values |= {"max_abs_difference": difference["max_abs"], "bit_equal": difference["equal"]}
-    if difference["equal"] or difference["max_abs"] <= wanted.tolerance:  # false for NaN
+    if difference["equal"] or difference["max_abs"] <= settings.tolerance:  # false for NaN
         same = "bit for bit" if difference["equal"] else f"within {difference['max_abs']:.3g}"
         return passed(LOGITS, f"{mine['class']}: equal to the reference {same}{on}", **values)
     wrong = [Problem("", f"logits differ from the reference by up to {difference['max_abs']:.3g}")]
@@ -145,16 +145,23 @@ def _unopened(outcome: Mapping[str, Any]) -> list[Problem]:
         "missing": "is missing: transformers initialises it at random",
         "mismatched": "has another shape",
     }
-    return [Problem(name, what) for kind, what in texts.items() for name in outcome.get(kind, ())]
+    return [Problem(name, text) for kind, text in texts.items() for name in outcome.get(kind, ())]
 
 
 def _fields(folders: Sequence[str]) -> list[Problem]:
     """Return the fields in which the two config.json differ: shapes do not show these."""
-    one, two = (_config_form(folder) for folder in folders)
+    export_config, reference_config = (_config_form(folder) for folder in folders)
     skipped = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
-    keys = [key for key in sorted({*one, *two} - skipped) if one.get(key) != two.get(key)]
+    keys = [
+        key
+        for key in sorted({*export_config, *reference_config} - skipped)
+        if export_config.get(key) != reference_config.get(key)
+    ]
     return [
-        Problem(f"config.json {key}", f"{one.get(key)!r}, the reference has {two.get(key)!r}")
+        Problem(
+            f"config.json {key}",
+            f"{export_config.get(key)!r}, the reference has {reference_config.get(key)!r}",
+        )
         for key in keys[:_MOST_FIELDS]
     ]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import Opened, labelled
+from ckptcore.comparison.opened import OpenSide, labelled
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
@@ -50,11 +50,11 @@ class Near:
     zero: tuple[str, ...]
 
 
-def near(export: Opened, base: Opened, settings: Settings, progress: Progress | None = None) -> Near:
+def near(export: OpenSide, base: OpenSide, settings: Settings, progress: Progress | None = None) -> Near:
     """Compare the tensors that two checkpoints have under one name.
 
     Raises:
-        CkptError: The first error of any worker, or an error of `Opened.finish`.
+        CkptError: The first error of any worker, or an error of `OpenSide.finish`.
     """
     mine, theirs = export.manifest.index, base.manifest.index
     shapes, pairs = [], []
@@ -73,20 +73,20 @@ def near(export: Opened, base: Opened, settings: Settings, progress: Progress | 
     walk_boxes(_opening(pairs), lambda: _sums_box((export, base), budget), budget, meter)
     export.finish()
     base.finish()
-    found = {p.name: p.cosine() for p in pairs}
+    cosines = {p.name: p.cosine() for p in pairs}
     return Near(
-        tuple((n, c) for n, c in found.items() if c is not None),
+        tuple((n, c) for n, c in cosines.items() if c is not None),
         tuple(n for n in mine if n not in theirs),
         tuple(n for n in theirs if n not in mine),
         tuple(shapes),
-        tuple(n for n, c in found.items() if c is None),
+        tuple(n for n, c in cosines.items() if c is None),
     )
 
 
 class _SummedPair(OpenTensor):
     """A pair of tensors while it is read, and its sums."""
 
-    def __init__(self, name: str, sides: tuple[Opened, Opened], rows: tuple[int, int]) -> None:
+    def __init__(self, name: str, sides: tuple[OpenSide, OpenSide], rows: tuple[int, int]) -> None:
         specs = [s.manifest.tensors[r] for s, r in zip(sides, rows, strict=True)]
         widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
         super().__init__(widest, sides, rows)
@@ -96,37 +96,39 @@ class _SummedPair(OpenTensor):
 
     def cosine(self) -> float | None:
         """Return the cosine, NaN if an element is NaN; None if exactly one side is all zeros."""
-        dot, one, two = self.sums.tolist()
-        if one == two == 0:
+        dot, squares_a, squares_b = self.sums.tolist()
+        if squares_a == squares_b == 0:
             return 1.0
-        if one == 0 or two == 0:
+        if squares_a == 0 or squares_b == 0:
             return None
-        return float(dot / (math.sqrt(one) * math.sqrt(two)))
+        return float(dot / (math.sqrt(squares_a) * math.sqrt(squares_b)))
 
 
 def _opening(pairs: Sequence[_SummedPair]) -> Iterator[_SummedPair]:
-    for each in pairs:
-        each.readers = [side.reader(row) for side, row in zip(each.sides, each.rows, strict=True)]
-        yield each
+    for pair in pairs:
+        pair.readers = [side.reader(row) for side, row in zip(pair.sides, pair.rows, strict=True)]
+        yield pair
 
 
-def _sums_box(sides: tuple[Opened, Opened], budget: Budget) -> Callable[[_SummedPair, Box], None]:
+def _sums_box(sides: tuple[OpenSide, OpenSide], budget: Budget) -> Callable[[_SummedPair, Box], None]:
     """Return a function that reads and sums one box; it is used in one thread."""
     torch = torch_on("cpu")
-    one, two, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
+    export_buffer, base_buffer, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
 
-    def read(each: _SummedPair, box: Box) -> None:
+    def read(pair: _SummedPair, box: Box) -> None:
         tiles = []
-        for side, reader, spec, buffer in zip(sides, each.readers, each.specs, (one, two), strict=True):
+        for side, reader, spec, buffer in zip(
+            sides, pair.readers, pair.specs, (export_buffer, base_buffer), strict=True
+        ):
             with labelled(side.label):
                 reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
             tiles.append(_elements(torch, buffer, spec.dtype, box.numel))
         sums = np.zeros(3)
-        for at in range(0, box.numel, _BLOCK):
-            a, b = (_as_float64(torch, h[at : at + _BLOCK]) for h in tiles)
+        for start in range(0, box.numel, _BLOCK):
+            a, b = (_as_float64(torch, h[start : start + _BLOCK]) for h in tiles)
             sums += [float(torch.dot(a, b)), float(torch.dot(a, a)), float(torch.dot(b, b))]
-        with each.lock:
-            each.sums += sums
+        with pair.lock:
+            pair.sums += sums
 
     return read
 

@@ -111,25 +111,25 @@ def map_source(source: ExportSource, export: OpenExport) -> MappedSource | Unmap
     return MappedSource(source, manifest, _as_saved(request, manifest, mapped, export))
 
 
-def _shares_files(one: Manifest, other: Manifest) -> bool:
+def _shares_files(source: Manifest, export: Manifest) -> bool:
     """Return whether both have a file with tensors in common: comparing a file with itself proves nothing."""
-    return not _files(one).isdisjoint(_files(other))
+    return not _files(source).isdisjoint(_files(export))
 
 
 def _files(manifest: Manifest) -> set[object]:
     """Return the identity of each file with tensors; several links may lead to one file."""
-    found: set[object] = set()
+    identities: set[object] = set()
     for name in placed(manifest):
         url = join_url(manifest.root, name)
         path = local_path(url)
         if path is None:
             place = identify(url)
-            found.add((place.family, place.spots))
+            identities.add((place.family, place.spots))
             continue
         with suppress(OSError):  # it is missing: the check of elements reports it
-            seen = os.stat(path)
-            found.add((seen.st_dev, seen.st_ino))
-    return found
+            status = os.stat(path)
+            identities.add((status.st_dev, status.st_ino))
+    return identities
 
 
 def _as_saved(request: Request, manifest: Manifest, mapped: MappedExport, export: OpenExport) -> MappedExport:
@@ -137,8 +137,8 @@ def _as_saved(request: Request, manifest: Manifest, mapped: MappedExport, export
 
     What its model computes itself, and is saved without, may be lacking, too.
     """
-    there, specs = export.stored.index, {t.fqn: t for t in mapped.mapped.manifest.tensors}
-    lacking = {name for name in specs if name not in there}
+    export_rows, specs = export.stored.index, {t.fqn: t for t in mapped.mapped.manifest.tensors}
+    lacking = {name for name in specs if name not in export_rows}
     if not lacking:
         return mapped
 
@@ -148,7 +148,7 @@ def _as_saved(request: Request, manifest: Manifest, mapped: MappedExport, export
             (a, b)
             for a, b in ties
             if a in lacking
-            and b in there
+            and b in export_rows
             and b in specs
             and (specs[a].shape, specs[a].dtype) == (specs[b].shape, specs[b].dtype)
         )
@@ -160,5 +160,5 @@ def _as_saved(request: Request, manifest: Manifest, mapped: MappedExport, export
             ties = tuple(dict(useful(expected.ties) + ties).items())
             unsaved = lacking.intersection(expected.unsaved)
     if ties:
-        mapped = map_export(replace(request, tie=(*request.tie, *ties)), manifest, there.keys())
+        mapped = map_export(replace(request, tie=(*request.tie, *ties)), manifest, export_rows.keys())
     return replace(mapped, mapped=without_tensors(mapped.mapped, unsaved, UNSAVED))

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import Opened
+from ckptcore.comparison.opened import OpenSide
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
@@ -56,30 +56,30 @@ SOURCE, EXPORT = "source", "export"
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class TensorPair:
     """Two tensors of one shape that must be equal.
 
     Attributes:
         name: Their name in reports.
         sides: (source, export). The source must equal the export after the cast to the export's dtype.
         rows: Their rows in the two manifests.
-        wanted: Whether the second is a tensor of the export: it is fingerprinted, and NaN and Inf count.
+        is_summed: Whether the second is a tensor of the export: it is fingerprinted, and NaN and Inf count.
     """
 
     name: str
-    sides: tuple[Opened, Opened]
+    sides: tuple[OpenSide, OpenSide]
     rows: tuple[int, int]
-    wanted: bool = True
+    is_summed: bool = True
 
     @property
     def specs(self) -> tuple[TensorSpec, TensorSpec]:
         """Both tensors."""
-        one, two = (s.manifest.tensors[r] for s, r in zip(self.sides, self.rows, strict=True))
-        return one, two
+        source_spec, export_spec = (s.manifest.tensors[r] for s, r in zip(self.sides, self.rows, strict=True))
+        return source_spec, export_spec
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PairResult:
     """The result of comparing a pair.
 
     Attributes:
@@ -109,9 +109,9 @@ class Seen:
         return spec.fqn, spec.dtype, spec.shape, self.fingerprint
 
 
-def read_beside(
-    pairs: Sequence[Beside], settings: Settings, progress: Progress | None = None
-) -> tuple[Seen, ...]:
+def read_pairs(
+    pairs: Sequence[TensorPair], settings: Settings, progress: Progress | None = None
+) -> tuple[PairResult, ...]:
     """Read and compare every pair; return results in the order of the pairs.
 
     Raises:
@@ -123,11 +123,11 @@ def read_beside(
     opened = [_ComparedPair(p) for p in pairs if p.specs[0].numel]
     meter = ProgressMeter(progress, "compare", sum(p.spec.nbytes for p in opened))
     walk_boxes(_opening(opened), lambda: _compares_box(budget), budget, meter)
-    found = {id(each.pair): each.seen() for each in opened}
-    return tuple(found.get(id(p)) or _seen_empty(p) for p in pairs)
+    results_by_pair = {id(open_pair.pair): open_pair.result() for open_pair in opened}
+    return tuple(results_by_pair.get(id(p)) or _empty_result(p) for p in pairs)
 
 
-def finish(side: Opened, label: str) -> tuple[str, str] | None:
+def finish(side: OpenSide, label: str) -> tuple[str, str] | None:
     """Verify the checksums of everything that was read of a side; return (side, damage) or None.
 
     Raises:
@@ -143,7 +143,7 @@ def finish(side: Opened, label: str) -> tuple[str, str] | None:
 class _ComparedPair(OpenTensor):
     """A pair while it is read, and its result. Its spec has the wider dtype, so that boxes of both fit."""
 
-    def __init__(self, pair: Beside) -> None:
+    def __init__(self, pair: TensorPair) -> None:
         specs = pair.specs
         widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
         super().__init__(widest, pair.sides, pair.rows)
@@ -162,79 +162,82 @@ class _ComparedPair(OpenTensor):
         self.nan = self.nan[0] + before[0], self.nan[1] + after[0]
         self.inf = self.inf[0] + before[1], self.inf[1] + after[1]
 
-    def seen(self) -> Seen:
+    def result(self) -> PairResult:
         """Return the result."""
         spec = self.specs[1]
         taken = tensor_fingerprint(spec.dtype, spec.shape, self.sum)
         damage = tuple(self.damage.items())
-        return Seen(self.pair.name, self.specs, self.differing, self.first, self.nan, self.inf, taken, damage)
+        return PairResult(
+            self.pair.name, self.specs, self.differing, self.first, self.nan, self.inf, taken, damage
+        )
 
 
 def _opening(pairs: Sequence[_ComparedPair]) -> Iterator[_ComparedPair]:
-    for each in pairs:
-        each.begin()
-        yield each
+    for pair in pairs:
+        pair.begin()
+        yield pair
 
 
-def _seen_empty(pair: Beside) -> Seen:
+def _empty_result(pair: TensorPair) -> PairResult:
     spec = pair.specs[1]
     taken = tensor_fingerprint(spec.dtype, spec.shape, ZERO)
-    return Seen(pair.name, pair.specs, 0, None, (0, 0), (0, 0), taken)
+    return PairResult(pair.name, pair.specs, 0, None, (0, 0), (0, 0), taken)
 
 
 def _compares_box(budget: Budget) -> Callable[[_ComparedPair, Box], None]:
     """Return a function that compares one box; it is used in one thread."""
-    one, two, cast, scratch = (np.empty(budget.tile, np.uint8) for _ in range(4))
+    source_buffer, export_buffer, cast, scratch = (np.empty(budget.tile, np.uint8) for _ in range(4))
 
-    def compare(each: _ComparedPair, box: Box) -> None:
+    def compare(open_pair: _ComparedPair, box: Box) -> None:
         tiles = []
-        for n, (label, buffer) in enumerate(((SOURCE, one), (EXPORT, two))):
-            dtype = each.specs[n].dtype
+        for n, (label, buffer) in enumerate(((SOURCE, source_buffer), (EXPORT, export_buffer))):
+            dtype = open_pair.specs[n].dtype
             try:
-                each.readers[n].read(box, tile_view(buffer, box.shape, dtype), scratch)
+                open_pair.readers[n].read(box, tile_view(buffer, box.shape, dtype), scratch)
             except DamagedCheckpoint as error:
-                with each.lock:
-                    each.damage.setdefault(label, error.message)
+                with open_pair.lock:
+                    open_pair.damage.setdefault(label, error.message)
                 return
             tiles.append(buffer[: box.numel * BY_NAME[dtype].itemsize])
-        _compare_box(each, box, tiles[0], tiles[1], cast, scratch)
+        _compare_box(open_pair, box, tiles[0], tiles[1], cast, scratch)
 
     return compare
 
 
 def _compare_box(
-    each: _ComparedPair, box: Box, stored: Bytes, got: Bytes, room: Bytes, scratch: Bytes
+    open_pair: _ComparedPair, box: Box, stored: Bytes, got: Bytes, room: Bytes, scratch: Bytes
 ) -> None:
-    (source, export), itemsize = each.specs, BY_NAME[each.specs[1].dtype].itemsize
-    wanted = stored
+    (source, export), itemsize = open_pair.specs, BY_NAME[open_pair.specs[1].dtype].itemsize
+    expected = stored
     if source.dtype != export.dtype:
-        wanted = room[: len(got)]
-        cast_into(tile_view(stored, box.shape, source.dtype), source.dtype, wanted, export.dtype, "cpu")
-    found = differing(wanted, got, itemsize)
-    if found is not None and wanted is not stored:
-        found = _but_nan(wanted, got, export.dtype, itemsize)
+        expected = room[: len(got)]
+        cast_into(tile_view(stored, box.shape, source.dtype), source.dtype, expected, export.dtype, "cpu")
+    first_and_count = differing(expected, got, itemsize)
+    # Only a cast computes NaN; stored bits are compared as they are.
+    if first_and_count is not None and expected is not stored:
+        first_and_count = _but_nan(expected, got, export.dtype, itemsize)
     before = after = (0, 0)
     summed = ZERO
-    if each.pair.wanted:
+    if open_pair.pair.is_summed:
         after = not_finite(got, export.dtype)
-        before = after if found is None and wanted is stored else not_finite(stored, source.dtype)
+        before = after if first_and_count is None and expected is stored else not_finite(stored, source.dtype)
         summed = box_sum(export.dtype, export.shape, box, got, scratch)
-    with each.lock:
-        each.count(before, after)
-        each.sum = add(each.sum, summed)
-        if found is not None:
-            each.differing += found[1]
-            index = index_in(box, found[0])
-            each.first = index if each.first is None else min(each.first, index)
+    with open_pair.lock:
+        open_pair.count(before, after)
+        open_pair.sum = add(open_pair.sum, summed)
+        if first_and_count is not None:
+            open_pair.differing += first_and_count[1]
+            index = index_in(box, first_and_count[0])
+            open_pair.first = index if open_pair.first is None else min(open_pair.first, index)
 
 
-def _but_nan(wanted: Bytes, got: Bytes, dtype: str, itemsize: int) -> tuple[int, int] | None:
+def _but_nan(expected: Bytes, got: Bytes, dtype: str, itemsize: int) -> tuple[int, int] | None:
     """Compare cast elements like `differing`, with all NaN equal: processors choose different NaN bits."""
     units = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
     if BY_NAME[dtype].kind != "f" or itemsize not in units:
-        return differing(wanted, got, itemsize)
-    mask = wanted.view(units[itemsize]) != got.view(units[itemsize])
-    mask &= ~(is_nan(wanted, dtype) & is_nan(got, dtype))
+        return differing(expected, got, itemsize)
+    mask = expected.view(units[itemsize]) != got.view(units[itemsize])
+    mask &= ~(is_nan(expected, dtype) & is_nan(got, dtype))
     count = int(np.count_nonzero(mask))
     return (int(mask.argmax()), count) if count else None
 
@@ -254,8 +257,8 @@ def not_finite(data: Bytes, dtype: str) -> Counts:
     values = data.view(unit)
     room = np.empty(min(_BLOCK, len(values)), unit)
     nan = inf = 0
-    for at in range(0, len(values), _BLOCK):
-        block = values[at : at + _BLOCK]
+    for start in range(0, len(values), _BLOCK):
+        block = values[start : start + _BLOCK]
         bare = np.bitwise_and(block, unit(mask), out=room[: len(block)])
         if bare.max() >= top:
             nan += int(np.count_nonzero(bare > unit(top)))
@@ -265,13 +268,13 @@ def not_finite(data: Bytes, dtype: str) -> Counts:
 
 def is_nan(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
     """Return bool [n]: which elements of a real dtype are NaN."""
-    found: npt.NDArray[np.bool_]
+    nan_mask: npt.NDArray[np.bool_]
     if dtype in _NO_INF:
         mask, nan = _NO_INF[dtype]
-        found = (data & np.uint8(mask)) == nan
-        return found
+        nan_mask = (data & np.uint8(mask)) == nan
+        return nan_mask
     if BY_NAME[dtype].kind != "f":
         return np.zeros(len(data) // BY_NAME[dtype].itemsize, np.bool_)
     unit, mask, top = _IEEE[dtype]
-    found = (data.view(unit) & unit(mask)) > unit(top)
-    return found
+    nan_mask = (data.view(unit) & unit(mask)) > unit(top)
+    return nan_mask

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import Opened, labelled
+from ckptcore.comparison.opened import OpenSide, labelled
 from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
@@ -104,15 +104,15 @@ def fingerprint(
             f"no tensor is left (got {len(manifest.tensors)} in the checkpoint)",
             hint="check --include, --exclude and --model-prefix",
         )
-    opened = Opened(manifest.root, mapped.manifest)
+    opened = OpenSide(manifest.root, mapped.manifest)
     try:
         tensors = _tensors(opened, settings, progress)
         opened.finish()
     finally:
         opened.store.close()
-    done = map_digest(mapped.renamed, [d.fqn for d in mapped.dropped], ())
+    digest = map_digest(mapped.renamed, [d.fqn for d in mapped.dropped], ())
     return Fingerprints(
-        checkpoint_fingerprint(tensors), done, tensors, mapped.renamed, opened.unverified, warnings
+        checkpoint_fingerprint(tensors), digest, tensors, mapped.renamed, opened.unverified, warnings
     )
 
 
@@ -151,12 +151,12 @@ def _renames(names: Sequence[str], rules: FingerprintRules, old: str, new: str) 
 class _Summed(OpenTensor):
     """A tensor while its boxes are read and summed. row: its row in the manifest."""
 
-    def __init__(self, opened: Opened, row: int) -> None:
+    def __init__(self, opened: OpenSide, row: int) -> None:
         super().__init__(opened.manifest.tensors[row], [opened], [row], [opened.reader(row)])
         self.row = row
 
 
-def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> tuple[Fingerprinted, ...]:
+def _tensors(opened: OpenSide, settings: Settings, progress: Progress | None) -> tuple[Fingerprinted, ...]:
     """Return the fingerprint of every tensor. Raise the first error of any worker."""
     specs = opened.manifest.tensors
     rows, sizes = range(len(specs)), [spec.nbytes for spec in specs]
@@ -171,7 +171,7 @@ def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> t
 
 
 def sum_tensors(
-    sides: Sequence[Opened], rows: Sequence[int], settings: Settings, meter: ProgressMeter
+    sides: Sequence[OpenSide], rows: Sequence[int], settings: Settings, meter: ProgressMeter
 ) -> list[Sum]:
     """Return the sum of each of some tensors, read in the threads of this process.
 
@@ -182,20 +182,21 @@ def sum_tensors(
         meter: Counts the bytes that are read.
     """
     (opened,), budget, lock = sides, Budget.of(settings), threading.Lock()
+    # The order of `rows`, whichever box ends first.
     sums = dict.fromkeys(rows, ZERO)
     opened.limit_decoded(settings)
 
     def worker() -> Callable[[_Summed, Box], None]:
         tile, scratch = (paged_buffer(budget.tile) for _ in range(2))
 
-        def read(each: _Summed, box: Box) -> None:
-            spec = each.spec
+        def read(tensor: _Summed, box: Box) -> None:
+            spec = tensor.spec
             with labelled(opened.label):
-                each.readers[0].read(box, tile_view(tile, box.shape, spec.dtype), scratch)
+                tensor.readers[0].read(box, tile_view(tile, box.shape, spec.dtype), scratch)
             elements = tile[: box.numel * BY_NAME[spec.dtype].itemsize]
-            found = box_sum(spec.dtype, spec.shape, box, elements, scratch)
+            box_total = box_sum(spec.dtype, spec.shape, box, elements, scratch)
             with lock:
-                sums[each.row] = add(sums[each.row], found)
+                sums[tensor.row] = add(sums[tensor.row], box_total)
 
         return read
 

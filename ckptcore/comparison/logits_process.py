@@ -53,13 +53,13 @@ def answer(request: dict[str, Any]) -> Answer:
             out["folders"].append({})
     if None in configs:
         return out
-    found: list[Any] = []
+    folder_outputs: list[Any] = []
     inputs: dict[str, Any] | None = None
     for place, folder in enumerate(request["folders"]):
         outcome, model = _opened(library, torch, folder, configs[place], request)
         out["folders"][place] |= outcome
         if model is None:
-            found.append(None)
+            folder_outputs.append(None)
             continue
         try:
             inputs, outputs = _run(torch, model, configs, request, inputs)
@@ -68,18 +68,22 @@ def answer(request: dict[str, Any]) -> Answer:
         out.setdefault("covered", _covered(model, configs[place], inputs))
         if not outputs:
             out["folders"][place] |= {"refused": "it returns no tensor"}
-            found.append(None)
+            folder_outputs.append(None)
             continue
         finite = all(bool(torch.isfinite(o).all()) for o in outputs)
         out["folders"][place] |= {"shape": list(outputs[0].shape), "finite": finite}
-        found.append(outputs)
-    if len(found) == 2 and None not in found and [o.shape for o in found[0]] == [o.shape for o in found[1]]:
-        pairs = list(zip(*found, strict=True))
+        folder_outputs.append(outputs)
+    if (
+        len(folder_outputs) == 2
+        and None not in folder_outputs
+        and [o.shape for o in folder_outputs[0]] == [o.shape for o in folder_outputs[1]]
+    ):
+        pairs = list(zip(*folder_outputs, strict=True))
         out["difference"] = {
             "max_abs": max(
-                float((one.double() - two.double()).abs().max()) for one, two in pairs if one.numel()
+                float((left.double() - right.double()).abs().max()) for left, right in pairs if left.numel()
             ),
-            "equal": all(torch.equal(one, two) for one, two in pairs),
+            "equal": all(torch.equal(left, right) for left, right in pairs),
         }
     return out
 
@@ -119,16 +123,16 @@ def _run(
     tries = [inputs] if inputs is not None else _tries(torch, model, configs, request)
     for config in (model.config, _text(model.config)):
         config.use_cache = False  # it is not compared, and models of linear attention alone make none
-    for given in tries:
+    for trial_inputs in tries:
         torch.manual_seed(request["seed"])  # some choose patches of an image at random
-        placed = {k: v.to(model.device, _dtype(model, v)) for k, v in given.items()}
+        placed = {k: v.to(model.device, _dtype(model, v)) for k, v in trial_inputs.items()}
         try:
             with torch.inference_mode():
                 output = model(**placed)
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError) as error:
-            refusals.append(f"{' and '.join(given)}: {brief(error)}")
+            refusals.append(f"{' and '.join(trial_inputs)}: {brief(error)}")
             continue
-        return given, [v.float().cpu() for v in _tensors(torch, output)]
+        return trial_inputs, [v.float().cpu() for v in _tensors(torch, output)]
     name = type(model).__name__
     why = (
         f"it does not run on {refusals[-1]}" if refusals else f"no input is known for {model.main_input_name}"
@@ -154,18 +158,18 @@ def _tries(
     """Yield inputs to try: the model's main one, and all that its forward takes."""
     seeded = torch.Generator().manual_seed(request["seed"])
     config, takes = configs[0], inspect.signature(model.forward).parameters
-    made = {}
+    inputs = {}
     for name, make in _MAKERS.items():
         if name in takes and (value := make(torch, configs, request, seeded)) is not None:
-            made[name] = value
-    main = made.get(model.main_input_name)
+            inputs[name] = value
+    main = inputs.get(model.main_input_name)
     if main is not None:
         yield _with_decoder(torch, config, configs, request, seeded, {model.main_input_name: main})
-    if made and (main is None or len(made) > 1):
+    if inputs and (main is None or len(inputs) > 1):
         end = getattr(_text(config), "eos_token_id", None)
-        if _TOKENS in made and isinstance(end, int) and 0 <= end < (_vocabulary(config) or 0):
-            made[_TOKENS][:, -1] = end  # models with an embedding of a text take it from there
-        yield _with_decoder(torch, config, configs, request, seeded, made)
+        if _TOKENS in inputs and isinstance(end, int) and 0 <= end < (_vocabulary(config) or 0):
+            inputs[_TOKENS][:, -1] = end  # models with an embedding of a text take it from there
+        yield _with_decoder(torch, config, configs, request, seeded, inputs)
 
 
 def _with_decoder(

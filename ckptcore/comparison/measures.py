@@ -68,13 +68,13 @@ class Sums:
         self.totals = np.zeros(6)
         self.numel = self.not_finite = 0
 
-    def add(self, other: Sums) -> None:
+    def add(self, box_sums: Sums) -> None:
         """Add those of another box."""
-        self.maxima = np.maximum(self.maxima, other.maxima)
+        self.maxima = np.maximum(self.maxima, box_sums.maxima)
         with np.errstate(over="ignore"):  # squares of the largest float64 are infinite
-            self.totals += other.totals
-        self.numel += other.numel
-        self.not_finite += other.not_finite
+            self.totals += box_sums.totals
+        self.numel += box_sums.numel
+        self.not_finite += box_sums.not_finite
 
     def measures(self) -> Measures:
         """Return what the sums mean."""
@@ -82,6 +82,7 @@ class Sums:
         counted = max(self.numel - self.not_finite, 1)
         lengths = math.sqrt(of_a) * math.sqrt(of_b)
         cosine = product / lengths if lengths and math.isfinite(lengths) else None
+        # Rounding can make a cosine exceed 1.
         return Measures(
             float(self.maxima[0]),
             absolute / counted,
@@ -100,27 +101,27 @@ def is_measured(dtype: str) -> bool:
     return BY_NAME[dtype].kind != "p"
 
 
-def sums_of(one: Bytes, dtype: str, two: Bytes, other_dtype: str, *, equal: bool) -> Sums:
+def sums_of(raw_a: Bytes, dtype_a: str, raw_b: Bytes, dtype_b: str, *, equal: bool) -> Sums:
     """Sum up two runs of elements of one length.
 
     Args:
-        one: Bytes of A's elements.
-        dtype: Their dtype, one that `is_measured`.
-        two: Bytes of B's elements.
-        other_dtype: Their dtype.
+        raw_a: Bytes of A's elements.
+        dtype_a: Their dtype, one that `is_measured`.
+        raw_b: Bytes of B's elements.
+        dtype_b: Their dtype.
         equal: Whether the bits are known to be equal: then only A's squares are computed.
     """
     torch = torch_on("cpu")
     sums = Sums()
-    a, b = _elements(torch, one, dtype), _elements(torch, two, other_dtype)
+    a, b = _elements(torch, raw_a, dtype_a), _elements(torch, raw_b, dtype_b)
     for start in range(0, len(a), _BLOCK):
-        block = _widened(torch, a[start : start + _BLOCK])
-        other = block if equal else _widened(torch, b[start : start + _BLOCK])
-        if block.dtype != other.dtype:
-            block, other = block.double(), other.double()
-        sums.numel += len(block)
-        if not _add_finite(torch, sums, block, other, equal):
-            _add_others(torch, sums, block, other)
+        block_a = _widened(torch, a[start : start + _BLOCK])
+        block_b = block_a if equal else _widened(torch, b[start : start + _BLOCK])
+        if block_a.dtype != block_b.dtype:
+            block_a, block_b = block_a.double(), block_b.double()
+        sums.numel += len(block_a)
+        if not _add_finite(torch, sums, block_a, block_b, equal):
+            _add_others(torch, sums, block_a, block_b)
     return sums
 
 
@@ -139,6 +140,7 @@ def _add_finite(torch: Any, sums: Sums, a: Any, b: Any, equal: bool) -> bool:
     product = torch.dot(a, b).item()
     difference.abs_()
     largest = a.abs()
+    # Two zeros differ by 0 relative to `tiny`; 0 / 0 would be NaN.
     torch.maximum(largest, b.abs(), out=largest).clamp_min_(torch.finfo(a.dtype).tiny)
     ratios = torch.div(difference, largest, out=largest)
     _note_maxima(sums, difference, ratios)

@@ -60,14 +60,14 @@ def leaves(
         named: Path -> name under which it is compared.
         valued: (that name, value) -> value that is compared.
     """
-    found: Leaves = {}
+    leaf_by_name: Leaves = {}
     for blob in blobs:
         tree = blob.tree if blob.known else {"$": "refused", "name": ", ".join(blob.refused) or "unreadable"}
         for path, value in _walk(tree, blob.key):
             name = named(path)
-            leaf = found.setdefault(name, ObjectLeaf(named(blob.key), blob.key))
+            leaf = leaf_by_name.setdefault(name, ObjectLeaf(named(blob.key), blob.key))
             leaf.values.append(valued(name, value))
-    return found
+    return leaf_by_name
 
 
 def exact_leaves(blob: Blob) -> Iterator[tuple[str, list[Any]]]:
@@ -94,8 +94,8 @@ def compare(a: Leaves, b: Leaves) -> tuple[list[ObjectDifference], int, list[tup
     for name in [*a, *(n for n in b if n not in a)]:
         ours, theirs = (x[name].values if name in x else None for x in (a, b))
         if ours is None or theirs is None:
-            what = ONLY_B if ours is None else ONLY_A
-            different.append(ObjectDifference(name, what, _texts(ours), _texts(theirs)))
+            kind = ONLY_B if ours is None else ONLY_A
+            different.append(ObjectDifference(name, kind, _texts(ours), _texts(theirs)))
         elif _canonical(ours) != _canonical(theirs) and not _restated(ours, theirs):
             different.append(ObjectDifference(name, VALUES, _texts(ours), _texts(theirs)))
         elif refused := _first_refused(ours):
@@ -174,9 +174,9 @@ def _restated(ours: list[Any], theirs: list[Any]) -> bool:
     """Report whether one side has the plain forms of the other's values, as a format without classes does."""
     if len(ours) != len(theirs):
         return False
-    for one, other in zip(ours, theirs, strict=True):
-        forms = {_canonical(one), _canonical(other)}
-        plain = {_canonical(_plain(one)), _canonical(_plain(other))}
+    for our_form, their_form in zip(ours, theirs, strict=True):
+        forms = {_canonical(our_form), _canonical(their_form)}
+        plain = {_canonical(_plain(our_form)), _canonical(_plain(their_form))}
         # Two values of different classes are not equal, even if their plain forms are.
         if len(forms) > 1 and (len(plain) > 1 or not forms & plain):
             return False

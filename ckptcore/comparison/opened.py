@@ -23,7 +23,7 @@ SideProgress = tuple[RecordProgress, FileSums | None]
 """What a process has read of a checkpoint: its records, and its files if they are observed."""
 
 
-class Opened:
+class OpenSide:
     """One checkpoint that is read. label: its name in errors."""
 
     def __init__(self, label: str, manifest: Manifest) -> None:
@@ -42,10 +42,10 @@ class Opened:
         """Return what this process has read, for `join` in another one."""
         return self.records.progress(), self.manifest.sums
 
-    def join(self, others: Sequence[SideProgress]) -> None:
+    def join(self, reports: Sequence[SideProgress]) -> None:
         """Add what other processes have read."""
-        self.records.join([records for records, _ in others])
-        for _, sums in others:
+        self.records.join([records for records, _ in reports])
+        for _, sums in reports:
             if sums is not None and self.manifest.sums is not None:
                 self.manifest.sums.add(sums)
 

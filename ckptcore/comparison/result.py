@@ -258,23 +258,23 @@ def _side(side: Side) -> dict[str, Any]:
     }
 
 
-def _tensor(found: TensorDifference) -> dict[str, Any]:
-    first = found.first and {
-        "index": list(found.first.index),
-        "a": encode(found.first.a),
-        "b": encode(found.first.b),
-        "a_bits": found.first.a_bits,
-        "b_bits": found.first.b_bits,
+def _tensor(difference: TensorDifference) -> dict[str, Any]:
+    first = difference.first and {
+        "index": list(difference.first.index),
+        "a": encode(difference.first.a),
+        "b": encode(difference.first.b),
+        "a_bits": difference.first.a_bits,
+        "b_bits": difference.first.b_bits,
     }
     return {
-        "name": found.name,
-        "what": list(found.what),
-        "a": _spec(found.a),
-        "b": _spec(found.b),
-        "differing": found.differing,
+        "name": difference.name,
+        "what": list(difference.what),
+        "a": _spec(difference.a),
+        "b": _spec(difference.b),
+        "differing": difference.differing,
         "first": first,
-        "measures": found.measures and found.measures.as_dict(),
-        "cast": found.cast or None,
+        "measures": difference.measures and difference.measures.as_dict(),
+        "cast": difference.cast or None,
     }
 
 
@@ -355,9 +355,9 @@ def _grouped(
     parts = []
     for group, rows in groups.items():
         measured = [measures for measures in rows if measures is not None]
-        norm_a = math.hypot(*(each.norm_a for each in measured))
-        norm = math.hypot(*(each.norm for each in measured))
+        norm_a = math.hypot(*(measure.norm_a for measure in measured))
+        norm = math.hypot(*(measure.norm for measure in measured))
         change = norm / norm_a if norm_a and math.isfinite(norm_a) else None
-        largest = max((each.max_abs for each in measured), default=0.0)
+        largest = max((measure.max_abs for measure in measured), default=0.0)
         parts.append(PartChange(group, same[group], len(rows), change, largest))
     return tuple(sorted(parts, key=lambda part: (not part.changed, -(part.change or 0.0))))

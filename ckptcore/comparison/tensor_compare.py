@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
 from ckptcore.comparison.measures import Sums, is_measured, sums_of
-from ckptcore.comparison.opened import Opened, labelled
+from ckptcore.comparison.opened import OpenSide, labelled
 from ckptcore.comparison.result import DTYPE, VALUES, Element, TensorDifference
 from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box, flat_start
@@ -49,7 +49,7 @@ class Pair:
 
 
 def walk(
-    a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings, progress: Progress | None = None
+    a: OpenSide, b: OpenSide, pairs: Sequence[Pair], settings: Settings, progress: Progress | None = None
 ) -> list[TensorDifference]:
     """Compare pairs of tensors.
 
@@ -73,11 +73,11 @@ def walk(
         compared = compare_pairs((a, b), pairs, settings, meter)
     a.finish()
     b.finish()
-    return [each for each in compared if each is not None]
+    return [difference for difference in compared if difference is not None]
 
 
 def compare_pairs(
-    sides: Sequence[Opened], pairs: Sequence[Pair], settings: Settings, meter: ProgressMeter
+    sides: Sequence[OpenSide], pairs: Sequence[Pair], settings: Settings, meter: ProgressMeter
 ) -> list[TensorDifference | None]:
     """Compare pairs in the threads of this process.
 
@@ -90,26 +90,26 @@ def compare_pairs(
     Returns:
         The difference of each pair, None where there is none.
     """
-    budget, lock, found = Budget.of(settings), threading.Lock(), list[_Pair]()
+    budget, lock, open_pairs = Budget.of(settings), threading.Lock(), list[_Pair]()
     a, b = sides
     for side in sides:
         side.limit_decoded(settings)
 
     def opened() -> Iterator[_Pair]:
         for pair in pairs:
-            found.append(_Pair(pair, (a, b)))
-            yield found[-1]
+            open_pairs.append(_Pair(pair, (a, b)))
+            yield open_pairs[-1]
 
     walk_boxes(opened(), lambda: _compares_box((a, b), budget, lock), budget, meter)
-    for pair in found:
+    for pair in open_pairs:
         pair.sum_rest(a, budget)
-    return [each.result() if each.differing or each.cast else None for each in found]
+    return [open_pair.result() if open_pair.differing or open_pair.cast else None for open_pair in open_pairs]
 
 
 class _Pair(OpenTensor):
     """A pair while it is read, and its result."""
 
-    def __init__(self, pair: Pair, sides: tuple[Opened, Opened]) -> None:
+    def __init__(self, pair: Pair, sides: tuple[OpenSide, OpenSide]) -> None:
         readers = [side.reader(row) for side, row in zip(sides, pair.rows, strict=True)]
         widths = [BY_NAME[spec.dtype].itemsize for spec in (pair.a, pair.b)]
         super().__init__(pair.a if widths[0] >= widths[1] else pair.b, sides, pair.rows, readers)
@@ -121,11 +121,11 @@ class _Pair(OpenTensor):
         self.sums = Sums() if is_measured(pair.a.dtype) else None
         self.unsummed = list[Box]()  # equal boxes, as long as no box differs
 
-    def add(self, place: int, count: int, one: bytes, two: bytes) -> None:
+    def add(self, place: int, count: int, element_a: bytes, element_b: bytes) -> None:
         """Record ``count`` elements that differ, the first of them at row-major position ``place``."""
         self.differing += count
         if self.first is None or place < self.first[0]:
-            self.first = place, one, two
+            self.first = place, element_a, element_b
 
     def close(self) -> None:
         """Close the readers; the sums of equal tensors are of no use."""
@@ -134,7 +134,7 @@ class _Pair(OpenTensor):
             self.sums = None
             self.unsummed.clear()
 
-    def sum_rest(self, a: Opened, budget: Budget) -> None:
+    def sum_rest(self, a: OpenSide, budget: Budget) -> None:
         """Read the boxes once more that were equal before another differed: A's norm is that of all."""
         if self.sums is None or not self.unsummed:
             return
@@ -155,49 +155,57 @@ class _Pair(OpenTensor):
         pair, dtype = self.pair, self.cast or self.pair.a.dtype
         element = None
         if self.first is not None:
-            place, one, two = self.first
+            place, bits_a, bits_b = self.first
             index = tuple(int(i) for i in np.unravel_index(place, pair.a.shape)) if pair.a.shape else ()
-            element = Element(index, _element(one, dtype), _element(two, dtype), _hex(one), _hex(two))
-        what = (DTYPE,) * bool(self.cast) + (VALUES,) * bool(self.differing)
+            element = Element(
+                index, _element(bits_a, dtype), _element(bits_b, dtype), _hex(bits_a), _hex(bits_b)
+            )
+        kinds = (DTYPE,) * bool(self.cast) + (VALUES,) * bool(self.differing)
         measures = self.sums.measures() if self.sums is not None else None
-        return TensorDifference(pair.name, what, pair.a, pair.b, self.differing, element, measures, self.cast)
+        return TensorDifference(
+            pair.name, kinds, pair.a, pair.b, self.differing, element, measures, self.cast
+        )
 
 
 def _compares_box(
-    sides: tuple[Opened, Opened], budget: Budget, lock: threading.Lock
+    sides: tuple[OpenSide, OpenSide], budget: Budget, lock: threading.Lock
 ) -> Callable[[_Pair, Box], None]:
     """Return a function that compares one box; it is used in one thread."""
-    one, two, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
+    buffer_a, buffer_b, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
 
-    def compare(each: _Pair, box: Box) -> None:
+    def compare(open_pair: _Pair, box: Box) -> None:
         tiles = []
-        specs = (each.pair.a, each.pair.b)
-        for side, reader, spec, buffer in zip(sides, each.readers, specs, (one, two), strict=True):
+        specs = (open_pair.pair.a, open_pair.pair.b)
+        for side, reader, spec, buffer in zip(
+            sides, open_pair.readers, specs, (buffer_a, buffer_b), strict=True
+        ):
             with labelled(side.label):
                 reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
             tiles.append(buffer[: box.numel * BY_NAME[spec.dtype].itemsize])
         bits_a, bits_b = (
-            _cast(tile, spec.dtype, each.cast, scratch) if each.cast not in ("", spec.dtype) else tile
+            _cast(tile, spec.dtype, open_pair.cast, scratch)
+            if open_pair.cast not in ("", spec.dtype)
+            else tile
             for tile, spec in zip(tiles, specs, strict=True)
         )
-        itemsize = BY_NAME[each.cast or specs[0].dtype].itemsize
+        itemsize = BY_NAME[open_pair.cast or specs[0].dtype].itemsize
         first_and_count = differing(bits_a, bits_b, itemsize)
-        same_bits = first_and_count is None and not each.cast
-        if same_bits and not each.differing:  # equal tensors are not measured, and need no torch
+        same_bits = first_and_count is None and not open_pair.cast
+        if same_bits and not open_pair.differing:  # equal tensors are not measured, and need no torch
             with lock:
-                each.unsummed.append(box)
+                open_pair.unsummed.append(box)
             return
         sums = None
-        if each.sums is not None:
+        if open_pair.sums is not None:
             sums = sums_of(tiles[0], specs[0].dtype, tiles[1], specs[1].dtype, equal=same_bits)
         with lock:
-            if sums is not None and each.sums is not None:
-                each.sums.add(sums)
+            if sums is not None and open_pair.sums is not None:
+                open_pair.sums.add(sums)
             if first_and_count is not None:
                 first, count = first_and_count
                 span = slice(first * itemsize, (first + 1) * itemsize)
-                place = flat_start(each.spec.shape, box.offset) + first
-                each.add(place, count, bytes(bits_a[span]), bytes(bits_b[span]))
+                place = flat_start(open_pair.spec.shape, box.offset) + first
+                open_pair.add(place, count, bytes(bits_a[span]), bytes(bits_b[span]))
 
     return compare
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from ckptcore.comparison.opened import Opened, SideProgress
+from ckptcore.comparison.opened import OpenSide, SideProgress
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Settings
@@ -20,7 +20,7 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, ProgressMeter
 
-Share = Callable[[Sequence[Opened], Sequence[Any], Settings, ProgressMeter], list[Any]]
+Share = Callable[[Sequence[OpenSide], Sequence[Any], Settings, ProgressMeter], list[Any]]
 """Reads some tensors of opened checkpoints, and returns a small value for each."""
 
 
@@ -41,7 +41,7 @@ class _Setup:
 
 def in_processes(
     share: Share,
-    sides: Sequence[Opened],
+    sides: Sequence[OpenSide],
     tensors: Sequence[Any],
     sizes: Sequence[int],
     settings: Settings,
@@ -65,18 +65,19 @@ def in_processes(
     count = process_count(settings.threads, settings.memory, sum(sizes) * len(sides), len(tensors))
     if count == 1:
         return None
-    about = tuple((side.label, replace(side.manifest, sums=None), side.observes) for side in sides)
-    setup = _Setup((share.__module__, share.__name__), about, settings.share(count))
+    # Each worker sums up the files that it reads; `join` adds the sums of all workers.
+    side_setups = tuple((side.label, replace(side.manifest, sums=None), side.observes) for side in sides)
+    setup = _Setup((share.__module__, share.__name__), side_setups, settings.share(count))
     rows = batches(range(len(tensors)), sizes, count)
     jobs = [(batch, [tensors[n] for n in batch]) for batch in rows]
-    found: dict[int, Any] = {}
+    values_by_number: dict[int, Any] = {}
     with ProcessPool(__name__, [setup] * count) as pool:
         for batch, values in pool.run(jobs, meter.add):
-            found.update(zip(batch, values, strict=True))
+            values_by_number.update(zip(batch, values, strict=True))
         reports: list[list[SideProgress]] = pool.finish()
     for side, read in zip(sides, zip(*reports, strict=True), strict=True):
         side.join(read)
-    return [found[n] for n in range(len(tensors))]
+    return [values_by_number[n] for n in range(len(tensors))]
 
 
 def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
@@ -84,7 +85,7 @@ def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
     module, name = setup.share
     share: Share = getattr(import_module(module), name)
     sides = [
-        Opened(label, replace(manifest, sums=FileSums() if observes else None))
+        OpenSide(label, replace(manifest, sums=FileSums() if observes else None))
         for label, manifest, observes in setup.sides
     ]
     meter = CountedMeter(finished)

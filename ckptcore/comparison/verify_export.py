@@ -57,8 +57,8 @@ from ckptcore.comparison.element_use import element_use
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
 from ckptcore.comparison.export_sides import MappedSource, OpenExport, UnmappedSource, map_source
-from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
-from ckptcore.comparison.opened import Opened
+from ckptcore.comparison.export_values import EXPORT, SOURCE, PairResult, TensorPair, finish, read_pairs
+from ckptcore.comparison.opened import OpenSide
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
@@ -106,7 +106,7 @@ class Wanted:
 def verify_export(
     url: str,
     source: ExportSource | None,
-    wanted: Wanted,
+    optional_checks: Wanted,
     settings: Settings,
     progress: Progress | None = None,
     *,
@@ -118,7 +118,7 @@ def verify_export(
     Args:
         url: Path or URL of the export.
         source: What it was exported from, or None if that is unknown.
-        wanted: The checks on request.
+        optional_checks: The checks on request.
         settings: Memory, threads and device.
         progress: Called with the number of bytes read.
         missing: Why there is no source.
@@ -135,20 +135,22 @@ def verify_export(
     except NotComplete:
         raise
     except DamagedCheckpoint as error:
-        return ExportProof(url, "", place, found_by, tuple(_of_unread(url, error, wanted)))
-    base = inspect(wanted.near) if wanted.near is not None else None
-    if wanted.logits is not None:
+        return ExportProof(url, "", place, found_by, tuple(_of_unread(url, error, optional_checks)))
+    base = inspect(optional_checks.near) if optional_checks.near is not None else None
+    if optional_checks.logits is not None:
         folders = {url: export.values}
-        if wanted.logits.reference is not None:
-            folders[wanted.logits.reference] = inspect(wanted.logits.reference)
+        if optional_checks.logits.reference is not None:
+            folders[optional_checks.logits.reference] = inspect(optional_checks.logits.reference)
         for folder in folders:
             require_folder(folder)
-        require_memory(wanted.logits, folders)
-    reference = None if wanted.logits is None else wanted.logits.reference
+        require_memory(optional_checks.logits, folders)
+    reference = None if optional_checks.logits is None else optional_checks.logits.reference
     config = check_config(export, source, reference)
     try:
         mapped = map_source(source, export) if source is not None else UnmappedSource(missing)
     except (CkptError, OSError) as error:
+        # A config.json that contradicts the source explains why names do not fit: the failed check
+        # reports it, where an error would hide it.
         contradicted = config is not None and config.verdict == FAILED and isinstance(error, NameMismatch)
         if source is None or (_is_callers(error, source) and not contradicted):
             raise
@@ -162,20 +164,22 @@ def verify_export(
             else against_record(record, export.stored, mapped.reason, progress)
         )
         checks.append(not_done(FINITE, mapped.reason))
-        seen: tuple[Seen, ...] = ()
+        pair_results: tuple[PairResult, ...] = ()
     else:
         elements = _elements(export, mapped)
         names, ties, float32 = _check_names(export, source)
-        values, finite, seen = _values(export, mapped, ties, float32, settings, progress)
+        values, finite, pair_results = _values(export, mapped, ties, float32, settings, progress)
         checks = [elements, names, *config_checks, values, finite]
     if base is not None:
-        checks.append(_near(export, base, wanted, settings, progress))
-    if wanted.logits is not None:
+        checks.append(_near(export, base, optional_checks, settings, progress))
+    if optional_checks.logits is not None:
         if reference is not None:
-            tolerance = wanted.logits.tolerance
+            tolerance = optional_checks.logits.tolerance
             checks.append(check_reference(export, folders[reference], tolerance, settings, progress))
-        checks.append(check_logits(url, wanted.logits))
-    return ExportProof(url, export.stored.format, place, found_by, tuple(checks), _fingerprint(export, seen))
+        checks.append(check_logits(url, optional_checks.logits))
+    return ExportProof(
+        url, export.stored.format, place, found_by, tuple(checks), _fingerprint(export, pair_results)
+    )
 
 
 @dataclass(frozen=True)
@@ -220,28 +224,28 @@ def compare_part(
     mapped = map_source(source, export)
     if isinstance(mapped, UnmappedSource):
         raise UsageError(mapped.reason)
-    known, there = mapped.export.mapped, export.stored.index
+    mapped_tensors, export_rows = mapped.export.mapped, export.stored.index
     checks = [_elements(export, mapped)]
-    seen: tuple[Seen, ...] = ()
+    pair_results: tuple[PairResult, ...] = ()
     if settings is not None:
-        values, _, seen = _values(export, mapped, (), {}, settings, progress)
+        values, _, pair_results = _values(export, mapped, (), {}, settings, progress)
         checks.append(values)
     cast = tuple(
-        (spec.fqn, spec.dtype, export.stored.tensors[there[spec.fqn]].dtype)
-        for spec in known.manifest.tensors
-        if spec.fqn in there and export.stored.tensors[there[spec.fqn]].dtype != spec.dtype
+        (spec.fqn, spec.dtype, export.stored.tensors[export_rows[spec.fqn]].dtype)
+        for spec in mapped_tensors.manifest.tensors
+        if spec.fqn in export_rows and export.stored.tensors[export_rows[spec.fqn]].dtype != spec.dtype
     )
     problems = [str(p) for c in checks for p in c.problems]
     problems += [c.summary for c in checks if c.verdict != OK and not c.problems]
-    if settings is not None and _fingerprint(export, seen) is None and not problems:
+    if settings is not None and _fingerprint(export, pair_results) is None and not problems:
         problems.append("not every tensor of it was compared")
     return PartProof(
         tuple(problems),
         mapped.manifest,
-        known,
-        digest_of_map(mapped.manifest, known),
+        mapped_tensors,
+        digest_of_map(mapped.manifest, mapped_tensors),
         cast,
-        tuple(s.fingerprinted for s in seen),
+        tuple(s.fingerprinted for s in pair_results),
     )
 
 
@@ -252,14 +256,14 @@ def _is_callers(error: Exception, source: ExportSource) -> bool:
     return source.asked and not isinstance(error, DamagedCheckpoint)
 
 
-def _of_unread(url: str, error: DamagedCheckpoint, wanted: Wanted) -> Iterator[Check]:
+def _of_unread(url: str, error: DamagedCheckpoint, optional_checks: Wanted) -> Iterator[Check]:
     """Yield the checks of an export that cannot be opened at all."""
     problems = [Problem(f.fqn or f.file or "", f.message) for f in error.findings]
     yield failed(ELEMENTS, problems or [Problem("", error.message)])
     names = [NAMES, CONFIG, VALUES, FINITE]
-    names += [NEAR] if wanted.near is not None else []
-    if wanted.logits is not None:
-        names += [REFERENCE, LOGITS] if wanted.logits.reference is not None else [LOGITS]
+    names += [NEAR] if optional_checks.near is not None else []
+    if optional_checks.logits is not None:
+        names += [REFERENCE, LOGITS] if optional_checks.logits.reference is not None else [LOGITS]
     for name in names:
         yield not_done(name, f"cannot read {url}")
 
@@ -271,10 +275,10 @@ def _defects(export: OpenExport) -> list[Problem]:
     if export.stored.origin.get("file"):
         return problems
     used = {file.path for file in export.stored.files}
-    there = folder_at(export.stored.root).files
-    if INDEX not in there and sum(name.endswith(".safetensors") for name in used) > 1:
+    folder_files = folder_at(export.stored.root).files
+    if INDEX not in folder_files and sum(name.endswith(".safetensors") for name in used) > 1:
         problems.append(Problem(INDEX, "is missing, and loaders open no model of several files without it"))
-    beside = [n for n in there if n.endswith(".safetensors") and n not in used]
+    beside = [n for n in folder_files if n.endswith(".safetensors") and n not in used]
     return problems + [
         Problem(n, "is not part of the export, and loaders may read it instead") for n in beside
     ]
@@ -286,37 +290,38 @@ def _unmapped_elements(export: OpenExport, reason: str) -> Check:
 
 
 def _elements(export: OpenExport, mapped: MappedSource) -> Check:
-    known = mapped.export.mapped
-    stored = {new: old for old, new in known.renamed}
-    wanted = {t.fqn: t for t in known.manifest.tensors}
-    there = {t.fqn: t for t in export.stored.tensors}
+    mapped_tensors = mapped.export.mapped
+    stored = {new: old for old, new in mapped_tensors.renamed}
+    source_specs = {t.fqn: t for t in mapped_tensors.manifest.tensors}
+    export_specs = {t.fqn: t for t in export.stored.tensors}
     problems = _defects(export)
     holed = {p.name for p in problems}
-    for name, spec in wanted.items():
-        if name not in there:
+    for name, spec in source_specs.items():
+        if name not in export_specs:
+            # A tensor in a missing or truncated file is a problem already.
             if name not in holed:
                 of = f" (of {stored[name]})" if name in stored else ""
                 problems.append(Problem(name, f"is not in the export{of}"))
-        elif there[name].shape != spec.shape:
-            what = f"has the shape {list(there[name].shape)}, the source gives {list(spec.shape)}"
-            problems.append(Problem(name, what))
+        elif export_specs[name].shape != spec.shape:
+            text = f"has the shape {list(export_specs[name].shape)}, the source gives {list(spec.shape)}"
+            problems.append(Problem(name, text))
     problems += [
         Problem(name, "is in the export, but comes from no tensor of the source")
-        for name in there
-        if name not in wanted
+        for name in export_specs
+        if name not in source_specs
     ]
-    problems += element_problems(mapped.manifest, known)
-    nonzero, unread = zero_problems(mapped.manifest, known)
+    problems += element_problems(mapped.manifest, mapped_tensors)
+    nonzero, unread = zero_problems(mapped.manifest, mapped_tensors)
     problems += nonzero
-    rules = Counter(d.rule for d in known.dropped)
+    rules = Counter(d.rule for d in mapped_tensors.dropped)
     numel = sum(t.numel for t in export.stored.tensors)
-    values = {"tensors": len(there), "elements": numel, "left_out": dict(rules)}
+    values = {"tensors": len(export_specs), "elements": numel, "left_out": dict(rules)}
     if problems:
         return failed(ELEMENTS, problems, **values)
     if unread:
         return not_done(ELEMENTS, f"the source cannot be read: {unread}")
     left = "".join(f"; left out: {n}, {rule}" for rule, n in rules.items())
-    return passed(ELEMENTS, f"{count(len(there), 'tensor')}, {numel:,} elements{left}", **values)
+    return passed(ELEMENTS, f"{count(len(export_specs), 'tensor')}, {numel:,} elements{left}", **values)
 
 
 def _adapter_names(export: OpenExport, content: bytes) -> Check:
@@ -365,8 +370,8 @@ def _check_names(
     if unasked:
         return not_done(NAMES, f"{unasked[0].message}; {unasked[0].hint}"), (), {}
     notes = "; ".join(f.message for f in (*expected.warnings, *expected.kept_names()))
-    there = export.stored.index
-    ties = tuple((a, b) for a, b in expected.ties if a in there and b in there)
+    export_rows = export.stored.index
+    ties = tuple((a, b) for a, b in expected.ties if a in export_rows and b in export_rows)
     return passed(NAMES, f"they fit{f': {notes}' if notes else ''}"), ties, expected.float32 or {}
 
 
@@ -387,85 +392,99 @@ def _values(
     float32: Mapping[str, Sequence[str]],
     settings: Settings,
     progress: Progress | None,
-) -> tuple[Check, Check, tuple[Seen, ...]]:
+) -> tuple[Check, Check, tuple[PairResult, ...]]:
     """Return the checks of values and of NaN and Inf, and the results of the export's tensors.
 
     tied: pairs that the model class ties: if both are stored, transformers loads one of them. float32: 16-bit
     dtype -> names of what models of that dtype have in float32.
     """
-    known = mapped.export.mapped
-    one, two = Opened(f"source ({mapped.manifest.root})", known.manifest), Opened(export.url, export.stored)
-    twins = Opened(one.label, known.twins) if known.twins is not None else None
-    every = [one, two, *([twins] if twins is not None else [])]
-    with _closing(every):
-        problems, pairs = _comparable(export, mapped, float32, one, two)
+    mapped_tensors = mapped.export.mapped
+    source_side = OpenSide(f"source ({mapped.manifest.root})", mapped_tensors.manifest)
+    export_side = OpenSide(export.url, export.stored)
+    twins = OpenSide(source_side.label, mapped_tensors.twins) if mapped_tensors.twins is not None else None
+    sides = [source_side, export_side, *([twins] if twins is not None else [])]
+    with _closing(sides):
+        problems, pairs = _comparable(export, mapped, float32, source_side, export_side)
         ties = []
         if twins is not None:
-            kept = known.manifest.index
+            source_rows = mapped_tensors.manifest.index
             ties = [
-                Beside(f"{a}, which is tied to {b}", (twins, one), (row, kept[b]), wanted=False)
-                for row, (a, b) in enumerate(known.ties)
+                TensorPair(
+                    f"{a}, which is tied to {b}", (twins, source_side), (row, source_rows[b]), is_summed=False
+                )
+                for row, (a, b) in enumerate(mapped_tensors.ties)
             ]
-        there = export.stored
+        stored = export.stored
         for a, b in tied:
-            first, second = (there.tensors[there.index[n]] for n in (a, b))
+            first, second = (stored.tensors[stored.index[n]] for n in (a, b))
             if (first.shape, first.dtype) != (second.shape, second.dtype):
                 problems.append(
                     Problem(a, f"has another shape or dtype than {b}, to which config.json ties it")
                 )
                 continue
             name = f"{a}, which config.json ties to {b}"
-            ties.append(Beside(name, (two, two), (there.index[b], there.index[a]), wanted=False))
-        seen = read_beside([*pairs, *ties], settings, progress)
-        ends = [finish(side, SOURCE if side is not two else EXPORT) for side in every]
-    damage = [(s.name, side, why.removeprefix(f"{s.name}: ")) for s in seen for side, why in s.damage]
+            ties.append(
+                TensorPair(
+                    name, (export_side, export_side), (stored.index[b], stored.index[a]), is_summed=False
+                )
+            )
+        pair_results = read_pairs([*pairs, *ties], settings, progress)
+        ends = [finish(side, SOURCE if side is not export_side else EXPORT) for side in sides]
+    damage = [(s.name, side, why.removeprefix(f"{s.name}: ")) for s in pair_results for side, why in s.damage]
+    # The end of a side repeats, behind the side's label, damage that a box has reported.
     damage += [
         ("", *end) for end in ends if end is not None and not any(end[1].endswith(d[2]) for d in damage)
     ]
     of_source = [Problem(name, why) for name, side, why in damage if side == SOURCE]
     problems += [Problem(name, why) for name, side, why in damage if side == EXPORT]
-    problems += [Problem(s.name, _differing(s)) for s in seen if s.differing]
-    own = tuple(s for s, p in zip(seen, [*pairs, *ties], strict=True) if p.wanted)
+    problems += [Problem(s.name, _differing(s)) for s in pair_results if s.differing]
+    export_results = tuple(s for s, p in zip(pair_results, [*pairs, *ties], strict=True) if p.is_summed)
     cast = Counter(
-        f"{s.specs[0].dtype} to {s.specs[1].dtype}" for s in own if s.specs[0].dtype != s.specs[1].dtype
+        f"{s.specs[0].dtype} to {s.specs[1].dtype}"
+        for s in export_results
+        if s.specs[0].dtype != s.specs[1].dtype
     )
-    values = {"compared": len(own), "cast": dict(cast), "unverified": one.unverified}
+    values = {"compared": len(export_results), "cast": dict(cast), "unverified": source_side.unverified}
     if problems:
         result = failed(VALUES, problems, **values)
     elif of_source:
         result = not_done(VALUES, f"the source cannot be read: {named(of_source)}", of_source)
     else:
-        casts = "".join(f", {n} cast from {how}" for how, n in cast.items())
-        result = passed(VALUES, f"{count(len(own), 'tensor')} equal bit for bit{casts}", **values)
-    return result, _finite(own, of_source), own
+        casts = "".join(f", {n} cast from {dtypes}" for dtypes, n in cast.items())
+        result = passed(VALUES, f"{count(len(export_results), 'tensor')} equal bit for bit{casts}", **values)
+    return result, _finite(export_results, of_source), export_results
 
 
 def _comparable(
-    export: OpenExport, mapped: MappedSource, float32: Mapping[str, Sequence[str]], one: Opened, two: Opened
-) -> tuple[list[Problem], list[Beside]]:
+    export: OpenExport,
+    mapped: MappedSource,
+    float32: Mapping[str, Sequence[str]],
+    source_side: OpenSide,
+    export_side: OpenSide,
+) -> tuple[list[Problem], list[TensorPair]]:
     """Return (dtypes that the cast does not explain, tensors to read side by side)."""
     dtypes, exact = mapped.export.dtypes, mapped.source.exact
-    there, problems, pairs = export.stored.index, [], []
+    export_rows, problems, pairs = export.stored.index, [], []
     in_float32 = {dtype: {*names} for dtype, names in float32.items()}
-    for row, spec in enumerate(one.manifest.tensors):
-        other = there.get(spec.fqn)
-        if other is None or export.stored.tensors[other].shape != spec.shape:
+    for row, spec in enumerate(source_side.manifest.tensors):
+        export_row = export_rows.get(spec.fqn)
+        if export_row is None or export.stored.tensors[export_row].shape != spec.shape:
             continue  # the check of elements reports it
-        got, right = export.stored.tensors[other].dtype, dtypes.get(spec.fqn, spec.dtype)
-        both = BY_NAME[got].is_float and BY_NAME[spec.dtype].is_float
-        if got != right and (exact or not both):
+        got, right = export.stored.tensors[export_row].dtype, dtypes.get(spec.fqn, spec.dtype)
+        both_float = BY_NAME[got].is_float and BY_NAME[spec.dtype].is_float
+        if got != right and (exact or not both_float):
             problems.append(Problem(spec.fqn, f"is {got}, the source gives {right}"))
             continue
         if not exact and spec.dtype in _WIDE and spec.fqn in in_float32.get(got, ()):
             text = f"is rounded from {spec.dtype} to {got}; the model class keeps it in float32"
             problems.append(Problem(spec.fqn, text))
             continue
-        pairs.append(Beside(spec.fqn, (one, two), (row, other)))
+        pairs.append(TensorPair(spec.fqn, (source_side, export_side), (row, export_row)))
     return problems, pairs
 
 
 @contextmanager
-def _closing(sides: Sequence[Opened]) -> Iterator[None]:
+def _closing(sides: Sequence[OpenSide]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -473,25 +492,25 @@ def _closing(sides: Sequence[Opened]) -> Iterator[None]:
             side.store.close()
 
 
-def _differing(seen: Seen) -> str:
-    spec, where = seen.specs[1], list(seen.first or ())
-    cast = f", after the cast from {seen.specs[0].dtype}" if seen.specs[0].dtype != spec.dtype else ""
-    return f"{seen.differing:,} of {spec.numel:,} elements differ from the source{cast}, first at {where}"
+def _differing(pair: PairResult) -> str:
+    spec, where = pair.specs[1], list(pair.first or ())
+    cast = f", after the cast from {pair.specs[0].dtype}" if pair.specs[0].dtype != spec.dtype else ""
+    return f"{pair.differing:,} of {spec.numel:,} elements differ from the source{cast}, first at {where}"
 
 
-def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
+def _finite(pair_results: Sequence[PairResult], of_source: Sequence[Problem]) -> Check:
     problems = [
         Problem(s.name, f"{s.nan[1]} NaN and {s.inf[1]} Inf, the source has {s.nan[0]} and {s.inf[0]}")
-        for s in seen
+        for s in pair_results
         if not s.damage and (s.nan[1] > s.nan[0] or s.inf[1] > s.inf[0])
     ]
-    not_finite = [(s.name, s.nan[1], s.inf[1]) for s in seen if s.nan[1] or s.inf[1]]
+    not_finite = [(s.name, s.nan[1], s.inf[1]) for s in pair_results if s.nan[1] or s.inf[1]]
     values: Mapping[str, object] = {
         "tensors": [{"name": name, "nan": nan, "inf": inf} for name, nan, inf in not_finite]
     }
     if problems:
         return failed(FINITE, problems, **values)
-    if of_source or any(s.damage for s in seen):
+    if of_source or any(s.damage for s in pair_results):
         return not_done(FINITE, "not every tensor could be read")
     if not not_finite:
         return passed(FINITE, "no NaN, no Inf", **values)
@@ -503,63 +522,68 @@ def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
 
 @rereading
 def _near(
-    export: OpenExport, base: Manifest, wanted: Wanted, settings: Settings, progress: Progress | None
+    export: OpenExport, base: Manifest, optional_checks: Wanted, settings: Settings, progress: Progress | None
 ) -> Check:
-    one, two = Opened(export.url, export.values), Opened(str(wanted.near), base)
-    with _closing([one, two]):
+    export_side, base_side = OpenSide(export.url, export.values), OpenSide(str(optional_checks.near), base)
+    with _closing([export_side, base_side]):
         try:
-            found = near(one, two, settings, progress)
+            nearness = near(export_side, base_side, settings, progress)
         except DamagedCheckpoint as error:
             return not_done(NEAR, error.message)
-    low = sorted((c, n) for n, c in found.cosines if math.isfinite(c))
-    far = [Problem(n, "an element is NaN or Inf") for n, c in found.cosines if not math.isfinite(c)]
+    low = sorted((c, n) for n, c in nearness.cosines if math.isfinite(c))
+    far = [Problem(n, "an element is NaN or Inf") for n, c in nearness.cosines if not math.isfinite(c)]
     far += [
-        Problem(n, f"cosine {c:.4f} is less than {wanted.threshold}") for c, n in low if c < wanted.threshold
+        Problem(n, f"cosine {c:.4f} is less than {optional_checks.threshold}")
+        for c, n in low
+        if c < optional_checks.threshold
     ]
-    far += [Problem(n, f"has the shape {list(a)}, {wanted.near} has {list(b)}") for n, a, b in found.shapes]
+    far += [
+        Problem(n, f"has the shape {list(a)}, {optional_checks.near} has {list(b)}")
+        for n, a, b in nearness.shapes
+    ]
     values = {
-        "compared": len(found.cosines),
-        "threshold": wanted.threshold,
+        "compared": len(nearness.cosines),
+        "threshold": optional_checks.threshold,
         "lowest": [{"name": n, "cosine": c} for c, n in low[:_MOST_COSINES]],
-        "only_in_export": list(found.only_export),
-        "only_in_base": list(found.only_base),
-        "no_direction": list(found.zero),
+        "only_in_export": list(nearness.only_export),
+        "only_in_base": list(nearness.only_base),
+        "no_direction": list(nearness.zero),
     }
     if far:
         return failed(NEAR, far, **values)
-    if not found.cosines:
-        return not_done(NEAR, f"{wanted.near} has no tensor with a name and shape of the export")
-    lacking = f"; {wanted.near} lacks {len(found.only_export)}" if found.only_export else ""
+    if not nearness.cosines:
+        return not_done(NEAR, f"{optional_checks.near} has no tensor with a name and shape of the export")
+    lacking = f"; {optional_checks.near} lacks {len(nearness.only_export)}" if nearness.only_export else ""
     least = f"{low[0][0]:.4f} ({low[0][1]})"
-    tensors = count(len(found.cosines), "tensor")
+    tensors = count(len(nearness.cosines), "tensor")
     return passed(NEAR, f"{tensors}, the lowest cosine is {least}{lacking}", **values)
 
 
-def _fingerprint(export: OpenExport, seen: Sequence[Seen]) -> str | None:
+def _fingerprint(export: OpenExport, pair_results: Sequence[PairResult]) -> str | None:
     """Return the fingerprint of the export, or None unless each of its tensors was read."""
-    if len(seen) != len(export.stored.tensors) or any(s.damage for s in seen):
+    if len(pair_results) != len(export.stored.tensors) or any(s.damage for s in pair_results):
         return None
-    return checkpoint_fingerprint(s.fingerprinted for s in seen)
+    return checkpoint_fingerprint(s.fingerprinted for s in pair_results)
 
 
-def element_problems(source: Manifest, known: Mapped) -> list[Problem]:
+def element_problems(source: Manifest, mapped_tensors: Mapped) -> list[Problem]:
     """Account for every stored element of a source.
 
     Args:
         source: The checkpoint.
-        known: What an export makes of it.
+        mapped_tensors: What an export makes of it.
 
     Returns:
         A problem for each tensor of which elements are lost, more or fewer are dropped than its rule says, or
         elements are in the export twice.
     """
-    gone = {d.fqn for d in known.dropped if d.part is None}
+    gone = {d.fqn for d in mapped_tensors.dropped if d.part is None}
     parts = Counter[str]()
-    for dropped in known.dropped:
+    for dropped in mapped_tensors.dropped:
         if dropped.part is not None and dropped.fqn not in gone:
             parts[dropped.fqn] += dropped.part
-    use = element_use(source, known.manifest, {t.fqn for t in source.tensors if t.fqn not in gone})
-    found = [
+    use = element_use(source, mapped_tensors.manifest, {t.fqn for t in source.tensors if t.fqn not in gone})
+    problems = [
         Problem(name, f"{count:,} of its elements are in no tensor of the export, and no rule says why")
         for name, count in use.unused.items()
         if name not in parts
@@ -567,15 +591,15 @@ def element_problems(source: Manifest, known: Mapped) -> list[Problem]:
     for name, expected in parts.items():
         lost = use.once.get(name, 0)
         if lost != expected:
-            what = f"{lost:,} of its elements are in no tensor of the export, and its rule drops {expected:,}"
-            found.append(Problem(name, what))
-    return found + [
+            text = f"{lost:,} of its elements are in no tensor of the export, and its rule drops {expected:,}"
+            problems.append(Problem(name, text))
+    return problems + [
         Problem(name, f"{count:,} of its elements are in another tensor of the export, too")
         for name, count in use.repeated.items()
     ]
 
 
-def zero_problems(source: Manifest, known: Mapped) -> tuple[list[Problem], str]:
+def zero_problems(source: Manifest, mapped_tensors: Mapped) -> tuple[list[Problem], str]:
     """Read the tensors that a rule drops where they are all zero.
 
     Returns:
@@ -584,7 +608,7 @@ def zero_problems(source: Manifest, known: Mapped) -> tuple[list[Problem], str]:
     try:
         return [
             Problem(d.fqn, f"{count:,} of its {numel:,} elements are not zero, and {d.only_zero}")
-            for d, count, numel in not_zero(source, known.dropped)
+            for d, count, numel in not_zero(source, mapped_tensors.dropped)
         ], ""
     except DamagedCheckpoint as error:
         return [], error.message
@@ -604,19 +628,23 @@ def check_config(export: OpenExport, source: ExportSource | None, reference: str
     if export.config is None:
         return None
     try:
-        own = Config("the export's config.json", HUB, export.config.form)
+        export_config = Config("the export's config.json", HUB, export.config.form)
     except InvalidText:
         return None
-    others = [*_of_source(source), *_of_reference(reference)]
+    model_configs = [*_of_source(source), *_of_reference(reference)]
     try:
-        found = agreement_of(own, others)
+        agreement = agreement_of(export_config, model_configs)
     except NameMismatch as error:
         return failed(CONFIG, [Problem("", error.message)])
-    values = {"compared_with": [c.name for c in others], "unconfirmed": list(found.unconfirmed)}
-    if found.contradictions:
-        return failed(CONFIG, [Problem(c.field, c.text) for c in found.contradictions], **values)
-    of = f"no contradiction with {listed([c.name for c in others])}" if others else "no other config is known"
-    open_fields = f"; {unconfirmed_text(found.unconfirmed)}" if found.unconfirmed else ""
+    values = {"compared_with": [c.name for c in model_configs], "unconfirmed": list(agreement.unconfirmed)}
+    if agreement.contradictions:
+        return failed(CONFIG, [Problem(c.field, c.text) for c in agreement.contradictions], **values)
+    of = (
+        f"no contradiction with {listed([c.name for c in model_configs])}"
+        if model_configs
+        else "no other config is known"
+    )
+    open_fields = f"; {unconfirmed_text(agreement.unconfirmed)}" if agreement.unconfirmed else ""
     return passed(CONFIG, f"{of}{open_fields}", **values)
 
 
@@ -690,9 +718,9 @@ def against_record(
         return Check(VALUES, NOT_DONE, f"{reason}; the catalog has no digest of its files", (), values)
     of = "1 file of tensors is" if len(data) == 1 else f"{len(data)} files of tensors are"
     when = f" on {record.written:%Y-%m-%d}" if record.written is not None else ""
-    other = f"; changed since: {', '.join(beside)}" if beside else ""
+    changed_text = f"; changed since: {', '.join(beside)}" if beside else ""
     summary = (
-        f"{reason}. Proven by the catalog: {of} what was written{when}{other}. "
+        f"{reason}. Proven by the catalog: {of} what was written{when}{changed_text}. "
         f"Not proven again: that it is what the source held ({verified})"
     )
     return Check(VALUES, NOT_DONE, summary, (), values)
@@ -711,12 +739,12 @@ def check_reference(
         settings: Memory and threads.
         progress: Called with the number of bytes read.
     """
-    mine, theirs = Opened(export.url, export.values), Opened(f"reference ({reference.root})", reference)
+    mine, theirs = OpenSide(export.url, export.values), OpenSide(f"reference ({reference.root})", reference)
     with closing(mine.store), closing(theirs.store):
         problems, pairs = _pairs(export, mine, theirs)
-        seen = read_beside(pairs, settings, progress)
+        pair_results = read_pairs(pairs, settings, progress)
         ends = [end for end in (finish(theirs, SOURCE), finish(mine, "export")) if end is not None]
-    damage = [(side, why) for s in seen for side, why in s.damage] + ends
+    damage = [(side, why) for s in pair_results for side, why in s.damage] + ends
     if unread := [why for side, why in damage if side == SOURCE]:
         return not_done(REFERENCE, f"the reference cannot be read: {unread[0]}")
     problems += [Problem("", why) for _, why in damage]
@@ -725,49 +753,56 @@ def check_reference(
             s.name,
             f"{s.differing:,} of {s.specs[1].numel:,} elements differ from the reference{_cast(s.specs)}",
         )
-        for s in seen
+        for s in pair_results
         if s.differing
     ]
-    values = {"compared": len(seen), "differing": [p.name for p in differing]}
+    values = {"compared": len(pair_results), "differing": [p.name for p in differing]}
     if problems or (differing and not tolerance):
         return failed(REFERENCE, [*problems, *differing], **values)
     if differing:
-        text = f"{count(len(differing), 'tensor')} of {len(seen)} differ, which a tolerance of logits allows"
+        tensors = f"{count(len(differing), 'tensor')} of {len(pair_results)}"
+        text = f"{tensors} differ, which a tolerance of logits allows"
         return passed(REFERENCE, f"{text}: {named(differing)}", **values)
-    cast = [s for s in seen if s.specs[0].dtype != s.specs[1].dtype]
+    cast = [s for s in pair_results if s.specs[0].dtype != s.specs[1].dtype]
     after = f", {len(cast)} after a cast of the reference's" if cast else ""
-    return passed(REFERENCE, f"{count(len(seen), 'tensor')} equal bit for bit{after}", **values)
+    return passed(REFERENCE, f"{count(len(pair_results), 'tensor')} equal bit for bit{after}", **values)
 
 
 def _cast(specs: Sequence[object]) -> str:
-    one, two = (getattr(spec, "dtype", "") for spec in specs)
-    return "" if one == two else f", after the cast from {one}"
+    source_dtype, export_dtype = (getattr(spec, "dtype", "") for spec in specs)
+    return "" if source_dtype == export_dtype else f", after the cast from {source_dtype}"
 
 
-def _pairs(export: OpenExport, mine: Opened, theirs: Opened) -> tuple[list[Problem], list[Beside]]:
+def _pairs(export: OpenExport, mine: OpenSide, theirs: OpenSide) -> tuple[list[Problem], list[TensorPair]]:
     """Return (names and shapes that differ, tensors to read side by side)."""
-    there, right = mine.manifest.index, theirs.manifest.index
+    export_rows, reference_rows = mine.manifest.index, theirs.manifest.index
     problems, pairs = [], []
-    only = {*there} ^ {*right}
+    only = {*export_rows} ^ {*reference_rows}
     ties = dict(_ties(export, theirs.manifest)) if only else {}
-    for name in [*there, *(n for n in right if n not in there)]:
-        side = "is not in the reference" if name in there else "is only in the reference"
+    for name in [*export_rows, *(n for n in reference_rows if n not in export_rows)]:
+        side = "is not in the reference" if name in export_rows else "is only in the reference"
         twin = name if name not in only else ties.get(name, "")
-        row, other = (of.get(name, of.get(twin)) for of in (there, right))
-        if row is None or other is None:
+        export_row, reference_row = (of.get(name, of.get(twin)) for of in (export_rows, reference_rows))
+        if export_row is None or reference_row is None:
             problems.append(Problem(name, side))
             continue
-        got, wanted = mine.manifest.tensors[row], theirs.manifest.tensors[other]
-        if got.shape != wanted.shape:
+        export_spec = mine.manifest.tensors[export_row]
+        reference_spec = theirs.manifest.tensors[reference_row]
+        if export_spec.shape != reference_spec.shape:
             problems.append(
-                Problem(name, f"has the shape {list(got.shape)}, the reference {list(wanted.shape)}")
+                Problem(
+                    name,
+                    f"has the shape {list(export_spec.shape)}, the reference {list(reference_spec.shape)}",
+                )
             )
-        elif got.dtype != wanted.dtype and not (
-            BY_NAME[got.dtype].is_float and BY_NAME[wanted.dtype].is_float
+        elif export_spec.dtype != reference_spec.dtype and not (
+            BY_NAME[export_spec.dtype].is_float and BY_NAME[reference_spec.dtype].is_float
         ):
-            problems.append(Problem(name, f"is {got.dtype}, the reference has {wanted.dtype}"))
+            problems.append(
+                Problem(name, f"is {export_spec.dtype}, the reference has {reference_spec.dtype}")
+            )
         else:
-            pairs.append(Beside(name, (theirs, mine), (other, row), wanted=False))
+            pairs.append(TensorPair(name, (theirs, mine), (reference_row, export_row), is_summed=False))
     return problems, pairs
 
 
@@ -780,6 +815,6 @@ def _ties(export: OpenExport, reference: Manifest) -> Iterator[tuple[str, str]]:
         expected = check_names(export.config, shapes)
     except (NameMismatch, UsageError):  # the check of names reports it
         return
-    for gone, kept in expected.ties:
-        yield gone, kept
-        yield kept, gone
+    for tied_name, owner_name in expected.ties:
+        yield tied_name, owner_name
+        yield owner_name, tied_name

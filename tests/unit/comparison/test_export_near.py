@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.comparison import export_near
 from ckptcore.comparison.export_near import near
-from ckptcore.comparison.opened import Opened
+from ckptcore.comparison.opened import OpenSide
 from ckptcore.planning.request import Settings
 
 REAL = export_near._BLOCK
@@ -53,7 +53,7 @@ def test_any_number_of_blocks(
     save_file({name: one.reshape(rows, width).clone() for name in ("first", "last", "same")}, folders[0])
     others = {"first": first, "last": last, "same": one}
     save_file({name: t.reshape(rows, width).clone() for name, t in others.items()}, folders[1])
-    sides = [Opened(path.stem, ckptcore.open(str(path))) for path in folders]
+    sides = [OpenSide(path.stem, ckptcore.open(str(path))) for path in folders]
     found = near(*sides, Settings(memory=memory, workers=2))
     want = {name: cosine(one, other) for name, other in others.items()}
     assert dict(found.cosines) == pytest.approx(want, abs=1e-9)
