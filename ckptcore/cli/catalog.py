@@ -52,8 +52,8 @@ def restore_(
     """Restore a checkpoint that was set aside."""
     from ckptcore.operations.purge import restore
 
-    with opened(catalog) as known:
-        place = restore(known, ref, to)
+    with opened(catalog) as catalog_db:
+        place = restore(catalog_db, ref, to)
     if output is Output.JSON:
         write_json({"restored": place})
         return
@@ -90,11 +90,11 @@ def list_(
         )
     rows: Any = ()
     try:
-        with opened(catalog) as found:
+        with opened(catalog) as catalog_db:
             if conversions:
-                rows = found.conversions(limit, state=state)
+                rows = catalog_db.conversions(limit, state=state)
             else:
-                rows = found.list(limit, kind=kind, state=state, run=run)
+                rows = catalog_db.list(limit, kind=kind, state=state, run=run)
     except CatalogError as error:
         named = getattr(context.get_parameter_source("catalog"), "name", "") == "COMMANDLINE"
         if named or not error.values.get("missing"):
@@ -112,16 +112,16 @@ def show(
     output: As = Output.TEXT,
 ) -> None:
     """Show all details of one checkpoint or conversion."""
-    with opened(catalog) as found:
-        detail = found.show(ref, tensors=tensors)
+    with opened(catalog) as catalog_db:
+        detail = catalog_db.show(ref, tensors=tensors)
     answer(detail, output)
 
 
 @app.command()
 def resolve(name: Ref, catalog: Where = None, output: As = Output.TEXT) -> None:
     """Print the path or URL of a checkpoint, for other programs."""
-    with opened(catalog) as found:
-        place = found.place_of(name)
+    with opened(catalog) as catalog_db:
+        place = catalog_db.place_of(name)
     if place is None:
         raise UsageError(
             f"the catalog has no checkpoint {name}", hint="`ckptcore catalog list` shows ids and URIs"
@@ -141,8 +141,8 @@ def lineage(
     output: As = Output.TEXT,
 ) -> None:
     """Show what a checkpoint was made from, and what of it."""
-    with opened(catalog) as found:
-        lines = found.lineage(ref, up=up or not down, down=down or not up)
+    with opened(catalog) as catalog_db:
+        lines = catalog_db.lineage(ref, up=up or not down, down=down or not up)
     answer(lines, output)
 
 
@@ -154,11 +154,11 @@ OfFingerprint = Annotated[
 
 @app.command()
 def find(
-    what: What, fingerprint: OfFingerprint = False, catalog: Where = None, output: As = Output.TEXT
+    lookup_key: What, fingerprint: OfFingerprint = False, catalog: Where = None, output: As = Output.TEXT
 ) -> None:
     """Find the checkpoint, conversion and source of a file."""
-    with opened(catalog) as known:
-        origins = known.copies(what) if fingerprint else known.which(what)
+    with opened(catalog) as catalog_db:
+        origins = catalog_db.copies(lookup_key) if fingerprint else catalog_db.which(lookup_key)
     answer(origins, output)
 
 
@@ -176,10 +176,10 @@ def tag(
             raise UsageError(
                 f"a tag must have the form KEY=VALUE (got {key!r})", hint="for example: eval.mmlu=71.3"
             )
-    with opened(catalog) as found:
+    with opened(catalog) as catalog_db:
         for key, _, value in pairs:
-            found.tag(ref, key, value or None)
-        detail = found.show(ref, tensors=False)
+            catalog_db.tag(ref, key, value or None)
+        detail = catalog_db.show(ref, tensors=False)
     answer(detail, output)
 
 
@@ -205,9 +205,9 @@ def meta(
     facts = facts_of_pairs(pairs, "KEY=VALUE")
     for name in unnamed_metrics(facts):
         terminal.line(f"note: {name} is recorded as a fact; a metric is metrics.{name}=VALUE", err=True)
-    with opened(catalog) as found:
-        found.describe(ref, facts)
-        detail = found.show(ref, tensors=False)
+    with opened(catalog) as catalog_db:
+        catalog_db.describe(ref, facts)
+        detail = catalog_db.show(ref, tensors=False)
     if output is Output.JSON:
         answer(detail, output)
     else:
@@ -229,8 +229,8 @@ def best(
     output: As = Output.TEXT,
 ) -> None:
     """List checkpoints by a metric, the best first."""
-    with opened(catalog) as found:
-        rows = found.best(metric, "max" if highest else "min", run=run, kind=kind, limit=limit)
+    with opened(catalog) as catalog_db:
+        rows = catalog_db.best(metric, "max" if highest else "min", run=run, kind=kind, limit=limit)
     answer(rows, output)
 
 
@@ -260,7 +260,7 @@ def page(
 
     # A server lives long: it goes without what a command does to start and end fast.
     command = [sys.executable, "-m", "ckptcore.page", "--port", str(port), "--host", host]
-    command += [each for name in allow_host or () for each in ("--allow-host", name)]
+    command += [argument for name in allow_host or () for argument in ("--allow-host", name)]
     url = catalog or default_url()
     if any("\0" in text for text in (*command, url)):
         raise UsageError("an option contains a NUL character", hint="remove it")
@@ -288,8 +288,8 @@ def sql(
     """Run a read-only SQL query. The database refuses every change."""
     from ckptcore.catalog.sql_query import ask
 
-    found = ask(catalog or default_url(), statement, limit=limit, seconds=timeout, explain=explain)
-    answer(found, output)
+    query_answer = ask(catalog or default_url(), statement, limit=limit, seconds=timeout, explain=explain)
+    answer(query_answer, output)
 
 
 @app.command()
@@ -298,7 +298,7 @@ def rebuild(
     digests: Annotated[
         bool, typer.Option("--digests", help="Read every byte, to record the digest of each file.")
     ] = False,
-    made: Annotated[
+    output_folders: Annotated[
         list[str] | None,
         typer.Option("--made", metavar="FOLDER", help="Folder that holds outputs of ckptcore (repeatable)."),
     ] = None,
@@ -317,20 +317,20 @@ def rebuild(
     from ckptcore.planning.request import Settings
 
     take = Settings() if fingerprints else None
-    with open_catalog(catalog or default_url()) as found:
-        done = run(
-            found,
+    with open_catalog(catalog or default_url()) as catalog_db:
+        report = run(
+            catalog_db,
             roots,
-            made=made or (),
+            made=output_folders or (),
             digests=digests,
             take=take,
             on_place=lambda line: terminal.line(line, err=True),
         )
     if output is Output.JSON:
-        write_json(done.as_dict())
+        write_json(report.as_dict())
         return
-    linked = sum(r.made_from is not None for r in done.recorded)
-    recorded, left = count(len(done.recorded), "checkpoint"), count(len(done.left_out), "place")
+    linked = sum(r.made_from is not None for r in report.recorded)
+    recorded, left = count(len(report.recorded), "checkpoint"), count(len(report.left_out), "place")
     terminal.line(f"{recorded} recorded, {linked} of them linked to their source")
-    if done.left_out:
+    if report.left_out:
         terminal.line(f"{left} left out; `--output json` lists each with its reason")

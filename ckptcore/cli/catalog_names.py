@@ -56,7 +56,7 @@ def set_alias(
     """
     from ckptcore.catalog import aliases
 
-    with opened(catalog) as found, found.writing() as conn:
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         row = aliases.promote(conn, clock(conn), name, ref, expect, force=force)
     answer((row,), output)
 
@@ -66,7 +66,7 @@ def alias_history(name: Name, catalog: Where = None, output: As = Output.TEXT) -
     """List the changes of a name, newest first."""
     from ckptcore.catalog import aliases
 
-    with opened(catalog) as found, found.reading() as conn:
+    with opened(catalog) as catalog_db, catalog_db.reading() as conn:
         rows = aliases.history(conn, name)
     answer(rows, output)
 
@@ -78,7 +78,7 @@ def roll_back_alias(
     """Let a name refer to the checkpoint that it referred to before."""
     from ckptcore.catalog import aliases
 
-    with opened(catalog) as found, found.writing() as conn:
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         current = aliases.get(conn, name).checkpoint
         row = aliases.promote(conn, clock(conn), name, aliases.previous(conn, name), current, force=force)
     answer((row,), output)
@@ -89,7 +89,7 @@ def list_aliases(catalog: Where = None, output: As = Output.TEXT) -> None:
     """List all names and their checkpoints."""
     from ckptcore.catalog import aliases
 
-    with opened(catalog) as found, found.reading() as conn:
+    with opened(catalog) as catalog_db, catalog_db.reading() as conn:
         rows = aliases.every(conn)
     answer(rows, output)
 
@@ -99,7 +99,7 @@ def remove_alias(name: Name, catalog: Where = None, output: As = Output.TEXT) ->
     """Remove a name."""
     from ckptcore.catalog import aliases, audit
 
-    with opened(catalog) as found, found.writing() as conn:
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         row = aliases.get(conn, name)
         aliases.remove(conn, name)
         audit.note(conn, clock(conn), "alias.remove", row.checkpoint, {"alias": name})
@@ -126,7 +126,7 @@ def place_hold(
     from ckptcore.catalog import audit, holds
 
     end = None if until is None else until.replace(tzinfo=UTC)
-    with opened(catalog) as found, found.writing() as conn:
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         now = clock(conn)
         hold = holds.place(conn, now, ref, reason, owner=owner, until=end)
         rows = holds.active(conn, now, ref)
@@ -144,7 +144,7 @@ def list_holds(
     """List the holds that are in force."""
     from ckptcore.catalog import holds
 
-    with opened(catalog) as found, found.reading() as conn:
+    with opened(catalog) as catalog_db, catalog_db.reading() as conn:
         rows = holds.active(conn, clock(conn), ref)
     answer(rows, output)
 
@@ -154,9 +154,9 @@ def list_obligations(catalog: Where = None, output: As = Output.TEXT) -> None:
     """List what was deleted for a copy, and what of it is lost."""
     from ckptcore.custody.upkeep import listed, look_after
 
-    with opened(catalog) as known:
-        look_after(known)
-        rows = listed(known)
+    with opened(catalog) as catalog_db:
+        look_after(catalog_db)
+        rows = listed(catalog_db)
     answer(rows, output)
 
 
@@ -173,8 +173,8 @@ def release_obligation(
     """Give contents up: then their last copy can be replaced."""
     from ckptcore.custody.upkeep import release
 
-    with opened(catalog) as known:
-        names = release(known, obligation, accept_loss)
+    with opened(catalog) as catalog_db:
+        names = release(catalog_db, obligation, accept_loss)
     if output is Output.JSON:
         terminal.write_json({"given_up": list(names)}, indent=2)
         return
@@ -190,7 +190,7 @@ def release_hold(
     """End a hold."""
     from ckptcore.catalog import audit, holds
 
-    with opened(catalog) as found, found.writing() as conn:
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         now = clock(conn)
         rows = tuple(h for h in holds.active(conn, now) if h.id == hold)  # none: it was released before
         holds.release(conn, now, hold)
@@ -250,7 +250,7 @@ def add_root(
     retention: Retention = None,
     catalog: Where = None,
     output: As = Output.TEXT,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Watch a folder.
 
@@ -267,12 +267,12 @@ def add_root(
             f"note: there is no folder {uri} on this machine yet; a sweep finds nothing there", err=True
         )
     forms = [
-        _target_form(target, destination, verb, given),
-        *(_object(each, "--also") for each in also or ()),
+        _target_form(target, destination, verb, options),
+        *(_object(also_target, "--also") for also_target in also or ()),
     ]
     first, *further = settled_all(forms, reads=is_here)
     retained = checked(_object(retention or "{}", "--retention"))
-    with open_catalog(catalog) as found, found.writing() as conn:
+    with open_catalog(catalog) as catalog_db, catalog_db.writing() as conn:
         row = roots.add(
             conn,
             clock(conn),
@@ -280,7 +280,7 @@ def add_root(
             uri,
             include=include or (),
             target=first.as_dict(),
-            also=[each.as_dict() for each in further],
+            also=[also_target.as_dict() for also_target in further],
             retention=retained,
         )
     answer((row,), output)
@@ -298,7 +298,7 @@ def set_root(
     retention: Retention = None,
     catalog: Where = None,
     output: As = Output.TEXT,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Change settings of a watched folder.
 
@@ -309,18 +309,18 @@ def set_root(
     from ckptcore.operations.root_retention import checked
     from ckptcore.operations.root_targets import settled_all
 
-    changes = _target_form(target, destination, verb, given)
-    with opened(catalog) as found, found.writing() as conn:
+    changes = _target_form(target, destination, verb, options)
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         row = roots.get(conn, name)
         require_sound(row)  # what an odd row asks for would be replaced by defaults
-        further = row.also if also is None else [_object(each, "--also") for each in also]
-        first, *others = settled_all([{**row.target, **changes}, *further], reads=_is_here(row.uri))
+        further = row.also if also is None else [_object(also_target, "--also") for also_target in also]
+        first, *also_targets = settled_all([{**row.target, **changes}, *further], reads=_is_here(row.uri))
         row = roots.change(
             conn,
             name,
             include=include,
             target=first.as_dict(),
-            also=[each.as_dict() for each in others],
+            also=[also_target.as_dict() for also_target in also_targets],
             retention=None if retention is None else checked(_object(retention, "--retention")),
         )
     answer((row,), output)
@@ -331,7 +331,7 @@ def show_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) -
     """Show all settings of a watched folder, and its last sweep."""
     from ckptcore.catalog import watched_roots as roots
 
-    with opened(catalog) as found, found.reading() as conn:
+    with opened(catalog) as catalog_db, catalog_db.reading() as conn:
         row = roots.get(conn, name)
     answer(row, output)
 
@@ -346,7 +346,7 @@ def check_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) 
     from ckptcore.operations.root_targets import check
     from ckptcore.store import open_source_store
 
-    with opened(catalog) as found, found.reading() as conn:
+    with opened(catalog) as catalog_db, catalog_db.reading() as conn:
         row = roots.get(conn, name)
     check(row)
     open_source_store(row.uri)
@@ -370,9 +370,9 @@ def retain_root(
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.operations.root_retention import checked
 
-    kept = checked(_object(retention, "JSON"))
-    with opened(catalog) as found, found.writing() as conn:
-        row = roots.change(conn, name, retention=kept)
+    policy = checked(_object(retention, "JSON"))
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
+        row = roots.change(conn, name, retention=policy)
     answer((row,), output)
 
 
@@ -381,7 +381,7 @@ def list_roots(catalog: Where = None, output: As = Output.TEXT) -> None:
     """List all watched folders."""
     from ckptcore.catalog import watched_roots as roots
 
-    with opened(catalog) as found, found.reading() as conn:
+    with opened(catalog) as catalog_db, catalog_db.reading() as conn:
         rows = roots.every(conn)
     answer(rows, output)
 
@@ -403,7 +403,7 @@ def remove_root(name: RootName, catalog: Where = None, output: As = Output.TEXT)
     """Stop watching a folder."""
     from ckptcore.catalog import watched_roots as roots
 
-    with opened(catalog) as found, found.writing() as conn:
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         row = roots.get(conn, name)
         roots.remove(conn, name)
     _answer_for_programs((row,), output)
@@ -416,19 +416,19 @@ def _is_here(uri: str) -> bool:
 
 
 def _target_form(
-    target: str, destination: str | None, verb: str | None, given: dict[str, Any]
+    target: str, destination: str | None, verb: str | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the JSON form of a target, of the options that are named."""
-    if verb is None and given["mesh"] is not None:
+    if verb is None and options["mesh"] is not None:
         verb = "reshard"
-    named = {"destination": destination, "verb": verb, **given}
+    named = {"destination": destination, "verb": verb, **options}
     return _object(target, "--target") | {k: v for k, v in named.items() if v is not None}
 
 
 def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> None:
     from ckptcore.catalog import watched_roots as roots
 
-    with opened(catalog) as found, found.writing() as conn:
+    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         row = roots.enable(conn, name, enabled)
     answer((row,), output)
 

@@ -39,7 +39,7 @@ def _add_commands(app: typer.Typer, name: str) -> None:
         output: As = Output.TEXT,
     ) -> None:
         """List the rows that are not done, newest first."""
-        with opened(catalog) as known, known.reading() as conn:
+        with opened(catalog) as catalog_db, catalog_db.reading() as conn:
             rows = _queue(name).listed(conn, state, limit)
             waiting = _queue(name).postponed(conn, clock(conn)) if name == "inbox" else ()
         answer(rows, output)
@@ -59,7 +59,7 @@ def _add_commands(app: typer.Typer, name: str) -> None:
                 "name one row, or pass --failed for all",
                 hint=f"`ckptcore catalog {name} list --state failed` lists them",
             )
-        with opened(catalog) as found, found.queueing() as conn:
+        with opened(catalog) as catalog_db, catalog_db.queueing() as conn:
             ids = _queue(name).retry(conn, clock(conn), ref)
         if output is Output.JSON:
             write_json({"put_back": list(ids)})

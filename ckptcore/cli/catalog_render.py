@@ -81,8 +81,8 @@ def tail(text: str, width: int) -> str:
         return text
     start = len(text) - width + 1
     end = text[start:]
-    at = 0 if text[start - 1] in "./" else next((n for n, c in enumerate(end) if c in "./"), 0)
-    return "…" + (end[at:] if at <= width // 2 else end)
+    cut = 0 if text[start - 1] in "./" else next((n for n, c in enumerate(end) if c in "./"), 0)
+    return "…" + (end[cut:] if cut <= width // 2 else end)
 
 
 def _cell(text: str, width: int) -> str:
@@ -308,13 +308,13 @@ def _training(training: Training | None) -> dict[str, str]:
     if training is None:
         return {}
     facts = training.facts
-    known = {name: getattr(facts, name) for name in (*TEXTS, "epoch", *COUNTS)}
+    fact_by_name = {name: getattr(facts, name) for name in (*TEXTS, "epoch", *COUNTS)}
     metrics = ", ".join(
         f"{name}={m.text}" + (f" (step {m.step})" if m.step is not None else "")
         for name, m in list(facts.metrics.items())[:_METRICS]
     )
     return {
-        "training": ", ".join(f"{k}={v}" for k, v in known.items() if v is not None) or "-",
+        "training": ", ".join(f"{k}={v}" for k, v in fact_by_name.items() if v is not None) or "-",
         "metrics": metrics
         + (f" and {len(facts.metrics) - _METRICS} more" if len(facts.metrics) > _METRICS else ""),
     }
@@ -343,9 +343,9 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
             "version": row.tool_version,
         }
     )
-    both = detail.sources + detail.derived
-    if both:
-        yield Group("", _checkpoints(both))
+    checkpoints = detail.sources + detail.derived
+    if checkpoints:
+        yield Group("", _checkpoints(checkpoints))
     yield from _findings_table(detail.findings)
 
 
@@ -365,10 +365,12 @@ def _lineage(lines: Lineage) -> Iterable[RenderableType]:
         yield _step_text(step, step.derived)
 
 
-def _step_text(step: LineageStep, other: CheckpointRow) -> Text:
-    up = other is step.source
-    made = f"{'->' if up else '<-'} {step.conversion.made_for} {_when(step.conversion.ended_at)}"
-    return terminal.text(f"{'  ' * (step.depth - 1)}{'^' if up else 'v'} {_short(other)}  {made}")
+def _step_text(step: LineageStep, checkpoint: CheckpointRow) -> Text:
+    up = checkpoint is step.source
+    conversion_text = f"{'->' if up else '<-'} {step.conversion.made_for} {_when(step.conversion.ended_at)}"
+    return terminal.text(
+        f"{'  ' * (step.depth - 1)}{'^' if up else 'v'} {_short(checkpoint)}  {conversion_text}"
+    )
 
 
 def _short(row: CheckpointRow) -> str:
@@ -389,8 +391,8 @@ def _origin(origin: Origin) -> RenderableType:
     if origin.conversion is None:
         facts["written by"] = "no recorded conversion"
     else:
-        made = origin.conversion
-        facts["written by"] = f"{made.made_for} {made.id}, {_when(made.ended_at)}"
+        conversion = origin.conversion
+        facts["written by"] = f"{conversion.made_for} {conversion.id}, {_when(conversion.ended_at)}"
     if origin.sources:
         facts["made from"] = "\n".join(f"{s.uri} ({s.format}, {s.id})" for s in origin.sources)
     return Group(_facts(facts), "")

@@ -33,34 +33,34 @@ from ckptcore.utils import terminal
 
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ANSWER)
-def inspect(src: Srcs, **given: Any) -> None:
+def inspect(src: Srcs, **arguments: Any) -> None:
     """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
     # Not through `convert`: what only writes is not imported.
     from ckptcore.formats import open_source, read_manifest
     from ckptcore.store.merged import source_url
 
-    options = Options.of(given)
+    options = Options.of(arguments)
     manifest = read_manifest(
         open_source(
-            source_url(named_places(src, given), recover=options.allow_incomplete),
+            source_url(named_places(src, arguments), recover=options.allow_incomplete),
             recover=options.allow_incomplete,
             keep_quantized=options.keep_quantized,
             weights=options.weights,
         )
     )
     show.manifest(
-        manifest, options.include or (), options.exclude or (), as_json=given["output"] is Output.JSON
+        manifest, options.include or (), options.exclude or (), as_json=arguments["output"] is Output.JSON
     )
 
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "workers", *RECORD), ANSWER)
-def validate(src: Srcs, level: Level = "coverage", **given: Any) -> None:
+def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
     """Check that a checkpoint is complete and correct. Exit code 1 if it is damaged."""
     from ckptcore.checking.examine import examine
     from ckptcore.store.merged import source_url
 
-    options, as_json = Options.of(given), given["output"] is Output.JSON
-    url = source_url(named_places(src, given), recover=options.allow_incomplete)
+    options, as_json = Options.of(arguments), arguments["output"] is Output.JSON
+    url = source_url(named_places(src, arguments), recover=options.allow_incomplete)
     try:
         with show.progress() as progress:
             manifest, report = examine(
@@ -99,7 +99,7 @@ def validate(src: Srcs, level: Level = "coverage", **given: Any) -> None:
 
 
 @takes(NAMES, LEFT_OUT, declared(*MEANS), ANSWER)
-def diff(a: One, b: Other, **given: Any) -> None:
+def diff(a: One, b: Other, **arguments: Any) -> None:
     """Compare two checkpoints bit by bit.
 
     Names, dtypes, shapes, tensors and plain values are compared. Exit code 1 if they differ. State that a
@@ -107,30 +107,30 @@ def diff(a: One, b: Other, **given: Any) -> None:
     """
     from ckptcore.api import diff as compare
 
-    a, b = named_places((a, b), given)
+    a, b = named_places((a, b), arguments)
     with show.progress() as progress:
         difference = compare(
             a,
             b,
-            model=given["model"],
-            model_prefix=given["model_prefix"] or (),
-            include=given["include"] or (),
-            exclude=given["exclude"] or (),
-            rename=pairs("rename", given["rename"]),
-            tie=pairs("tie", given["tie"]),
-            keep_quantized=given["keep_quantized"],
-            weights=given["weights"],
-            record=given["record"],
-            ignore_dropped=given["ignore_dropped"],
-            settings=Options.of(given).settings(),
+            model=arguments["model"],
+            model_prefix=arguments["model_prefix"] or (),
+            include=arguments["include"] or (),
+            exclude=arguments["exclude"] or (),
+            rename=pairs("rename", arguments["rename"]),
+            tie=pairs("tie", arguments["tie"]),
+            keep_quantized=arguments["keep_quantized"],
+            weights=arguments["weights"],
+            record=arguments["record"],
+            ignore_dropped=arguments["ignore_dropped"],
+            settings=Options.of(arguments).settings(),
             progress=progress,
         )
-    show.difference(difference, as_json=given["output"] is Output.JSON)
+    show.difference(difference, as_json=arguments["output"] is Output.JSON)
     raise typer.Exit(0 if difference.equal else 1)
 
 
 @takes(PART, RUN, declared(*RECORD), ANSWER)
-def fingerprint(src: Srcs, **given: Any) -> None:
+def fingerprint(src: Srcs, **arguments: Any) -> None:
     """Compute one digest of all tensor values.
 
     It is equal for every copy, whatever its format, topology and files.
@@ -139,12 +139,12 @@ def fingerprint(src: Srcs, **given: Any) -> None:
     from ckptcore.checking.examine import inspect as read
     from ckptcore.store.merged import source_url
 
-    options, url = Options.of(given), source_url(named_places(src, given))
+    options, url = Options.of(arguments), source_url(named_places(src, arguments))
     manifest = read(url, keep_quantized=options.keep_quantized, weights=options.weights)
     with show.progress() as progress:
         taken = take(
             manifest,
-            model=given["model"],
+            model=arguments["model"],
             model_prefix=options.model_prefix,
             include=options.include or (),
             exclude=options.exclude or (),
@@ -152,7 +152,7 @@ def fingerprint(src: Srcs, **given: Any) -> None:
             settings=options.settings(),
             progress=progress,
         )
-    show.fingerprint(taken, url, as_json=given["output"] is Output.JSON)
+    show.fingerprint(taken, url, as_json=arguments["output"] is Output.JSON)
     if not options.no_catalog:
         from ckptcore.conversion.registration import record_fingerprint
 
@@ -185,16 +185,16 @@ def verify_export(
     export: Annotated[
         str, typer.Argument(metavar="DST", help="Folder or file that `ckptcore export` wrote.")
     ],
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     """Compare an export with its source. Exit code 1 if it differs, 26 if a check could not be done."""
     from ckptcore.api import prove_export
     from ckptcore.conversion.export_verdict import record_verdict
 
-    checks, options = {name: given[name] for name in options_of(VerifyOptions)}, Options.of(given)
-    (export,) = named_places((export,), given)
+    checks, options = {name: arguments[name] for name in options_of(VerifyOptions)}, Options.of(arguments)
+    (export,) = named_places((export,), arguments)
     with show.progress() as progress:
-        known, proof = prove_export(
+        export_lookup, proof = prove_export(
             export,
             **checks,
             settings=options.settings(),
@@ -203,16 +203,16 @@ def verify_export(
             **_exported_with(options),
         )
     # The answer comes first: an unusable catalog must not hide a result that took hours.
-    show.export_proof(proof, as_json=given["output"] is Output.JSON)
-    record_verdict(known, proof, options.register_in)
+    show.export_proof(proof, as_json=arguments["output"] is Output.JSON)
+    record_verdict(export_lookup, proof, options.register_in)
     raise typer.Exit(proof.exit_code)
 
 
 def _exported_with(options: Options) -> dict[str, Any]:
     """Return the fields of a request that the command line gives."""
     request = options.request("export", "-", "-")
-    given = [name for name in _EXPORTED_WITH if getattr(options, name)]
-    return {name: getattr(request, name) for name in map(request_field, given)}
+    names = [name for name in _EXPORTED_WITH if getattr(options, name)]
+    return {name: getattr(request, name) for name in map(request_field, names)}
 
 
 def formats(output: As = Output.TEXT) -> None:

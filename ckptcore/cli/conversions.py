@@ -61,30 +61,32 @@ def consolidate(
             "default: SRC.consolidated.",
         ),
     ],
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     """Write all tensors, named as stored, to a file or folder."""
     *src, last = places
     dst = last if src else None
-    _convert(_options(given).request("consolidate", named_places(src or [last], given), dst), given)
+    _convert(
+        _options(arguments).request("consolidate", named_places(src or [last], arguments), dst), arguments
+    )
 
 
 @takes(declared(*OF_VERB["export"]), WAIT, ANSWER)
-def export(src: Srcs, dst: Dst, **given: Any) -> None:
+def export(src: Srcs, dst: Dst, **arguments: Any) -> None:
     """Write the model part as a Hugging Face folder.
 
     The folder contains the shards, their index, the config and the tokenizer.
     """
-    _convert(_options(given).request("export", named_places(src, given), dst), given)
+    _convert(_options(arguments).request("export", named_places(src, arguments), dst), arguments)
 
 
 @takes(declared(*OF_VERB["reshard"]), WAIT, ANSWER)
-def reshard(src: Srcs, dst: Dst, **given: Any) -> None:
+def reshard(src: Srcs, dst: Dst, **arguments: Any) -> None:
     """Write all state for the ranks of another mesh.
 
     Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.
     """
-    _convert(_options(given).request("reshard", named_places(src, given), dst), given)
+    _convert(_options(arguments).request("reshard", named_places(src, arguments), dst), arguments)
 
 
 @takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ANSWER)
@@ -99,7 +101,7 @@ def plan(
             help="consolidate, export or reshard. Default: reshard with --mesh, otherwise consolidate.",
         ),
     ] = "",
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     """Show what a conversion would do, and write nothing.
 
@@ -112,12 +114,12 @@ def plan(
     from ckptcore.planning.compose import compose
     from ckptcore.utils.memory import reusing_memory
 
-    options = _options(given)
+    options = _options(arguments)
     request = options.request(
-        verb or ("reshard" if options.mesh else "consolidate"), named_places(src, given), dst
+        verb or ("reshard" if options.mesh else "consolidate"), named_places(src, arguments), dst
     )
     settings = options.settings()
-    folder = None if given["save"] is None else here("--save", given["save"])
+    folder = None if arguments["save"] is None else here("--save", arguments["save"])
     refuse_existing(request)
     with reusing_memory():
         manifest = read(request.source, request.recover, request.keep_quantized, request.weights)
@@ -136,7 +138,7 @@ def plan(
         from ckptcore.custody.replacing import purge_frees
 
         frees = purge_frees(options.register_in, dst)
-    show.plan(composed, peak, costs, frees, as_json=given["output"] is Output.JSON)
+    show.plan(composed, peak, costs, frees, as_json=arguments["output"] is Output.JSON)
 
 
 @takes(RUN, declared(*PROOF, *RECORD), ANSWER)
@@ -144,12 +146,12 @@ def apply(
     plan_dir: Annotated[
         str, typer.Argument(metavar="PLAN", help="Folder that `ckptcore plan --save` wrote.")
     ],
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     """Execute a saved plan. Refuses if the source has changed since."""
     from ckptcore.conversion.saved_plan import load_request
 
-    _convert(load_request(here("PLAN", plan_dir)), given)
+    _convert(load_request(here("PLAN", plan_dir)), arguments)
 
 
 def announced(meta: Sequence[str] | None) -> Announcement:
@@ -160,13 +162,13 @@ def announced(meta: Sequence[str] | None) -> Announcement:
     return Announcement(meta=facts_of_pairs(meta or ()).as_form())
 
 
-def _options(given: dict[str, Any]) -> Options:
+def _options(arguments: dict[str, Any]) -> Options:
     """Return the options of a command, with the text of the sharding rules in place of their file."""
-    return Options.of({**given, "sharding": read_rules(given.get("sharding"))})
+    return Options.of({**arguments, "sharding": read_rules(arguments.get("sharding"))})
 
 
-def _convert(request: Request, given: dict[str, Any]) -> None:
-    """Convert and print the result. given: the arguments of the command that are not in the request."""
+def _convert(request: Request, arguments: dict[str, Any]) -> None:
+    """Convert and print the result. arguments: those of the command that are not in the request."""
     from ckptcore.conversion.pipeline import convert
 
     if request.destination.lower().startswith("memory://"):
@@ -174,12 +176,13 @@ def _convert(request: Request, given: dict[str, Any]) -> None:
             f"{request.destination} would end with this command: it is in the command's memory",
             hint="give a folder or an object store; memory:// is for programs that call ckptcore.convert",
         )
-    options, wait = Options.of(given), given.get("wait")
-    if given.get("if_exists") is IfExists.REPLACE:
+    options, wait = Options.of(arguments), arguments.get("wait")
+    if arguments.get("if_exists") is IfExists.REPLACE:
         request = replace(request, overwrite=True)
-    elif given.get("if_exists") is IfExists.SKIP:
+    elif arguments.get("if_exists") is IfExists.SKIP:
         if options.register_in is False or request.replaces:
             raise UsageError("--if-exists skip asks the catalog, and excludes --no-catalog and --overwrite")
+        # Only `convert_once` asks the catalog; without --wait it asks, and waits for nothing.
         wait = wait or "0s"
     announcement = announced(options.meta)
     with show.progress() as progress:
@@ -189,7 +192,7 @@ def _convert(request: Request, given: dict[str, Any]) -> None:
             )
         else:
             result = _once(request, options, progress, wait, announcement)
-    as_json = given["output"] is Output.JSON
+    as_json = arguments["output"] is Output.JSON
     if result is None:
         already(request.destination, as_json=as_json)
     else:

@@ -45,7 +45,7 @@ _WANTS_ALL = "ckptcore.cli.help_text.all"  # in the context of a command
 def without_all(ctx: Any, args: list[str]) -> list[str]:
     """Return arguments without ``--all``, and note in the command's context that its help has all options."""
     ctx.meta[_WANTS_ALL] = True
-    return [each for each in args if each != ALL]
+    return [argument for argument in args if argument != ALL]
 
 
 def write_options(command: Any, ctx: Any, formatter: Any) -> None:
@@ -60,11 +60,11 @@ def write_options(command: Any, ctx: Any, formatter: Any) -> None:
     if len(options) <= MANY:
         _write(formatter, "Options", list(options.values()))
     elif ctx.meta.get(_WANTS_ALL):
-        _write(formatter, "Options", [each for name, each in options.items() if name not in grouped])
+        _write(formatter, "Options", [option for name, option in options.items() if name not in grouped])
         for title, names in SECTIONS.items():
             _write(formatter, title, [options[name] for name in names.split() if name in options])
     else:
-        first = {n: each for n, each in options.items() if n in FIRST or n == "help" or n not in grouped}
+        first = {n: option for n, option in options.items() if n in FIRST or n == "help" or n not in grouped}
         _write(formatter, "Options", list(first.values()))
         formatter.write_paragraph()
         formatter.write_text(f"{len(options) - len(first)} more options: {ctx.command_path} --help {ALL}")

@@ -44,8 +44,8 @@ COMMANDS = {
 }
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show_version: bool) -> None:
+    if show_version:
         from ckptcore.utils.version import __version__
 
         terminal.line(f"ckptcore {__version__}")
@@ -85,20 +85,23 @@ def program(*names: str) -> typer.Typer:
     complete.callback()(main)
     for name, (module, member) in COMMANDS.items():
         if only in (None, name):
-            found = getattr(import_module(f"ckptcore.cli.{module}"), member)
-            if isinstance(found, typer.Typer):
-                complete.add_typer(found if only is None else _alone(found, names[1:]), name=name)
+            command_or_group = getattr(import_module(f"ckptcore.cli.{module}"), member)
+            if isinstance(command_or_group, typer.Typer):
+                complete.add_typer(
+                    command_or_group if only is None else _alone(command_or_group, names[1:]), name=name
+                )
             else:
-                complete.command(name)(found)
+                complete.command(name)(command_or_group)
     return complete
 
 
 def run(argv: list[str]) -> int:
     """Run a command line, print its error as text or JSON, and return the exit code."""
+    # Read from argv: the error may be one of parsing these arguments.
     as_json = any(a == "--output=json" for a in argv) or ("--output", "json") in pairwise(argv)
     try:
-        done: Any = program(*argv[:2])(args=argv, prog_name="ckptcore", standalone_mode=False)
-        return done if isinstance(done, int) else 0
+        exit_code: Any = program(*argv[:2])(args=argv, prog_name="ckptcore", standalone_mode=False)
+        return exit_code if isinstance(exit_code, int) else 0
     except CkptError as error:
         _error(error, as_json=as_json)
         return error.exit_code
@@ -144,8 +147,8 @@ def _name_of(command: typer.models.CommandInfo) -> str:
 def _of_missing_destination(error: Exception, argv: list[str]) -> str:
     """Return the message where one place was given: it is read as the destination, and is the source."""
     missing = getattr(getattr(error, "param", None), "name", None)
-    given = [argument for argument in argv[1:] if not argument.startswith("-")]
-    return "Missing argument 'DST': where to write." if missing == "src" and given else ""
+    positional = [argument for argument in argv[1:] if not argument.startswith("-")]
+    return "Missing argument 'DST': where to write." if missing == "src" and positional else ""
 
 
 def _usage_hint(error: Exception) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), RUN, ANSWER)
-def sweep(names: RootNames = None, **given: Any) -> None:
+def sweep(names: RootNames = None, **arguments: Any) -> None:
     """Convert new complete checkpoints below the watched roots."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.catalog.training import facts_of_every
@@ -36,11 +36,12 @@ def sweep(names: RootNames = None, **given: Any) -> None:
     from ckptcore.operations.verified_exports import verifying, verifying_each
     from ckptcore.utils.units import parse_duration
 
-    wanted = read_options(SweepOptions, given)
-    url = wanted.catalog or default_url()
-    settings = Options.of(given | {"fingerprint": wanted.fingerprint or None}).settings()
-    announcement = Announcement(meta=facts_of_every(wanted.meta or ()).as_form())
-    as_json = given["output"] is Output.JSON
+    options = read_options(SweepOptions, arguments)
+    url = options.catalog or default_url()
+    # False is the default, so it must not override the fingerprint of a root's target.
+    settings = Options.of(arguments | {"fingerprint": options.fingerprint or None}).settings()
+    announcement = Announcement(meta=facts_of_every(options.meta or ()).as_form())
+    as_json = arguments["output"] is Output.JSON
     with open_catalog(url) as catalog:
 
         def convert_one(request: Request) -> Any:
@@ -51,16 +52,16 @@ def sweep(names: RootNames = None, **given: Any) -> None:
 
         outcome = run(
             catalog,
-            verifying(convert_one, settings, url) if wanted.verify_export else convert_one,
+            verifying(convert_one, settings, url) if options.verify_export else convert_one,
             names or (),
-            dry_run=wanted.dry_run,
-            settle_s=parse_duration(wanted.min_age),
-            retry_failed=wanted.retry_failed,
+            dry_run=options.dry_run,
+            settle_s=parse_duration(options.min_age),
+            retry_failed=options.retry_failed,
             on_item=show.item_line(as_json),
-            strict=wanted.strict,
-            relist=wanted.relist,
+            strict=options.strict,
+            relist=options.relist,
             convert_each=verifying_each(convert_each, settings, url)
-            if wanted.verify_export
+            if options.verify_export
             else convert_each,
         )
     show.swept(outcome, as_json=as_json)
@@ -68,7 +69,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
 
 
 @takes(declared(*options_of(ScrubOptions), of=ScrubOptions), ANSWER)
-def scrub(**given: Any) -> None:
+def scrub(**arguments: Any) -> None:
     """Verify registered checkpoints again, byte for byte.
 
     The checkpoints that were verified longest ago come first.
@@ -78,9 +79,11 @@ def scrub(**given: Any) -> None:
     from ckptcore.operations.scrub import scrub as run
     from ckptcore.utils.units import parse_duration
 
-    as_json = given["output"] is Output.JSON
-    with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
-        outcome = run(catalog, given["share"], parse_duration(given["budget"]), on_look=show.looked(as_json))
+    as_json = arguments["output"] is Output.JSON
+    with open_catalog(arguments["catalog"] or default_url(), create=False) as catalog:
+        outcome = run(
+            catalog, arguments["share"], parse_duration(arguments["budget"]), on_look=show.looked(as_json)
+        )
     show.scrubbed(outcome, as_json=as_json)
     raise typer.Exit(outcome.exit_code)
 
@@ -91,7 +94,7 @@ def retire(
         str | None,
         typer.Argument(metavar="ROOT|RUN", help="Watched root or training run. Default: all roots."),
     ] = None,
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     """Retire sources that a verified conversion fully replaces.
 
@@ -105,19 +108,19 @@ def retire(
     from ckptcore.operations.root_retention import of_root, rules
     from ckptcore.utils.units import parse_duration
 
-    settings = Options(**{name: given[name] for name in RUN}).settings()
-    asked = read_options(RetireOptions, given)
+    settings = Options(**{name: arguments[name] for name in RUN}).settings()
+    asked = read_options(RetireOptions, arguments)
     policy, allowed = rules(asked)
-    as_json = given["output"] is Output.JSON
-    with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
+    as_json = arguments["output"] is Output.JSON
+    with open_catalog(arguments["catalog"] or default_url(), create=False) as catalog:
         outcome = run(
             catalog,
             policy,
             scope,
-            yes=bool(given["yes"]),
-            purging=given["purge"] and given["yes"] is not False,
-            grace=timedelta(seconds=parse_duration(given["grace"])),
-            take=settings if given["fingerprint"] else None,
+            yes=bool(arguments["yes"]),
+            purging=arguments["purge"] and arguments["yes"] is not False,
+            grace=timedelta(seconds=parse_duration(arguments["grace"])),
+            take=settings if arguments["fingerprint"] else None,
             means=settings,
             allowed=allowed,
             on_retired=show.fate(as_json),
@@ -145,7 +148,7 @@ def gc(
     from ckptcore.utils.units import parse_duration
 
     as_json = output is Output.JSON
-    found = collect(
+    leftovers = collect(
         place,
         older_than_s=parse_duration(older_than),
         dry_run=dry_run,
@@ -153,10 +156,10 @@ def gc(
         catalog=catalog,
     )
     if as_json:
-        write_json([item.as_dict() for item in found])
+        write_json([item.as_dict() for item in leftovers])
     else:
-        removed = sum(item.fate.value in ("removed", "would-remove") for item in found)
-        what = "would be removed" if dry_run else "removed"
-        terminal.line(f"{count(len(found), 'place')} found, {removed} {what}")
-    if any(item.fate.value == "unread" for item in found):
+        removed = sum(item.fate.value in ("removed", "would-remove") for item in leftovers)
+        verb = "would be removed" if dry_run else "removed"
+        terminal.line(f"{count(len(leftovers), 'place')} found, {removed} {verb}")
+    if any(item.fate.value == "unread" for item in leftovers):
         raise typer.Exit(1)

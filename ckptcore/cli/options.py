@@ -28,9 +28,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class _Program(typer.Typer):
     """A program whose commands convert plain values without pydantic."""
 
-    def command(self, name: str | None = None, **given: Any) -> Callable[[_F], _F]:
+    def command(self, name: str | None = None, **keywords: Any) -> Callable[[_F], _F]:
         """Register a command."""
-        return super().command(name, **{"cls": PlainCommand, **given})
+        return super().command(name, **{"cls": PlainCommand, **keywords})
 
 
 def group(help: str) -> typer.Typer:
@@ -66,10 +66,10 @@ def declared(*names: str, of: type[Any] = Options, **defaults: Any) -> Table:
         of: The dataclass that declares them.
         defaults: Defaults that replace the declared ones.
     """
-    known = options_of(of)
+    declarations = options_of(of)
     table = {}
     for name in names:
-        kind, option, default = known[name]
+        kind, option, default = declarations[name]
         default = defaults.get(name, default)
         table[name] = typer_type(name, kind, option, default), default
     return table
@@ -213,38 +213,38 @@ ANSWER: Table = {"output": (As, Output.TEXT)}
 
 
 def takes(*tables: Table) -> Callable[[_F], _F]:
-    """Give a command the options of tables, in place of its ``**given``."""
+    """Give a command the options of tables, in place of its ``**arguments``."""
 
     def wrap(command: _F) -> _F:
-        seen = inspect.signature(command, eval_str=True)
-        own = [p for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        every = {name: option for table in tables for name, option in table.items()}
+        signature = inspect.signature(command, eval_str=True)
+        command_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = {name: option for table in tables for name, option in table.items()}
         shared = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in every.items()
+            for name, (kind, default) in options.items()
         ]
-        command.__signature__ = seen.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        command.__signature__ = signature.replace(parameters=[*command_parameters, *shared])  # type: ignore[attr-defined]
         return command
 
     return wrap
 
 
-def named_places(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+def named_places(names: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
     """Return paths and URLs as they are, and for an alias or the beginning of an id the checkpoint's place.
 
     A path that exists is never taken for another name, and a name that the catalog does not know stays.
 
     Args:
         names: What the command line has as SRC.
-        given: The command's options; without ``catalog`` the default catalog is asked.
+        arguments: The command's options; without ``catalog`` the default catalog is asked.
     """
-    return [_named_place(name, given) for name in names]
+    return [_named_place(name, arguments) for name in names]
 
 
-def _named_place(name: str, given: Mapping[str, Any]) -> str:
-    if given.get("no_catalog") or "://" in name or os.path.lexists(name):
+def _named_place(name: str, arguments: Mapping[str, Any]) -> str:
+    if arguments.get("no_catalog") or "://" in name or os.path.lexists(name):
         return name
-    place = _resolved(name, given.get("catalog"))
+    place = _resolved(name, arguments.get("catalog"))
     if place is None or place == os.path.abspath(name):
         return name
     terminal.line(f"{name} is {place} in the catalog", err=True)

@@ -80,8 +80,8 @@ class PlainGroup(TyperGroup):
 def _require_filled(command: Any, ctx: Any) -> None:
     """Raise typer's error for a parameter that was given as an empty text."""
     for param in command.get_params(ctx):
-        given, source = ctx.params.get(param.name), ctx.get_parameter_source(param.name)
-        empty = given == "" or (isinstance(given, list | tuple) and "" in given)
+        argument, source = ctx.params.get(param.name), ctx.get_parameter_source(param.name)
+        empty = argument == "" or (isinstance(argument, list | tuple) and "" in argument)
         if empty and source is not None and source.name != "DEFAULT" and param.name not in _MAY_BE_EMPTY:
             raise BadParameter("must not be empty", ctx=ctx, param=param)
 
@@ -99,9 +99,9 @@ class _PlainConversion:
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the converted value; raise what typer raises for a wrong one."""
-        found = _plain(value, param)
-        if found is not _UNSURE:
-            return found
+        converted = _plain(value, param)
+        if converted is not _UNSURE:
+            return converted
         param._runtime_param = None  # typer builds its own
         return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
 
@@ -121,7 +121,7 @@ def _plain(value: Any, param: Any) -> Any:
     if info.parser is not None:
         return _parsed(value, info.parser)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return next((each for each in kind if value in (each, each.value)), _UNSURE)
+        return next((member for member in kind if value in (member, member.value)), _UNSURE)
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else _UNSURE
     if kind is str:

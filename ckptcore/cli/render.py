@@ -102,8 +102,8 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     ]
     print_table(out, ("tensor", "dtype", "shape", "chunks"), rows)
     if len(tensors) > _limit(_ROWS):
-        more = count(len(tensors) - _ROWS, "more tensor")
-        out.print(f"and {more} (--output json lists all, --include selects)")
+        remainder = count(len(tensors) - _ROWS, "more tensor")
+        out.print(f"and {remainder} (--output json lists all, --include selects)")
 
 
 def _print_summary(out: Console, summary: Summary) -> None:
@@ -142,7 +142,9 @@ def owners_text(placement: PieceOwners, ranks: Sequence[str]) -> str:
     pieces = ["every rank" if owner.split("+") == [*ranks] else owner for owner in placement.owners]
     columns = placement.cuts[-1][1] if len(placement.cuts) > 1 else 0
     if columns and len(pieces) % columns == 0 and len(pieces) <= _PIECES:
-        return " / ".join(" ".join(pieces[at : at + columns]) for at in range(0, len(pieces), columns))
+        return " / ".join(
+            " ".join(pieces[start : start + columns]) for start in range(0, len(pieces), columns)
+        )
     return " | ".join(pieces) if len(pieces) <= _PIECES // 2 else spans(pieces)
 
 
@@ -213,10 +215,14 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, 
         out.print(terminal.text(f"model: {value.model.because}"))
     if value.naming:
         n = value.naming
-        for each in (*([n.via] if n.via is not None else []), n):
-            to = f"{each.to}:{each.generation}" if each.generation else each.to
-            untried = ", untried" if each.untried else ""
-            out.print(terminal.text(f"names: {each.world} to {to}, {each.arch}{untried} ({each.because})"))
+        for name_map in (*([n.via] if n.via is not None else []), n):
+            to = f"{name_map.to}:{name_map.generation}" if name_map.generation else name_map.to
+            untried = ", untried" if name_map.untried else ""
+            out.print(
+                terminal.text(
+                    f"names: {name_map.world} to {to}, {name_map.arch}{untried} ({name_map.because})"
+                )
+            )
         for name, (number, source) in sorted(n.numbers.items()):
             out.print(terminal.text(f"  {name} = {number:g} ({source})"))
     out.print(
@@ -238,8 +244,8 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, 
         ranks += f"{show_size(max(sizes))} each"
         out.print(terminal.text(f"{ranks}, the largest {value.ranks.ratio:.3f} of the mean"))
     for s in value.stages:
-        more = f"; {some(s.others)}" if s.others else ""
-        out.print(terminal.text(f"  pp={s.stage}: layers {s.ranges or 'none'}{more}"))
+        other_tensors = f"; {some(s.others)}" if s.others else ""
+        out.print(terminal.text(f"  pp={s.stage}: layers {s.ranges or 'none'}{other_tensors}"))
     print_table(
         out,
         ("file", "size", "tensors"),
@@ -262,8 +268,8 @@ def _name_map(value: Composed) -> dict[str, Any] | None:
     """Return how names were mapped, and the rule that made each tensor."""
     if value.naming is None:
         return None
-    made = [{"name": m.name, "rule": m.rule, "sources": list(m.sources)} for m in value.plan.made]
-    return value.naming.as_dict() | {"tensors": made}
+    tensors = [{"name": m.name, "rule": m.rule, "sources": list(m.sources)} for m in value.plan.made]
+    return value.naming.as_dict() | {"tensors": tensors}
 
 
 def difference(value: Difference, *, as_json: bool) -> None:
@@ -324,8 +330,10 @@ def _changes(out: Console, value: Difference, moved: Sequence[TensorDifference])
         print_table(out, ("part", *heads), parts)
     layers = [f"{p.name.removeprefix('layer ')} ({_number(p.change)})" for p in value.layers if p.changed]
     if layers[1:]:
-        more = f", and {len(layers) - 8} more" if layers[8:] else ""
-        out.print(terminal.text(f"layers, most changed first: {', '.join(layers[:8])}{more}"), soft_wrap=True)
+        remainder = f", and {len(layers) - 8} more" if layers[8:] else ""
+        out.print(
+            terminal.text(f"layers, most changed first: {', '.join(layers[:8])}{remainder}"), soft_wrap=True
+        )
     if value.frozen:
         out.print(terminal.text(f"equal beside them: {some(value.frozen)}"), soft_wrap=True)
     print_table(
@@ -350,8 +358,8 @@ def _measured(tensor: TensorDifference) -> tuple[str, ...]:
     if measures is None:
         return ("-",) * 4 + (of,)
     numbers = (measures.change, measures.max_abs, measures.mean_abs, measures.cosine)
-    more = f", {measures.not_finite:,} not finite" if measures.not_finite else ""
-    return (*map(_number, numbers), of + more)
+    not_finite = f", {measures.not_finite:,} not finite" if measures.not_finite else ""
+    return (*map(_number, numbers), of + not_finite)
 
 
 def _number(number: float | None) -> str:
@@ -437,7 +445,7 @@ def formats(*, as_json: bool) -> None:
     """Print the supported formats, with those of installed packages."""
     from ckptcore.formats import KNOWN, registry
 
-    found = registry()
+    format_registry = registry()
     if as_json:
         rows = [
             {
@@ -449,24 +457,24 @@ def formats(*, as_json: bool) -> None:
                 "writes": f.abilities.writes,
                 "checksums": f.abilities.checksums,
                 "objects": f.abilities.objects,
-                "package": found.package(f.name),
+                "package": format_registry.package(f.name),
             }
-            for f in found.formats
+            for f in format_registry.formats
         ]
         refused = [{"name": k.name, "title": k.title, "hint": k.hint} for k in KNOWN]
-        broken = [{"package": p, "reason": r} for p, r in found.broken]
+        broken = [{"package": p, "reason": r} for p, r in format_registry.broken]
         terminal.write_json({"formats": rows, "refused": refused, "broken": broken})
         return
     out = terminal.console()
     lines = []
-    for f in found.formats:
-        package = found.package(f.name)
+    for f in format_registry.formats:
+        package = format_registry.package(f.name)
         lines.append((f.name if package == "ckptcore" else f"{f.name} ({package})", _abilities(f)))
     print_table(out, ("format", "what it is"), lines)
     print_table(
         out, ("recognised, not read", "title", "next step"), [(k.name, k.title, k.hint) for k in KNOWN]
     )
-    for package, reason in found.broken:
+    for package, reason in format_registry.broken:
         out.print(terminal.text(("not used", "red"), f": formats of {package}: {reason}"))
 
 
@@ -475,16 +483,18 @@ def _evidence(value: Manifest) -> str:
 
     The stored text, which is part of the manifest's digest, has ``file(s)``.
     """
-    found = "; ".join(value.origin.get("evidence", []))
-    return re.sub(r"\b(\d+)( [^;]*?)\(s\)", lambda m: f"{m[1]}{m[2]}{'' if m[1] == '1' else 's'}", found)
+    evidence = "; ".join(value.origin.get("evidence", []))
+    return re.sub(r"\b(\d+)( [^;]*?)\(s\)", lambda m: f"{m[1]}{m[2]}{'' if m[1] == '1' else 's'}", evidence)
 
 
 def _abilities(of: Format) -> str:
     """Return a format's title, what ckptcore does with it, and how it is recognised."""
     able = of.abilities
-    done = " and ".join(verb for verb, is_able in (("read", able.reads), ("written", able.writes)) if is_able)
+    verbs = " and ".join(
+        verb for verb, is_able in (("read", able.reads), ("written", able.writes)) if is_able
+    )
     checksums = "no checksums" if able.checksums == "none" else able.checksums
-    return f"{of.title}: {done}; {checksums}. Recognised by {of.recognised_by.replace('`', '')}."
+    return f"{of.title}: {verbs}; {checksums}. Recognised by {of.recognised_by.replace('`', '')}."
 
 
 def error(value: CkptError, *, as_json: bool) -> None:
@@ -506,11 +516,11 @@ def error(value: CkptError, *, as_json: bool) -> None:
 def progress() -> Iterator[Progress]:
     """Yield a progress callback: a bar with rate and time left on a terminal, else a line per stage."""
     if not sys.stderr.isatty():
-        seen: set[str] = set()
+        stages: set[str] = set()
 
-        def line(stage: str, done: int, total: int) -> None:
-            if stage not in seen:
-                seen.add(stage)
+        def line(stage: str, nbytes: int, total: int) -> None:
+            if stage not in stages:
+                stages.add(stage)
                 terminal.line(f"{stage}: {show_size(total)}", err=True)
 
         yield line
@@ -544,10 +554,10 @@ def progress() -> Iterator[Progress]:
     ) as bar:
         tasks: dict[str, Any] = {}
 
-        def advance(stage: str, done: int, total: int) -> None:
+        def advance(stage: str, nbytes: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=max(total, 1))
-            bar.update(tasks[stage], completed=done)
+            bar.update(tasks[stage], completed=nbytes)
 
         yield advance
 
@@ -557,20 +567,20 @@ def _limit(rows: int) -> int:
     return sys.maxsize if terminal.is_piped() else rows
 
 
-def _findings(out: Console, found: Sequence[Finding]) -> None:
-    if not found:
+def _findings(out: Console, findings: Sequence[Finding]) -> None:
+    if not findings:
         return
     table = new_table()
     for column in ("finding", "level", "message"):
         table.add_column(column, overflow="fold")
-    for f in found[: _limit(_ROWS)]:
-        what = terminal.text(f.message, lines=True)
+    for f in findings[: _limit(_ROWS)]:
+        message = terminal.text(f.message, lines=True)
         if f.hint:
-            what.append("\n").append_text(terminal.text((f"next: {f.hint}", "dim")))
-        table.add_row(terminal.text((f.code, _STYLE[f.severity])), f.level, what)
+            message.append("\n").append_text(terminal.text((f"next: {f.hint}", "dim")))
+        table.add_row(terminal.text((f.code, _STYLE[f.severity])), f.level, message)
     out.print(table)
-    if len(found) > _limit(_ROWS):
-        out.print(f"and {len(found) - _ROWS} more (--output json lists all)")
+    if len(findings) > _limit(_ROWS):
+        out.print(f"and {len(findings) - _ROWS} more (--output json lists all)")
 
 
 def _print_pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:

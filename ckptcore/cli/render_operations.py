@@ -56,10 +56,10 @@ def already(destination: str, *, as_json: bool) -> None:
 def looked(as_json: bool) -> Callable[[Looked], None]:
     """Return a callback that prints each checkpoint of a scrub."""
 
-    def line(each: Looked) -> None:
-        why = f": {each.proven.message}" if each.proven.message else ""
-        terminal.line(f"{each.proven.proof:<14} {each.checkpoint.uri}{why}", err=as_json)
-        step = next((f.hint for f in each.proven.findings if f.severity == "error" and f.hint), None)
+    def line(row: Looked) -> None:
+        why = f": {row.proven.message}" if row.proven.message else ""
+        terminal.line(f"{row.proven.proof:<14} {row.checkpoint.uri}{why}", err=as_json)
+        step = next((f.hint for f in row.proven.findings if f.severity == "error" and f.hint), None)
         if step is not None:
             terminal.line(f"  next: {step}", err=as_json)
 
@@ -77,13 +77,13 @@ def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
 def fate(as_json: bool) -> Callable[[Retired], None]:
     """Return a callback that prints what becomes of each source."""
 
-    def line(each: Retired) -> None:
-        lines = [f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}"]
-        named = [f"unproven: {name} ({kind})" for name, kind in each.unproven]
+    def line(decision: Retired) -> None:
+        lines = [f"{decision.fate:<9} {decision.source.uri}: {'; '.join(decision.why)}"]
+        named = [f"unproven: {name} ({kind})" for name, kind in decision.unproven]
         word = "unproven"
-        if each.given_up:
+        if decision.given_up:
             word = "given up"
-            sizes = ((g, "" if g.nbytes is None else f", {show_size(g.nbytes)}") for g in each.given_up)
+            sizes = ((g, "" if g.nbytes is None else f", {show_size(g.nbytes)}") for g in decision.given_up)
             named = [f"given up: {g.name} ({g.kind}{size})" for g, size in sizes]
         lines += [f"{'':<9} {line}" for line in named[:_MOST]]
         if len(named) > _MOST:
@@ -99,9 +99,9 @@ def retired(value: Retirement, *, as_json: bool) -> None:
     if as_json:
         terminal.write_json(value.as_dict(), indent=2)
         return
-    for each in value.set_aside:
-        why = f": {each.why}" if each.why else ""
-        terminal.line(f"{each.fate:<9} {each.uri} in {each.record}{why}")
+    for folder in value.set_aside:
+        why = f": {folder.why}" if folder.why else ""
+        terminal.line(f"{folder.fate:<9} {folder.uri} in {folder.record}{why}")
     counted = f"{_counts(value.counts)}, {show_size(value.nbytes)} of tensors"
     terminal.line(f"files: {files_line(value)}")
     terminal.line(counted if value.done else f"{counted}; no source was changed, --yes sets them aside")

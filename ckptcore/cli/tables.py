@@ -94,9 +94,9 @@ def _name_widths(
     """Return how wide each column of names may be: what the other columns leave, in proportion."""
     natural = [max(len(row[n]) for row in [*cells, heads]) for n in range(len(heads))]
     # Texts give way to names down to half of the width.
-    others = min(sum(w for n, w in enumerate(natural) if n not in names), width // 2)
-    room = width - others - _PADDING * (len(heads) - 1)
-    wanted = sum(natural[n] for n in names)
-    if wanted <= room:
+    text_width = min(sum(w for n, w in enumerate(natural) if n not in names), width // 2)
+    room = width - text_width - _PADDING * (len(heads) - 1)
+    name_width = sum(natural[n] for n in names)
+    if name_width <= room:
         return {n: natural[n] for n in names}
-    return {n: max(_MIN_NAME // len(names), room * natural[n] // wanted) for n in names}
+    return {n: max(_MIN_NAME // len(names), room * natural[n] // name_width) for n in names}
