@@ -43,7 +43,7 @@ def deploy(wait: float = 120.0) -> None:
     # The working directory does not matter: entrypoints are modules.
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file"]
-        done = subprocess.run(
+        outcome = subprocess.run(
             [*command, str(FILES / "prefect.yaml")],
             cwd=folder,
             env=with_project(os.environ),
@@ -52,9 +52,9 @@ def deploy(wait: float = 120.0) -> None:
             check=False,
         )
     # The command reports what it could not deploy, but exits with 0.
-    if done.returncode or "Error" in done.stdout or "error" in done.stderr.lower():
+    if outcome.returncode or "Error" in outcome.stdout or "error" in outcome.stderr.lower():
         raise UsageError(
-            f"prefect deploy failed: {ending(done.stdout, 2000)} {ending(done.stderr, 2000)}".strip()
+            f"prefect deploy failed: {ending(outcome.stdout, 2000)} {ending(outcome.stderr, 2000)}".strip()
         )
     _describe(_yaml_file("prefect.yaml")["deployments"])
     _automate(_yaml_file("automations.yaml")["automations"])
@@ -63,12 +63,16 @@ def deploy(wait: float = 120.0) -> None:
 def _require_flows_fit() -> None:
     """Raise `UsageError` unless every flow accepts the parameters of its deployment and its triggers."""
     wrong = []
-    for one in declared():
-        by_trigger = {name for each in one.get("triggers") or () for name in each.get("parameters") or ()}
+    for deployment in declared():
+        by_trigger = {
+            name for trigger in deployment.get("triggers") or () for name in trigger.get("parameters") or ()
+        }
         # Parameters without a default come with each run.
-        needed = {n for n, p in inspect.signature(flow_of(one).fn).parameters.items() if p.default is p.empty}
-        found = misfits(flow_of(one), one.get("parameters") or {}, by_trigger | needed)
-        wrong += [f"deployment {one['name']}: {each}" for each in found]
+        needed = {
+            n for n, p in inspect.signature(flow_of(deployment).fn).parameters.items() if p.default is p.empty
+        }
+        misfit_texts = misfits(flow_of(deployment), deployment.get("parameters") or {}, by_trigger | needed)
+        wrong += [f"deployment {deployment['name']}: {text}" for text in misfit_texts]
     if wrong:
         raise UsageError(
             "cannot deploy prefect.yaml: " + "; ".join(wrong), hint="correct the file. Nothing was changed"
@@ -76,8 +80,8 @@ def _require_flows_fit() -> None:
 
 
 def _yaml_file(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((FILES / name).read_text())
-    return found
+    document: dict[str, Any] = yaml.safe_load((FILES / name).read_text())
+    return document
 
 
 def _await_server(wait: float) -> None:
@@ -124,14 +128,14 @@ def _describe(deployments: list[dict[str, Any]]) -> None:
     from prefect.client.schemas.actions import DeploymentUpdate
 
     with get_client(sync_client=True) as client:
-        for one in deployments:
-            flow = flow_of(one)
-            known = client.read_deployment_by_name(f"{flow.name}/{one['name']}")
+        for deployment in deployments:
+            flow = flow_of(deployment)
+            server_deployment = client.read_deployment_by_name(f"{flow.name}/{deployment['name']}")
             update = DeploymentUpdate(description=(flow.fn.__doc__ or "").split("\n")[0])
-            client.update_deployment(known.id, update)
+            client.update_deployment(server_deployment.id, update)
 
 
-def _automate(wanted: list[dict[str, Any]]) -> None:
+def _automate(automations: list[dict[str, Any]]) -> None:
     import asyncio
 
     from prefect.client.orchestration import get_client
@@ -139,11 +143,11 @@ def _automate(wanted: list[dict[str, Any]]) -> None:
 
     async def apply() -> None:
         async with get_client() as client:
-            for one in wanted:
-                automation = AutomationCore.model_validate(one)
-                known = await client.read_automations_by_name(automation.name)
-                if known:
-                    await client.update_automation(known[0].id, automation)
+            for form in automations:
+                automation = AutomationCore.model_validate(form)
+                same_name = await client.read_automations_by_name(automation.name)
+                if same_name:
+                    await client.update_automation(same_name[0].id, automation)
                 else:
                     await client.create_automation(automation)
 
@@ -159,10 +163,10 @@ def main() -> None:
     except CkptError as error:
         end_with(error)
     except Exception as error:  # of Prefect's client
-        found = unanswered(error)
-        if found is None:
+        server_error = unanswered(error)
+        if server_error is None:
             raise
-        end_with(found)
+        end_with(server_error)
 
 
 if __name__ == "__main__":

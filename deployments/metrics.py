@@ -51,7 +51,7 @@ class CatalogMetrics(Collector):
 
     def __init__(self, read: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock, self._turn = read, clock, threading.Lock()
-        self._kept: tuple[float, list[Metric]] | None = None
+        self._cached: tuple[float, list[Metric]] | None = None
 
     def describe(self) -> list[Metric]:
         """Return nothing: registering must not read the catalog."""
@@ -60,10 +60,10 @@ class CatalogMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric, or only that the catalog does not answer."""
         with self._turn:
-            if self._kept is None or self._clock() - self._kept[0] >= KEEP_SECONDS:
-                self._kept = (self._clock(), self._metrics())
-            found = self._kept[1]
-        yield from found
+            if self._cached is None or self._clock() - self._cached[0] >= KEEP_SECONDS:
+                self._cached = (self._clock(), self._metrics())
+            metrics = self._cached[1]
+        yield from metrics
 
     def _metrics(self) -> list[Metric]:
         began = time.perf_counter()
@@ -90,9 +90,9 @@ def _each(read: Figures, now: datetime) -> Iterator[Metric]:
     yield from _conversions(read)
     count = GaugeMetricFamily("ckptcore_checkpoints", "Checkpoints in the catalog.", labels=["kind", "state"])
     size = GaugeMetricFamily("ckptcore_checkpoint_bytes", "Their bytes.", labels=["kind", "state"])
-    for labels, each in sorted(read.stock.items()):
-        count.add_metric(list(labels), each.checkpoints)
-        size.add_metric(list(labels), each.nbytes)
+    for labels, stock in sorted(read.stock.items()):
+        count.add_metric(list(labels), stock.checkpoints)
+        size.add_metric(list(labels), stock.nbytes)
     yield count
     yield size
     yield _gauge("checkpoints_unproven", "Current checkpoints that were never verified.", read.unproven)
@@ -138,10 +138,10 @@ def _conversions(read: Figures) -> Iterator[Metric]:
         "seconds": ("Sum of the durations of successful conversions.", lambda work: work.seconds),
     }
     for name, (text, value) in sums.items():
-        made = CounterMetricFamily(f"ckptcore_conversion_{name}", text, labels=["verb"])
+        family = CounterMetricFamily(f"ckptcore_conversion_{name}", text, labels=["verb"])
         for verb, work in sorted(read.work.items()):
-            made.add_metric([verb], value(work))
-        yield made
+            family.add_metric([verb], value(work))
+        yield family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -149,10 +149,10 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    made = GaugeMetricFamily(f"ckptcore_{name}", text, labels=[label])
+    family = GaugeMetricFamily(f"ckptcore_{name}", text, labels=[label])
     for key, value in sorted(values.items()):
-        made.add_metric([key], value)
-    return made
+        family.add_metric([key], value)
+    return family
 
 
 def _age(name: str, text: str, since: datetime | None, now: datetime) -> Metric:

@@ -33,42 +33,48 @@ def misfits_of(deployment: str, parameters: Mapping[str, Any]) -> list[str]:
         deployment: its name at Prefect, ``flow/name``. Its own parameters in prefect.yaml are added.
         parameters: the parameters to check.
     """
-    for one in declared():
-        flow = flow_of(one)
-        if f"{flow.name}/{one['name']}" == deployment:
-            return misfits(flow, {**(one.get("parameters") or {}), **parameters})
+    for declaration in declared():
+        flow = flow_of(declaration)
+        if f"{flow.name}/{declaration['name']}" == deployment:
+            return misfits(flow, {**(declaration.get("parameters") or {}), **parameters})
     return []
 
 
-def misfits(flow: Flow[..., Any], parameters: Mapping[str, Any], given: Collection[str] = ()) -> list[str]:
+def misfits(
+    flow: Flow[..., Any], parameters: Mapping[str, Any], supplied_names: Collection[str] = ()
+) -> list[str]:
     """Return why a flow does not accept these parameters.
 
     Args:
         flow: the flow.
         parameters: the parameters to check.
-        given: names of parameters whose values come from elsewhere.
+        supplied_names: names of parameters whose values come from elsewhere.
 
     >>> from flows.sweep import sweep
     >>> misfits(sweep, {"dry": True})
     ["the flow sweep has no parameter 'dry' (did you mean 'dry_run'?)"]
     """
-    known = inspect.signature(flow.fn).parameters
-    found = [unknown(flow.name, name, known) for name in (*parameters, *given) if name not in known]
-    found += [
+    flow_parameters = inspect.signature(flow.fn).parameters
+    texts = [
+        unknown(flow.name, name, flow_parameters)
+        for name in (*parameters, *supplied_names)
+        if name not in flow_parameters
+    ]
+    texts += [
         f"the flow {flow.name} needs the parameter {name!r}"
-        for name, parameter in known.items()
-        if parameter.default is parameter.empty and name not in parameters and name not in given
+        for name, parameter in flow_parameters.items()
+        if parameter.default is parameter.empty and name not in parameters and name not in supplied_names
     ]
     for name, value in parameters.items():
-        why = _unfit(value, known[name].annotation) if name in known else None
+        why = _unfit(value, flow_parameters[name].annotation) if name in flow_parameters else None
         if why is not None:
-            found.append(f"the parameter {name!r} of the flow {flow.name} cannot be {value!r}: {why}")
-    return found
+            texts.append(f"the parameter {name!r} of the flow {flow.name} cannot be {value!r}: {why}")
+    return texts
 
 
-def unknown(flow: str, name: str, known: Collection[str]) -> str:
+def unknown(flow: str, name: str, flow_parameters: Collection[str]) -> str:
     """Return the message for a parameter that a flow does not have."""
-    near = difflib.get_close_matches(name, list(known), 1)
+    near = difflib.get_close_matches(name, list(flow_parameters), 1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     return f"the flow {flow} has no parameter {name!r}{meant}"
 
@@ -76,15 +82,15 @@ def unknown(flow: str, name: str, known: Collection[str]) -> str:
 def flow_of(deployment: Mapping[str, Any]) -> Flow[..., Any]:
     """Return the flow of an entry of prefect.yaml."""
     module, _, name = str(deployment["entrypoint"]).rpartition(".")
-    found: Flow[..., Any] = getattr(import_module(module), name)
-    return found
+    flow: Flow[..., Any] = getattr(import_module(module), name)
+    return flow
 
 
 @functools.cache
 def declared() -> Sequence[Mapping[str, Any]]:
     """Return the deployments of prefect.yaml."""
-    found: list[Mapping[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]
-    return tuple(found)
+    deployments: list[Mapping[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]
+    return tuple(deployments)
 
 
 def _unfit(value: Any, kind: Any) -> str | None:

@@ -29,11 +29,11 @@ def having(setting: str) -> list[int]:
 
 def end_having(setting: str, seconds: float) -> None:
     """End these processes: SIGTERM, and SIGKILL to those that are left after `seconds`."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + seconds
         for pid in having(setting):
             try:
-                os.kill(pid, how)
+                os.kill(pid, signal_number)
             except ProcessLookupError:
                 continue
         while having(setting) and time.monotonic() < until:

@@ -34,17 +34,17 @@ PAGE = 100
 
 def active(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
     """Return the runs of a pool that a worker has taken and that have not ended."""
-    found: list[FlowRun] = []
+    runs: list[FlowRun] = []
     while True:
         page = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=ACTIVE))),
             work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
             limit=PAGE,
-            offset=len(found),
+            offset=len(runs),
         )
-        found += page
+        runs += page
         if len(page) < PAGE:
-            return found
+            return runs
 
 
 def reschedule(client: SyncPrefectClient, runs: Iterable[FlowRun]) -> None:

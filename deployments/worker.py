@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a name that no other worker has (runs are released by name); default: the host name",
     )
     metrics_options(parser, 9465)
-    given, more = parser.parse_known_args(arguments)
+    options, worker_arguments = parser.parse_known_args(arguments)
     terminal.log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
     warning = unset_warning()
@@ -56,13 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         await_server(START_SECONDS)
     except UsageError as error:
         end_with(error)
-    worker = _Worker(given.pool, given.name)
+    worker = _Worker(options.pool, options.name)
+    # First the processes, then their runs: another worker takes a released run at once.
     worker.end_processes()
     # What a killed predecessor had taken. Another process imports Prefect: this one stays small.
-    subprocess.run([sys.executable, "-m", "deployments.release_runs", given.pool, given.name], check=False)
-    with worker.metrics(given.metrics_host, given.metrics_port):
-        code = worker.run(["--pool", given.pool, "--name", given.name, *more])
-    _release_runs(given.pool, given.name)
+    subprocess.run(
+        [sys.executable, "-m", "deployments.release_runs", options.pool, options.name], check=False
+    )
+    with worker.metrics(options.metrics_host, options.metrics_port):
+        code = worker.run(["--pool", options.pool, "--name", options.name, *worker_arguments])
+    _release_runs(options.pool, options.name)
     return 0 if worker.ending else code
 
 
@@ -78,8 +81,8 @@ class _Worker:
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the worker until it and all its processes have ended; return its exit status."""
-        for how in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(how, self._end)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, self._end)
         signal.signal(signal.SIGALRM, self._kill)
         command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", *arguments]
         name, _, value = self._mark.partition("=")

@@ -34,11 +34,11 @@ def configured(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
     home = Path(env.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
     path = Path(env.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
     try:
-        known = load_toml(path.read_bytes())
+        profiles_file = load_toml(path.read_bytes())
     except (OSError, InvalidText):
         return "", ""  # no profiles, or none that Prefect itself could read
-    name = env.get("PREFECT_PROFILE") or known.get("active")
-    profiles = known.get("profiles")
+    name = env.get("PREFECT_PROFILE") or profiles_file.get("active")
+    profiles = profiles_file.get("profiles")
     profile = profiles.get(name) if isinstance(profiles, dict) and isinstance(name, str) else None
     url = profile.get("PREFECT_API_URL") if isinstance(profile, dict) else None
     return (str(url), f"PREFECT_API_URL of the profile {name!r} in {path}") if url else ("", "")
@@ -93,7 +93,7 @@ def await_server(seconds: float, env: Mapping[str, str] = os.environ) -> None:
 def unanswered(error: BaseException) -> UsageError | None:
     """Return the error for a server that does not answer Prefect's client; None for any other error."""
     chain = list(_chain(error))
-    if not any(each.__class__.__module__.partition(".")[0] == "httpx" for each in chain):
+    if not any(link.__class__.__module__.partition(".")[0] == "httpx" for link in chain):
         return None
     cause = chain[-1]
     answer = getattr(cause, "response", None)
@@ -120,10 +120,10 @@ def end_with(error: CkptError) -> NoReturn:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those that led to it, within httpx."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = None if type(seen).__module__.startswith("httpx") else seen.__cause__ or seen.__context__
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = None if type(link).__module__.startswith("httpx") else link.__cause__ or link.__context__
 
 
 def _bare(url: str) -> str:

@@ -67,7 +67,7 @@ def entry(flow: Flow[..., Any]) -> NoReturn:
 def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     """Run `flow` with the arguments of the command line. Exit with a non-zero code if it fails."""
     terminal.guard()
-    given = parse(flow, sys.argv[1:] if arguments is None else arguments)
+    parameters = parse(flow, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("prefect.task_runs").addFilter(_is_news)
     logging.getLogger("prefect.flow_runs").addFilter(_has_page)
     # A tenth of a small run's imports, while it waits for the server's first answers.
@@ -76,16 +76,16 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
         serve_while_alive()
         # Prefect sets the state of the run and sends logs while the last artifacts are sent, by one client.
         with SyncClientContext.get_or_create(), sending_artifacts(), own_heartbeats(flow) as beating:
-            state = cast("State[Any]", beating(**given, return_state=True))
+            state = cast("State[Any]", beating(**parameters, return_state=True))
             send_logs()
     except KeyboardInterrupt:
         terminal.line(f"stopped; {Interrupted.default_hint}", err=True)
         sys.exit(Interrupted.exit_code)
     except Exception as error:  # of Prefect's engine: a flow's own errors are in its state
-        found = unanswered(error)
-        if found is None:
+        server_error = unanswered(error)
+        if server_error is None:
             raise
-        end_with(found)
+        end_with(server_error)
     result: Any = state.result(raise_on_failure=False)
     if not state.is_completed():
         terminal.block(f"{(state.name or 'failed').lower()}: {state.message}", err=True)
@@ -93,9 +93,9 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     if not isinstance(result, list | Result):  # of a flow without one output
         terminal.block(state.message or "completed", err=True, indent="")
         return
-    for one in result if isinstance(result, list) else [result]:
+    for output in result if isinstance(result, list) else [result]:
         terminal.line(
-            f"{one.destination}: {count(len(one.files), 'file')}, {show_size(one.nbytes)}", err=True
+            f"{output.destination}: {count(len(output.files), 'file')}, {show_size(output.nbytes)}", err=True
         )
 
 
@@ -106,10 +106,10 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     anything is started; a wrong one exits with code 2.
     """
     prog = f"python -m flows.{flow.name}"
-    found: dict[str, Any] = {}
+    parameter_values: dict[str, Any] = {}
 
-    def command(**given: Any) -> None:
-        found.update(given)
+    def command(**options: Any) -> None:
+        parameter_values.update(options)
 
     parameters = inspect.signature(flow.fn).parameters
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -120,12 +120,13 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     app.command(cls=FilledCommand)(command)
     try:
         code = app(args=list(arguments), prog_name=prog, standalone_mode=False)
-        if not found:  # the help text was printed
+        if not parameter_values:  # the help text was printed
             sys.exit(code or 0)
-        if "sharding" in found:
-            found["sharding"] = read_rules(found["sharding"])
-        _require_types(flow, found)
-        require_no_credentials(*(found.get(end) for end in ENDS))  # Prefect stores parameters as given
+        if "sharding" in parameter_values:
+            parameter_values["sharding"] = read_rules(parameter_values["sharding"])
+        _require_types(flow, parameter_values)
+        # Prefect stores parameters as given.
+        require_no_credentials(*(parameter_values.get(end) for end in ENDS))
     except typer.TyperException as error:
         message, code = error.format_message(), UsageError.exit_code
     except typer.Exit as error:
@@ -133,17 +134,17 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     except CkptError as error:
         message, code = error.message, error.exit_code
     else:
-        return found
+        return parameter_values
     terminal.block(f"{prog}: {message}\nsee `{prog} --help`", err=True, indent="")
     sys.exit(code)
 
 
-def _require_types(flow: Flow[..., Any], given: dict[str, Any]) -> None:
+def _require_types(flow: Flow[..., Any], parameters: dict[str, Any]) -> None:
     """Raise `UsageError` unless every value fits the type of its parameter."""
     for name, parameter in inspect.signature(flow.fn).parameters.items():
-        why = misfit(parameter.annotation, given[name])
+        why = misfit(parameter.annotation, parameters[name])
         if why is not None:
-            raise UsageError(f"cannot use {given[name]!r} for {name.replace('_', '-')}: {why}")
+            raise UsageError(f"cannot use {parameters[name]!r} for {name.replace('_', '-')}: {why}")
 
 
 def _typed(parameter: inspect.Parameter) -> inspect.Parameter:

@@ -79,8 +79,8 @@ class RunningEngine:
 
     def submit(self, task: Task[..., Any], **parameters: Any) -> PrefectFuture[Any]:
         """Start one task with these parameters."""
-        found: PrefectFuture[Any] = self._runner.submit(task, parameters=parameters)
-        return found
+        future: PrefectFuture[Any] = self._runner.submit(task, parameters=parameters)
+        return future
 
 
 @contextmanager
@@ -121,8 +121,13 @@ def _dask(address: str | None, width: int, gpu: bool) -> Iterator[RunningEngine]
             offered = {"resources": {"GPU": 1}} if gpu else {}
             # The scheduler serves HTTP even without a dashboard, by default on the single port 8787.
             page = "127.0.0.1:0"
-            own = {"n_workers": width, "threads_per_worker": 1, "processes": True, "dashboard_address": page}
-            runner: Any = DaskTaskRunner(cluster_kwargs={**own, **offered, "env": env})
+            cluster_settings = {
+                "n_workers": width,
+                "threads_per_worker": 1,
+                "processes": True,
+                "dashboard_address": page,
+            }
+            runner: Any = DaskTaskRunner(cluster_kwargs={**cluster_settings, **offered, "env": env})
         else:
             runner = DaskTaskRunner(address=address, client_kwargs={"timeout": CONNECT_SECONDS})
         try:
@@ -148,8 +153,10 @@ def _ray(address: str | None, width: int, gpu: bool) -> Iterator[RunningEngine]:
     except ImportError as error:
         raise _missing("ray") from error
     with _serving("ray", address) as env:
-        own = {} if address else {"num_cpus": width, "include_dashboard": False}
-        runner: Any = RayTaskRunner(address=address, init_kwargs={**own, "runtime_env": {"env_vars": env}})
+        cluster_settings = {} if address else {"num_cpus": width, "include_dashboard": False}
+        runner: Any = RayTaskRunner(
+            address=address, init_kwargs={**cluster_settings, "runtime_env": {"env_vars": env}}
+        )
         try:
             runner.__enter__()
         except (ConnectionError, RuntimeError) as error:
@@ -193,8 +200,8 @@ def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
 
 def _without_own_file() -> AbstractContextManager[object]:
     """Leave out the setting that names a file of this installation: workers may have it elsewhere."""
-    own = get_current_settings().api.ssl_cert_file == NO_AUTHORITY
-    return temporary_settings({PREFECT_API_SSL_CERT_FILE: None}) if own else nullcontext()
+    is_ours = get_current_settings().api.ssl_cert_file == NO_AUTHORITY
+    return temporary_settings({PREFECT_API_SSL_CERT_FILE: None}) if is_ours else nullcontext()
 
 
 def _missing(name: str) -> MissingDependency:

@@ -11,9 +11,9 @@ import prefect
 from flows._start import started_as_command
 
 
-def flow(**given: Any) -> Callable[[Callable[..., Any]], prefect.Flow[..., Any]]:
+def flow(**settings: Any) -> Callable[[Callable[..., Any]], prefect.Flow[..., Any]]:
     """Return `prefect.flow`; in a command, its flows have no schema of their parameters."""
-    prefects = prefect.flow(**given)
+    prefects = prefect.flow(**settings)
     return _without_schema(prefects) if started_as_command() else prefects
 
 
@@ -23,10 +23,10 @@ def _without_schema(prefects: Callable[..., Any]) -> Callable[[Callable[..., Any
         # each parameter for it, which takes 0.035 s.
         full = inspect.signature(function)
         function.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
-        made: prefect.Flow[..., Any] = prefects(function)
-        both: tuple[Any, ...] = (function, made)  # Prefect copies the function's attributes
-        for each in both:
-            each.__signature__ = full
-        return made
+        prefect_flow: prefect.Flow[..., Any] = prefects(function)
+        callables: tuple[Any, ...] = (function, prefect_flow)  # Prefect copies the function's attributes
+        for target in callables:
+            target.__signature__ = full
+        return prefect_flow
 
     return wrap

@@ -57,14 +57,14 @@ class _OwnRun(Flow[..., Any]):
     def of(cls, flow: Flow[..., Any], on_running: FlowStateHook[..., Any]) -> _OwnRun:
         """Return a copy of a flow with one more hook."""
         # `with_options` makes a flow anew, with the models of its parameters: a twentieth of a second.
-        made = cls.__new__(cls)
-        vars(made).update(vars(flow))
-        made.on_running_hooks = [*flow.on_running_hooks, on_running]
+        copy = cls.__new__(cls)
+        vars(copy).update(vars(flow))
+        copy.on_running_hooks = [*flow.on_running_hooks, on_running]
         results = get_current_settings().results
         if results.default_storage_block is None and not results.persist_by_default:
             # Prefect would ask its server three times for a storage, and nobody reads results from there.
-            made.persist_result, made.result_storage = False, results.local_storage_path
-        return made
+            copy.persist_result, copy.result_storage = False, results.local_storage_path
+        return copy
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a task on a worker of a cluster brings of its flow: not the hook, which has a lock."""
@@ -84,7 +84,7 @@ def _is_plain(value: Any) -> bool:
     >>> _is_plain(["a", 1]), _is_plain(None), _is_plain({1, 2}), _is_plain([{"a": 1}])
     (True, True, False, False)
     """
-    return all(type(one) in PLAIN for one in (value if type(value) is list else [value]))
+    return all(type(element) in PLAIN for element in (value if type(value) is list else [value]))
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _beat(name: str, run: FlowRun, seconds: int, ended: threading.Event) -> None
         {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
         for tag in sorted(set(run.tags))
     ]
-    related = [RelatedResource.model_validate(each) for each in (of, *tags)]
+    related = [RelatedResource.model_validate(form) for form in (of, *tags)]
     while not ended.is_set():
         try:
             emit_event(event="prefect.flow-run.heartbeat", resource=resource, related=related)

@@ -20,9 +20,9 @@ MAX_FINDINGS = 5  # a state's message is one paragraph; the artifact has all fin
 
 def run_name() -> str:
     """Return a run's name for lists of runs: ``export llama/step-300 to models/llama``."""
-    given: dict[str, Any] = runtime.flow_run.parameters
-    verb = given.get("verb", runtime.flow_run.flow_name)
-    ends = (_place(given[end]) for end in ("source", "destination") if given.get(end))
+    parameters: dict[str, Any] = runtime.flow_run.parameters
+    verb = parameters.get("verb", runtime.flow_run.flow_name)
+    ends = (_place(parameters[end]) for end in ("source", "destination") if parameters.get(end))
     return f"{verb} {' to '.join(ends)}"
 
 
@@ -37,7 +37,7 @@ def explain(error: CkptError) -> str:
     findings = error.values.get("findings", ())
     lines = [f"{error.code}: {error.message}"]
     if len(findings) > 1:
-        lines += [f"- {found.code}: {found.message}" for found in findings[:MAX_FINDINGS]]
+        lines += [f"- {finding.code}: {finding.message}" for finding in findings[:MAX_FINDINGS]]
     if len(findings) > MAX_FINDINGS:
         lines.append(f"- and {len(findings) - MAX_FINDINGS} more")
     if error.hint:
@@ -65,12 +65,12 @@ def closed(value: T) -> T:
     return cast("T", quote(value))
 
 
-def _place(given: str | list[str]) -> str:
+def _place(source: str | list[str]) -> str:
     """Return the end of a path or URL; of a source in several folders, that of the first and their number."""
-    each = [given] if isinstance(given, str) else given
-    each = [root for one in each for root in roots_of(one) or (one,)]
-    more = f" and {len(each) - 1} more" if each[1:] else ""
-    return f"{_last_two(redacted(each[0]))}{more}"
+    urls = [source] if isinstance(source, str) else source
+    folders = [folder for url in urls for folder in roots_of(url) or (url,)]
+    remainder = f" and {len(folders) - 1} more" if folders[1:] else ""
+    return f"{_last_two(redacted(folders[0]))}{remainder}"
 
 
 def _last_two(url: str) -> str:

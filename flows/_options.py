@@ -85,30 +85,30 @@ def declared(*names: str, of: type[Any] = FlowOptions, **defaults: Any) -> Table
         of: the dataclass that declares them.
         defaults: values that replace the declared defaults.
     """
-    known = options_of(of)
-    found = {name: (*known[name][:2], defaults.get(name, known[name][2])) for name in names}
+    declarations = options_of(of)
+    chosen = {name: (*declarations[name][:2], defaults.get(name, declarations[name][2])) for name in names}
     return tuple(
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=pydantic_type(kind, option)
         )
-        for name, (kind, option, default) in found.items()
+        for name, (kind, option, default) in chosen.items()
     )
 
 
 def takes(*tables: Table) -> Callable[[_F], _F]:
-    """Replace the ``**given`` of a function by declared parameters.
+    """Replace the ``**parameters`` of a function by declared parameters.
 
     The function's own parameters are options too: their annotations contain an `Option`. Prefect takes the
     help of parameters from the docstring, so each gets a line there.
     """
 
     def wrap(function: _F) -> _F:
-        seen = inspect.signature(function, eval_str=True)
-        own = [_own(p) for p in seen.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        known = {p.name for p in own}
-        every = [*own, *(p for table in tables for p in table if p.name not in known)]
-        function.__signature__ = seen.replace(parameters=every)  # type: ignore[attr-defined]
-        lines = [f"    {p.name}: {option_of(p).help}" for p in every]
+        signature = inspect.signature(function, eval_str=True)
+        own_parameters = [_own(p) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        own_names = {p.name for p in own_parameters}
+        parameters = [*own_parameters, *(p for table in tables for p in table if p.name not in own_names)]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        lines = [f"    {p.name}: {option_of(p).help}" for p in parameters]
         function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Args:", *lines])
         return function
 

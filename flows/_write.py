@@ -81,7 +81,7 @@ def write_all(
         share = replace(settings, workers=settings.workers or min(settings.threads, ELSEWHERE))
         width = MAX_WRITERS
     work = _work(prepared, share, batch_bytes, large=not engine.here, observe=observe)
-    total, done = prepared.bytes_out, 0
+    total, nbytes_written = prepared.bytes_out, 0
     key = key_of("conversion-progress", prepared.plan_uri)
     progress: Future[Any] | None = None
     read: list[FileSums] = []
@@ -90,13 +90,13 @@ def write_all(
         try:
             updated = time.monotonic()
             for nbytes, sums in _finished(prepared, work, running):
-                done += nbytes
+                nbytes_written += nbytes
                 if sums is not None:
                     read.append(sums)
                 # It takes as long as to write a small file: what is written at once is shown at its end only.
-                if done >= total or time.monotonic() > updated + SECONDS:
-                    text = f"{show_size(done)} of {show_size(total)}"
-                    percent = min(100.0, 100.0 * done / max(total, 1))
+                if nbytes_written >= total or time.monotonic() > updated + SECONDS:
+                    text = f"{show_size(nbytes_written)} of {show_size(total)}"
+                    percent = min(100.0, 100.0 * nbytes_written / max(total, 1))
                     if progress is None:
                         progress = artifact_later(create_progress_artifact, percent, key, text)
                     else:
@@ -120,28 +120,29 @@ def _work(
     prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bool, observe: bool
 ) -> list[Work]:
     """Return tasks for batches of files and parts of large ones. large: whether to write files in parts."""
-    found: list[Work] = []
+    tasks: list[Work] = []
     files = []
     shared = {"plan_uri": prepared.plan_uri, "settings": settings, "observe": observe}
     for file in prepared.files:
         cut: tuple[FilePart, ...] = ()
         if large and file.nbytes > LARGE * batch_bytes:
             cut = parts(prepared.plan_uri, file.index, batch_bytes, settings)
+        # One part is a file: no join is needed, and it shares a batch.
         if len(cut) < 2:
             files.append(file)
             continue
         for n, part in enumerate(cut, 1):
             name = f"{file.path}, part {n} of {len(cut)}"
             start = _starting(write_part, name=name, part=part, **shared)
-            found.append(Work(name, part.nbytes, start, file.index))
+            tasks.append(Work(name, part.nbytes, start, file.index))
     for batch in batches([file.nbytes for file in files], batch_bytes):
         first, last = files[batch[0]].path, files[batch[-1]].path
         name = first if len(batch) == 1 else f"{first} .. {last}"
         nbytes = sum(files[i].nbytes for i in batch)
         indices = [files[i].index for i in batch]
         start = _starting(write, name=name, indices=indices, nbytes=nbytes, **shared)
-        found.append(Work(name, nbytes, start))
-    return found
+        tasks.append(Work(name, nbytes, start))
+    return tasks
 
 
 def _starting(task: Any, **parameters: Any) -> Callable[[RunningEngine], PrefectFuture[Any]]:
@@ -152,35 +153,36 @@ def _finished(
     prepared: Prepared, work: Sequence[Work], running: RunningEngine
 ) -> Iterator[tuple[int, FileSums | None]]:
     """Yield the bytes of tasks as they finish, and what they have read; `running.slots` at a time at most."""
+    # Reversed, because `pop` takes from the end; a join is appended, so it goes first.
     waiting = list(reversed(work))
     missing: dict[int, int] = {}  # file index -> parts that are not written yet
-    for one in work:
-        if one.join is not None:
-            missing[one.join] = missing.get(one.join, 0) + 1
+    for unit in work:
+        if unit.join is not None:
+            missing[unit.join] = missing.get(unit.join, 0) + 1
     under_way: dict[PrefectFuture[Any], tuple[Work, int]] = {}
     while waiting or under_way:
         while waiting and len(under_way) < running.slots:
-            one = waiting.pop()
-            under_way[one.start(running)] = one, 1
+            unit = waiting.pop()
+            under_way[unit.start(running)] = unit, 1
         future = next(as_completed(list(under_way)))
-        one, attempt = under_way.pop(future)
+        unit, attempt = under_way.pop(future)
         try:
             result = future.result()
         except Exception as error:
             if not is_lost(error):
                 raise
             if attempt == TRIES:
-                raise WorkerLost(f"cannot write {one.name}: {TRIES} workers in a row were lost") from error
-            log.warning("a worker was lost while it wrote %s; retrying", one.name)
-            under_way[one.start(running)] = one, attempt + 1
+                raise WorkerLost(f"cannot write {unit.name}: {TRIES} workers in a row were lost") from error
+            log.warning("a worker was lost while it wrote %s; retrying", unit.name)
+            under_way[unit.start(running)] = unit, attempt + 1
             continue
-        if one.join is not None:
-            missing[one.join] -= 1
-            if not missing[one.join]:
-                file = prepared.files[one.join]
+        if unit.join is not None:
+            missing[unit.join] -= 1
+            if not missing[unit.join]:
+                file = prepared.files[unit.join]
                 start = _starting(join, name=file.path, plan_uri=prepared.plan_uri, index=file.index)
                 waiting.append(Work(file.path, 0, start))
-        yield one.nbytes, result if isinstance(result, FileSums) else None
+        yield unit.nbytes, result if isinstance(result, FileSums) else None
 
 
 def batches(sizes: Sequence[int], nbytes: int = BATCH_BYTES, most: int = MAX_TASKS) -> list[range]:
@@ -195,11 +197,11 @@ def batches(sizes: Sequence[int], nbytes: int = BATCH_BYTES, most: int = MAX_TAS
     """
     # Two neighbours together exceed the limit, so n batches exceed n // 2 limits.
     limit = max(nbytes, -(-2 * sum(sizes) // (most - 1))) if len(sizes) > most else nbytes
-    found: list[range] = []
+    ranges: list[range] = []
     first, total = 0, 0
     for index, size in enumerate(sizes):
         if index > first and total + size > limit:
-            found.append(range(first, index))
+            ranges.append(range(first, index))
             first, total = index, 0
         total += size
-    return [*found, range(first, len(sizes))] if sizes else []
+    return [*ranges, range(first, len(sizes))] if sizes else []

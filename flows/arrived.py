@@ -35,8 +35,7 @@ from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Announcement, record_announced
 from ckptcore.errors import Busy, CkptError, DestinationExists, UnsafeContent, UsageError
-from ckptcore.operations import claims as claiming
-from ckptcore.operations import convert_once as once
+from ckptcore.operations import claims, convert_once
 from ckptcore.operations.export_target import announced_request
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
@@ -50,8 +49,8 @@ from flows._options import FlowOptions, declared, takes
 from flows.convert import steps
 from tasks.attempts import LOOKS, looks_of
 from tasks.logs import log
-from tasks.retry import passes
-from tasks.settle import may_complete, settle
+from tasks.retry import is_transient
+from tasks.wait_until_complete import may_complete, wait_until_complete
 
 T = TypeVar("T")
 
@@ -107,30 +106,31 @@ def arrived(
         ),
     ] = 60.0,
     verb: Verb = "export",
-    **given: Any,
+    **parameters: Any,
 ) -> Result | State[Any]:
     """Convert an announced checkpoint once, as soon as it is complete."""
     try:
         if root:
             require_inside(source, root)
+        # All pauses of the run; `pauses` are those that this process waits itself.
         looks = delays(wait_minutes)
-        here = own_pauses(looks)
+        pauses = own_pauses(looks)
         # False is the parameter's default, so it must not override the fingerprint of a root's target.
-        options = FlowOptions(**given | {"fingerprint": given["fingerprint"] or None})
+        options = FlowOptions(**parameters | {"fingerprint": parameters["fingerprint"] or None})
         asked = options.request(verb, source, destination)
         job = replace(options.job(), announcement=Announcement(run, step, meta or {}, ANNOUNCED))
 
         def work() -> Result | State[Any]:
             request = effective_request(asked, step, options.catalog)
             try:
-                tried = settle.with_options(retries=len(here), retry_delay_seconds=[*here])
+                tried = wait_until_complete.with_options(retries=len(pauses), retry_delay_seconds=[*pauses])
                 digest = tried(request.source, request.recover)
             except Exception as error:
                 if may_complete(error):
-                    put_off(looks, reason(error))
+                    reschedule_run(looks, reason(error))
                 raise
             # Two senders, or a webhook and a sweep, can announce it twice: one run converts it.
-            with alone(request, digest, str(runtime.flow_run.id), here, options.catalog) as mine:
+            with claim_or_skip(request, digest, str(runtime.flow_run.id), pauses, options.catalog) as mine:
                 if not mine:
                     record_announced(job.announcement, request.source, options.catalog)
                     return already(request.destination)
@@ -138,7 +138,7 @@ def arrived(
                     return steps(request, job)
                 except (Busy, DestinationExists) as error:
                     # A process without a claim, for example at a terminal, was faster.
-                    for pause in (0.0, *here) if isinstance(error, Busy) else (0.0,):
+                    for pause in (0.0, *pauses) if isinstance(error, Busy) else (0.0,):
                         time.sleep(pause)
                         if made_from(request, digest, options.catalog):
                             record_announced(job.announcement, request.source, options.catalog)
@@ -147,9 +147,9 @@ def arrived(
 
         # The sender has its reply: nobody else notices that the catalog was down for a moment.
         try:
-            return patiently(work)
+            return retry_transient(work)
         except Busy as error:
-            put_off(looks, reason(error))
+            reschedule_run(looks, reason(error))
             raise
     except CkptError as error:
         return failed(error)
@@ -171,16 +171,16 @@ def require_inside(source: str, root: str) -> None:
     The receiver of the event could only compare texts.
     """
     if roots := roots_of(source):
-        for each in roots:
-            require_inside(each, root)
+        for folder in roots:
+            require_inside(folder, root)
         return
     path, top = local_path(source), local_path(root)
     if path is not None and top is not None:
-        here, above = os.path.realpath(path), os.path.realpath(top)
+        source_path, root_path = os.path.realpath(path), os.path.realpath(top)
     else:
-        here, above = source, root
-    if not here.startswith(above.rstrip("/") + "/"):
-        raise UnsafeContent(f"{source} resolves to {here}, which is not below {above}")
+        source_path, root_path = source, root
+    if not source_path.startswith(root_path.rstrip("/") + "/"):
+        raise UnsafeContent(f"{source} resolves to {source_path}, which is not below {root_path}")
 
 
 def effective_request(request: Request, step: int | None, catalog: str | None) -> Request:
@@ -194,11 +194,11 @@ def effective_request(request: Request, step: int | None, catalog: str | None) -
     Raises:
         UsageError: the root's target cannot be used for this source.
     """
-    with open_catalog(catalog) as known:
-        found = announced_request(known, request.source, step)
-    if found is None:
+    with open_catalog(catalog) as catalog_db:
+        root_and_request = announced_request(catalog_db, request.source, step)
+    if root_and_request is None:
         return request
-    root, instead = found
+    root, instead = root_and_request
     log.info(
         "%s is below the watched root %s: converting to %s", request.source, root.name, instead.destination
     )
@@ -210,14 +210,14 @@ def made_from(request: Request, digest: str, catalog: str | None) -> bool:
 
     digest: of the source's manifest.
     """
-    with open_catalog(catalog) as known:
+    with open_catalog(catalog) as catalog_db:
         manifest = inspect(request.source, request.recover)
-        key = claiming.key_of(request, claiming.source_digest(manifest))
-        return once.is_made(known, key, request, digest)
+        key = claims.key_of(request, claims.source_digest(manifest))
+        return convert_once.is_made(catalog_db, key, request, digest)
 
 
 @contextmanager
-def alone(
+def claim_or_skip(
     request: Request, digest: str, run: str, looks: Sequence[float], catalog: str | None
 ) -> Iterator[bool]:
     """Claim a conversion; yield False if it is done already.
@@ -234,7 +234,10 @@ def alone(
     Raises:
         Busy: another process still has the claim after the last try.
     """
-    with open_catalog(catalog) as known, once.alone(known, request, digest, run, looks) as mine:
+    with (
+        open_catalog(catalog) as catalog_db,
+        convert_once.alone(catalog_db, request, digest, run, looks) as mine,
+    ):
         yield mine
 
 
@@ -243,7 +246,7 @@ def own_pauses(pauses: Sequence[float]) -> Sequence[float]:
     return () if runtime.deployment.id else pauses
 
 
-def put_off(pauses: Sequence[float], why: str) -> None:
+def reschedule_run(pauses: Sequence[float], why: str) -> None:
     """End this process, and let Prefect start the run again after the next of its pauses.
 
     Returns normally if no pause is left or no worker would start the run again.
@@ -272,8 +275,8 @@ def put_off(pauses: Sequence[float], why: str) -> None:
     raise Abort(message)  # the engine ends without another call to the server
 
 
-def patiently(work: Callable[[], T]) -> T:
-    """Return the result of `work`; repeat it from its beginning after errors that `passes`.
+def retry_transient(work: Callable[[], T]) -> T:
+    """Return the result of `work`; repeat it from its beginning after transient errors.
 
     The work must recognise what it has done before. Raises the error of the last try, and `Busy` at once,
     because that has waited for the other process already.
@@ -281,7 +284,7 @@ def patiently(work: Callable[[], T]) -> T:
     retrying = Retrying(
         wait=wait_chain(*map(wait_fixed, PAUSES)),
         stop=stop_after_attempt(len(PAUSES) + 1),
-        retry=retry_if_exception(lambda error: passes(error) and not isinstance(error, Busy)),
+        retry=retry_if_exception(lambda error: is_transient(error) and not isinstance(error, Busy)),
         before_sleep=_log_retry,
         reraise=True,
     )

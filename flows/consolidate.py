@@ -25,10 +25,10 @@ def consolidate(
     destination: Annotated[
         str, Option("A new folder, or one file by its suffix; default: SRC.consolidated.", "DST")
     ] = "",
-    **given: Any,
+    **parameters: Any,
 ) -> Result | State[Any]:
     """Merge a sharded checkpoint into one file or folder, with every tensor under its stored name."""
-    return converted("consolidate", source, destination or None, read_options(FlowOptions, given))
+    return converted("consolidate", source, destination or None, read_options(FlowOptions, parameters))
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ from tasks.verify_export import verify_export
 @flow(name="convert", flow_run_name=run_name)
 @takes(declared(*MODEL, *OF_VERB["consolidate"], *EXPORT, *RUN))
 def convert(
-    source: Sources, destination: Destination, verb: Verb = "consolidate", **given: Any
+    source: Sources, destination: Destination, verb: Verb = "consolidate", **parameters: Any
 ) -> Result | State[Any]:
     """Convert a sharded checkpoint into a verified and registered one."""
-    return converted(verb, source, destination, read_options(FlowOptions, given))
+    return converted(verb, source, destination, read_options(FlowOptions, parameters))
 
 
 def converted(
@@ -83,8 +83,8 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
         The results, in the order of the requests.
     """
     first, run = requests[0], str(runtime.flow_run.id)
-    about = {"flow_run": run, "source": first.source}
-    with log_fields(**about), span("flow", **about), sending_artifacts():
+    fields = {"flow_run": run, "source": first.source}
+    with log_fields(**fields), span("flow", **fields), sending_artifacts():
         return _fan_out(requests, job, run)
 
 
@@ -94,8 +94,8 @@ def _fan_out(requests: Sequence[Request], job: FlowJob, run: str) -> list[Result
     manifest: Manifest | None = None
     try:
         for request in requests:
-            begun = start(request, job.catalog, run, job.announcement)
-            registrations.append(begun)
+            new_registration = start(request, job.catalog, run, job.announcement)
+            registrations.append(new_registration)
         began = time.perf_counter()
         with span("inspect", source=first.source):
             # What was not verified, or is not recorded, is no first sight.
@@ -108,18 +108,18 @@ def _fan_out(requests: Sequence[Request], job: FlowJob, run: str) -> list[Result
         for registration in registrations:
             fail(registration, error, manifest)
         raise
-    done: list[Result] = []
+    results: list[Result] = []
     failed: list[Exception] = []
     for request, registration in zip(requests, registrations, strict=True):
-        about = {"destination": request.destination, "conversion": registration.id if registration else None}
+        fields = {"destination": request.destination, "conversion": registration.id if registration else None}
         try:
-            with log_fields(**about), span("conversion", verb=request.verb, **about):
+            with log_fields(**fields), span("conversion", verb=request.verb, **fields):
                 result = _one(request, job, manifest, registration, timings)
         except BaseException as error:
             fail(registration, error, manifest)
             if not isinstance(error, Exception):  # stopped: do not start the other outputs
-                for other in registrations[len(done) + len(failed) + 1 :]:
-                    fail(other, error, manifest)
+                for unfinished in registrations[len(results) + len(failed) + 1 :]:
+                    fail(unfinished, error, manifest)
                 raise
             failed.append(error)
             continue
@@ -130,10 +130,10 @@ def _fan_out(requests: Sequence[Request], job: FlowJob, run: str) -> list[Result
         except OutputMismatch as error:
             failed.append(error)
         else:
-            done.append(result)
+            results.append(result)
     if failed:
         raise failed[0]
-    return done
+    return results
 
 
 def _one(
@@ -151,9 +151,12 @@ def _one(
     tasks = write_all(prepared, job.settings, job.batch_bytes, job.engine, observe=observe)
     digests = digests_of_source(manifest, tasks)
     timings |= {"write": time.perf_counter() - began}
-    known, recorded = (registration.id, registration.source) if registration is not None else (None, None)
+    conversion_id, recorded = (
+        (registration.id, registration.source) if registration is not None else (None, None)
+    )
+    # Before publishing: an output of files that rotted since they were recorded must not appear.
     require_as_recorded(manifest, digests, recorded)
-    result = publish(prepared.plan_uri, job.settings, job.catalog, closed(prepared.warnings), known)
+    result = publish(prepared.plan_uri, job.settings, job.catalog, closed(prepared.warnings), conversion_id)
     result = replace(result, timings=result.timings | timings, source_digests=digests)
     if request.verb == "export" and job.verify_export:
         began = time.perf_counter()

@@ -80,9 +80,9 @@ def step(number: int, title: str) -> None:
 def run(module: str, *arguments: str) -> None:
     """Print a command, run it, and exit with its code if it fails."""
     say.print(terminal.text(("$", "green"), f" python -m {module} {shlex.join(arguments)}"), soft_wrap=True)
-    done = subprocess.run([sys.executable, "-m", module, *arguments], check=False)
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+    outcome = subprocess.run([sys.executable, "-m", module, *arguments], check=False)
+    if outcome.returncode:
+        raise typer.Exit(outcome.returncode)
 
 
 def trained(job: Path) -> Path:

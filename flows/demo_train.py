@@ -59,8 +59,8 @@ def train(folder: Path, report: Callable[[str], None]) -> None:
         for rank, log in enumerate(logs):
             with log.open("w") as stderr:
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-                own = env | {"RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=stderr, text=True))
+                rank_env = env | {"RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=rank_env, stdout=out, stderr=stderr, text=True))
         for line in ranks[0].stdout or ():
             report(line.rstrip())
         for process, log in zip(ranks, logs, strict=True):
@@ -102,8 +102,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     # The order of additions in a matmul may depend on the number of threads.
     torch.set_num_threads(1)
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=torch.tensor([list(PROMPT)])).logits
-    return found
+        logits_of_prompt: torch.Tensor = model.eval()(input_ids=torch.tensor([list(PROMPT)])).logits
+    return logits_of_prompt
 
 
 def _rank(folder: Path) -> None:

@@ -20,9 +20,9 @@ from flows.convert import converted
 
 @flow(name="export", flow_run_name=run_name)
 @takes(declared(*OF_VERB["export"], *EXPORT, *RUN))
-def export(source: Sources, destination: Destination, **given: Any) -> Result | State[Any]:
+def export(source: Sources, destination: Destination, **parameters: Any) -> Result | State[Any]:
     """Export the model in a sharded checkpoint to a folder that transformers opens."""
-    return converted("export", source, destination, read_options(FlowOptions, given))
+    return converted("export", source, destination, read_options(FlowOptions, parameters))
 
 
 if __name__ == "__main__":

@@ -46,11 +46,11 @@ def reshard(
         list[Target] | None,
         Option("A further target, as JSON with destination, mesh, to (repeatable).", "JSON"),
     ] = None,
-    **given: Any,
+    **parameters: Any,
 ) -> list[Result] | State[Any]:
     """Reshard a checkpoint for the ranks of a mesh, including optimizer and trainer state."""
     try:
-        options = read_options(FlowOptions, {**given, "mesh": mesh})
+        options = read_options(FlowOptions, {**parameters, "mesh": mesh})
         requests = [
             replace(options, **target.model_dump(exclude={"destination"})).request(
                 "reshard", source, target.destination

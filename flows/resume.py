@@ -18,7 +18,7 @@ from ckptcore.planning.options import Option
 from ckptcore.redaction import beginning
 from flows._command import entry
 from flows._options import takes
-from tasks.attempts import begun, given_up
+from tasks.attempts import given_up, start_count
 from tasks.logs import log
 
 
@@ -54,7 +54,7 @@ def _resumed(run_id: UUID, most: int) -> str:
         # A run that was resumed, cancelled or deleted meanwhile is left alone.
         if run.state is None or not run.state.is_crashed():
             return f"{run.name} has not crashed"
-        times, last = begun(run, client.read_flow_run_states(run_id)), run.state.message or ""
+        times, last = start_count(run, client.read_flow_run_states(run_id)), run.state.message or ""
         if times >= most:
             ended: State[Any] = Failed(message=beginning(given_up(times, last), 2000))
             client.set_flow_run_state(run_id, ended, force=True)

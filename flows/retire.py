@@ -30,31 +30,33 @@ def retire(
     scope: Annotated[
         str | None, Option("The name of a watched root or a training run; default: all watched roots.")
     ] = None,
-    **given: Any,
+    **parameters: Any,
 ) -> State[Any]:
     """Retire source checkpoints that a verified conversion fully replaces. Dry run by default."""
-    wanted = RetireOptions(**{name: given[name] for name in options_of(RetireOptions)})
+    options = RetireOptions(**{name: parameters[name] for name in options_of(RetireOptions)})
     try:
-        means = Options(memory=given["memory"], workers=given["workers"], device=given["device"]).settings()
-        policy, allowed = rules(wanted)
-        take = means if wanted.fingerprint else None
-        found = retire_sources(
+        means = Options(
+            memory=parameters["memory"], workers=parameters["workers"], device=parameters["device"]
+        ).settings()
+        policy, allowed = rules(options)
+        take = means if options.fingerprint else None
+        report = retire_sources(
             scope,
             policy,
-            bool(wanted.yes),
+            bool(options.yes),
             allowed,
             take,
-            wanted.catalog,
+            options.catalog,
             means,
-            of_root(wanted),
-            purging=wanted.purge,
-            grace=timedelta(seconds=parse_duration(wanted.grace)),
+            of_root(options),
+            purging=options.purge,
+            grace=timedelta(seconds=parse_duration(options.grace)),
         )
     except CkptError as error:
         return failed(error)
-    counts = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "no source"
-    freed = f"{show_size(found.freed)} of files {'freed' if found.done else 'would be freed'}"
-    return Completed(message=f"{counts}, {freed}", data=found)
+    counts = ", ".join(f"{n} {name}" for name, n in sorted(report.counts.items())) or "no source"
+    freed = f"{show_size(report.freed)} of files {'freed' if report.done else 'would be freed'}"
+    return Completed(message=f"{counts}, {freed}", data=report)
 
 
 if __name__ == "__main__":

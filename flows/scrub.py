@@ -26,19 +26,19 @@ NAMED = 5  # checkpoints in the message of a failed run
 
 @flow(name="scrub", flow_run_name="scrub")
 @takes(declared(*options_of(ScrubOptions), of=ScrubOptions))
-def scrub(**given: Any) -> State[Any]:
+def scrub(**parameters: Any) -> State[Any]:
     """Verify that the recorded checkpoints are still present, byte for byte."""
-    wanted = ScrubOptions(**given)
+    options = ScrubOptions(**parameters)
     try:
-        found = scrub_share(wanted.share, parse_duration(wanted.budget), wanted.catalog)
+        report = scrub_share(options.share, parse_duration(options.budget), options.catalog)
     except CkptError as error:
         return failed(error)
-    summary = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "nothing was due"
-    if found.exit_code == 0:
-        return Completed(message=summary, data=found)
-    wrong = [each for each in found.looked if each.proven.proof not in ("proven", "unproven", "stopped")]
-    lines = [f"- {each.checkpoint.uri}: {each.proven.message}" for each in wrong[:NAMED]]
-    return Failed(message="\n".join([summary, *lines]), data=found)
+    summary = ", ".join(f"{n} {name}" for name, n in sorted(report.counts.items())) or "nothing was due"
+    if report.exit_code == 0:
+        return Completed(message=summary, data=report)
+    wrong = [row for row in report.looked if row.proven.proof not in ("proven", "unproven", "stopped")]
+    lines = [f"- {row.checkpoint.uri}: {row.proven.message}" for row in wrong[:NAMED]]
+    return Failed(message="\n".join([summary, *lines]), data=report)
 
 
 if __name__ == "__main__":

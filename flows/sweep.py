@@ -52,40 +52,46 @@ NAMED = 5  # checkpoints in the message of a failed run
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), declared(*MEANS, "device", *RUN))
 def sweep(
     roots: Annotated[list[str] | None, Option("Names of watched roots; default: all enabled ones.")] = None,
-    **given: Any,
+    **parameters: Any,
 ) -> State[Any]:
     """Convert complete checkpoints below the watched roots that are not converted yet."""
     try:
-        wanted = read_options(SweepOptions, given)
-        facts_of_every(wanted.meta or (), "meta")
+        options = read_options(SweepOptions, parameters)
+        facts_of_every(options.meta or (), "meta")
         # False is the parameter's default, so it must not override the fingerprint of a root's target.
-        job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None, "meta": wanted.meta}).job()
-        catalog, dry_run, settle_s = wanted.catalog, wanted.dry_run, parse_duration(wanted.min_age)
+        job = FlowOptions.of(
+            parameters | {"fingerprint": options.fingerprint or None, "meta": options.meta}
+        ).job()
+        catalog, dry_run, settle_s = options.catalog, options.dry_run, parse_duration(options.min_age)
 
         def convert(request: Request) -> None:
             steps(request, job)
 
-        found: list[SweepItem] = []
-        with open_catalog(catalog) as known:
+        sweep_items: list[SweepItem] = []
+        with open_catalog(catalog) as catalog_db:
 
             def pass_over(root: RootRow) -> Iterator[SweepItem]:
                 items = look(
-                    root.name, closed(root), catalog, dry_run, settle_s, wanted.retry_failed, wanted.relist
+                    root.name, closed(root), catalog, dry_run, settle_s, options.retry_failed, options.relist
                 )
                 who = str(runtime.flow_run.id)
-                each = _batches_of(job, who)
-                done = items if dry_run else convert_ready(known, items, convert, who, convert_each=each)
-                yield from done
-                note(root.name, closed(root), closed(done), catalog, dry_run)
+                convert_batches = _batches_of(job, who)
+                outcomes = (
+                    items
+                    if dry_run
+                    else convert_ready(catalog_db, items, convert, who, convert_each=convert_batches)
+                )
+                yield from outcomes
+                note(root.name, closed(root), closed(outcomes), catalog, dry_run)
 
-            for root in watched(known, roots or ()):
-                found += of_root(root, pass_over(root))
+            for root in watched(catalog_db, roots or ()):
+                sweep_items += of_root(root, pass_over(root))
             if not dry_run:
-                end_interrupted(known)
-                forget_events(known)
+                end_interrupted(catalog_db)
+                forget_events(catalog_db)
     except CkptError as error:
         return failed(error)
-    return _outcome(Swept(tuple(found), dry_run, wanted.strict))
+    return _outcome(Swept(tuple(sweep_items), dry_run, options.strict))
 
 
 def _batches_of(job: FlowJob, who: str) -> ConvertEach | None:
@@ -99,19 +105,21 @@ def _batches_of(job: FlowJob, who: str) -> ConvertEach | None:
     catalog = job.catalog
 
     def convert_each(requests: Sequence[Request]) -> list[Result | CkptError]:
-        found: list[Result | CkptError | None] = [None] * len(requests)
+        outcomes: list[Result | CkptError | None] = [None] * len(requests)
         small = [n for n, r in enumerate(requests) if r.verb != "export" or not job.verify_export]
         if small:
             together = [requests[n] for n in small]
             name = f"{together[0].source} .. {together[-1].source}"
-            made = convert_small(name, closed(together), job.settings, catalog, job.announcement, who)
-            for n, result in zip(small, made, strict=True):
-                found[n] = result
+            small_outcomes = convert_small(
+                name, closed(together), job.settings, catalog, job.announcement, who
+            )
+            for n, result in zip(small, small_outcomes, strict=True):
+                outcomes[n] = result
                 if not isinstance(result, CkptError):
                     announced = attempt(_announced, result, requests[n].source)
                     if announced is not None:  # it is converted and recorded all the same
                         log.warning("%s is not announced: %s", result.destination, announced.message)
-        return [_single(requests[n], result, job) for n, result in enumerate(found)]
+        return [_single(requests[n], result, job) for n, result in enumerate(outcomes)]
 
     return convert_each
 

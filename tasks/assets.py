@@ -20,12 +20,12 @@ def asset_keys(*places: str) -> list[Asset | str]:
     >>> asset_keys("s3://team/run/step-7", "/models/llama", "/models/a b", "s3://team/" + 600 * "x")
     ['s3://team/run/step-7', 'file:///models/llama', 'file:///models/a_b']
     """
-    found: list[Asset | str] = []
-    for place in [each for one in places for each in roots_of(one) or (one,)]:
+    keys: list[Asset | str] = []
+    for place in [folder for merged in places for folder in roots_of(merged) or (merged,)]:
         path = local_path(place)
         key = f"file://{path.absolute()}" if path is not None else bare_url(place)
         for character in RESTRICTED_ASSET_CHARACTERS:
             key = key.replace(character, "_")
         if len(key) <= MAX_ASSET_KEY_LENGTH:
-            found.append(key)
-    return found
+            keys.append(key)
+    return keys

@@ -16,11 +16,11 @@ TAKEN = (StateType.PENDING, StateType.RUNNING)  # states of a run that a worker 
 
 def looks_of(labels: Mapping[str, Any]) -> int:
     """Return how often a run rescheduled itself, from its labels."""
-    found = labels.get(LOOKS, 0)
-    return found if isinstance(found, int) else 0
+    looks = labels.get(LOOKS, 0)
+    return looks if isinstance(looks, int) else 0
 
 
-def begun(run: FlowRun, states: Iterable[State[Any]] = ()) -> int:
+def start_count(run: FlowRun, states: Iterable[State[Any]] = ()) -> int:
     """Return how often a run was started, without the starts after it rescheduled itself.
 
     Prefect's own count grows when a run begins to run. If a run dies before that, only its states show the

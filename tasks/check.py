@@ -23,14 +23,14 @@ def check(manifest: Manifest, level: str = "coverage") -> Report:
     report = validate(manifest, level)
     rows = [
         {
-            "severity": found.severity,
-            "finding": found.code,
-            "what": found.message,
-            "tensor": found.fqn or "",
-            "file": found.file or "",
-            "next": found.hint,
+            "severity": finding.severity,
+            "finding": finding.code,
+            "what": finding.message,
+            "tensor": finding.fqn or "",
+            "file": finding.file or "",
+            "next": finding.hint,
         }
-        for found in report.findings[:MAX_ROWS]
+        for finding in report.findings[:MAX_ROWS]
     ]
     outcome = "complete" if report.ok else "damaged"
     findings = count(len(report.findings), "finding")

@@ -31,13 +31,20 @@ def convert_small(
     flow_run_id: str,
 ) -> list[Result | CkptError]:
     """Return for each request its output, or its error. name: for the name of the task run."""
-    with open_catalog(catalog) as known:
-        found = convert_batch(
-            requests, settings, known, catalog_url=catalog, announcement=announcement, flow_run_id=flow_run_id
+    with open_catalog(catalog) as catalog_db:
+        outcomes = convert_batch(
+            requests,
+            settings,
+            catalog_db,
+            catalog_url=catalog,
+            announcement=announcement,
+            flow_run_id=flow_run_id,
         )
-    made = [one for one in found if not isinstance(one, CkptError)]
-    log.info("%s: %s", count(len(made), "conversion"), show_size(sum(one.nbytes for one in made)))
-    return found
+    outputs = [outcome for outcome in outcomes if not isinstance(outcome, CkptError)]
+    log.info(
+        "%s: %s", count(len(outputs), "conversion"), show_size(sum(outcome.nbytes for outcome in outputs))
+    )
+    return outcomes
 
 
 def _announce(result: Result) -> None:

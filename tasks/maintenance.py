@@ -31,20 +31,20 @@ MAX_ROWS = 500
 def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     """Verify a share of the recorded checkpoints; the results are a table artifact."""
 
-    def note(each: Looked) -> None:
-        tell = log.info if each.proven.proof in FINE else log.warning
-        tell("%s is %s: %s", each.checkpoint.uri, each.proven.proof.value, each.proven.message or "all of it")
+    def note(row: Looked) -> None:
+        tell = log.info if row.proven.proof in FINE else log.warning
+        tell("%s is %s: %s", row.checkpoint.uri, row.proven.proof.value, row.proven.message or "all of it")
 
-    with open_catalog(catalog, create=False) as known:
-        found = run_scrub(known, share, budget_s, on_look=note)
+    with open_catalog(catalog, create=False) as catalog_db:
+        report = run_scrub(catalog_db, share, budget_s, on_look=note)
     rows = [
-        {"proof": each.proven.proof.value, "checkpoint": each.checkpoint.uri, "why": each.proven.message}
-        for each in found.looked[:MAX_ROWS]
+        {"proof": row.proven.proof.value, "checkpoint": row.checkpoint.uri, "why": row.proven.message}
+        for row in report.looked[:MAX_ROWS]
     ]
     if rows:
-        summary = f"{count(len(found.looked), 'checkpoint')} of {found.known}"
+        summary = f"{count(len(report.looked), 'checkpoint')} of {report.known}"
         artifact_or_none(create_table_artifact, rows, key="scrub", description=summary)
-    return found
+    return report
 
 
 @task(task_run_name="retire", cache_policy=NO_CACHE, persist_result=False)
@@ -63,14 +63,14 @@ def retire(
 ) -> Retirement:
     """Retire the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
 
-    def note(each: Retired) -> None:
-        log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
-        for name, kind in each.unproven[:MAX_ROWS]:
-            log.info("unproven in %s: %s (%s)", each.source.uri, name, kind)
+    def note(decision: Retired) -> None:
+        log.info("%s is %s: %s", decision.source.uri, decision.fate.value, "; ".join(decision.why))
+        for name, kind in decision.unproven[:MAX_ROWS]:
+            log.info("unproven in %s: %s (%s)", decision.source.uri, name, kind)
 
-    with open_catalog(catalog, create=False) as known:
-        found = run_retire(
-            known,
+    with open_catalog(catalog, create=False) as catalog_db:
+        report = run_retire(
+            catalog_db,
             policy,
             scope,
             yes=yes,
@@ -82,8 +82,8 @@ def retire(
             on_retired=note,
             of_root=of_root,
         )
-    for kept in found.left:
-        log.warning("%s", kept)
+    for folder_text in report.left:
+        log.warning("%s", folder_text)
     rows = [
         {
             "fate": i.fate.value,
@@ -95,10 +95,10 @@ def retire(
             ),
             "why": "; ".join(i.why),
         }
-        for i in found.items[:MAX_ROWS]
+        for i in report.items[:MAX_ROWS]
     ]
     if rows:
         artifact_or_none(
-            create_table_artifact, rows, key="retire", description=count(len(found.items), "source")
+            create_table_artifact, rows, key="retire", description=count(len(report.items), "source")
         )
-    return found
+    return report

@@ -32,14 +32,14 @@ class BatchProgress:
         self._artifact: UUID | None = None
         self._next = time.monotonic() + SECONDS
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, nbytes: int, total: int) -> None:
         """Show the bytes done of this batch; `total` is that of the complete plan. Raises `Interrupted`."""
         if STOP.is_set():
             raise Interrupted(f"{self._name} was stopped")
         if time.monotonic() < self._next or not self._one.acquire(blocking=False):
             return
         try:
-            self._context.run(self._show, done)
+            self._context.run(self._show, nbytes)
             self._next = time.monotonic() + SECONDS
         except Exception as error:  # the files are still written, whatever the server's error
             self._context.run(log.warning, "cannot show the progress of %s any more: %s", self._name, error)
@@ -47,9 +47,9 @@ class BatchProgress:
         finally:
             self._one.release()
 
-    def _show(self, done: int) -> None:
-        percent = min(100.0, 100.0 * done / max(self._nbytes, 1))
-        described = f"{self._name}: {show_size(done)} of {show_size(self._nbytes)}"
+    def _show(self, nbytes: int) -> None:
+        percent = min(100.0, 100.0 * nbytes / max(self._nbytes, 1))
+        described = f"{self._name}: {show_size(nbytes)} of {show_size(self._nbytes)}"
         if self._artifact is None:
             self._artifact = cast("UUID", create_progress_artifact(percent, description=described))
         else:

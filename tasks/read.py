@@ -21,7 +21,7 @@ def read(
     observe: bool = False,
 ) -> Manifest:
     """Read the manifest of `source`; see `inspect`. No tensor bytes are read."""
-    found = inspect(source, recover, keep_quantized, weights, observe=observe)
-    summary = f"{found.format}, {count(found.num_tensors, 'tensor')}, {show_size(found.nbytes)}"
+    manifest = inspect(source, recover, keep_quantized, weights, observe=observe)
+    summary = f"{manifest.format}, {count(manifest.num_tensors, 'tensor')}, {show_size(manifest.nbytes)}"
     log.info("%s: %s", source, summary)
-    return found
+    return manifest

@@ -20,21 +20,21 @@ from tasks.retry import STEP
 
 def _record(registration: Registration | None, result: Result, manifest: Manifest) -> Result:
     """Return the result with its catalog id. After that, the staging folder is not needed any more."""
-    known = register(registration, result, manifest)
+    registered = register(registration, result, manifest)
     settle(result.plan_uri)
     for key in asset_keys(result.destination):
         add_asset_metadata(
-            key, {"format": result.format, "bytes": result.nbytes, "conversion": known.conversion}
+            key, {"format": result.format, "bytes": result.nbytes, "conversion": registered.conversion}
         )
-    if known.conversion is not None:
+    if registered.conversion is not None:
         artifact_later(
             create_markdown_artifact,
-            CATALOG_TEXT.format(id=known.conversion, uri=shlex.quote(result.destination)),
+            CATALOG_TEXT.format(id=registered.conversion, uri=shlex.quote(result.destination)),
             key=key_of("conversion-catalog", result.destination),
-            description=f"conversion {known.conversion} in the catalog",
+            description=f"conversion {registered.conversion} in the catalog",
         )
-        log.info("conversion %s is in the catalog", known.conversion)
-    return known
+        log.info("conversion %s is in the catalog", registered.conversion)
+    return registered
 
 
 CATALOG_TEXT = """# In the catalog

@@ -13,7 +13,7 @@ RETRIES = 3
 DELAYS: list[float] = [1, 5, 20]  # seconds; a throttled object store has recovered by then
 
 
-def passes(error: object) -> bool:
+def is_transient(error: object) -> bool:
     """Return whether an error is often transient.
 
     That is one that says so (`CkptError.transient`), or that of an unreachable server, such as Prefect's
@@ -24,9 +24,9 @@ def passes(error: object) -> bool:
     return isinstance(error, httpx.TransportError) or bool(getattr(error, "transient", False))
 
 
-def is_transient(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Return whether the task's error is transient; see `passes`."""
-    return passes(state.result(raise_on_failure=False))
+def should_retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    """Return whether the task's error is transient; see `is_transient`."""
+    return is_transient(state.result(raise_on_failure=False))
 
 
 # The options of every task: retried after transient errors, never cached by Prefect (receipts do that), and
@@ -34,7 +34,7 @@ def is_transient(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 STEP: dict[str, Any] = {
     "retries": RETRIES,
     "retry_delay_seconds": DELAYS,
-    "retry_condition_fn": is_transient,
+    "retry_condition_fn": should_retry,
     "cache_policy": NO_CACHE,
     "persist_result": False,
 }

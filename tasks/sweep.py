@@ -30,11 +30,11 @@ def look(
     relist: bool,
 ) -> list[SweepItem]:
     """Return the checkpoints below a root, with the status of each. name: for the name of the task run."""
-    with open_catalog(catalog) as known:
-        found = look_through(
-            known, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
+    with open_catalog(catalog) as catalog_db:
+        sightings = look_through(
+            catalog_db, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
         )
-        items = list(found)
+        items = list(sightings)
     ready = sum(item.standing == "ready" for item in items)
     log.info("%s: %s, %d to convert", name, count(len(items), "checkpoint"), ready)
     return items
@@ -54,5 +54,5 @@ def note(name: str, root: RootRow, items: Sequence[SweepItem], catalog: str | No
         if item.why and item.standing not in ("converted", "claimed"):
             log.warning("%s is %s: %s", item.source, item.standing.value, item.why)
     if not dry_run:
-        with open_catalog(catalog) as known:
-            note_swept(known, root, items)
+        with open_catalog(catalog) as catalog_db:
+            note_swept(catalog_db, root, items)

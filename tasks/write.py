@@ -32,7 +32,7 @@ def write(
     """
     sums = FileSums() if observe else None
     receipts = execute(plan_uri, indices, settings, BatchProgress(name, nbytes), sums=sums)
-    kept = sum(receipt.reused for receipt in receipts)
-    note = f", {kept} of {len(indices)} files kept from an earlier run" if kept else ""
+    reused_files = sum(receipt.reused for receipt in receipts)
+    note = f", {reused_files} of {len(indices)} files kept from an earlier run" if reused_files else ""
     log.info("%s: %s%s", name, show_size(nbytes), note)
     return sums

@@ -23,6 +23,6 @@ def write_part(
     """
     sums = FileSums() if observe else None
     receipt = execute_part(plan_uri, part, settings, BatchProgress(name, part.nbytes), sums=sums)
-    kept = ", kept from an earlier run" if receipt.reused else ""
-    log.info("%s: %s, bytes %d to %d%s", name, show_size(part.nbytes), part.begin, part.end, kept)
+    note = ", kept from an earlier run" if receipt.reused else ""
+    log.info("%s: %s, bytes %d to %d%s", name, show_size(part.nbytes), part.begin, part.end, note)
     return sums

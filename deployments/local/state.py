@@ -76,7 +76,7 @@ def complete(folder: Path, stored: State) -> State:
     }
 
 
-def settle(folder: Path, chosen: State) -> State:
+def load_or_create(folder: Path, chosen: State) -> State:
     """Create the state in an existing folder, or change what is `chosen`. The caller holds `locked`."""
     folder.chmod(0o711 if os.geteuid() == 0 else 0o700)
     for name in ("log", "run", "tmp", "postgres"):

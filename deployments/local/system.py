@@ -25,7 +25,7 @@ from ckptcore.errors import MissingDependency, UsageError
 from ckptcore.redaction import ending
 from ckptcore.utils import terminal
 from deployments import POOL, with_project
-from deployments.local.state import State, load, locked, settle, write_private
+from deployments.local.state import State, load, load_or_create, locked, write_private
 from deployments.processes import end_having
 
 # What runs, in order: steps, which end, and services, with the path that answers once one is ready.
@@ -55,7 +55,7 @@ def up(folder: Path, chosen: State) -> State:
         UsageError: a service does not start. The message has the end of its log.
     """
     with locked(folder):
-        state = settle(folder, chosen)
+        state = load_or_create(folder, chosen)
         for place in (state["root"], state["exports"]):
             if "://" not in place:
                 Path(place).mkdir(parents=True, exist_ok=True)
@@ -147,10 +147,11 @@ def machine_env() -> dict[str, str]:
 
 def _program() -> str:
     """Return the command for ``ckptcore`` here: its environment need not be active in the user's shell."""
-    ours, in_path, here = Path(sys.executable).with_name("ckptcore"), shutil.which("ckptcore"), Path.cwd()
+    ours, in_path = Path(sys.executable).with_name("ckptcore"), shutil.which("ckptcore")
+    working_dir = Path.cwd()
     if not ours.exists() or (in_path is not None and Path(in_path).samefile(ours)):
         return "ckptcore"
-    return shlex.quote(str(ours.relative_to(here) if ours.is_relative_to(here) else ours))
+    return shlex.quote(str(ours.relative_to(working_dir) if ours.is_relative_to(working_dir) else ours))
 
 
 def _programs() -> Path:
@@ -203,15 +204,15 @@ def _configured(state: State) -> Supervisor:
         _shut_down(supervisor, state)  # or end what a supervisor that was killed has left
         supervisor = None
     command = ("supervisord", "-c", path) if supervisor is None else ("supervisorctl", "-c", path, "update")
-    done = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-m", f"supervisor.{command[0]}", *command[1:]],
         env=machine_env(),
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise UsageError(f"{command[0]} failed: {ending(done.stdout + done.stderr, 500)}")
+    if outcome.returncode:
+        raise UsageError(f"{command[0]} failed: {ending(outcome.stdout + outcome.stderr, 500)}")
     return partial(_call, state["folder"] / "run" / "supervisor.sock")
 
 

@@ -24,7 +24,7 @@ def main() -> None:
         "--check", action="store_true", help="only check the file, the secrets and the catalog"
     )
     metrics_options(parser, 9464)
-    given = parser.parse_args()
+    options = parser.parse_args()
     terminal.log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
     # A repeat of the client blocks the starts of all events; the receiver schedules repeats for each.
@@ -32,8 +32,8 @@ def main() -> None:
     try:
         from deployments.receiver.serve import check, serve
 
-        metrics = None if given.metrics_port is None else (given.metrics_host, given.metrics_port)
-        check(given.config) if given.check else serve(given.config, given.host, given.port, metrics)
+        metrics = None if options.metrics_port is None else (options.metrics_host, options.metrics_port)
+        check(options.config) if options.check else serve(options.config, options.host, options.port, metrics)
     except CkptError as error:
         terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
         sys.exit(error.exit_code)

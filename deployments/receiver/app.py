@@ -37,8 +37,8 @@ from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import short_repr
 from deployments.receiver.event import Event, read_event
-from deployments.receiver.inbox import Kept, Mailbox
-from deployments.receiver.run_request import order_of
+from deployments.receiver.inbox import EventQueues, StoredEvent
+from deployments.receiver.run_request import flow_run_for
 from deployments.receiver.settings import Sender
 from deployments.receiver.verify import verify
 
@@ -71,7 +71,7 @@ class Background(Protocol):
 
 def make_app(
     senders: Mapping[str, Sender],
-    box: Mailbox,
+    box: EventQueues,
     background: Background | None = None,
     clock: Callable[[], float] = time.time,
     page: tuple[str, FastAPI] | None = None,
@@ -87,7 +87,7 @@ def make_app(
         page: the catalog page, and the path below which it is.
         count: called with each request's source, or "" for an unknown one, and its result.
     """
-    keeper, count = Keeper(box, clock), count or _uncounted
+    keeper, count = EventWriter(box, clock), count or _uncounted
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -111,24 +111,26 @@ def make_app(
             body = await _body(request, headers, sender.max_body)
             verify(sender.dialect, sender.header, sender.secrets, headers, body, clock())
             event = read_event(sender.dialect, sender.name, headers, body, sender.accepts)
-            if not event.wanted:
+            if not event.announces:
                 _log.info("%s: %s is not an announcement, ignored", source, event.type)
                 count(source, "ignored")
                 return JSONResponse({"status": "ignored", "type": event.type}, 202)
-            order = order_of(sender, event.uri, event.run, event.step)
-            kept = await keeper.keep(event, order.uri, body)
+            flow_run = flow_run_for(sender, event.uri, event.run, event.step)
+            stored_event = await keeper.keep(event, flow_run.uri, body)
         except RequestRefused as refused:
             _log.warning("%s: %d %s %s", short_repr(source), refused.status, refused.name, refused.why)
             count(source if source in senders else "", refused.name)
             return JSONResponse(
                 refused.reply, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
             )
-        if kept.new and background is not None:
+        if stored_event.new and background is not None:
             background.wake()
-        about = {"sender": source, "event": kept.id, "source": order.uri}
-        result = "accepted" if kept.new else "repeated"
-        _log.info("%s: %s %s of %s", source, result, kept.id, order.uri, extra={"ckptcore": about})
-        reply: dict[str, Any] = {**_accepted(kept)}
+        log_fields = {"sender": source, "event": stored_event.id, "source": flow_run.uri}
+        result = "accepted" if stored_event.new else "repeated"
+        _log.info(
+            "%s: %s %s of %s", source, result, stored_event.id, flow_run.uri, extra={"ckptcore": log_fields}
+        )
+        reply: dict[str, Any] = {**_accepted(stored_event)}
         count(source, reply["status"])
         if event.left_out:
             reply["left_out"] = list(event.left_out)
@@ -172,12 +174,12 @@ def _uncounted(source: str, result: str) -> None:
     """Count nothing."""
 
 
-def _accepted(kept: Kept) -> dict[str, str]:
-    if kept.new:
-        return {"status": "accepted", "id": kept.id}
-    reply = {"status": "duplicate", "id": kept.id, "state": kept.state}
-    if kept.state == Stage.FAILED:  # it is not retried automatically
-        reply["hint"] = f"the event failed; retry it with `ckptcore catalog inbox retry {kept.id}`"
+def _accepted(stored_event: StoredEvent) -> dict[str, str]:
+    if stored_event.new:
+        return {"status": "accepted", "id": stored_event.id}
+    reply = {"status": "duplicate", "id": stored_event.id, "state": stored_event.state}
+    if stored_event.state == Stage.FAILED:  # it is not retried automatically
+        reply["hint"] = f"the event failed; retry it with `ckptcore catalog inbox retry {stored_event.id}`"
     return reply
 
 
@@ -195,14 +197,14 @@ def _require_type(sender: Sender, headers: Mapping[str, str]) -> None:
 
 def _headers(request: Request) -> dict[str, str]:
     """Return the headers by lower-case name. Raises `RequestRefused` if a relevant one is repeated."""
-    found: dict[str, str] = {}
+    value_by_name: dict[str, str] = {}
     for name, value in request.headers.items():
         counts = name in ONCE or name.startswith(("webhook-", "x-", "ce-"))
-        if name in found and counts and name not in ADDED_BY_PROXIES:
+        if name in value_by_name and counts and name not in ADDED_BY_PROXIES:
             # A proxy and this process could each use another one.
             raise RequestRefused("malformed", f"the header {name} is repeated")
-        found.setdefault(name, value)
-    return found
+        value_by_name.setdefault(name, value)
+    return value_by_name
 
 
 async def _body(request: Request, headers: Mapping[str, str], most: int) -> bytes:
@@ -263,18 +265,18 @@ BODY = {
 
 @dataclass(frozen=True, slots=True)
 class PendingEvent:
-    """An event to store. uri: the allowed, normalized one. body: as received. kept: gets its row."""
+    """An event to store. uri: the allowed, normalized one. body: as received. stored_event: gets its row."""
 
     event: Event
     uri: str
     body: str
-    kept: asyncio.Future[Kept]
+    stored_event: asyncio.Future[StoredEvent]
 
 
-class Keeper:
+class EventWriter:
     """Stores events in batches, for one event loop. clock: returns seconds since 1970."""
 
-    def __init__(self, box: Mailbox, clock: Callable[[], float]) -> None:
+    def __init__(self, box: EventQueues, clock: Callable[[], float]) -> None:
         self._box, self._clock = box, clock
         self._thread = ThreadPoolExecutor(1, "inbox")
         self._waiting: list[PendingEvent] = []
@@ -282,16 +284,16 @@ class Keeper:
         self._check: asyncio.Future[None] | None = None
         self._checked = 0.0  # end of the last check, by the event loop's clock
 
-    async def keep(self, event: Event, uri: str, body: bytes) -> Kept:
+    async def keep(self, event: Event, uri: str, body: bytes) -> StoredEvent:
         """Store an event and return its row. Raises `RequestRefused` if the inbox does not accept it."""
         if len(self._waiting) >= MAX_WAITING:
             raise RequestRefused("unavailable", "too many events are waiting for the inbox")
-        kept: asyncio.Future[Kept] = asyncio.get_running_loop().create_future()
-        self._waiting.append(PendingEvent(event, uri, body.decode(), kept))
+        future: asyncio.Future[StoredEvent] = asyncio.get_running_loop().create_future()
+        self._waiting.append(PendingEvent(event, uri, body.decode(), future))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write())
         try:
-            return await asyncio.wait_for(kept, SECONDS)
+            return await asyncio.wait_for(future, SECONDS)
         except TimeoutError as error:
             # The write may still succeed. The repeated event is then a duplicate.
             raise RequestRefused("unavailable", f"the inbox did not answer in {SECONDS:.0f} s") from error
@@ -308,8 +310,8 @@ class Keeper:
             self._check.add_done_callback(lambda _: self._note_checked(loop.time()))
         await asyncio.wait_for(asyncio.shield(self._check), SECONDS)
 
-    def _note_checked(self, at: float) -> None:
-        self._checked = at
+    def _note_checked(self, end_time: float) -> None:
+        self._checked = end_time
 
     def close(self) -> None:
         """Finish the current batch and close the connections."""
@@ -320,24 +322,24 @@ class Keeper:
         while self._waiting:
             await asyncio.sleep(TOGETHER)
             # Skip events whose senders were asked to retry.
-            batch = [entry for entry in self._waiting[:MAX_TOGETHER] if not entry.kept.done()]
+            batch = [entry for entry in self._waiting[:MAX_TOGETHER] if not entry.stored_event.done()]
             del self._waiting[:MAX_TOGETHER]
             if not batch:
                 continue
             loop = asyncio.get_running_loop()
-            for entry, kept in zip(
+            for entry, stored in zip(
                 batch, await loop.run_in_executor(self._thread, self._put, batch), strict=True
             ):
-                if entry.kept.done():
+                if entry.stored_event.done():
                     continue
-                if isinstance(kept, CkptError):
-                    entry.kept.set_exception(RequestRefused("unavailable", kept.message))
-                elif kept.refused:
-                    entry.kept.set_exception(RequestRefused("id-reused", kept.refused))
+                if isinstance(stored, CkptError):
+                    entry.stored_event.set_exception(RequestRefused("unavailable", stored.message))
+                elif stored.refused:
+                    entry.stored_event.set_exception(RequestRefused("id-reused", stored.refused))
                 else:
-                    entry.kept.set_result(kept)
+                    entry.stored_event.set_result(stored)
 
-    def _put(self, batch: Sequence[PendingEvent]) -> Sequence[Kept | CkptError]:
+    def _put(self, batch: Sequence[PendingEvent]) -> Sequence[StoredEvent | CkptError]:
         """Store events together, or each alone if one of them cannot be stored; return the row of each."""
         now = datetime.fromtimestamp(self._clock(), UTC)
         events = [(entry.event, entry.uri, entry.body) for entry in batch]

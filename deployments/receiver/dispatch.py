@@ -19,8 +19,8 @@ from ckptcore.page.http_errors import RequestRefused
 from ckptcore.redaction import beginning, redacted
 from ckptcore.utils.isolation import attempt, for_each
 from deployments.receiver.event import meta_of
-from deployments.receiver.inbox import InboxEvent, Mailbox, Message, News
-from deployments.receiver.run_request import order_of
+from deployments.receiver.inbox import EventQueues, InboxEvent, Message, OutboxMessage
+from deployments.receiver.run_request import flow_run_for
 from deployments.receiver.settings import PREFECT, NotifyTarget, Sender
 from tasks.attempts import given_up
 
@@ -49,13 +49,13 @@ class RunState:
     """The state of a flow run.
 
     kind: Prefect's state type. since: the time of that state, or of the last heartbeat of a running run.
-    message: for users. begun: how often the run was started. beat: the interval of its heartbeats.
+    message: for users. starts: how often the run was started. beat: the interval of its heartbeats.
     """
 
     kind: str
     since: datetime
     message: str
-    begun: int = 0
+    starts: int = 0
     beat: timedelta = DEFAULT_BEAT
 
 
@@ -63,7 +63,7 @@ class PrefectError(Exception):
     """Prefect's answer cannot be used. The message says why, to users."""
 
 
-class Away(PrefectError):
+class PrefectUnavailable(PrefectError):
     """Prefect does not answer. Nothing else should be tried in this round."""
 
 
@@ -72,7 +72,10 @@ class EventsWait(Exception):
 
 
 class FlowRuns(Protocol):
-    """The calls to Prefect. All raise `Away` if it does not answer, and `PrefectError` for an odd answer."""
+    """The calls to Prefect.
+
+    All raise `PrefectUnavailable` if it does not answer, and `PrefectError` for an odd answer.
+    """
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
@@ -96,7 +99,7 @@ class FlowRuns(Protocol):
 
 
 def work(
-    box: Mailbox,
+    box: EventQueues,
     runs: FlowRuns,
     senders: Mapping[str, Sender],
     targets: Mapping[str, NotifyTarget],
@@ -115,51 +118,51 @@ def work(
         How many rows were started, postponed or ended.
 
     Raises:
-        Away: Prefect does not answer. The rows are scheduled for a retry.
+        PrefectUnavailable: Prefect does not answer. The rows are scheduled for a retry.
     """
-    one = _Round(box, runs, senders, targets, now or box.now())
+    dispatch_pass = _DispatchPass(box, runs, senders, targets, now or box.now())
     # Only events of these senders: to take another receiver's event and return it would count as a try.
-    rows = box.take(one.now, LIMIT, list(senders))
+    rows = box.take(dispatch_pass.now, LIMIT, list(senders))
     away: CkptError | None = None  # once Prefect does not answer, nobody asks again
     fresh = [row for row in rows if row.flow_run_id is None]
-    begun, ended = [row for row in rows if row.flow_run_id is not None], 0
+    running_rows, ended = [row for row in rows if row.flow_run_id is not None], 0
     states: Mapping[str, RunState | CkptError] | CkptError | None = None
 
     def handle(row: InboxEvent) -> None:
         nonlocal away, ended, states
         if row.flow_run_id is None:
-            error = away or attempt(one.start, row)
+            error = away or attempt(dispatch_pass.start, row)
             if error is not None:
                 away = away or _of_away(error)
-                one.postpone(row, error)
+                dispatch_pass.postpone(row, error)
             return
         if states is None:
-            ids = [each.flow_run_id or "" for each in begun]
+            ids = [running_row.flow_run_id or "" for running_row in running_rows]
             states = attempt(runs.states, ids) if away is None else away
         state = states if isinstance(states, CkptError) else states.get(row.flow_run_id)
         outcome: bool | CkptError
         if isinstance(state, CkptError):
             outcome = state
         else:
-            outcome = attempt(one.look, row, state) if away is None else away
+            outcome = attempt(dispatch_pass.look, row, state) if away is None else away
         if isinstance(outcome, CkptError):  # or it would be looked at only after its lease
             away = away or _of_away(outcome)
-            one.look_later(row, outcome)
+            dispatch_pass.look_later(row, outcome)
         else:
             ended += outcome
 
-    for_each(handle, [*fresh, *begun])
+    for_each(handle, [*fresh, *running_rows])
     if away is not None:
-        raise Away(reason_of(away))
+        raise PrefectUnavailable(reason_of(away))
     return len(fresh) + ended
 
 
 def _of_away(error: CkptError) -> CkptError | None:
     """Return the error if it is that Prefect does not answer."""
-    return error if isinstance(error.__cause__, Away) else None
+    return error if isinstance(error.__cause__, PrefectUnavailable) else None
 
 
-def require_progress(box: Mailbox, senders: Mapping[str, Sender], now: datetime | None = None) -> int:
+def require_progress(box: EventQueues, senders: Mapping[str, Sender], now: datetime | None = None) -> int:
     """Raise `EventsWait` if events of these senders have been waiting for a while because of an error.
 
     The rows tell: a receiver that was restarted, or that tries again in an hour, says the same.
@@ -171,23 +174,23 @@ def require_progress(box: Mailbox, senders: Mapping[str, Sender], now: datetime 
 
 
 def announce_aliases(
-    box: Mailbox, runs: FlowRuns, targets: Mapping[str, NotifyTarget], now: datetime | None = None
+    box: EventQueues, runs: FlowRuns, targets: Mapping[str, NotifyTarget], now: datetime | None = None
 ) -> int:
     """Announce alias changes to the subscribed targets and to Prefect; return how many messages were handled.
 
     Targets get them from the outbox, like all notifications; the messages to Prefect are sent here.
 
     Raises:
-        Away: Prefect does not answer. Its messages are sent later.
+        PrefectUnavailable: Prefect does not answer. Its messages are sent later.
     """
     now = now or box.now()
-    wanted: dict[str, Collection[str]] = {name: target.events for name, target in targets.items()}
+    subscriptions: dict[str, Collection[str]] = {name: target.events for name, target in targets.items()}
     count = 0
     away: CkptError | None = None
 
     def put() -> None:
         nonlocal count
-        count += box.announce(now, wanted | {PREFECT: (MOVED, REMOVED)})
+        count += box.announce(now, subscriptions | {PREFECT: (MOVED, REMOVED)})
 
     def send_all() -> None:
         for_each(send, box.messages(now, LIMIT, [PREFECT]))
@@ -206,7 +209,7 @@ def announce_aliases(
 
     for_each(lambda step: step(), (put, send_all))
     if away is not None:
-        raise Away(reason_of(away))
+        raise PrefectUnavailable(reason_of(away))
     return count
 
 
@@ -252,15 +255,21 @@ def delay_after(attempts: int) -> float:
     return DELAYS[attempts - 1] if attempts <= len(DELAYS) else HOURLY
 
 
-def _about(row: InboxEvent, **more: Any) -> dict[str, Any]:
+def _about(row: InboxEvent, **extra_fields: Any) -> dict[str, Any]:
     """Return the fields of an event for JSON logs."""
-    known = {"sender": row.source, "event": row.id, "source": row.uri, "flow_run": row.flow_run_id, **more}
-    return {"ckptcore": {name: value for name, value in known.items() if value}}
+    fields = {
+        "sender": row.source,
+        "event": row.id,
+        "source": row.uri,
+        "flow_run": row.flow_run_id,
+        **extra_fields,
+    }
+    return {"ckptcore": {name: value for name, value in fields.items() if value}}
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
-    box: Mailbox
+class _DispatchPass:
+    box: EventQueues
     runs: FlowRuns
     senders: Mapping[str, Sender]
     targets: Mapping[str, NotifyTarget]
@@ -271,21 +280,21 @@ class _Round:
         sender = self.senders[row.source]
         try:
             meta = meta_of(sender.dialect, row.body)
-            order = order_of(sender, row.uri, row.run, row.step, meta)
+            request = flow_run_for(sender, row.uri, row.run, row.step, meta)
         except RequestRefused as refused:
             self.end(row, "failed", refused.reply["message"])
             return
         run = self.runs.start(
-            order.deployment,
-            order.parameters,
+            request.deployment,
+            request.parameters,
             key=f"ckptcore-inbox:{row.key}",
-            name=f"{row.source} {'/'.join(redacted(order.uri).split('/')[-2:])}",
+            name=f"{row.source} {'/'.join(redacted(request.uri).split('/')[-2:])}",
             tags=["webhook", f"source:{row.source}"],
         )
         self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
-        about = _about(row, flow_run=run, destination=order.parameters["destination"])
-        _log.info("%s: event %s is run %s", row.source, row.id, run, extra=about)
-        self.tell("ckptcore.checkpoint.announced", row, {"flow_run_id": run, **order.parameters})
+        log_fields = _about(row, flow_run=run, destination=request.parameters["destination"])
+        _log.info("%s: event %s is run %s", row.source, row.id, run, extra=log_fields)
+        self.tell("ckptcore.checkpoint.announced", row, {"flow_run_id": run, **request.parameters})
 
     def postpone(self, row: InboxEvent, error: CkptError) -> None:
         """Schedule another start of an event, or fail it after too many."""
@@ -318,8 +327,8 @@ class _Round:
         outcome = outcome_of(state, self.now)
         if outcome is None:
             if state is not None and is_overlooked(state, self.now):
-                if state.begun >= MOST_BEGUN:
-                    why = given_up(state.begun, state.message)
+                if state.starts >= MOST_BEGUN:
+                    why = given_up(state.starts, state.message)
                     self.runs.give_up(row.flow_run_id, why)
                     self.end(row, "failed", why)
                     return True
@@ -361,22 +370,22 @@ class _Round:
         }
         body = {"type": type, "timestamp": self.now.isoformat(), "data": data}
         news = [
-            News(target=name, key=f"{row.key}:{outcome}", type=type, body=body)
+            OutboxMessage(target=name, key=f"{row.key}:{outcome}", type=type, body=body)
             for name, target in self.targets.items()
             if type in target.events
         ]
         if self.box.end(row, self.now, why if outcome == "failed" else None, news):
-            about = _about(row, destination=data["destination"])
-            _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why, extra=about)
+            log_fields = _about(row, destination=data["destination"])
+            _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why, extra=log_fields)
             self.tell(f"ckptcore.{type}", row, data)
 
     def _destination(self, row: InboxEvent) -> str:
         """Return where the configuration sends an event's output, or "" if it no longer allows the event."""
         try:
-            order = order_of(self.senders[row.source], row.uri, row.run, row.step)
+            request = flow_run_for(self.senders[row.source], row.uri, row.run, row.step)
         except RequestRefused:
             return ""
-        return str(order.parameters["destination"])
+        return str(request.parameters["destination"])
 
     def tell(self, event: str, row: InboxEvent, payload: Mapping[str, Any]) -> None:
         """Send an event to Prefect, at most once. The outbox is the reliable way to learn of an end."""

@@ -38,7 +38,7 @@ class Event:
         event_id: unique within the source; a digest of the body if the sender gave none.
         has_id: whether the sender gave one.
         type: what happened, or "" if the sender has no types.
-        wanted: whether this type announces a checkpoint.
+        announces: whether this type announces a checkpoint.
         uri: the URI of the checkpoint, or "".
         run: the name of the training run, or "".
         step: the training step, or None.
@@ -50,7 +50,7 @@ class Event:
     event_id: str
     has_id: bool = True
     type: str
-    wanted: bool
+    announces: bool
     uri: str
     run: str
     step: int | None
@@ -90,7 +90,7 @@ def read_event(
         event_id=id or _digest(source, body),
         has_id=bool(id),
         type=type,
-        wanted=allowed is None or type in allowed,
+        announces=allowed is None or type in allowed,
         uri=_first_text(document, headers, dialect.uri, "the URI", MAX_URI),
         run=_first_text(document, headers, dialect.run, "the run"),
         step=_step_number(_first_text(document, headers, dialect.step, "the step")),
@@ -129,12 +129,12 @@ def parse(body: bytes) -> dict[str, Any]:
 def _meta(dialect: Dialect, document: Mapping[str, Any]) -> Any:
     """Return the facts about the training in an event: the first object at one of its places."""
     for place in dialect.meta:
-        found = _at(document, place)
-        if found is None:
+        facts = _at(document, place)
+        if facts is None:
             continue
-        if dialect.meta_prefix and isinstance(found, dict):
-            return _of_tags(found, dialect.meta_prefix)
-        return found
+        if dialect.meta_prefix and isinstance(facts, dict):
+            return _of_tags(facts, dialect.meta_prefix)
+        return facts
     return None
 
 
@@ -189,14 +189,14 @@ def _first_text(
     document: dict[str, Any],
     headers: Mapping[str, str],
     places: tuple[str, ...],
-    what: str,
+    label: str,
     most: int = MAX_TEXT,
 ) -> str:
-    return next((t for place in places if (t := _text_at(document, headers, place, what, most))), "")
+    return next((t for place in places if (t := _text_at(document, headers, place, label, most))), "")
 
 
 def _text_at(
-    document: dict[str, Any], headers: Mapping[str, str], place: str, what: str, most: int = MAX_TEXT
+    document: dict[str, Any], headers: Mapping[str, str], place: str, label: str, most: int = MAX_TEXT
 ) -> str:
     """Return the text or whole number at a place as text, or ""."""
     value: Any
@@ -204,14 +204,14 @@ def _text_at(
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise RequestRefused("not-understood", f"{what} ({place}) must be a string or a whole number")
+        raise RequestRefused("not-understood", f"{label} ({place}) must be a string or a whole number")
     if isinstance(value, int) and abs(value) > MAX_STEP:
-        raise RequestRefused("not-understood", f"{what} ({place}) is larger than 2**53")
+        raise RequestRefused("not-understood", f"{label} ({place}) is larger than 2**53")
     text = str(value)
     if len(text) > most:
-        raise RequestRefused("not-understood", f"{what} ({place}) is longer than {most} characters")
+        raise RequestRefused("not-understood", f"{label} ({place}) is longer than {most} characters")
     if _CONTROL.search(text):
-        raise RequestRefused("not-understood", f"{what} ({place}) contains control characters")
+        raise RequestRefused("not-understood", f"{label} ({place}) contains control characters")
     return text
 
 
@@ -232,7 +232,7 @@ def _step_number(text: str) -> int | None:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Two parsers could read two different events from an object with a repeated key.
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    document = dict(pairs)
+    if len(document) < len(pairs):
         raise ValueError("an object repeats a key")
-    return found
+    return document

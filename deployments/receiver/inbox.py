@@ -24,11 +24,11 @@ from deployments.receiver.event import Event
 
 LEASE = timedelta(minutes=2)  # rows of a process that died are free after this time
 
-__all__ = ["InboxEvent", "Kept", "Mailbox", "Message", "News"]
+__all__ = ["EventQueues", "InboxEvent", "Message", "OutboxMessage", "StoredEvent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class OutboxMessage:
     """A message for the outbox. target: a name in the configuration. key: unique for the target."""
 
     target: str
@@ -38,7 +38,7 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredEvent:
     """The row of an event.
 
     new: False for a repeated event. state: waiting, taken, done or failed. refused: why the event is not
@@ -51,7 +51,7 @@ class Kept:
     refused: str = ""
 
 
-class Mailbox:
+class EventQueues:
     """The inbox and the outbox of one catalog.
 
     See `ckptcore.catalog.open_catalog` for the URL and the errors. Every method is one transaction,
@@ -69,7 +69,7 @@ class Mailbox:
         """Return the time by which events and messages are due: the catalog's."""
         return self._catalog.now()
 
-    def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[Kept]:
+    def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[StoredEvent]:
         """Store events and return the row of each.
 
         Args:
@@ -82,7 +82,7 @@ class Mailbox:
                 announced = (event.type, uri, event.run, event.step, body, event.has_id)
                 row, new = inbox.accept(conn, now, NewEvent(event.source, event.event_id, *announced))
                 refused = row.error_message or "" if row.event_id != event.event_id else ""
-                stored.append(Kept(row.id, new, row.state, refused))
+                stored.append(StoredEvent(row.id, new, row.state, refused))
         return stored
 
     def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:
@@ -90,10 +90,10 @@ class Mailbox:
         with self._transaction() as conn:
             return inbox.take(conn, now, limit=limit, lease=LEASE, only=sources)
 
-    def later(self, row: InboxEvent, at: datetime, why: str) -> None:
+    def later(self, row: InboxEvent, retry_at: datetime, why: str) -> None:
         """Schedule another try to start an event."""
         with self._transaction() as conn:
-            inbox.later(conn, row, at, why)
+            inbox.later(conn, row, retry_at, why)
 
     def running(self, row: InboxEvent, flow_run_id: str, look_at: datetime, waits_for: str = "") -> None:
         """Record the run of an event, and what it waits for, and schedule the next look at it."""
@@ -101,7 +101,7 @@ class Mailbox:
         with self._transaction() as conn:
             inbox.later(conn, row, look_at, why, flow_run_id=flow_run_id)
 
-    def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[News]) -> bool:
+    def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[OutboxMessage]) -> bool:
         """End an event, and put messages about it into the outbox in the same transaction.
 
         Returns:
@@ -110,8 +110,8 @@ class Mailbox:
         with self._transaction() as conn:
             good = failure is None
             mine = inbox.done(conn, now, row) if good else inbox.failed(conn, now, row, failure or "")
-            for one in news if mine else ():
-                outbox.put(conn, now, one.target, one.key, type=one.type, body=one.body)
+            for message in news if mine else ():
+                outbox.put(conn, now, message.target, message.key, type=message.type, body=message.body)
             return mine
 
     def messages(self, now: datetime, limit: int, targets: Collection[str]) -> Sequence[Message]:
@@ -147,19 +147,19 @@ class Mailbox:
             endpoints: name -> the types of messages that it gets.
         """
         with self._catalog.reading() as conn:
-            found = [
+            alias_changes = [
                 (name, change)
                 for name, types in endpoints.items()
                 for change in promotions.unannounced(conn, now, name, types)
             ]
         count = 0
 
-        def put(one: tuple[str, AuditRow]) -> None:
+        def put(alias_change: tuple[str, AuditRow]) -> None:
             nonlocal count
             with self._transaction() as conn:
-                count += promotions.announce(conn, now, *one)
+                count += promotions.announce(conn, now, *alias_change)
 
-        for_each(put, found)
+        for_each(put, alias_changes)
         return count
 
     def watched(self) -> list[str]:

@@ -18,7 +18,7 @@ import httpx
 from ckptcore.errors import CkptError
 from ckptcore.redaction import beginning
 from ckptcore.utils.isolation import attempt, for_each
-from deployments.receiver.inbox import Mailbox, Message
+from deployments.receiver.inbox import EventQueues, Message
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import NotifyTarget
 from deployments.receiver.verify import key_of, sign
@@ -34,7 +34,7 @@ _log = logging.getLogger("deployments.receiver")
 
 
 def send_due(
-    box: Mailbox,
+    box: EventQueues,
     targets: Mapping[str, NotifyTarget],
     client: httpx.Client,
     env: Mapping[str, str] = os.environ,

@@ -27,8 +27,14 @@ from ckptcore.redaction import beginning
 from ckptcore.utils.foreign_text import parse_time
 from ckptcore.utils.isolation import attempt, parsed_or_none
 from deployments.parameters import unknown
-from deployments.receiver.dispatch import DEFAULT_BEAT, Away, PrefectError, RunState, is_overlooked
-from tasks.attempts import begun
+from deployments.receiver.dispatch import (
+    DEFAULT_BEAT,
+    PrefectError,
+    PrefectUnavailable,
+    RunState,
+    is_overlooked,
+)
+from tasks.attempts import start_count
 
 PASSING = (408, 429)  # and every 5xx: a later call may be answered
 
@@ -55,19 +61,19 @@ class PrefectRuns:
         """Return the id of the run with this idempotency key; start it if there is none."""
         with _answering():
             try:
-                found = self._client.read_deployment_by_name(deployment)
+                server_deployment = self._client.read_deployment_by_name(deployment)
             except ObjectNotFound as error:
                 raise UsageError(
                     f"the Prefect server has no deployment {deployment}",
                     hint="run `python -m deployments.deploy` for this server",
                 ) from error
-            wrong = _misfits(deployment, parameters, found.parameter_openapi_schema or {})
+            wrong = _misfits(deployment, parameters, server_deployment.parameter_openapi_schema or {})
             if wrong:  # the run would fail before it begins, on every start
                 raise UsageError(
                     "; ".join(wrong), hint="correct [parameters] in the receiver's configuration"
                 )
             run = self._client.create_flow_run_from_deployment(
-                found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
+                server_deployment.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
             )
             # A run counts as started once the server has it under its id.
             try:
@@ -89,14 +95,16 @@ class PrefectRuns:
             for id in ids
             if id not in keys
         }
-        wanted = FlowRunFilter(id=FlowRunFilterId(any_=list(keys.values())))
+        run_filter = FlowRunFilter(id=FlowRunFilterId(any_=list(keys.values())))
         with _answering():
             try:
-                runs = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(keys)) if keys else []
+                runs = (
+                    self._client.read_flow_runs(flow_run_filter=run_filter, limit=len(keys)) if keys else []
+                )
             except ValidationError:  # of one run perhaps, which a newer server describes in another way
                 return states | {id: attempt(self._state_by_id, key) for id, key in keys.items()}
-            if others := {run.id for run in runs}.difference(keys.values()):
-                raise PrefectError(f"Prefect was asked for other runs than {min(map(str, others))}")
+            if other_ids := {run.id for run in runs}.difference(keys.values()):
+                raise PrefectError(f"Prefect was asked for other runs than {min(map(str, other_ids))}")
             by_key = {run.id: attempt(self._state_of, run) for run in runs}
         return states | {id: by_key[key] for id, key in keys.items() if key in by_key}
 
@@ -123,12 +131,12 @@ class PrefectRuns:
         if state is None:
             return RunState("PENDING", datetime.now(UTC), "")
         since = state.timestamp.astimezone(UTC)
-        found = RunState(state.type.value, since, state.message or "", begun(run), self._beat(run))
-        if state.is_running() and is_overlooked(found, datetime.now(UTC)):
-            found = replace(found, since=max(since, self._last_event_at(run)))
-        if is_overlooked(found, datetime.now(UTC)):  # it is about to be resumed or failed
-            return replace(found, begun=begun(run, self._client.read_flow_run_states(run.id)))
-        return found
+        run_state = RunState(state.type.value, since, state.message or "", start_count(run), self._beat(run))
+        if state.is_running() and is_overlooked(run_state, datetime.now(UTC)):
+            run_state = replace(run_state, since=max(since, self._last_event_at(run)))
+        if is_overlooked(run_state, datetime.now(UTC)):  # it is about to be resumed or failed
+            return replace(run_state, starts=start_count(run, self._client.read_flow_run_states(run.id)))
+        return run_state
 
     def _beat(self, run: FlowRun) -> timedelta:
         """Return the interval of a run's heartbeats, from its deployment's environment."""
@@ -146,13 +154,14 @@ class PrefectRuns:
 
     def _last_event_at(self, run: FlowRun) -> datetime:
         """Return the time of a run's last event."""
-        wanted = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 1}
-        found = self._client._client.post("/events/filter", json=wanted).json()["events"]  # newest first
-        return parse_time(found[0]["occurred"]) if found else datetime.min.replace(tzinfo=UTC)
+        event_filter = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 1}
+        answer = self._client._client.post("/events/filter", json=event_filter).json()
+        events = answer["events"]  # newest first
+        return parse_time(events[0]["occurred"]) if events else datetime.min.replace(tzinfo=UTC)
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         """Send Prefect an event about a checkpoint, which can trigger automations."""
-        made = {
+        event_form = {
             "id": str(uuid4()),
             "occurred": datetime.now(UTC).isoformat(),
             "event": event,
@@ -161,20 +170,22 @@ class PrefectRuns:
         }
         # Prefect's client queues events in another thread; here it is one API call.
         with _answering():
-            self._client._client.post("/events", json=[made]).raise_for_status()
+            self._client._client.post("/events", json=[event_form]).raise_for_status()
 
 
 def _misfits(deployment: str, parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
     """Return why the deployed flow cannot be called so. The server checks types, but not names."""
-    known = schema.get("properties") or {}
+    schema_properties = schema.get("properties") or {}
     flow = deployment.partition("/")[0]
-    return [unknown(flow, name, known) for name in parameters if name not in known]
+    return [unknown(flow, name, schema_properties) for name in parameters if name not in schema_properties]
 
 
 def _require_usable(response: httpx.Response) -> None:
-    """Raise `Away` or `PrefectError` for an answer that Prefect's client would repeat, or not understand."""
+    """Raise `PrefectUnavailable` or `PrefectError` for an answer that the client would repeat or misread."""
     if response.status_code in PASSING or response.status_code >= 500:
-        raise Away(f"Prefect replied {response.status_code}: it is overloaded, or its database is down")
+        raise PrefectUnavailable(
+            f"Prefect replied {response.status_code}: it is overloaded, or its database is down"
+        )
     kind = response.headers.get("content-type", "")
     if response.is_success and response.status_code != 204 and "json" not in kind:
         raise PrefectError(f"Prefect replied {response.status_code} with {kind or 'nothing'} instead of JSON")
@@ -182,13 +193,13 @@ def _require_usable(response: httpx.Response) -> None:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Raise `Away`, `PrefectError` or a `CkptError`, whatever the client makes of an answer."""
+    """Raise `PrefectUnavailable`, `PrefectError` or a `CkptError`, whatever the client makes of an answer."""
     try:
         yield
     except (PrefectError, CkptError):
         raise
     except httpx.TransportError as error:
-        raise Away(f"Prefect does not answer: {error}") from error
+        raise PrefectUnavailable(f"Prefect does not answer: {error}") from error
     except httpx.HTTPStatusError as error:
         raise PrefectError(f"Prefect replied {error.response.status_code}: {error}") from error
     except Exception as error:

@@ -70,15 +70,15 @@ def normal(uri: str) -> str:
     return f"{scheme}://{'/'.join(parts)}" if scheme else "/".join(parts)
 
 
-def filled(template: str, *, run: str, step: int | None, **more: str) -> str:
-    """Fill in a template with ``{run}``, ``{step}`` and the fields in `more`.
+def filled(template: str, *, run: str, step: int | None, **fields: str) -> str:
+    """Fill in a template with ``{run}``, ``{step}`` and `fields`.
 
     Raises `RequestRefused` for a run or step that is not a single part of a path.
 
     >>> filled("/out/{run}/{path}", run="llama", step=None, path="a/b")
     '/out/llama/a/b'
     """
-    values = dict(more)
+    values = dict(fields)
     for name, value in (("run", run), ("step", "" if step is None else str(step))):
         if f"{{{name}}}" not in template:
             continue
@@ -86,4 +86,4 @@ def filled(template: str, *, run: str, step: int | None, **more: str) -> str:
             raise RequestRefused("not-understood", f"the {name} {short_repr(value)} cannot be part of a path")
         values[name] = value
     # In one pass: inserted values are not expanded.
-    return _FIELD.sub(lambda found: values.get(found[1], found[0]), template)
+    return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)

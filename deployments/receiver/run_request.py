@@ -17,7 +17,7 @@ from deployments.receiver.settings import Sender
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class FlowRunRequest:
     """A run to start.
 
     uri: of the checkpoint. deployment: ``flow/name`` of Prefect. parameters: of the flow.
@@ -28,9 +28,9 @@ class Order:
     parameters: Mapping[str, Any]
 
 
-def order_of(
+def flow_run_for(
     sender: Sender, uri: str, run: str, step: int | None, meta: Mapping[str, Any] | None = None
-) -> Order:
+) -> FlowRunRequest:
     """Return the run to start for an event. Raises `RequestRefused`.
 
     Args:
@@ -52,4 +52,4 @@ def order_of(
         "step": step,
         **({"meta": dict(meta)} if meta else {}),
     }
-    return Order(place.uri, sender.deployment, parameters)
+    return FlowRunRequest(place.uri, sender.deployment, parameters)

@@ -34,7 +34,7 @@ from deployments.receiver.dispatch import (
     require_progress,
     work,
 )
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.notify import send_due
 from deployments.receiver.settings import NotifyTarget, ReceiverSettings, Sender, is_plain, load
 
@@ -51,7 +51,7 @@ def check(config: Path) -> None:
     """Raise `UsageError` or `CatalogError` if the receiver cannot serve with this file."""
     settings, _ = load(config)
     _warn(settings)
-    Mailbox(settings.catalog).close()
+    EventQueues(settings.catalog).close()
 
 
 def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = None) -> None:
@@ -66,15 +66,15 @@ def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = 
     runs = PrefectRuns()
     # One mailbox each: requests never wait in a connection pool for the loops' transactions.
     turn = threading.Lock()
-    box, rows, news = (Mailbox(settings.catalog, turn) for _ in range(3))
+    box, rows, news = (EventQueues(settings.catalog, turn) for _ in range(3))
     with ExitStack() as opened:
         listener = opened.enter_context(http_server.listening(host, port))
         client = opened.enter_context(httpx.Client())
-        watched = Watched(rows, senders)
+        watched = RootsRefresher(rows, senders)
         watched.refresh()
         notify = settings.notify
-        beside = Loop({"notify": lambda: send_due(news, notify, client)})
-        loop = Loop({"roots": watched.refresh, **steps_of(rows, runs, senders, notify)}, beside=beside)
+        beside = StepThread({"notify": lambda: send_due(news, notify, client)})
+        loop = StepThread({"roots": watched.refresh, **steps_of(rows, runs, senders, notify)}, beside=beside)
         count: Callable[[str, str], None] | None = None
         if metrics is not None:
             registry = registry_of(settings.catalog)
@@ -94,7 +94,7 @@ def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = 
 
 
 def steps_of(
-    box: Mailbox,
+    box: EventQueues,
     runs: FlowRuns,
     senders: Mapping[str, Sender],
     targets: Mapping[str, NotifyTarget],
@@ -128,14 +128,14 @@ def _warn(settings: ReceiverSettings) -> None:
         _log.warning("%s", warning)
 
 
-class Loop:
+class StepThread:
     """A thread that repeats steps until it is stopped. A failed step is reported and repeated later."""
 
     def __init__(
         self,
         steps: Mapping[str, Callable[[], int]],
         idle: float = IDLE,
-        beside: Loop | None = None,
+        beside: StepThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # beside: another loop that starts and stops with this one; `trouble` reports both. clock: returns
@@ -169,14 +169,14 @@ class Loop:
 
     def trouble(self) -> str:
         """Return the steps that failed in their last round, or do not end, with the reasons, or ""."""
-        own = [f"{name}: {why}" for name, why in sorted(self._trouble.items())]
+        reasons = [f"{name}: {why}" for name, why in sorted(self._trouble.items())]
         running = self._now
         if running is not None and (seconds := self._clock() - running[1]) > STUCK_SECONDS:
-            own.append(f"{running[0]}: it has not ended for {seconds:.0f} s")
+            reasons.append(f"{running[0]}: it has not ended for {seconds:.0f} s")
         if self._thread.ident is not None and not self._thread.is_alive() and not self._end.is_set():
-            own.append(f"{'-'.join(self._steps)}: its thread has ended; restart the receiver")
-        other = self._beside.trouble() if self._beside is not None else ""
-        return "; ".join([*own, other] if other else own)
+            reasons.append(f"{'-'.join(self._steps)}: its thread has ended; restart the receiver")
+        beside_reasons = self._beside.trouble() if self._beside is not None else ""
+        return "; ".join([*reasons, beside_reasons] if beside_reasons else reasons)
 
     def round(self) -> tuple[bool, bool]:
         """Run every step once. Return whether one had work, and whether one failed."""
@@ -215,24 +215,24 @@ class Loop:
                 self._news.wait(self._idle)
 
 
-class Watched:
+class RootsRefresher:
     """Updates the senders' watched roots from the catalog, if the configuration wants that.
 
     One thread calls `refresh`; another one reads the senders.
     """
 
-    def __init__(self, box: Mailbox, senders: Mapping[str, Sender]) -> None:
+    def __init__(self, box: EventQueues, senders: Mapping[str, Sender]) -> None:
         self._box, self._next = box, 0.0
         self._senders = [sender for sender in senders.values() if sender.watches]
 
     def refresh(self) -> int:
         """Read the roots if it is time. Raises `CatalogError`; the earlier roots then stay allowed."""
         if self._senders and time.monotonic() >= self._next:
-            found = self._box.watched()
-            odd = [root for root in found if not is_plain(root)]
+            watched_roots = self._box.watched()
+            odd = [root for root in watched_roots if not is_plain(root)]
             if odd:
                 _log.warning("watched roots that events cannot name: %s", ", ".join(odd))
             for sender in self._senders:
-                sender.watched = tuple(root for root in found if root not in odd)
+                sender.watched = tuple(root for root in watched_roots if root not in odd)
             self._next = time.monotonic() + ROOTS_SECONDS
         return 0

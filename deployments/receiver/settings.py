@@ -151,23 +151,23 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[ReceiverSetti
 
 def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
     """Return the errors that pydantic cannot see: names, kinds, roots, templates, missing secrets."""
-    found = []
+    errors = []
     for name, source in settings.sources.items():
         if not NAME.fullmatch(name):
-            found.append(f"source {name!r}: the name must be lower-case letters, digits and hyphens")
+            errors.append(f"source {name!r}: the name must be lower-case letters, digits and hyphens")
         if source.kind not in DIALECTS:
-            found.append(f"source {name}: kind must be one of {', '.join(DIALECTS)} (got {source.kind!r})")
+            errors.append(f"source {name}: kind must be one of {', '.join(DIALECTS)} (got {source.kind!r})")
             continue
         dialect = DIALECTS[source.kind]
-        found += [f"source {name}: {each}" for each in _parameter_problems(settings, source)]
+        errors += [f"source {name}: {text}" for text in _parameter_problems(settings, source)]
         if not dialect.uri and not source.uri:
-            found.append(f"source {name}: events of kind {source.kind} name no URI; set `uri`")
+            errors.append(f"source {name}: events of kind {source.kind} name no URI; set `uri`")
         if dialect.signed is not None and source.header:
-            found.append(f"source {name}: the header of a signature cannot be changed; remove `header`")
-        found += _secrets(f"source {name}", source.secrets, dialect.key, env)
-        found += _template(f"source {name}: uri", source.uri, {"run", "step"})
-        found += _template(f"source {name}: destination", source.destination, {"path", "run", "step"})
-        found += [
+            errors.append(f"source {name}: the header of a signature cannot be changed; remove `header`")
+        errors += _secrets(f"source {name}", source.secrets, dialect.key, env)
+        errors += _template(f"source {name}: uri", source.uri, {"run", "step"})
+        errors += _template(f"source {name}: destination", source.destination, {"path", "run", "step"})
+        errors += [
             f"source {name}: root {root!r} is not a plain path or URL"
             for root in source.roots or ()
             if not is_plain(root)
@@ -176,18 +176,18 @@ def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
         try:
             access_of(settings.page, env)
         except UsageError as error:
-            found.append(error.message)
+            errors.append(error.message)
     for name, target in settings.notify.items():
         if name == PREFECT:
-            found.append(f"notify {name!r}: the name is used for events to Prefect; choose another one")
-        found += _secrets(f"notify {name}", [target.secret], "whsec", env)
-        found += _url(f"notify {name}", target.url)
+            errors.append(f"notify {name!r}: the name is used for events to Prefect; choose another one")
+        errors += _secrets(f"notify {name}", [target.secret], "whsec", env)
+        errors += _url(f"notify {name}", target.url)
     if not settings.roots and not settings.watched_roots:
         bare = [name for name, source in settings.sources.items() if not source.roots]
-        found += [f"source {name}: there are no allowed roots; set `roots`" for name in bare]
-    found += _template("destination", settings.destination, {"path", "run", "step"})
-    found += [f"root {root!r} is not a plain path or URL" for root in settings.roots if not is_plain(root)]
-    return found
+        errors += [f"source {name}: there are no allowed roots; set `roots`" for name in bare]
+    errors += _template("destination", settings.destination, {"path", "run", "step"})
+    errors += [f"root {root!r} is not a plain path or URL" for root in settings.roots if not is_plain(root)]
+    return errors
 
 
 def _parameter_problems(settings: ReceiverSettings, source: SourceSettings) -> list[str]:
@@ -200,25 +200,27 @@ def _parameter_problems(settings: ReceiverSettings, source: SourceSettings) -> l
         "step": 1,
         "meta": {},
     }
-    own = settings.parameters | source.parameters
-    taken = [f"the parameter {name!r} comes from the event; remove it" for name in own if name in of_event]
-    return taken + misfits_of(source.deployment or settings.deployment, own | of_event)
+    configured = settings.parameters | source.parameters
+    taken = [
+        f"the parameter {name!r} comes from the event; remove it" for name in configured if name in of_event
+    ]
+    return taken + misfits_of(source.deployment or settings.deployment, configured | of_event)
 
 
 def _secrets(whose: str, names: list[str], kind: str, env: Mapping[str, str]) -> list[str]:
-    found = []
+    errors = []
     for name in names:
         secret = env.get(name, "")
         if len(secret) < MIN_SECRET:
-            found.append(
+            errors.append(
                 f"{whose}: {name} is {'not set' if not secret else f'shorter than {MIN_SECRET} characters'}"
             )
             continue
         try:
             key_of(secret, kind)
         except ValueError as error:
-            found.append(f"{whose}: {name}: {error}")
-    return found
+            errors.append(f"{whose}: {name}: {error}")
+    return errors
 
 
 def _url(whose: str, url: str) -> list[str]:
@@ -228,9 +230,9 @@ def _url(whose: str, url: str) -> list[str]:
         return [f"{whose}: {url!r} is not a URL: {error}"]
 
 
-def _template(what: str, template: str | None, known: set[str]) -> list[str]:
-    unknown = set(FIELDS.findall(template or "")) - known
-    return [f"{what}: {{{name}}} is not one of {', '.join(sorted(known))}" for name in sorted(unknown)]
+def _template(label: str, template: str | None, fields: set[str]) -> list[str]:
+    unknown = set(FIELDS.findall(template or "")) - fields
+    return [f"{label}: {{{name}}} is not one of {', '.join(sorted(fields))}" for name in sorted(unknown)]
 
 
 def is_plain(root: str) -> bool:

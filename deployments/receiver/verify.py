@@ -71,20 +71,24 @@ def verify(
         body: as received.
         now: seconds since 1970.
     """
-    given = headers.get(header, "")
-    if not given:
+    proof = headers.get(header, "")
+    if not proof:
         raise RequestRefused("unauthorized", f"no {header}")
     if dialect.signed is None:
-        token = given[len(BEARER) :] if given[: len(BEARER)].lower() == BEARER else given
+        token = proof[len(BEARER) :] if proof[: len(BEARER)].lower() == BEARER else proof
         candidates = [token.strip().encode()]
         expected = list(secrets)
     else:
         id, time = _signed_headers(dialect, headers, now)
-        candidates = [one.encode() for one in given.split()[:MAX_SIGNATURES]]
+        candidates = [candidate.encode() for candidate in proof.split()[:MAX_SIGNATURES]]
         expected = [sign(dialect, key, body, id=id, time=time).encode() for key in secrets]
     # A list: `any` over a generator would stop at the first match. Digests are compared, because comparing
     # different lengths ends at once and would reveal a token's length.
-    fits = [hmac.compare_digest(_sha256(one), _sha256(other)) for one in candidates for other in expected]
+    fits = [
+        hmac.compare_digest(_sha256(candidate), _sha256(expected_proof))
+        for candidate in candidates
+        for expected_proof in expected
+    ]
     if not any(fits):
         raise RequestRefused("unauthorized", "no secret matches")
 

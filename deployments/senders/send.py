@@ -122,9 +122,9 @@ def _pairs(texts: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = [each for each in sys.argv[1:] if not each.startswith("--meta=")]
-    facts = [each.removeprefix("--meta=") for each in sys.argv[1:] if each.startswith("--meta=")]
-    if not 1 <= len(arguments) <= 3 or any("=" not in each for each in facts):
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--meta=")]
+    facts = [argument.removeprefix("--meta=") for argument in sys.argv[1:] if argument.startswith("--meta=")]
+    if not 1 <= len(arguments) <= 3 or any("=" not in argument for argument in facts):
         sys.exit("usage: send.py URI [RUN [STEP]] [--meta=KEY=VALUE ...]")
     uri, run, step = (*arguments, "", "")[:3]
     print(json.dumps(announce(uri, run, int(step) if step else None, meta=_pairs(facts))))

@@ -18,7 +18,7 @@ import webhooks
 from starlette.testclient import TestClient
 
 from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.settings import Sender, load
 
 
@@ -29,9 +29,9 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def box(url: str) -> Iterator[Mailbox]:
+def box(url: str) -> Iterator[EventQueues]:
     """Inbox and outbox of that catalog."""
-    opened = Mailbox(url)
+    opened = EventQueues(url)
     yield opened
     opened.close()
 
@@ -50,7 +50,7 @@ def application(
 ) -> Iterator[tuple[TestClient, Path]]:
     """A client of one application for all tests, and the file of its catalog."""
     path = tmp_path_factory.mktemp("inbox") / "catalog.sqlite"
-    app = make_app(senders, Mailbox(str(path)), clock=lambda: webhooks.NOW)
+    app = make_app(senders, EventQueues(str(path)), clock=lambda: webhooks.NOW)
     with TestClient(app, raise_server_exceptions=True) as running:
         yield running, path
 

@@ -16,7 +16,7 @@ from ckptcore.page.app import make_page
 from ckptcore.page.settings import PageTable, access_of
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import work
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.settings import Sender, load
 
 META = {"metrics": {"loss": 2.5, "bad": "low"}, "commit": "3f9a", "hub_token": "secret-word"}
@@ -65,7 +65,7 @@ def with_meta(kind: str, meta: Any) -> webhooks.Hook:
     ],
 )
 def test_facts_of_every_sender_reach_the_flow(
-    kind: str, box: Mailbox, url: str, senders: dict[str, Sender]
+    kind: str, box: EventQueues, url: str, senders: dict[str, Sender]
 ) -> None:
     app = make_app(senders, box, clock=lambda: webhooks.NOW)
     hook = with_meta(kind, META)
@@ -75,7 +75,7 @@ def test_facts_of_every_sender_reach_the_flow(
     if kind != "mlflow":
         assert answer.json()["left_out"] == ["metrics.bad must be a number"]
     runs = _Runs()
-    own = Mailbox(url)
+    own = EventQueues(url)
     work(own, runs, senders, {}, datetime.now(UTC))  # type: ignore[arg-type]  # only what is called
     own.close()
     assert runs.parameters[0]["meta"] == EXPECTED
@@ -83,7 +83,7 @@ def test_facts_of_every_sender_reach_the_flow(
 
 @pytest.mark.parametrize("meta", [[], "text", 7, {"metrics": []}, {"config": {"x": "y" * 3000}, "user": {}}])
 def test_odd_facts_do_not_cost_the_event(
-    meta: Any, box: Mailbox, url: str, senders: dict[str, Sender]
+    meta: Any, box: EventQueues, url: str, senders: dict[str, Sender]
 ) -> None:
     app = make_app(senders, box, clock=lambda: webhooks.NOW)
     hook = with_meta("standard-webhooks", meta)
@@ -94,7 +94,7 @@ def test_odd_facts_do_not_cost_the_event(
 
 
 def test_the_page_of_the_receiver_is_off_unless_configured(
-    box: Mailbox, url: str, senders: dict[str, Sender], tmp_path: Path
+    box: EventQueues, url: str, senders: dict[str, Sender], tmp_path: Path
 ) -> None:
     with TestClient(make_app(senders, box)) as client:
         assert client.get("/catalog/").status_code == 404

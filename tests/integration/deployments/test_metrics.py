@@ -33,7 +33,7 @@ from deployments.metrics import (
     serving,
 )
 from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.settings import Sender
 
 DASHBOARD = ROOT / "deployments" / "monitoring" / "grafana.json"
@@ -185,7 +185,7 @@ def test_a_catalog_that_is_away_is_zero_until_it_answers() -> None:
     assert own.get_sample_value("ckptcore_inbox_oldest_seconds") is None
 
 
-def test_the_receiver_counts_requests_by_their_result(box: Mailbox, senders: dict[str, Sender]) -> None:
+def test_the_receiver_counts_requests_by_their_result(box: EventQueues, senders: dict[str, Sender]) -> None:
     own, trouble = CollectorRegistry(), [""]
     counted = ReceiverMetrics(own, lambda: trouble[0])
     app = make_app(senders, box, clock=lambda: webhooks.NOW, count=counted.count)

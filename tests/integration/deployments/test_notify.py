@@ -13,9 +13,9 @@ import webhooks
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.queues import outbox as catalog_outbox
-from deployments.receiver.inbox import LEASE, Mailbox
+from deployments.receiver.inbox import LEASE, EventQueues
 from deployments.receiver.notify import SCHEDULE, TIMEOUT, send_due
-from deployments.receiver.serve import Loop
+from deployments.receiver.serve import StepThread
 from deployments.receiver.settings import NotifyTarget
 
 TARGETS = {name: NotifyTarget(url=f"https://{name}.example/hook", secret="WHSEC") for name in ("all", "good")}
@@ -37,7 +37,7 @@ def outbox(url: str, columns: str = "endpoint, state") -> list[tuple[str, str]]:
     return found
 
 
-def test_failed_messages_are_retried_with_the_same_id(box: Mailbox, url: str) -> None:
+def test_failed_messages_are_retried_with_the_same_id(box: EventQueues, url: str) -> None:
     put(url)
     only = {"all": TARGETS["all"]}  # the other message belongs to another receiver
     ids, now = set(), datetime.now(UTC)
@@ -60,7 +60,7 @@ def test_failed_messages_are_retried_with_the_same_id(box: Mailbox, url: str) ->
 
 
 @pytest.mark.parametrize("broken", ["http://[::1", "silent", "no secret"])
-def test_a_broken_or_silent_target_does_not_delay_others(broken: str, box: Mailbox, url: str) -> None:
+def test_a_broken_or_silent_target_does_not_delay_others(broken: str, box: EventQueues, url: str) -> None:
     targets = {
         "all": NotifyTarget(url=broken if "[" in broken else "https://all.example", secret="WHSEC"),
         "good": TARGETS["good"],
@@ -95,7 +95,7 @@ def test_a_round_of_messages_ends_before_its_lease() -> None:
 
 
 @pytest.mark.parametrize(("status", "tries"), [(410, 1), (500, len(SCHEDULE) + 1)])
-def test_messages_are_given_up(status: int, tries: int, box: Mailbox, url: str) -> None:
+def test_messages_are_given_up(status: int, tries: int, box: EventQueues, url: str) -> None:
     put(url)
     asked: list[str] = []
 
@@ -125,7 +125,7 @@ def test_starts_do_not_wait_for_messages() -> None:
             started.set()
         return 0
 
-    loop = Loop({"start": start}, idle=0.02, beside=Loop({"notify": send}, idle=0.02))
+    loop = StepThread({"start": start}, idle=0.02, beside=StepThread({"notify": send}, idle=0.02))
     loop.start()
     try:
         assert sending.wait(120)

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.page.app import make_page
 from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.settings import Sender
 
 # Each has a library's parser in front of it that raises for some of these.
@@ -82,7 +82,7 @@ def client(
     with open_catalog(str(path)) as catalog:
         rights = access(proxies=frozenset({PROXY}))
         page = ("/catalog", make_page(catalog, rights, "/catalog"))
-        app = make_app(senders, Mailbox(str(path)), clock=lambda: webhooks.NOW, page=page)
+        app = make_app(senders, EventQueues(str(path)), clock=lambda: webhooks.NOW, page=page)
         with TestClient(app, client=(PROXY, 5000), follow_redirects=False) as running:
             yield running, path
 

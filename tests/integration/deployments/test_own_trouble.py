@@ -23,7 +23,7 @@ from deployments import release_runs
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work
 from deployments.receiver.event import Event
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.notify import send_due
 from deployments.receiver.settings import NotifyTarget, Sender
 
@@ -72,11 +72,11 @@ class Runs:
 
 
 def event(name: str) -> Event:
-    return Event(source="slurm", event_id=name, type="", wanted=True, uri="", run="", step=None)
+    return Event(source="slurm", event_id=name, type="", announces=True, uri="", run="", step=None)
 
 
 @pytest.fixture
-def filled(box: Mailbox) -> Mailbox:
+def filled(box: EventQueues) -> EventQueues:
     box.put([(event(name), f"/runs/{name}", "{}") for name in NAMES], NOW)
     return box
 
@@ -86,7 +86,7 @@ def rows(url: str, table: str = "inbox", columns: str = "state, error_message") 
         return [tuple(row) for row in conn.exec_driver_sql(f"SELECT {columns} FROM {table} ORDER BY id")]
 
 
-def test_a_start(filled: Mailbox, url: str, senders: dict[str, Sender]) -> None:
+def test_a_start(filled: EventQueues, url: str, senders: dict[str, Sender]) -> None:
     runs = Runs("start")
     assert work(filled, runs, senders, {}, NOW) == 3
     assert runs.started == ["/runs/a", "/runs/z"]
@@ -98,7 +98,7 @@ def test_a_start(filled: Mailbox, url: str, senders: dict[str, Sender]) -> None:
     [("resume", "PENDING", "Unforeseen: of this one"), ("states", "COMPLETED", "usage: unknown")],
 )
 def test_a_look_at_a_run(
-    raising: str, state: str, why: str, filled: Mailbox, url: str, senders: dict[str, Sender]
+    raising: str, state: str, why: str, filled: EventQueues, url: str, senders: dict[str, Sender]
 ) -> None:
     runs = Runs(raising)
     work(filled, runs, senders, {}, NOW)
@@ -109,7 +109,7 @@ def test_a_look_at_a_run(
 
 
 def test_outputs_that_cannot_be_read(
-    filled: Mailbox, url: str, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
+    filled: EventQueues, url: str, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Runs("")
     work(filled, runs, senders, {}, NOW)
@@ -127,7 +127,7 @@ def test_outputs_that_cannot_be_read(
     assert ["cannot be read: Unforeseen" in message for message in messages] == [False, True, False]
 
 
-def test_an_announcement_of_an_alias(box: Mailbox, url: str) -> None:
+def test_an_announcement_of_an_alias(box: EventQueues, url: str) -> None:
     with open_catalog(url) as catalog:
         for name in NAMES:
             facts = CheckpointFacts(f"/out/{name}", "dcp", name.encode().hex().zfill(64), 8, [], [])
@@ -139,7 +139,7 @@ def test_an_announcement_of_an_alias(box: Mailbox, url: str) -> None:
     assert [state for (state,) in rows(url, "outbox", "state")] == ["done", "waiting", "done"]
 
 
-class OddRows(Mailbox):
+class OddRows(EventQueues):
     """A catalog that does not store one kind of change, of the odd row."""
 
     call = ""
@@ -206,7 +206,7 @@ def test_a_change_of_a_message_that_is_not_stored(status: int, odd_rows: OddRows
 
 
 def test_a_change_of_an_alias_that_cannot_be_announced(
-    box: Mailbox, url: str, monkeypatch: pytest.MonkeyPatch
+    box: EventQueues, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_catalog(url) as catalog:
         for name in NAMES:
@@ -252,7 +252,7 @@ def test_a_run_that_cannot_be_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("odd", ["the answer", "the body", "the secret"])
-def test_a_notification(odd: str, box: Mailbox, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notification(odd: str, box: EventQueues, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = {name: NotifyTarget(url=f"https://{name}.example/", secret="WHSEC") for name in NAMES}
     with open_catalog(url) as catalog, catalog.queueing() as conn:
         for name in NAMES:
@@ -280,7 +280,7 @@ def test_a_notification(odd: str, box: Mailbox, url: str, monkeypatch: pytest.Mo
 
 
 def test_an_event_of_a_batch(url: str, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd(Mailbox):
+    class Odd(EventQueues):
         """Stores no event about the odd place."""
 
         def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> Any:

@@ -26,8 +26,8 @@ from ckptcore.cli.catalog import app as cli
 from ckptcore.page.app import make_page
 from deployments.metrics import ReceiverMetrics
 from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Mailbox
-from deployments.receiver.serve import STUCK_SECONDS, Loop, steps_of
+from deployments.receiver.inbox import EventQueues
+from deployments.receiver.serve import STUCK_SECONDS, StepThread, steps_of
 from deployments.receiver.settings import Sender
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
@@ -125,7 +125,7 @@ class Running:
     """A receiver whose time is set, and that works only on request."""
 
     path: Path
-    loop: Loop
+    loop: StepThread
     now: list[datetime]
     client: TestClient
     page: TestClient
@@ -164,8 +164,8 @@ def receiver(
 
     now, path, registry = [NOW], tmp_path_factory.mktemp("answers") / "catalog.sqlite", CollectorRegistry()
     with temporary_settings({PREFECT_API_URL: server.url, PREFECT_CLIENT_MAX_RETRIES: 0}):
-        runs, rows, box = PrefectRuns(), Mailbox(str(path)), Mailbox(str(path))
-        loop = Loop(steps_of(rows, runs, senders, {}, lambda: now[0]), clock=lambda: now[0].timestamp())
+        runs, rows, box = PrefectRuns(), EventQueues(str(path)), EventQueues(str(path))
+        loop = StepThread(steps_of(rows, runs, senders, {}, lambda: now[0]), clock=lambda: now[0].timestamp())
         ReceiverMetrics(registry, loop.trouble)
         app = make_app(senders, box, Silent(loop), clock=lambda: now[0].timestamp())
         with TestClient(app) as client, open_catalog(str(path)) as catalog:
@@ -178,7 +178,7 @@ def receiver(
 class Silent:
     """Background work that does not begin by itself."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: StepThread) -> None:
         self.trouble = loop.trouble
 
     def start(self) -> None:
@@ -307,7 +307,7 @@ def test_a_step_that_does_not_end_is_trouble(running: Running) -> None:
             troubles.append(loop.trouble())
         return 0
 
-    loop = Loop({"start": step}, clock=lambda: running.now[0].timestamp())
+    loop = StepThread({"start": step}, clock=lambda: running.now[0].timestamp())
     loop.round()
     assert troubles == ["", f"start: it has not ended for {STUCK_SECONDS + 1:.0f} s"]
     assert loop.trouble() == ""
@@ -321,7 +321,7 @@ def test_a_thread_that_has_ended_is_trouble() -> None:
     def step() -> int:
         raise Killed
 
-    loop = Loop({"start": step})
+    loop = StepThread({"start": step})
     assert loop.trouble() == ""
     loop.start()
     loop._thread.join(60)

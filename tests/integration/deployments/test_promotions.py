@@ -16,8 +16,8 @@ from ckptcore.catalog import CheckpointFacts, open_catalog
 from ckptcore.cli.catalog import app as cli
 from ckptcore.page.app import make_page
 from ckptcore.page.settings import PageAccess
-from deployments.receiver.dispatch import Away, announce_aliases
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.dispatch import PrefectUnavailable, announce_aliases
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.settings import PREFECT, NotifyTarget
 
 TOKEN = "token-of-sixteen-and-more"
@@ -67,7 +67,7 @@ def messages(url: str) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def test_changes_by_command_and_page_are_announced_once(
-    box: Mailbox, url: str, checkpoints: list[str]
+    box: EventQueues, url: str, checkpoints: list[str]
 ) -> None:
     def run(*arguments: str) -> None:
         assert CliRunner().invoke(cli, [*arguments, "--catalog", url]).exit_code == 0
@@ -85,7 +85,7 @@ def test_changes_by_command_and_page_are_announced_once(
             == 303
         )
     run("alias", "remove", "best")
-    events, other = Events(), Mailbox(url)
+    events, other = Events(), EventQueues(url)
     announce_aliases(box, events, TARGETS)  # type: ignore[arg-type]
     for receiver in (box, other):
         assert announce_aliases(receiver, events, TARGETS) == 0  # type: ignore[arg-type]
@@ -120,13 +120,13 @@ def test_changes_by_command_and_page_are_announced_once(
     ]
 
 
-def test_prefect_gets_a_change_once_it_answers(box: Mailbox, url: str, checkpoints: list[str]) -> None:
+def test_prefect_gets_a_change_once_it_answers(box: EventQueues, url: str, checkpoints: list[str]) -> None:
     with open_catalog(url) as catalog:
         CliRunner().invoke(cli, ["alias", "set", "best", checkpoints[0], "--force", "--catalog", url])
         catalog.close()
     events, now = Events(), datetime.now(UTC)
-    events.error = Away("no answer")
-    with pytest.raises(Away):
+    events.error = PrefectUnavailable("no answer")
+    with pytest.raises(PrefectUnavailable):
         announce_aliases(box, events, TARGETS, now)  # type: ignore[arg-type]
     assert len(messages(url)) == 2  # targets do not wait for Prefect
     assert announce_aliases(box, events, TARGETS, now) == 0  # type: ignore[arg-type]  # not due yet
@@ -135,7 +135,7 @@ def test_prefect_gets_a_change_once_it_answers(box: Mailbox, url: str, checkpoin
 
 
 def test_a_change_of_the_day_before_yesterday_is_not_announced(
-    box: Mailbox, url: str, checkpoints: list[str]
+    box: EventQueues, url: str, checkpoints: list[str]
 ) -> None:
     CliRunner().invoke(cli, ["alias", "set", "best", checkpoints[0], "--force", "--catalog", url])
     events = Events()

@@ -12,7 +12,7 @@ from webhooks import HOOKS, NOW, Hook, Rows
 
 from deployments.receiver import app as keeper
 from deployments.receiver.app import make_app
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.settings import Sender
 
 
@@ -44,7 +44,7 @@ def test_readiness_checks_do_not_delay_events(
     monkeypatch.setattr(keeper, "SECONDS", 300.0)
     asked: list[float] = []
 
-    class Slow(Mailbox):
+    class Slow(EventQueues):
         def check(self) -> None:
             asked.append(time.monotonic())
             time.sleep(0.2)

@@ -17,7 +17,7 @@ from ckptcore.errors import UsageError
 from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.planning.request import Request
 from deployments.local import system
-from deployments.receiver.run_request import order_of
+from deployments.receiver.run_request import flow_run_for
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import load
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_lightning_becomes_a_folder_at_every_shipped_receiver(
     names = re.findall(r'"([A-Z_]{6,})"', config.read_text())
     _, senders = load(config, dict.fromkeys(names, webhooks.WHSEC))
     uri = "/checkpoints/lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt"
-    found = order_of(senders["trainer"], uri, run, 2).parameters
+    found = flow_run_for(senders["trainer"], uri, run, 2).parameters
     assert found["destination"] == "/exports/lightning_logs/version_0/checkpoints/epoch=0-step=2"
     request = Request(found["source"], found["destination"], found.get("verb", "export"))
     assert request.single is None

@@ -20,12 +20,19 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import record
 from ckptcore.catalog.queues import inbox
 from ckptcore.page.http_errors import RequestRefused
-from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, require_progress, work
+from deployments.receiver.dispatch import (
+    MAX_ATTEMPTS,
+    PrefectUnavailable,
+    RunState,
+    outcome_of,
+    require_progress,
+    work,
+)
 from deployments.receiver.event import Event
-from deployments.receiver.inbox import LEASE, Mailbox
+from deployments.receiver.inbox import LEASE, EventQueues
 from deployments.receiver.notify import send_due
-from deployments.receiver.run_request import order_of
-from deployments.receiver.serve import Loop, Watched
+from deployments.receiver.run_request import flow_run_for
+from deployments.receiver.serve import RootsRefresher, StepThread
 from deployments.receiver.settings import NotifyTarget, Sender, load
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
@@ -76,7 +83,7 @@ def runs() -> FakeRuns:
 
 
 def event(id: str = "e1", source: str = "slurm") -> Event:
-    return Event(source=source, event_id=id, type="", wanted=True, uri=webhooks.URI, run="llama", step=7)
+    return Event(source=source, event_id=id, type="", announces=True, uri=webhooks.URI, run="llama", step=7)
 
 
 def state(url: str, columns: str = "state, flow_run_id, error_message") -> list[tuple[Any, ...]]:
@@ -91,7 +98,7 @@ def outbox(url: str) -> list[tuple[str, str]]:
 
 
 def test_an_event_becomes_one_run_and_its_end_two_messages(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     assert work(box, runs, senders, TARGETS, NOW) == 1
@@ -121,7 +128,7 @@ def test_an_event_becomes_one_run_and_its_end_two_messages(
 
 
 def test_an_event_says_what_its_run_waits_for(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     """A checkpoint that is not there yet is no trouble of the receiver; its inbox says why and until when."""
     box.put([(event(), webhooks.URI, "{}")], NOW)
@@ -137,7 +144,7 @@ def test_an_event_says_what_its_run_waits_for(
 
 
 def test_a_failed_run_is_notified_to_subscribed_targets(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
@@ -148,7 +155,7 @@ def test_a_failed_run_is_notified_to_subscribed_targets(
 
 
 def test_a_retried_event_gets_its_own_run_and_notification(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     now = NOW
@@ -166,7 +173,7 @@ def test_a_retried_event_gets_its_own_run_and_notification(
 
 
 def test_a_retried_event_gets_the_full_number_of_tries(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     runs.error, now = ConnectionError("refused"), NOW
@@ -181,7 +188,7 @@ def test_a_retried_event_gets_the_full_number_of_tries(
 
 @pytest.mark.parametrize("when", ["before the start", "before the row says so"])
 def test_a_process_that_dies_loses_nothing(
-    when: str, box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    when: str, box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
 
@@ -196,7 +203,7 @@ def test_a_process_that_dies_loses_nothing(
         work(box, runs, senders, TARGETS, NOW)
     runs.error = None
 
-    other = Mailbox(url)
+    other = EventQueues(url)
     assert work(other, runs, senders, TARGETS, NOW + LEASE / 2) == 0  # the lease of the dead one
     assert work(other, runs, senders, TARGETS, NOW + LEASE) == 1
     assert list(runs.runs.values()) == ["run-0"]
@@ -205,7 +212,7 @@ def test_a_process_that_dies_loses_nothing(
 
 
 def test_while_prefect_is_away_events_wait_and_the_last_failure_is_notified(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     runs.error = ConnectionError("refused")
@@ -224,24 +231,24 @@ def test_while_prefect_is_away_events_wait_and_the_last_failure_is_notified(
 
 
 def test_one_try_per_round_while_prefect_does_not_answer(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(f"e{number}"), webhooks.URI, "{}") for number in range(5)], NOW)
     tries: list[str] = []
 
     def start(deployment: str, parameters: Mapping[str, Any], *, key: str, **_: Any) -> str:
         tries.append(key)
-        raise Away("Prefect does not answer")
+        raise PrefectUnavailable("Prefect does not answer")
 
     runs.start = start  # type: ignore[method-assign]
-    with pytest.raises(Away):
+    with pytest.raises(PrefectUnavailable):
         work(box, runs, senders, TARGETS, NOW)
     assert len(tries) == 1
     assert state(url) == [("waiting", None, "Prefect does not answer")] * 5
 
 
 def test_a_changed_configuration_applies_at_the_start(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), "/elsewhere/step-7", "{}")], NOW)
     assert work(box, runs, senders, {}, NOW) == 1
@@ -251,7 +258,7 @@ def test_a_changed_configuration_applies_at_the_start(
 
 
 def test_an_event_of_another_receivers_source_is_left_to_it(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     others = {name: sender for name, sender in senders.items() if name != "slurm"}
@@ -287,18 +294,18 @@ def test_the_outcome_of_a_run(kind: str, age: int, expected: str | None) -> None
 
 
 def test_while_prefect_is_away_runs_are_inspected_soon(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     now = NOW + timedelta(minutes=1)
 
     def away(ids: Sequence[str]) -> Mapping[str, RunState]:
-        raise Away("the connection was refused")
+        raise PrefectUnavailable("the connection was refused")
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "states", away)
-        with pytest.raises(Away):
+        with pytest.raises(PrefectUnavailable):
             work(box, runs, senders, TARGETS, now)
     runs.now["run-0"] = RunState("COMPLETED", now, "done")
     assert work(box, runs, senders, TARGETS, now + timedelta(seconds=5)) == 1
@@ -322,7 +329,7 @@ def test_a_run_that_automations_missed_is_resumed(
     seconds: int,
     begun: int,
     resumed: bool,
-    box: Mailbox,
+    box: EventQueues,
     url: str,
     runs: FakeRuns,
     senders: dict[str, Sender],
@@ -338,7 +345,7 @@ def test_a_run_that_automations_missed_is_resumed(
 
 @pytest.mark.parametrize("kind", ["CRASHED", "PENDING", "RUNNING"])
 def test_a_run_that_keeps_dying_has_failed(
-    kind: str, box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender]
+    kind: str, box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender]
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
@@ -359,7 +366,7 @@ def test_a_run_that_keeps_dying_has_failed(
     assert outbox(url) == [("all", "waiting")]
 
 
-def ended(box: Mailbox, runs: FakeRuns, senders: dict[str, Sender]) -> None:
+def ended(box: EventQueues, runs: FakeRuns, senders: dict[str, Sender]) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)
     runs.now["run-0"] = RunState("COMPLETED", NOW, "done")
@@ -367,7 +374,7 @@ def ended(box: Mailbox, runs: FakeRuns, senders: dict[str, Sender]) -> None:
 
 
 def test_messages_arrive_signed_and_once(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended(box, runs, senders)
     got: list[httpx.Request] = []
@@ -388,23 +395,23 @@ def test_messages_arrive_signed_and_once(
     assert outbox(url) == [("all", "done"), ("good", "done")]
 
 
-def test_watched_roots_are_allowed(box: Mailbox, url: str, tmp_path: Path) -> None:
+def test_watched_roots_are_allowed(box: EventQueues, url: str, tmp_path: Path) -> None:
     config = tmp_path / "receiver.toml"
     config.write_text("watched_roots = true\n" + webhooks.CONFIG.replace('["/runs", "s3://team/runs"]', "[]"))
     senders = load(config, webhooks.SECRETS)[1]
-    watched = Watched(box, senders)
+    watched = RootsRefresher(box, senders)
     with pytest.raises(RequestRefused):
-        order_of(senders["slurm"], webhooks.URI, "", None)
+        flow_run_for(senders["slurm"], webhooks.URI, "", None)
     with open_catalog(url) as catalog, catalog.writing() as conn:
         roots.add(conn, NOW, "llama", "/runs")
         roots.add(conn, NOW, "odd", "/odd%2froot")
         roots.add(conn, NOW, "paused", "/paused")
         roots.enable(conn, "paused", False)
     assert watched.refresh() == 0
-    assert order_of(senders["slurm"], webhooks.URI, "", None).parameters["root"] == "/runs"
+    assert flow_run_for(senders["slurm"], webhooks.URI, "", None).parameters["root"] == "/runs"
     for uri in ("/paused/a", "/odd%2froot/a", "/elsewhere"):
         with pytest.raises(RequestRefused):
-            order_of(senders["slurm"], uri, "", None)
+            flow_run_for(senders["slurm"], uri, "", None)
     with open_catalog(url) as catalog, catalog.writing() as conn:
         conn.exec_driver_sql("UPDATE watched_roots SET target = '{' WHERE name = 'odd'")  # a broken row
         roots.remove(conn, "llama")
@@ -426,7 +433,7 @@ def test_the_loop_survives_failures_and_reports_them() -> None:
         done.set()
         return 0
 
-    loop = Loop({"start": step}, idle=0.05)
+    loop = StepThread({"start": step}, idle=0.05)
     loop.start()
     try:
         assert done.wait(120)
@@ -437,14 +444,14 @@ def test_the_loop_survives_failures_and_reports_them() -> None:
         loop.stop()
 
 
-def test_bodies_are_stored_as_received(box: Mailbox, url: str) -> None:
+def test_bodies_are_stored_as_received(box: EventQueues, url: str) -> None:
     body = json.dumps({"text": "caf\u00e9 \u0000"})
     box.put([(event(), webhooks.URI, body)], NOW)
     assert state(url, "body") == [(body,)]
 
 
 def test_the_end_of_a_run_is_announced_with_what_it_made(
-    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender], tmp_path: Path
+    box: EventQueues, url: str, runs: FakeRuns, senders: dict[str, Sender], tmp_path: Path
 ) -> None:
     box.put([(event(), webhooks.URI, "{}")], NOW)
     work(box, runs, senders, TARGETS, NOW)

@@ -186,10 +186,10 @@ def test_a_short_outage_of_the_catalog_does_not_fail_the_run(
     from flows import arrived as _patience
     from flows import arrived as module
 
-    real, tries = module.alone, []
+    real, tries = module.claim_or_skip, []
 
     @contextmanager
-    def alone(*given: Any) -> Iterator[bool]:
+    def claim_or_skip(*given: Any) -> Iterator[bool]:
         tries.append(how)
         if len(tries) == 1 and how == "before":
             raise CatalogAway("the server is shutting down")
@@ -198,7 +198,7 @@ def test_a_short_outage_of_the_catalog_does_not_fail_the_run(
         if len(tries) == 1:
             raise CatalogAway("the server is shutting down")
 
-    monkeypatch.setattr(module, "alone", alone)
+    monkeypatch.setattr(module, "claim_or_skip", claim_or_skip)
     monkeypatch.setattr(_patience, "PAUSES", (0.01,))
     assert arrived(source).is_completed()
     assert len(tries) == 2
@@ -243,12 +243,12 @@ def test_without_the_server_only_artifacts_are_missing(
 
 
 def test_transient_errors() -> None:
-    from tasks.retry import passes
+    from tasks.retry import is_transient
 
     request = httpx.Request("GET", "http://127.0.0.1/")
     status = {c: httpx.HTTPStatusError("", request=request, response=httpx.Response(c)) for c in (404, 500)}
-    assert [passes(e) for e in (CatalogAway("gone"), httpx.ReadError(""), status[500])] == [True] * 3
-    assert [passes(e) for e in (UsageError("no"), ValueError(), status[404], None)] == [False] * 4
+    assert [is_transient(e) for e in (CatalogAway("gone"), httpx.ReadError(""), status[500])] == [True] * 3
+    assert [is_transient(e) for e in (UsageError("no"), ValueError(), status[404], None)] == [False] * 4
 
 
 def test_a_deployment_is_run_once_per_key(

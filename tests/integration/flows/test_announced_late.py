@@ -63,7 +63,7 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
 def test_a_run_is_rescheduled_until_the_checkpoint_is_complete(
     announced: Any, source: Path, tmp_path: Path
 ) -> None:
-    from tasks.attempts import begun
+    from tasks.attempts import start_count
 
     metadata = (source / ".metadata").rename(tmp_path / "metadata")
     for n, seconds in enumerate((0.5, 1.0), start=1):
@@ -75,12 +75,12 @@ def test_a_run_is_rescheduled_until_the_checkpoint_is_complete(
         due = run.next_scheduled_start_time
         assert before + timedelta(seconds=seconds / 2) <= due  # Prefect estimates the clock skew
         assert due <= datetime.now(UTC) + timedelta(seconds=seconds)
-        assert (run.run_count, begun(run)) == (n, 0)  # waiting is not a failure: `resume` counts those
+        assert (run.run_count, start_count(run)) == (n, 0)  # waiting is not a failure: `resume` counts those
     metadata.rename(source / ".metadata")
     run = announced()
     assert run.state.is_completed(), run.state.message
     assert observe.equal(observe.tensors(tmp_path / "out"), TENSORS)
-    assert begun(run) == 1
+    assert start_count(run) == 1
 
 
 def test_the_last_try_reports_the_finding(announced: Any, source: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_run_that_meets_another_is_rescheduled(announced: Any, monkeypatch: py
         raise Busy("another process is at work")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "alone", busy)
+        patch.setattr(module, "claim_or_skip", busy)
         run = announced()
     assert run.state.name == "AwaitingRetry", run.state
     assert "busy: another process is at work" in run.state.message

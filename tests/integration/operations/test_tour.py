@@ -42,7 +42,7 @@ from ckptcore.operations.verify import Proof
 from ckptcore.planning.request import Request, Settings
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work
-from deployments.receiver.inbox import Mailbox
+from deployments.receiver.inbox import EventQueues
 from deployments.receiver.notify import send_due
 from deployments.receiver.settings import load
 
@@ -133,7 +133,7 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     config = tmp_path / "receiver.toml"
     config.write_text(CONFIG.format(runs=runs_folder, exports=exports))
     settings, senders = load(config, SECRETS)
-    box, runs = Mailbox(url), Runs(url)
+    box, runs = EventQueues(url), Runs(url)
     with open_catalog(url) as catalog, catalog.writing() as conn:
         roots.add(conn, datetime.now(UTC), "tiny", str(runs_folder), include=(), target={"verb": "export"})
 

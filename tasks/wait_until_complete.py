@@ -9,9 +9,9 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
-from ckptcore.operations import wait as waiting
+from ckptcore.operations import wait
 from tasks.markdown_text import count, named
-from tasks.retry import passes
+from tasks.retry import is_transient
 
 log = logging.getLogger("ckptcore.tasks")
 
@@ -23,7 +23,7 @@ def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 
 def may_complete(error: object) -> bool:
     """Return whether a source that could not be read may still become a complete checkpoint."""
-    return waiting.may_become_complete(error) or passes(error)
+    return wait.may_become_complete(error) or is_transient(error)
 
 
 @task(
@@ -32,12 +32,12 @@ def may_complete(error: object) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def settle(source: str, recover: bool = False) -> str:
+def wait_until_complete(source: str, recover: bool = False) -> str:
     """Return the digest of a checkpoint's manifest once it is complete; Prefect retries while it is not.
 
     Raises the errors of reading, and `DamagedCheckpoint` with the findings. `ckptcore.operations.wait.delays`
     gives the pauses between tries.
     """
-    manifest = waiting.read_complete(source, recover)
+    manifest = wait.read_complete(source, recover)
     log.info("%s is complete: %s, %s", source, manifest.format, count(manifest.num_tensors, "tensor"))
     return manifest.digest
