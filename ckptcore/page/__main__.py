@@ -19,14 +19,14 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8790, help="0 picks a free port and prints it")
     parser.add_argument("--allow-host", action="append", default=[], help="name under which it is reached")
-    given = parser.parse_args()
+    options = parser.parse_args()
     terminal.log_to_stderr()
     try:
         with needed("page", "serve the catalog page"):
             from ckptcore.page.serve import serve
 
         token = os.environ.get(TOKEN)
-        serve(given.catalog, given.host, given.port, token, tuple(given.allow_host))
+        serve(options.catalog, options.host, options.port, token, tuple(options.allow_host))
     except CkptError as error:
         terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
         sys.exit(error.exit_code)

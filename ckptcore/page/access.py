@@ -75,18 +75,20 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        begun: list[bool] = []
+        response_starts: list[bool] = []
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                begun.append(True)
-                own = {name.encode(): value.encode() for name, value in HEADERS.items()}
-                given = [pair for pair in message.get("headers", []) if pair[0].lower() not in own]
+                response_starts.append(True)
+                our_headers = {name.encode(): value.encode() for name, value in HEADERS.items()}
+                page_headers = [
+                    pair for pair in message.get("headers", []) if pair[0].lower() not in our_headers
+                ]
                 cached = [p for p in message.get("headers", []) if p[0].lower() == b"cache-control"]
                 if cached:  # files that never change say so themselves
-                    own.pop(b"cache-control", None)
-                    given += cached
-                message["headers"] = [*given, *own.items()]
+                    our_headers.pop(b"cache-control", None)
+                    page_headers += cached
+                message["headers"] = [*page_headers, *our_headers.items()]
             await send(message)
 
         if not self._known_host(scope):
@@ -96,7 +98,8 @@ class Guard:
             await self.app(scope, receive, guarded)
         except Exception as error:
             # Whatever a page raises is the end of this request alone, with the headers of every answer.
-            if begun:
+            # The client has the status already: no other answer can follow it.
+            if response_starts:
                 raise
             _log.error("%s cannot be shown", scope["path"][:200], exc_info=error)
             await _plain(
@@ -247,8 +250,8 @@ def _pairs(form: bytearray) -> list[tuple[str, str]]:
 
 def _bearer(request: Request) -> str | None:
     """Return the bearer token of a request, or None if it has none."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else None
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def _checked_user(request: Request, access: PageAccess) -> str | None:
@@ -262,14 +265,14 @@ def _checked_user(request: Request, access: PageAccess) -> str | None:
     return user
 
 
-def _user_of_token(given: str, access: PageAccess) -> str | None:
-    found = None
+def _user_of_token(sent_token: str, access: PageAccess) -> str | None:
+    matching_user = None
     for token, user in access.tokens.items():  # all of them: the time must not tell how far it got
         if hmac.compare_digest(
-            hashlib.sha256(token.encode()).digest(), hashlib.sha256(given.encode()).digest()
+            hashlib.sha256(token.encode()).digest(), hashlib.sha256(sent_token.encode()).digest()
         ):
-            found = user
-    return found
+            matching_user = user
+    return matching_user
 
 
 def _user_of_session(session: str, access: PageAccess) -> str | None:

@@ -26,8 +26,8 @@ def actions(site: Site) -> APIRouter:
     """Return the routes of actions and of the login."""
     router = APIRouter(include_in_schema=False)
 
-    def back(*parts: str, done: str) -> Response:
-        return RedirectResponse(site.link(*parts, done=done), 303)
+    def back(*parts: str, action: str) -> Response:
+        return RedirectResponse(site.link(*parts, done=action), 303)
 
     @router.post("/checkpoints/{ref}/alias")
     async def set_alias(request: Request, ref: Ref) -> Response:
@@ -36,7 +36,7 @@ def actions(site: Site) -> APIRouter:
         name, expect = fields.get("name", ""), fields.get("expect")
         force = fields.get("force") == "yes"
         row = await asyncio.to_thread(changes.set_alias, site.catalog, user, ref, name, expect, force)
-        return back("checkpoints", row.checkpoint, done="alias")
+        return back("checkpoints", row.checkpoint, action="alias")
 
     @router.post("/checkpoints/{ref}/hold")
     async def place_hold(request: Request, ref: Ref) -> Response:
@@ -44,14 +44,14 @@ def actions(site: Site) -> APIRouter:
         user, fields = await require_writer(request, site.access)
         reason, until = fields.get("reason", ""), changes.day(fields.get("until", ""))
         row = await asyncio.to_thread(changes.place_hold, site.catalog, user, ref, reason, until)
-        return back("checkpoints", row.checkpoint, done="hold")
+        return back("checkpoints", row.checkpoint, action="hold")
 
     @router.post("/holds/{hold}/release")
     async def release_hold(request: Request, hold: Ref) -> Response:
         """Release a hold."""
         user, _ = await require_writer(request, site.access)
         row = await asyncio.to_thread(changes.release_hold, site.catalog, user, hold)
-        return back("checkpoints", row.checkpoint, done="release")
+        return back("checkpoints", row.checkpoint, action="release")
 
     @router.post("/aliases/rollback")
     async def roll_back(request: Request) -> Response:
@@ -59,14 +59,14 @@ def actions(site: Site) -> APIRouter:
         user, fields = await require_writer(request, site.access)
         name, force = fields.get("name", ""), fields.get("force") == "yes"
         await asyncio.to_thread(changes.roll_back, site.catalog, user, name, fields.get("expect"), force)
-        return back("aliases", name, done="rollback")
+        return back("aliases", name, action="rollback")
 
     @router.post("/{queue}/{ref}/retry")
     async def retry(request: Request, queue: QueueName, ref: Ref) -> Response:
         """Make a failed event or message due again."""
         user, _ = await require_writer(request, site.access)
         await asyncio.to_thread(changes.retry, site.catalog, user, queue, ref)
-        return back(queue, done="retry")
+        return back(queue, action="retry")
 
     @router.get("/login")
     def login(request: Request) -> Response:
@@ -79,14 +79,14 @@ def actions(site: Site) -> APIRouter:
         require_same_site(request)
         fields = await form_of(request)
         require_patience(request, site.access)
-        found = new_session(fields.get("token", ""), site.access)
-        if found is None:
+        user_and_session = new_session(fields.get("token", ""), site.access)
+        if user_and_session is None:
             site.access.failed.note(address_of(request, site.access))
             return site.page(request, "login.html", None, 401, failed=True)
         answer = RedirectResponse(site.link(), 303)
         answer.set_cookie(
             COOKIE,
-            found[1],
+            user_and_session[1],
             max_age=SESSION_S,
             path=site.root or "/",
             secure=uses_tls(request, site.access),

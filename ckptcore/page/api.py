@@ -103,10 +103,10 @@ def api(site: Site) -> APIRouter:
     def checkpoint(request: Request, ref: Ref) -> Any:
         """Return one checkpoint, without its tensors; up to 500 of its files."""
         require_reader(request, site.access)
-        found = as_dict(_checkpoint(site, ref))
-        del found["tensors"]
-        found["files"] = found["files"][: browse.MOST]
-        return finite(found)
+        form = as_dict(_checkpoint(site, ref))
+        del form["tensors"]
+        form["files"] = form["files"][: browse.MOST]
+        return finite(form)
 
     @router.get("/checkpoints/{ref}/tensors", response_model=JsonRows)
     def tensors(
@@ -161,10 +161,10 @@ def api(site: Site) -> APIRouter:
     def conversion(request: Request, ref: Ref) -> Any:
         """Return one conversion."""
         require_reader(request, site.access)
-        found = site.catalog.show(ref, tensors=False)
-        if not isinstance(found, ConversionDetail):
+        detail = site.catalog.show(ref, tensors=False)
+        if not isinstance(detail, ConversionDetail):
             raise UsageError(f"{ref} is a checkpoint, not a conversion")
-        return finite(as_dict(found))
+        return finite(as_dict(detail))
 
     @router.get("/compare", response_model=dict[str, Any])
     def compare(request: Request, left: Text, right: Text) -> Any:
@@ -199,8 +199,8 @@ def api(site: Site) -> APIRouter:
         """Return the checkpoints with the best values of a metric, the best first."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = training_rows.best(conn, metric, goal, run=run or None, kind=kind, limit=limit)
-        return rows(browse.Page(found))
+            ranked = training_rows.best(conn, metric, goal, run=run or None, kind=kind, limit=limit)
+        return rows(browse.Page(ranked))
 
     @router.get("/search", response_model=dict[str, Any])
     def search(request: Request, q: Text) -> Any:
@@ -210,12 +210,12 @@ def api(site: Site) -> APIRouter:
         """
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = find(conn, q)
+            hits = find(conn, q)
         return finite(
             {
-                "checkpoints": [as_dict(each) for each in found.places],
-                "runs": [as_dict(each) for each in found.runs],
-                "more": found.more,
+                "checkpoints": [as_dict(row) for row in hits.places],
+                "runs": [as_dict(row) for row in hits.runs],
+                "more": hits.more,
             }
         )
 
@@ -242,13 +242,13 @@ def api(site: Site) -> APIRouter:
             accept_loss=tuple(accept_loss or ()) or None,
         )
         part = site.retiring.part(site.catalog, asked, scope, after=after, limit=limit)
-        found = []
+        forms = []
         for item in part.items:
             row = item.as_dict()
             for name in ("given_up", "unproven"):
                 row[name] = row[name][: browse.MOST]
-            found.append(finite(row))
-        return {"rows": found, "next": part.next}
+            forms.append(finite(row))
+        return {"rows": forms, "next": part.next}
 
     @router.get("/inbox", response_model=JsonRows)
     def inbox(
@@ -259,8 +259,8 @@ def api(site: Site) -> APIRouter:
         """List the newest events of a state; without one, those that are not done. Bodies are left out."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = queues.inbox.listed(conn, state, limit)
-        page = rows(browse.Page(found))
+            events = queues.inbox.listed(conn, state, limit)
+        page = rows(browse.Page(events))
         return page | {"rows": [{k: v for k, v in row.items() if k != "body"} for row in page["rows"]]}
 
     @router.get("/outbox", response_model=JsonRows)
@@ -279,8 +279,10 @@ def api(site: Site) -> APIRouter:
         """List aliases by name; `part` is any part of it, `after` the cursor."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = aliases.every(conn, part=part, after=after or None, limit=limit + 1)
-        return rows(browse.Page(found[:limit], found[limit - 1].name if len(found) > limit else None))
+            alias_rows = aliases.every(conn, part=part, after=after or None, limit=limit + 1)
+        return rows(
+            browse.Page(alias_rows[:limit], alias_rows[limit - 1].name if len(alias_rows) > limit else None)
+        )
 
     @router.get("/aliases/{name:path}", response_model=dict[str, Any])
     def alias(request: Request, name: str) -> Any:
@@ -305,9 +307,9 @@ def api(site: Site) -> APIRouter:
         """List watched roots with what sweeps saw below them."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = roots.every(conn)
-            counts = root_status.counts_of(conn, found)
-        page = [as_dict(root) | {"counts": as_dict(counts[root.name])} for root in found]
+            root_rows = roots.every(conn)
+            counts = root_status.counts_of(conn, root_rows)
+        page = [as_dict(root) | {"counts": as_dict(counts[root.name])} for root in root_rows]
         return {"rows": [finite(row) for row in page], "next": None}
 
     @router.get("/roots/{name:path}", response_model=dict[str, Any])
@@ -316,8 +318,8 @@ def api(site: Site) -> APIRouter:
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
             row = roots.get(conn, name)
-            found = root_status.status(conn, row)
-        return finite({"root": as_dict(row), "status": as_dict(found)})
+            status = root_status.status(conn, row)
+        return finite({"root": as_dict(row), "status": as_dict(status)})
 
     @router.get("/audit", response_model=JsonRows)
     def changes(
@@ -328,14 +330,18 @@ def api(site: Site) -> APIRouter:
         """List changes of aliases, holds and queues, newest first."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = audit.listed(conn, before=before, limit=limit + 1)
-        return rows(browse.Page(found[:limit], str(found[limit - 1].id) if len(found) > limit else None))
+            audit_rows = audit.listed(conn, before=before, limit=limit + 1)
+        return rows(
+            browse.Page(
+                audit_rows[:limit], str(audit_rows[limit - 1].id) if len(audit_rows) > limit else None
+            )
+        )
 
     return router
 
 
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
-    found = site.catalog.show(ref, tensors=False)
-    if not isinstance(found, CheckpointDetail):
+    detail = site.catalog.show(ref, tensors=False)
+    if not isinstance(detail, CheckpointDetail):
         raise UsageError(f"{ref} is a conversion, not a checkpoint")
-    return found
+    return detail

@@ -81,9 +81,9 @@ def api_actions(site: Site) -> APIRouter:
     async def set_alias(request: Request, ref: Ref) -> Any:
         """Set an alias to a checkpoint; it is recorded with the token's user."""
         user = require_token(request, site.access)
-        given = await _read(request, AliasChange)
+        body = await _read(request, AliasChange)
         row = await asyncio.to_thread(
-            changes.set_alias, site.catalog, user, ref, given.name, given.expect, given.force
+            changes.set_alias, site.catalog, user, ref, body.name, body.expect, body.force
         )
         return as_dict(row)
 
@@ -91,10 +91,10 @@ def api_actions(site: Site) -> APIRouter:
     async def place_hold(request: Request, ref: Ref) -> Any:
         """Keep a checkpoint from being deleted."""
         user = require_token(request, site.access)
-        given = await _read(request, NewHold)
-        until = changes.day(given.until or "")
+        body = await _read(request, NewHold)
+        until = changes.day(body.until or "")
         return as_dict(
-            await asyncio.to_thread(changes.place_hold, site.catalog, user, ref, given.reason, until)
+            await asyncio.to_thread(changes.place_hold, site.catalog, user, ref, body.reason, until)
         )
 
     @router.post("/holds/{hold}/release", response_model=dict[str, Any])
@@ -107,9 +107,9 @@ def api_actions(site: Site) -> APIRouter:
     async def roll_back(request: Request) -> Any:
         """Let an alias refer to the checkpoint that it referred to before its last change."""
         user = require_token(request, site.access)
-        given = await _read(request, AliasRollback)
+        body = await _read(request, AliasRollback)
         row = await asyncio.to_thread(
-            changes.roll_back, site.catalog, user, given.name, given.expect, given.force
+            changes.roll_back, site.catalog, user, body.name, body.expect, body.force
         )
         return as_dict(row)
 

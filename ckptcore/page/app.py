@@ -78,8 +78,8 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "", prefect_ui: 
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        what = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()[:5])
-        return answer(request, 400, "usage", f"a value cannot be used: {what}")
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()[:5])
+        return answer(request, 400, "usage", f"a value cannot be used: {problems}")
 
     @app.exception_handler(HTTPException)
     async def missing(request: Request, error: HTTPException) -> Response:

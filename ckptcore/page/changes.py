@@ -60,8 +60,8 @@ def retry(catalog: Catalog, user: str, name: str, ref: str) -> tuple[str, ...]:
     with catalog.writing() as conn:
         now = clock(conn)
         reopened = queue.retry(conn, now, ref)
-        for each in reopened:
-            audit.note(conn, now, f"{name}.retry", each, {}, actor=user, via=audit.PAGE)
+        for row_id in reopened:
+            audit.note(conn, now, f"{name}.retry", row_id, {}, actor=user, via=audit.PAGE)
     return reopened
 
 

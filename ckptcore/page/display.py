@@ -38,8 +38,8 @@ def when(time: datetime | None) -> Markup:
     """Return a time as HTML, in UTC to the minute."""
     if time is None:
         return Markup("-")
-    at = time.astimezone(UTC)
-    return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M}")
+    utc_time = time.astimezone(UTC)
+    return Markup('<time datetime="{}">{}</time>').format(utc_time.isoformat(), f"{utc_time:%Y-%m-%d %H:%M}")
 
 
 def took(start: datetime, end: datetime | None) -> str:

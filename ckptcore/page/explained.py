@@ -34,7 +34,7 @@ def stated(request: Mapping[str, Any]) -> list[StatedOption]:
     """
     defaults = {f.name: f.default for f in fields(Request) if f.default is not MISSING}
     names = {request_field(name): name for name in options_of(Options)}
-    found = []
+    options = []
     for field, value in request.items():
         default = defaults.get(field)
         plain = tuple(map(_frozen, value)) if isinstance(value, list) else value
@@ -43,10 +43,10 @@ def stated(request: Mapping[str, Any]) -> list[StatedOption]:
         name = names.get(field, field)
         effect = options_of(Options)[name][1].help if name in options_of(Options) else ""
         off = value is False
-        found.append(
+        options.append(
             StatedOption(f"--{'no-' if off else ''}{name.replace('_', '-')}", _rendered(value), effect)
         )
-    return found
+    return options
 
 
 def next_step(text: str | None) -> str:
@@ -79,5 +79,7 @@ def _rendered(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join("=".join(map(str, each)) if isinstance(each, list) else str(each) for each in value)
+        return ", ".join(
+            "=".join(map(str, element)) if isinstance(element, list) else str(element) for element in value
+        )
     return str(value)

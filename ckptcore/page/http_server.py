@@ -124,10 +124,10 @@ class Protocol(H11Protocol):
             if self._watch is None:  # the next request of this connection
                 self._wait(HEAD_SECONDS)
             self._unset_keepalive_if_required()
-            seen = len(self._head)
+            nbytes_checked = len(self._head)
             self._head += data
             try:
-                if not _is_complete(self._head, seen):
+                if not _is_complete(self._head, nbytes_checked):
                     return
             except RequestRefused as refused:
                 self._refuse(refused)
@@ -184,14 +184,14 @@ class Protocol(H11Protocol):
         self.transport.close()
 
 
-def _is_complete(head: bytearray, seen: int) -> bool:
+def _is_complete(head: bytearray, nbytes_checked: int) -> bool:
     """Return whether the head of a request is complete. Raises `RequestRefused` if it is not valid.
 
-    seen: how many bytes were checked before, so that no byte is checked many times.
+    nbytes_checked: how many bytes were checked before, so that no byte is checked many times.
     """
-    end = head.find(END, max(0, seen - len(END) + 1))
+    end = head.find(END, max(0, nbytes_checked - len(END) + 1))
     size = len(head) if end < 0 else end + len(END)
-    wrong = _WRONG.search(head, max(0, seen - 2), size)
+    wrong = _WRONG.search(head, max(0, nbytes_checked - 2), size)
     if wrong is not None:
         raise RequestRefused(
             "malformed", f"a line of the head does not end with CR LF (at byte {wrong.start()})"

@@ -45,8 +45,8 @@ def _mapping(
     except TypeError:  # a field is missing
         return NameMapping(number, unmapped="the options of the conversion are not recorded")
     # Of a tensor that is dropped in part, the rest is in the output.
-    dropped = {each.fqn: each.rule for each in mapped.dropped if each.part is None}
-    dropped |= {gone: f"equal to {kept}" for gone, kept in mapped.ties}
-    unchanged = {made.sources[0]: made.name for made in mapped.made if made.same}
-    others = {made.name: made.sources for made in mapped.made if not made.same}
-    return NameMapping(number, dict(mapped.renamed) | unchanged, others, dropped)
+    dropped = {drop.fqn: drop.rule for drop in mapped.dropped if drop.part is None}
+    dropped |= {tied_name: f"equal to {owner_name}" for tied_name, owner_name in mapped.ties}
+    unchanged = {target.sources[0]: target.name for target in mapped.made if target.same}
+    composed = {target.name: target.sources for target in mapped.made if not target.same}
+    return NameMapping(number, dict(mapped.renamed) | unchanged, composed, dropped)

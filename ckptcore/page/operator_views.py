@@ -28,12 +28,13 @@ def operator_pages(site: Site) -> APIRouter:
         """List aliases, and what speaks against serving what they refer to."""
         user = reader(request)
         with site.catalog.reading() as conn:
+            # One more than a page has, to tell whether another page follows.
             rows = aliases.every(conn, part=part, after=after or None, limit=browse.LIMIT + 1)
-            found = rows[: browse.LIMIT]
-            objections = aliases.objections(conn, {row.checkpoint: row.checkpoint[:8] for row in found})
-        next = found[-1].name if len(rows) > browse.LIMIT else None
+            page_rows = rows[: browse.LIMIT]
+            objections = aliases.objections(conn, {row.checkpoint: row.checkpoint[:8] for row in page_rows})
+        next = page_rows[-1].name if len(rows) > browse.LIMIT else None
         return site.page(
-            request, "aliases.html", user, found=found, objections=objections, part=part, next=next
+            request, "aliases.html", user, found=page_rows, objections=objections, part=part, next=next
         )
 
     @router.get("/aliases/{name:path}")
@@ -48,7 +49,9 @@ def operator_pages(site: Site) -> APIRouter:
             before = None if row is None else aliases.perhaps_previous(conn, row)
             ids = {row.checkpoint} if row else set()
             ids |= {before} if before else set()
-            checkpoints = {each.checkpoint.id: each for each in browse.listed(conn, sorted(ids))}
+            checkpoints = {
+                checkpoint.checkpoint.id: checkpoint for checkpoint in browse.listed(conn, sorted(ids))
+            }
             objections = aliases.objections(conn, {id: id[:8] for id in ids})
         return site.page(
             request,
@@ -67,9 +70,9 @@ def operator_pages(site: Site) -> APIRouter:
         """List watched roots, and what sweeps saw below them."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = roots.every(conn)
-            counts = root_status.counts_of(conn, found)
-        return site.page(request, "roots.html", user, found=found, counts=counts)
+            root_rows = roots.every(conn)
+            counts = root_status.counts_of(conn, root_rows)
+        return site.page(request, "roots.html", user, found=root_rows, counts=counts)
 
     @router.get("/roots/{name:path}")
     def root(request: Request, name: str) -> Response:
@@ -77,34 +80,36 @@ def operator_pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             row = roots.get(conn, name)
-            found = root_status.status(conn, row)
+            status = root_status.status(conn, row)
             now = clock(conn)
-        return site.page(request, "root.html", user, row=row, found=found, now=now, newest=root_status.NEWEST)
+        return site.page(
+            request, "root.html", user, row=row, found=status, now=now, newest=root_status.NEWEST
+        )
 
     @router.get("/inbox")
     def inbox(request: Request) -> Response:
         """List events that are not done."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = queues.inbox.listed(conn, None, QUEUED)
+            events = queues.inbox.listed(conn, None, QUEUED)
             waiting = queues.inbox.postponed(conn, clock(conn))
-        return site.page(request, "inbox.html", user, found=found, waiting=waiting)
+        return site.page(request, "inbox.html", user, found=events, waiting=waiting)
 
     @router.get("/outbox")
     def outbox(request: Request, state: Name = "") -> Response:
         """List messages to endpoints; without a state, those that are not done."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = queues.outbox.listed(conn, state or None, QUEUED)
+            messages = queues.outbox.listed(conn, state or None, QUEUED)
             depth = queues.outbox.depth(conn)
-        return site.page(request, "outbox.html", user, found=found, depth=depth, state=state)
+        return site.page(request, "outbox.html", user, found=messages, depth=depth, state=state)
 
     @router.get("/audit")
     def changes(request: Request, before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None) -> Response:
         """List changes, newest first."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = audit.listed(conn, before=before, limit=100)
-        return site.page(request, "audit.html", user, found=found)
+            audit_rows = audit.listed(conn, before=before, limit=100)
+        return site.page(request, "audit.html", user, found=audit_rows)
 
     return router

@@ -41,16 +41,16 @@ class Bar:
     part: float
 
 
-def shards(found: ShardMap) -> Markup:
+def shards(shard_map: ShardMap) -> Markup:
     """Return the picture of a tensor's boxes: a colour for each rank, holes and overlaps in red."""
-    rows, columns = (found.shape[d] if d >= 0 else 1 for d in found.dims)
+    rows, columns = (shard_map.shape[d] if d >= 0 else 1 for d in shard_map.dims)
     if not rows or not columns:
         return Markup("")
     width = float(_WIDTH)
-    height = min(max(width * rows / columns, 60.0), 420.0) if found.dims[0] >= 0 else 60.0
-    colour = {owner: n % COLOURS for n, owner in enumerate(found.owners)}
+    height = min(max(width * rows / columns, 60.0), 420.0) if shard_map.dims[0] >= 0 else 60.0
+    colour = {owner: n % COLOURS for n, owner in enumerate(shard_map.owners)}
     parts = []
-    for cell in found.cells:
+    for cell in shard_map.cells:
         x, y = cell.column / columns * width, cell.row / rows * height
         w, h = max(cell.width / columns * width, 1.0), max(cell.height / rows * height, 1.0)
         kind = "hole" if not cell.times else "overlap" if cell.times > 1 else f"c{colour[cell.owner]}"
@@ -67,8 +67,8 @@ def shards(found: ShardMap) -> Markup:
         if w > 7 * min(len(label), 16) and h > 16:
             text = Markup('<text x="{:.2f}" y="{:.2f}">{}</text>')
             parts.append(text.format(x + w / 2, y + h / 2 + 4, label[:16]))
-    wrong = f"{found.holes} elements missing, {found.overlaps} stored more than once"
-    title = f"{len(found.boxes)} boxes of {plain(found.fqn)}, {wrong}"
+    wrong = f"{shard_map.holes} elements missing, {shard_map.overlaps} stored more than once"
+    title = f"{len(shard_map.boxes)} boxes of {plain(shard_map.fqn)}, {wrong}"
     return _svg("shards", _WIDTH, height, title, parts)
 
 
@@ -114,13 +114,14 @@ def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
     return _svg("chart", _CHART[0], _CHART[1], title, parts)
 
 
-def lineage(found: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:
+def lineage(graph: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:
     """Return the graph of everything a checkpoint was made from and that was made from it."""
-    steps = [*found.ancestors, *found.descendants]
-    nodes = {found.checkpoint.id: found.checkpoint}
+    steps = [*graph.ancestors, *graph.descendants]
+    nodes = {graph.checkpoint.id: graph.checkpoint}
     edges: dict[tuple[str, str], str] = {}
     for step in steps:
         for end in (step.source, step.derived):
+            # Edges to nodes that no longer fit are dropped below.
             if len(nodes) < MOST_NODES:
                 nodes.setdefault(end.id, end)
         if step.source.id != step.derived.id:
@@ -136,7 +137,7 @@ def lineage(found: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:
     parts = [_edge(places[a], places[b], verb) for (a, b), verb in edges.items()]
     # After all edges: none of them crosses a label out.
     parts += [_verb(places[b], verb) for (_, b), verb in edges.items()]
-    parts += [_node(nodes[name], places[name], name == found.checkpoint.id, link) for name in nodes]
+    parts += [_node(nodes[name], places[name], name == graph.checkpoint.id, link) for name in nodes]
     width = max(x for x, _ in places.values()) + _NODE[0] + 4
     height = max(y for _, y in places.values()) + _NODE[1] + 4
     title = f"lineage: {len(nodes)} checkpoints, {len(edges)} conversions"
@@ -196,19 +197,19 @@ def _verb(end: tuple[int, int], verb: str) -> Markup:
 
 
 def _node(
-    row: CheckpointRow, place: tuple[int, int], here: bool, link: Callable[[CheckpointRow], str]
+    row: CheckpointRow, place: tuple[int, int], is_current: bool, link: Callable[[CheckpointRow], str]
 ) -> Markup:
     x, y = place
     title = f"{plain(row.uri)}, {row.state}"
     first = f"{plain(row.format)[:14]}{'' if row.step is None else f', step {row.step}'}"
     second = f"…{plain(row.uri)[-24:]}" if len(row.uri) > 25 else plain(row.uri)
-    classes = f"node {row.kind} {row.state}{' here' if here else ''}"
+    classes = f"node {row.kind} {row.state}{' here' if is_current else ''}"
     return Markup(
         '<a href="{}"{}><rect class="{}" x="{}" y="{}" width="{}" height="{}" rx="6"><title>{}</title></rect>'
         '<text class="name" x="{}" y="{}">{}</text><text class="place" x="{}" y="{}">{}</text></a>'
     ).format(
         link(row),
-        Markup(' aria-current="true"') if here else "",
+        Markup(' aria-current="true"') if is_current else "",
         classes,
         x,
         y,

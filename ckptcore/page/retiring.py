@@ -47,7 +47,7 @@ class RetirePart:
     @property
     def given_up(self) -> dict[str, dict[str, int]]:
         """Kind -> names and bytes that would be lost, as it is allowed."""
-        return totals(each for item in self.items if item.fate is Fate.LET_GO for each in item.given_up)
+        return totals(loss for item in self.items if item.fate is Fate.LET_GO for loss in item.given_up)
 
 
 @dataclass
@@ -74,18 +74,19 @@ class Retiring:
         if not self.turn.acquire(timeout=WAIT_SECONDS):
             raise UsageError("another plan is being made", hint="try again in a minute")
         try:
-            found = plan(
+            decisions = plan(
                 catalog, policy, scope, allowed=allowed, of_root=of_root(asked), after=after, limit=limit + 1
             )
-            return _part(found, limit)
+            # The plan has one source more than a part: that one tells whether another part follows.
+            return _part(decisions, limit)
         finally:
             self.turn.release()
 
 
-def _part(found: Iterable[Retired], limit: int) -> RetirePart:
+def _part(decisions: Iterable[Retired], limit: int) -> RetirePart:
     items: list[Retired] = []
     cpu, clock = time.thread_time() + CPU_SECONDS, time.monotonic() + SECONDS
-    for item in found:
+    for item in decisions:
         late = time.thread_time() > cpu or time.monotonic() > clock
         if len(items) == limit or (items and late):
             return RetirePart(tuple(items), items[-1].source.id)
@@ -100,7 +101,7 @@ def command(scope: str, asked: RetireOptions) -> str:
         ("--keep-last", asked.keep_last),
         ("--keep-every", asked.keep_every),
         ("--rest", asked.rest),
-        *(("--accept-loss", each) for each in asked.accept_loss or ()),
+        *(("--accept-loss", glob) for glob in asked.accept_loss or ()),
     ):
         if value is not None:
             terms += [option, str(value)]

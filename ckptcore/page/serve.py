@@ -32,13 +32,13 @@ def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: t
         )
     if token is not None and len(token) < MIN_TOKEN:
         raise UsageError(f"the token must have {MIN_TOKEN} characters or more (got {len(token)})")
-    own = token or secrets.token_urlsafe(24)
+    login_token = token or secrets.token_urlsafe(24)
     names = frozenset([*LOOPBACK, *hosts] if local else hosts)
     access = PageAccess(
         frozenset(name.lower() for name in names),
-        {own: audit.operating_user()},
+        {login_token: audit.operating_user()},
         open_reading=local,
-        key=session_key(own),
+        key=session_key(login_token),
     )
     with (
         open_catalog(catalog or default_url(), create=False) as opened,
@@ -48,6 +48,6 @@ def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: t
         number = listener.getsockname()[1]
         lines = [f"the catalog page is at http://{f'[{host}]' if ':' in host else host}:{number}/"]
         if token is None:
-            what = "changes" if local else "every page"
-            lines.append(f"{what} need a login with this token: {own}")
+            locked_pages = "changes" if local else "every page"
+            lines.append(f"{locked_pages} need a login with this token: {login_token}")
         http_server.serve(app, listener, connections=CONNECTIONS, grace=GRACE, lines=lines)

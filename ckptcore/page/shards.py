@@ -18,7 +18,7 @@ from ckptcore.utils.dataclass import dataclass
 MOST_BOXES = 4096  # of one tensor
 MOST_CELLS = 1 << 20  # of the grid that the cuts of all boxes make
 Counts = npt.NDArray[np.int32]
-_KEPT = 4  # manifests in memory
+_MOST_MANIFESTS = 4  # manifests in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,16 @@ class Manifests:
     """The manifests that were read last. Reading one takes seconds, so only one is read at a time."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], Manifest] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, str], Manifest] = OrderedDict()
         self._turn = threading.Lock()
 
     def read(self, uri: str, digest: str) -> Manifest:
         """Return the manifest of a recorded checkpoint. Raises `CkptError`, also if it is another one now."""
         key = (uri, digest)
         with self._turn:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if key in self._recent:
+                self._recent.move_to_end(key)
+                return self._recent[key]
             manifest = inspect(uri, recover=True)
             if manifest.digest.rpartition(":")[2] != digest:
                 manifest_now = manifest.digest.rpartition(":")[2][:12]
@@ -96,9 +96,9 @@ class Manifests:
                     f"the checkpoint at {uri} is another one now (its manifest is {manifest_now})",
                     hint="`ckptcore validate` records what is there",
                 )
-            self._kept[key] = manifest
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            self._recent[key] = manifest
+            while len(self._recent) > _MOST_MANIFESTS:
+                self._recent.popitem(last=False)
             return manifest
 
 
@@ -121,7 +121,8 @@ def shard_map(manifest: Manifest, fqn: str) -> ShardMap:
 def laid_out(fqn: str, dtype: str, shape: Sequence[int], boxes: Sequence[ShardBox]) -> ShardMap:
     """Return the picture of boxes of a tensor."""
     cuts = [_cuts(extent, [(b.lo[d], b.lo[d] + b.shape[d]) for b in boxes]) for d, extent in enumerate(shape)]
-    grid = tuple(max(len(each) - 1, 0) for each in cuts)
+    grid = tuple(max(len(edges) - 1, 0) for edges in cuts)
+    # In float64: a product of int64 could overflow, and then pass the limit.
     cells_of_grid = int(np.prod(grid, dtype=np.float64)) if grid else 1
     if cells_of_grid > MOST_CELLS:
         raise UsageError(f"{fqn} is cut into {cells_of_grid} parts; up to {MOST_CELLS} are drawn")
@@ -135,8 +136,8 @@ def laid_out(fqn: str, dtype: str, shape: Sequence[int], boxes: Sequence[ShardBo
         times[part] += 1
         owner[part] = number
     volume = np.ones(grid, dtype=np.float64)
-    for d, each in enumerate(cuts):
-        width = np.diff(np.asarray(each, dtype=np.float64))
+    for d, edges in enumerate(cuts):
+        width = np.diff(np.asarray(edges, dtype=np.float64))
         volume *= width.reshape([-1 if i == d else 1 for i in range(len(shape))])
     dims = _dims(shape, grid)
     empty = not all(shape)
@@ -164,7 +165,7 @@ def owner_of(file: str) -> str:
 
 
 def _cuts(extent: int, spans: Sequence[tuple[int, int]]) -> list[int]:
-    inside = {at for span in spans for at in span if at >= 0}
+    inside = {edge for span in spans for edge in span if edge >= 0}
     return sorted({0, extent} | inside)
 
 
@@ -185,19 +186,19 @@ def _cells(
 ) -> list[Cell]:
     """Return the rectangles of the picture: over the other dimensions, the worst case counts."""
     keep = [d for d in dims if d >= 0]
-    others = tuple(d for d in range(times.ndim) if d not in keep)
+    hidden_dims = tuple(d for d in range(times.ndim) if d not in keep)
     # A hole anywhere is a hole; else the most frequent storage counts.
-    low, high = times.min(axis=others), times.max(axis=others)
+    low, high = times.min(axis=hidden_dims), times.max(axis=hidden_dims)
     worst = np.where(low == 0, 0, high)
-    who = owner.max(axis=others)
+    who = owner.max(axis=hidden_dims)
     worst, who = np.atleast_2d(worst), np.atleast_2d(who)
     rows = list(cuts[dims[0]]) if dims[0] >= 0 else [0, 1]
     columns = list(cuts[dims[1]]) if dims[1] >= 0 else [0, 1]
-    found = []
+    cells = []
     for r in range(worst.shape[0]):
         for c in range(worst.shape[1]):
             number = int(who[r, c])
-            found.append(
+            cells.append(
                 Cell(
                     rows[r],
                     columns[c],
@@ -207,4 +208,4 @@ def _cells(
                     boxes[number].owner if number >= 0 else "",
                 )
             )
-    return found
+    return cells

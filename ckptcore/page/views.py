@@ -65,9 +65,9 @@ class Site:
 
     def link(self, *parts: str, **query: Any) -> str:
         """Return the address of a page."""
-        given = {k: v for k, v in query.items() if v not in (None, "")}
+        parameters = {k: v for k, v in query.items() if v not in (None, "")}
         path = "/".join(quote(part, safe="") for part in parts)
-        return f"{self.root}/{path}" + (f"?{urlencode(given)}" if given else "")
+        return f"{self.root}/{path}" + (f"?{urlencode(parameters)}" if parameters else "")
 
     def of(self, row: CheckpointRow) -> str:
         """Return the address of a checkpoint."""
@@ -75,19 +75,19 @@ class Site:
 
     def flow_run(self, id: str | None) -> str:
         """Return the address of a flow run in Prefect, or "" if that or the run is unknown."""
-        known = self.prefect_ui and id is not None and _FLOW_RUN.fullmatch(id)
-        return f"{self.prefect_ui}/runs/flow-run/{id}" if known else ""
+        has_page = self.prefect_ui and id is not None and _FLOW_RUN.fullmatch(id)
+        return f"{self.prefect_ui}/runs/flow-run/{id}" if has_page else ""
 
     def page(
         self, request: Request, template: str, user: str | None, status: int = 200, **values: Any
     ) -> HTMLResponse:
         """Return a rendered page."""
-        done = DONE.get(request.query_params.get("done", ""))
+        outcome_text = DONE.get(request.query_params.get("done", ""))
         text = ENVIRONMENT.get_template(template).render(
             site=self,
             user=user,
             csrf="" if user is None else csrf_of(request, self.access, user),
-            done=done,
+            done=outcome_text,
             path=request.scope["path"],
             asked=dict(request.query_params),
             **values,
@@ -96,14 +96,14 @@ class Site:
 
 
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "plain": display.plain,
         "size": display.size,
         "when": display.when,
@@ -111,9 +111,9 @@ def _environment() -> Environment:
         "shell": display.shell,
         "pretty": display.pretty,
     }
-    made.globals |= {"took": display.took, "bar": pictures.bar, "odd_rows": row_findings}
-    made.globals |= {"next_step": next_step, "stated": stated}
-    return made
+    environment.globals |= {"took": display.took, "bar": pictures.bar, "odd_rows": row_findings}
+    environment.globals |= {"next_step": next_step, "stated": stated}
+    return environment
 
 
 ENVIRONMENT = _environment()
@@ -131,23 +131,23 @@ def pages(site: Site) -> APIRouter:
         """List training runs."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = browse.runs(conn, name=name, after=after or None)
-        return site.page(request, "runs.html", user, found=found)
+            page = browse.runs(conn, name=name, after=after or None)
+        return site.page(request, "runs.html", user, found=page)
 
     @router.get("/runs/{run:path}")
     def run(request: Request, run: str, before: Cursor = None) -> Response:
         """Show the steps of a run."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = browse.steps_of(conn, run, before=before)
-            names = _metric_names(found.rows, training_rows.MOST_SERIES)
+            page = browse.steps_of(conn, run, before=before)
+            names = _metric_names(page.rows, training_rows.MOST_SERIES)
             series = training_rows.over_steps(conn, run, names) if names and before is None else {}
             pair = browse.newest_steps(conn, run)
         drawn = ((name, pictures.chart(name, points)) for name, points in series.items())
         charts = [(name, picture) for name, picture in drawn if picture]
-        columns = _metric_names(found.rows)
+        columns = _metric_names(page.rows)
         return site.page(
-            request, "run.html", user, run=run, found=found, names=columns, charts=charts, pair=pair
+            request, "run.html", user, run=run, found=page, names=columns, charts=charts, pair=pair
         )
 
     @router.get("/checkpoints")
@@ -155,8 +155,8 @@ def pages(site: Site) -> APIRouter:
         """List checkpoints of all runs."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = browse.checkpoints(conn, kind=kind or None, state=state or None, before=before)
-        return site.page(request, "checkpoints.html", user, found=found, names=_metric_names(found.rows))
+            page = browse.checkpoints(conn, kind=kind or None, state=state or None, before=before)
+        return site.page(request, "checkpoints.html", user, found=page, names=_metric_names(page.rows))
 
     @router.get("/checkpoints/{ref}")
     def checkpoint(request: Request, ref: Ref, search: Name = "", after: Name = "") -> Response:
@@ -169,7 +169,7 @@ def pages(site: Site) -> APIRouter:
             tensors = browse.tensors(conn, detail.checkpoint.id, search=search, after=after or None)
             counts = browse.tensor_counts(conn, detail.checkpoint.id)
             steps = lineage.lineage(conn, detail.checkpoint.id, up=True, down=True)
-            kept = holds.active(conn, clock(conn), detail.checkpoint.id)
+            active_holds = holds.active(conn, clock(conn), detail.checkpoint.id)
             named = aliases.of_checkpoint(conn, detail.checkpoint.id)
             changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
             earlier = browse.earlier_step(conn, detail.checkpoint)
@@ -184,7 +184,7 @@ def pages(site: Site) -> APIRouter:
             dtypes=pictures.bars(counts.dtypes),
             sizes=pictures.bars([(_range(p), n, total) for p, n, total in counts.sizes]),
             graph=pictures.lineage(steps, site.of),
-            holds=kept,
+            holds=active_holds,
             aliases=named,
             changes=changes,
             objection=objection.get(detail.checkpoint.id),
@@ -202,16 +202,16 @@ def pages(site: Site) -> APIRouter:
         manifest = site.manifests.read(row.uri, row.manifest_digest)
         name = tensor or next((t.fqn for t in manifest.tensors if len(t.shape) > 1), "")
         name = name or (manifest.tensors[0].fqn if manifest.tensors else "")
-        found = shard_map(manifest, name)
+        tensor_map = shard_map(manifest, name)
         mesh = manifest.origin.get("mesh")
         return site.page(
             request,
             "shards.html",
             user,
             row=row,
-            found=found,
+            found=tensor_map,
             mesh=mesh,
-            picture=pictures.shards(found),
+            picture=pictures.shards(tensor_map),
             findings=[f for f in detail.findings if f.fqn == name],
             colours=pictures.COLOURS,
         )
@@ -226,8 +226,8 @@ def pages(site: Site) -> APIRouter:
         mapping = mapping_between(site.manifests, sides)
         with site.catalog.reading() as conn:
             ids = (sides[0].checkpoint.id, sides[1].checkpoint.id)
-            found = tensor_differences.compare(conn, *ids, mapping=mapping)
-        values: dict[str, Any] = {"sides": sides, "found": found, "facts": _facts(sides)}
+            differences = tensor_differences.compare(conn, *ids, mapping=mapping)
+        values: dict[str, Any] = {"sides": sides, "found": differences, "facts": _facts(sides)}
         return site.page(request, "compare.html", user, **values)
 
     @router.get("/conversions")
@@ -235,8 +235,8 @@ def pages(site: Site) -> APIRouter:
         """List conversions."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = browse.conversions(conn, state=state or None, before=before)
-        return site.page(request, "conversions.html", user, found=found)
+            page = browse.conversions(conn, state=state or None, before=before)
+        return site.page(request, "conversions.html", user, found=page)
 
     @router.get("/conversions/{ref}")
     def conversion(request: Request, ref: Ref) -> Response:
@@ -252,8 +252,8 @@ def pages(site: Site) -> APIRouter:
         """Find checkpoints by any part of their names, fingerprint, and digest or name of a file."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = find(conn, q)
-        return site.page(request, "search.html", user, q=q, found=found)
+            hits = find(conn, q)
+        return site.page(request, "search.html", user, q=q, found=hits)
 
     @router.get("/best")
     def best(request: Request, metric: Name = "", goal: Name = "min", run: Name = "") -> Response:
@@ -285,7 +285,7 @@ def pages(site: Site) -> APIRouter:
             accept_loss=tuple(accept_loss.split()) or None,
         )
         with site.catalog.reading() as conn:
-            every = roots.every(conn)
+            watched_roots = roots.every(conn)
             some = () if scope else browse.runs(conn).rows
         part = site.retiring.part(site.catalog, asked, scope, after=after) if scope else None
         form = {
@@ -295,16 +295,16 @@ def pages(site: Site) -> APIRouter:
             "rest": rest,
             "accept_loss": accept_loss,
         }
-        more = site.link("retire", **form, after=part.next) if part and part.next else None
+        next_page = site.link("retire", **form, after=part.next) if part and part.next else None
         values: dict[str, Any] = {
-            "scopes": [root.name for root in every],
-            "roots": every,
+            "scopes": [root.name for root in watched_roots],
+            "roots": watched_roots,
             "runs": some,
-            "own": next((root.retention for root in every if root.name == scope), {}),
+            "own": next((root.retention for root in watched_roots if root.name == scope), {}),
             "options": asked,
             "command": command(scope, asked),
             "first": site.link("retire", **form),
-            "more": more,
+            "more": next_page,
         }
         return site.page(
             request, "retire.html", user, scope=scope, accept_loss=accept_loss, part=part, **values
@@ -342,11 +342,11 @@ def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
 
 def _metric_names(rows: tuple[browse.Listed, ...], most: int = 3) -> list[str]:
     """Return the metrics that a list shows: those that most of its rows have."""
-    seen: dict[str, int] = {}
+    count_by_name: dict[str, int] = {}
     for row in rows:
         for name in row.metrics:
-            seen[name] = seen.get(name, 0) + 1
-    return sorted(sorted(seen, key=lambda n: (-seen[n], len(n), n))[:most])
+            count_by_name[name] = count_by_name.get(name, 0) + 1
+    return sorted(sorted(count_by_name, key=lambda n: (-count_by_name[n], len(n), n))[:most])
 
 
 def _facts(sides: list[CheckpointDetail]) -> list[tuple[str, list[Any]]]:
