@@ -71,9 +71,15 @@ _SHARED = late_pattern(r"^base_model\.(?P<part>vera_[AB])(?:\.(?P<name>[^.]+))?$
 # The one tensor of prompt and prefix tuning; an encoder behind it computes what peft saves.
 _PROMPT = late_pattern(r"^prompt_encoder(?:\.(?P<name>[^.]+))?\.embedding\.weight$")
 _PROMPTS, _PROMPT_HUB = ("PROMPT_TUNING", "PREFIX_TUNING"), "prompt_embeddings"
+# What encoders of peft have below that module (peft/tuners: p_tuning, prefix_tuning, multitask_..., cpt).
+# Segment Anything has a module of the same name with other tensors.
+_ENCODER = late_pattern(
+    r"^prompt_encoder(?:\.[^.]+)?\.(?:embedding\.weight|(?:lstm_head|mlp_head|transform)\..+"
+    r"|prefix_task_(?:cols|rows)|delta_embedding\.weight)$"
+)
 # Kinds whose tensors are not the ones that peft saves, or that nobody has asked for.
 _REFUSED = late_pattern(
-    r"(?:^|\.)(?:prompt_encoder|boft_[RS]|c3a_kernel|fourierft_spectrum|hra_u|miss_block|randlora_lambda|road_theta"
+    r"(?:^|\.)(?:boft_[RS]|c3a_kernel|fourierft_spectrum|hra_u|miss_block|randlora_lambda|road_theta"
     r"|shira_weight|vblora_logits|waveft_spectrum|xlora_\w+)\.(?P<name>[^.]+)"
 )
 _OTHER_LAYOUTS = ("target_parameters", "layer_replication", "use_bdlora", "use_qalora", "megatron_config")
@@ -81,7 +87,6 @@ _HEADS = ("classifier", "score")
 _ALL_LINEAR = "all-linear"
 _OTHER_PARTS = ("lora_", "hada_", "lokr_", "vera_", "ia3_", "oft_", "ln_tuning_", "trainable_tokens_delta")
 _CORES = ("hada_t", "lokr_t")  # Tucker cores of convolutions
-_LIVE = (PREFIX, "prompt_encoder.")
 _PLAIN = late_pattern(r"[\w.]+")
 _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
 
@@ -125,7 +130,9 @@ def holds_adapter(names: Iterable[str]) -> bool:
     prompts = [name for name in tensor_names if name.startswith("prompt_encoder.")]
     if prompts and all(_PROMPT.match(name) for name in prompts):
         return True
-    odd = next((name for name in tensor_names if _REFUSED.search(name) and name.startswith(_LIVE)), None)
+    odd = next((name for name in tensor_names if _REFUSED.search(name) and name.startswith(PREFIX)), None)
+    if odd is None and prompts and all(map(_ENCODER.match, prompts)):
+        odd = next(name for name in prompts if not _PROMPT.match(name))
     if odd is not None:
         raise UsageError(
             f"cannot export an adapter that has {odd}: the kinds that are exported are LORA, "
