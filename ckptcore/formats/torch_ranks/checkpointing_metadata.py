@@ -48,7 +48,10 @@ class SavedItem:
     def of_rank(self, rank: int) -> dict[str, Sharding]:
         """Return name -> sharding of the tensors that a rank holds."""
         return {
-            name: one for name, shardings in self.tensors.items() for one in shardings if rank in one.ranks
+            name: sharding
+            for name, shardings in self.tensors.items()
+            for sharding in shardings
+            if rank in sharding.ranks
         }
 
 
@@ -92,16 +95,22 @@ def _parsed(tree: Any) -> SavedMetadata:
     tensors: dict[str, dict[str, tuple[Sharding, ...]]] = {}
     rows: Iterator[tuple[str, list[Any], Any]]
     if version == "2.0":
-        layouts = {item: dict(one["rank_to_layout_info"]) for item, one in tree["metadata"].items()}
+        layouts = {
+            item: dict(item_metadata["rank_to_layout_info"])
+            for item, item_metadata in tree["metadata"].items()
+        }
         rows = (
             (item, _path(path), groups)
-            for item, one in tree["metadata"].items()
-            for path, groups in one["nested_path_to_metadata"].items()
+            for item, item_metadata in tree["metadata"].items()
+            for path, groups in item_metadata["nested_path_to_metadata"].items()
         )
     else:
         by_rank = tree["rank_to_layout_info_mappings"]
         full = [(_path(path), groups) for path, groups in tree["metadata"].items()]
-        layouts = {str(p[0]): {rank: own.get(p[0]) for rank, own in by_rank.items()} for p, _ in full}
+        layouts = {
+            str(p[0]): {rank: rank_layouts.get(p[0]) for rank, rank_layouts in by_rank.items()}
+            for p, _ in full
+        }
         rows = ((str(path[0]), path[1:], groups) for path, groups in full)
     for item, path, groups in rows:
         name = ".".join(map(str, path))

@@ -54,23 +54,24 @@ def read_items(source: Source, name: str) -> Manifest:
     """
     saved, builder = read_metadata(source), Builder()
     listed = saved.items if saved is not None else {}
-    found = item_files(source)
+    paths_by_item = item_files(source)
     builder.findings += [
         finding("stray-file", "files", f"{path} is of no rank in {METADATA}, and is not read", file=path)
-        for item in found.keys() & listed.keys()
-        for path in found[item].values()
+        for item in paths_by_item.keys() & listed.keys()
+        for path in paths_by_item[item].values()
         if path not in listed[item].paths.values()
     ]
-    found = {item: ranks for item, ranks in found.items() if item not in listed}
-    kinds = [RankFiles(item, saved.world if saved else None, ranks) for item, ranks in found.items()]
-    for item, one in listed.items():
-        here = {rank: path for rank, path in one.paths.items() if path in source.listing}
-        lost = [path for rank, path in one.paths.items() if rank not in here]
+    unlisted = {item: paths for item, paths in paths_by_item.items() if item not in listed}
+    kinds = [RankFiles(item, saved.world if saved else None, paths) for item, paths in unlisted.items()]
+    for item, saved_item in listed.items():
+        present_paths = {rank: path for rank, path in saved_item.paths.items() if path in source.listing}
+        lost = [path for rank, path in saved_item.paths.items() if rank not in present_paths]
         for path in lost[:_MAX_LISTED]:
             message = f"{path} is missing: {METADATA} lists it"
             builder.findings.append(finding("missing-rank", "files", message, file=path))
-        if here:
-            kinds.append(RankFiles(item, None, here))
+        if present_paths:
+            kinds.append(RankFiles(item, None, present_paths))
+    # The model first: its parameters prove the names of the optimizer's numbered states.
     kinds.sort(key=lambda kind: (kind.stem != "model", kind.stem))
     files = _Files(source, builder, saved, {path: (k.stem, r) for k in kinds for r, path in k.paths.items()})
     reader = RankReader(source, builder, files.read)
@@ -100,9 +101,9 @@ def read_items(source: Source, name: str) -> Manifest:
 
 def _part(path: str) -> PartName:
     """Return a file of a rank as a part that nothing counts."""
-    found = ITEM.match(path)
-    assert found is not None  # of the default names: others are listed in metadata.pkl
-    return PartName(path, (PartNumber(int(found["rank"]), None, 0, found.span("rank")),))
+    match = ITEM.match(path)
+    assert match is not None  # of the default names: others are listed in metadata.pkl
+    return PartName(path, (PartNumber(int(match["rank"]), None, 0, match.span("rank")),))
 
 
 class _Files:
@@ -157,34 +158,36 @@ class _Files:
         self, content: Content, item: str, rank: int, path: str, shardings: Mapping[str, Sharding]
     ) -> None:
         """Make shards of the tensors that metadata.pkl places, and report those that it does not fit."""
-        shardings = {f"{item}.{name}" if name else item: one for name, one in shardings.items()}
+        shardings = {f"{item}.{name}" if name else item: sharding for name, sharding in shardings.items()}
         placer = Placer(_no_integers, path, self._source.listing[path])
         shapes: dict[str, tuple[str, Shape]] = {}
         plain: list[Plain] = []
-        for one in content.plain:
-            sharding = shardings.get(one.name)
+        for tensor in content.plain:
+            sharding = shardings.get(tensor.name)
             if sharding is None:
-                plain.append(one)
+                plain.append(tensor)
                 continue
-            shapes[one.name] = one.dtype, _sizes(sharding.data.get("global_shape"), path)
-            if one.dtype in BY_NAME:
-                content.shards.append(_shards(one, sharding, rank, placer, path))
+            shapes[tensor.name] = tensor.dtype, _sizes(sharding.data.get("global_shape"), path)
+            if tensor.dtype in BY_NAME:
+                content.shards.append(_shards(tensor, sharding, rank, placer, path))
             else:
-                reason = f"dtype {one.dtype} is not supported"
-                self._builder.withdraw(one.name, Unread(reason, one.dtype, shapes[one.name][1], path))
+                reason = f"dtype {tensor.dtype} is not supported"
+                self._builder.withdraw(
+                    tensor.name, Unread(reason, tensor.dtype, shapes[tensor.name][1], path)
+                )
         content.plain[:] = plain
         shapes |= {s.name: (s.placed.dtype, s.placed.shape) for s in content.shards}
         for name, sharding in shardings.items():
             dtype, shape = sharding.data.get("dtype"), _sizes(sharding.data.get("global_shape"), path)
-            known = shapes.get(name)
+            file_tensor = shapes.get(name)
             if name in content.unread or name in content.refused:
                 continue
-            if known is None:
+            if file_tensor is None:
                 message = f"{path} lacks {name}, which {METADATA} lists"
                 self._builder.findings.append(finding("hole", "coverage", message, fqn=name, file=path))
-            elif known[0] in BY_NAME and known != (str(dtype).removeprefix("torch."), shape):
-                here, there = f"{known[0]} {list(known[1])}", f"{dtype} {list(shape)}"
-                message = f"{name} is {here} in {path}, and {METADATA} has {there}"
+            elif file_tensor[0] in BY_NAME and file_tensor != (str(dtype).removeprefix("torch."), shape):
+                file_text = f"{file_tensor[0]} {list(file_tensor[1])}"
+                message = f"{name} is {file_text} in {path}, and {METADATA} has {dtype} {list(shape)}"
                 self._builder.findings.append(finding("item-mismatch", "files", message, fqn=name, file=path))
 
 
@@ -201,30 +204,30 @@ def _tensors_of(source: Source, path: str, item: str, builder: Builder) -> Conte
     return content
 
 
-def _shards(one: Plain, sharding: Sharding, rank: int, placer: Placer, path: str) -> LocalShards:
+def _shards(tensor: Plain, sharding: Sharding, rank: int, placer: Placer, path: str) -> LocalShards:
     """Return a local tensor as the shards of the tensor that metadata.pkl describes."""
-    view = one.piece.view or View()
-    strides = view.strides or row_major(one.shape)
-    local = StoredView(one.name, 0, one.dtype, one.shape, 0, strides)
+    view = tensor.piece.view or View()
+    strides = view.strides or row_major(tensor.shape)
+    local = StoredView(tensor.name, 0, tensor.dtype, tensor.shape, 0, strides)
     if sharding.kind == "default_tensor_v1":
         placed = _boxes(local, sharding.data, rank, path)
     elif sharding.kind == "DTensorShardingMetadata":
-        made = placer.place(_dtensor(local, sharding.data, rank, path), one.name)
-        assert isinstance(made, Placed)  # the local tensor is no refused one
-        placed = made
+        dtensor = placer.place(_dtensor(local, sharding.data, rank, path), tensor.name)
+        assert isinstance(dtensor, Placed)  # the local tensor is no refused one
+        placed = dtensor
     else:
         raise MalformedCheckpoint(
-            f"{METADATA} places {one.name} by {short_repr(sharding.kind, 60)}, which is not known",
+            f"{METADATA} places {tensor.name} by {short_repr(sharding.kind, 60)}, which is not known",
             file=METADATA,
         )
-    width = BY_NAME[one.dtype].itemsize
+    width = BY_NAME[tensor.dtype].itemsize
     pieces = []
     for inside, box in placed.pieces:
-        at = View(view.start + inside.offset * width, inside.strides, view.flags)
+        piece_view = View(view.start + inside.offset * width, inside.strides, view.flags)
         plain = is_row_major(inside.shape, inside.strides)
-        at = View(at.start, None, view.flags) if plain else at
-        pieces.append(LocalShard(box, one.piece.item, None if at == View() else at))
-    return LocalShards(one.name, one.path, placed, tuple(pieces))
+        piece_view = View(piece_view.start, None, view.flags) if plain else piece_view
+        pieces.append(LocalShard(box, tensor.piece.item, None if piece_view == View() else piece_view))
+    return LocalShards(tensor.name, tensor.path, placed, tuple(pieces))
 
 
 def _dtensor(local: StoredView, data: Mapping[str, Any], rank: int, path: str) -> Record:
@@ -242,7 +245,9 @@ def _dtensor(local: StoredView, data: Mapping[str, Any], rank: int, path: str) -
         "_rank": rank,
     }
     stored = data.get("placements")
-    placements = tuple(_placement(one) for one in stored) if isinstance(stored, (list, tuple)) else None
+    placements = (
+        tuple(_placement(placement) for placement in stored) if isinstance(stored, (list, tuple)) else None
+    )
     spec = _record("DTensorSpec", {"mesh": device, "placements": placements})
     dtype = Named("dtype", str(data.get("dtype")).removeprefix("torch."))
     tensor = Record(DTENSOR, (None, dtype, _sizes(data.get("global_shape"), path)))
@@ -257,9 +262,9 @@ def _placement(stored: Any) -> Record:
 
 
 def _record(kind: str, state: dict[str, Any]) -> Record:
-    made = Record(kind, ())
-    made.state = state
-    return made
+    record = Record(kind, ())
+    record.state = state
+    return record
 
 
 def _boxes(local: StoredView, data: Mapping[str, Any], rank: int, path: str) -> Placed:
@@ -268,25 +273,27 @@ def _boxes(local: StoredView, data: Mapping[str, Any], rank: int, path: str) -> 
     columns = [data.get(key) for key in ("global_offsets", "local_offsets", "local_sizes")]
     if any(not isinstance(column, (list, tuple)) for column in columns):
         raise MalformedCheckpoint(f"{METADATA} has no boxes of {local.key}", file=METADATA)
-    rows = [[_sizes(one, path) for one in column or ()] for column in columns]
-    if len({len(row) for row in rows}) != 1 or any(len(one) != len(shape) for row in rows for one in row):
+    rows = [[_sizes(sizes, path) for sizes in column or ()] for column in columns]
+    if len({len(row) for row in rows}) != 1 or any(len(sizes) != len(shape) for row in rows for sizes in row):
         raise MalformedCheckpoint(f"the boxes of {local.key} do not fit each other", file=METADATA)
     pieces = []
-    for offset, at, extent in zip(*rows, strict=True):
+    for offset, inner, extent in zip(*rows, strict=True):
         if len(local.shape) != len(shape) or any(
-            a + n > here for a, n, here in zip(at, extent, local.shape, strict=True)
+            a + n > size for a, n, size in zip(inner, extent, local.shape, strict=True)
         ):
             raise MalformedCheckpoint(
-                f"{METADATA} has {list(extent)} at {list(at)} of {local.key}, which is {list(local.shape)}",
+                f"{METADATA} has {list(extent)} at {list(inner)} of {local.key}, which is "
+                f"{list(local.shape)}",
                 file=METADATA,
             )
-        first = sum(a * s for a, s in zip(at, local.strides, strict=True))
+        first = sum(a * s for a, s in zip(inner, local.strides, strict=True))
         if 0 not in extent:
             pieces.append((replace(local, shape=extent, offset=first), Box(offset, extent)))
     return Placed(local.dtype, shape, tuple(pieces), rank, (rank,))
 
 
 def _sizes(value: Any, path: str) -> Shape:
+    # type(), because a bool is an int; bounded, because sizes from the file are multiplied.
     if (
         not isinstance(value, (list, tuple))
         or len(value) > 1 << 20

@@ -102,9 +102,9 @@ def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if function is _WRAPPER:
         if kind.name not in (DTENSOR, SHARDED) or len(args) < 3:
             raise ValueError(f"a wrapper subclass of type {kind.name}")
-        made = Record(kind.name, args)
-        made.state = _with_own_fields(state) if kind.name == DTENSOR else state
-        return made
+        tensor = Record(kind.name, args)
+        tensor.state = _with_own_fields(state) if kind.name == DTENSOR else state
+        return tensor
     if function.name not in _REBUILT or kind.name != "Tensor":
         raise ValueError(f"a {kind.name} that {function.name} makes")
     return with_attributes(function.build(*args), state)
@@ -115,12 +115,12 @@ def _with_own_fields(state: Any) -> Any:
     parts = state if type(state) is tuple else (state,)
     if any(part is not None and type(part) is not dict for part in parts):
         return state  # its placement is reported
-    own = {k: v for part in parts if part for k, v in part.items()}
-    more = {k: v for k, v in own.items() if k not in _DTENSOR_FIELDS}
-    if not more or "_local_tensor" not in own:
+    attributes = {k: v for part in parts if part for k, v in part.items()}
+    extra = {k: v for k, v in attributes.items() if k not in _DTENSOR_FIELDS}
+    if not extra or "_local_tensor" not in attributes:
         return state
-    kept = {k: v for k, v in own.items() if k in _DTENSOR_FIELDS}
-    return kept | {"_local_tensor": with_attributes(own["_local_tensor"], more)}
+    dtensor_fields = {k: v for k, v in attributes.items() if k in _DTENSOR_FIELDS}
+    return dtensor_fields | {"_local_tensor": with_attributes(attributes["_local_tensor"], extra)}
 
 
 def _nested_class(owner: Any, name: Any) -> Any:

@@ -34,7 +34,7 @@ class _Global:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _NewObject:
     """An object made by ``cls.__new__(cls, *args)``.
 
     Attributes:
@@ -60,19 +60,19 @@ class _Axis:
         name: Its name.
         size: Number of ranks along it.
         stride: Distance of neighbouring ranks.
-        at: Coordinate of the rank.
+        coordinate: Coordinate of the rank.
         group: Name of the rank's process group.
     """
 
     name: str
     size: int
     stride: int
-    at: int
+    coordinate: int
     group: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _RankAttribute:
     """An attribute of a mesh of some axes whose value differs between ranks."""
 
     axes: tuple[str, ...]
@@ -96,65 +96,65 @@ class Meshes:
         """
         self._rank, self._world, self._device = rank, mesh.size, mesh.device
         self._axes: dict[str, _Axis] = {}
-        made = 1  # the group of the world
+        groups_before = 1  # the group of the world
         for name in (*(a for a, _ in mesh.axes), *joined):
-            self._axes[name] = axis = _axis(mesh, name, rank, made)
-            made += 0 if axis.size == mesh.size else mesh.size // axis.size
+            self._axes[name] = axis = _axis(mesh, name, rank, groups_before)
+            groups_before += 0 if axis.size == mesh.size else mesh.size // axis.size
         names = tuple(a for a, _ in mesh.axes)
         self._root = self._mesh(names, None)
-        self._known: dict[tuple[str, ...], _Made] = {names: self._root}
+        self._meshes: dict[tuple[str, ...], _NewObject] = {names: self._root}
 
-    def of(self, axes: tuple[str, ...]) -> _Made:
+    def of(self, axes: tuple[str, ...]) -> _NewObject:
         """Return the mesh of some axes, in mesh order."""
-        if axes not in self._known:
-            self._known[axes] = self._mesh(axes, self._root)
-        return self._known[axes]
+        if axes not in self._meshes:
+            self._meshes[axes] = self._mesh(axes, self._root)
+        return self._meshes[axes]
 
-    def own(self, value: _Own) -> Any:
+    def rank_value(self, value: _RankAttribute) -> Any:
         """Return this rank's value of an attribute that differs between ranks."""
         axes = [self._axes[name] for name in value.axes]
-        own = {
+        by_field = {
             "_dim_group_names": [a.group for a in axes],
             "_rank": self._rank,
-            "_coordinate_on_dim": tuple(a.at for a in axes),
+            "_coordinate_on_dim": tuple(a.coordinate for a in axes),
         }
-        return own[value.field]
+        return by_field[value.field]
 
-    def _mesh(self, names: tuple[str, ...], root: _Made | None) -> _Made:
+    def _mesh(self, names: tuple[str, ...], root: _NewObject | None) -> _NewObject:
         axes = [self._axes[name] for name in names]
         state = {
             "_device_type": self._device,  # `torch.load` chooses the device by ``map_location``
-            "_layout": _Made(_LAYOUT, "_MeshLayout", (), {"axes": tuple(_flat_layout(a) for a in axes)}),
+            "_layout": _NewObject(_LAYOUT, "_MeshLayout", (), {"axes": tuple(_flat_layout(a) for a in axes)}),
             "_rank_map": TensorRef(RANKS),
             "_mesh_dim_names": tuple(a.name for a in axes),
             "_root_mesh": root,
             "_flatten_rank_map": tuple(range(self._world)),
             "_thread_id": None,
             "_flatten_mapping": {},
-            "_dim_group_names": _Own(names, "_dim_group_names"),
-            "_rank": _Own(names, "_rank"),
-            "_coordinate_on_dim": _Own(names, "_coordinate_on_dim"),
+            "_dim_group_names": _RankAttribute(names, "_dim_group_names"),
+            "_rank": _RankAttribute(names, "_rank"),
+            "_coordinate_on_dim": _RankAttribute(names, "_coordinate_on_dim"),
             "_hash": None,  # each process hashes text differently
         }
-        return _Made("torch.distributed.device_mesh", "DeviceMesh", (), state, f"mesh {names}")
+        return _NewObject("torch.distributed.device_mesh", "DeviceMesh", (), state, f"mesh {names}")
 
 
-def _axis(mesh: Mesh, name: str, rank: int, made: int) -> _Axis:
-    """Return an axis as a rank sees it; ``made`` process groups exist before those of the axis."""
+def _axis(mesh: Mesh, name: str, rank: int, groups_before: int) -> _Axis:
+    """Return an axis as a rank sees it; ``groups_before`` process groups exist before those of the axis."""
     ((_, size),) = mesh.along([name]).axes
     number = [a for a, _ in mesh.axes].index(name.rpartition("+")[2])
     stride = row_major(tuple(n for _, n in mesh.axes))[number]
     # Groups are made for the coordinates on all other axes, row-major.
     index = rank // (stride * size) * stride + rank % stride
-    group = "0" if size == mesh.size else str(made + index)
+    group = "0" if size == mesh.size else str(groups_before + index)
     return _Axis(mesh.name_in_job(name), size, stride, rank // stride % size, group)
 
 
-def _flat_layout(axis: _Axis) -> _Made:
+def _flat_layout(axis: _Axis) -> _NewObject:
     """Return the layout of an axis; torch omits size and stride for one rank (_mesh_layout.py)."""
-    one = axis.size == 1
-    state = {"shape": () if one else (axis.size,), "stride": () if one else (axis.stride,)}
-    return _Made(_LAYOUT, "_FlatLayout", (), state)
+    is_single = axis.size == 1
+    state = {"shape": () if is_single else (axis.size,), "stride": () if is_single else (axis.stride,)}
+    return _NewObject(_LAYOUT, "_FlatLayout", (), state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +163,20 @@ class RankPickle:
 
     Attributes:
         parts: Bytes that their pickles have in common.
-        own: The values between the parts, one fewer, which differ between the ranks.
+        rank_attributes: The values between the parts, one fewer, which differ between the ranks.
     """
 
     parts: tuple[bytes, ...]
-    own: tuple[_Own, ...]
+    rank_attributes: tuple[_RankAttribute, ...]
 
     def of(self, meshes: Meshes) -> bytes:
         """Return the pickle of the rank of these meshes."""
-        made = Pickled(_no_tensor)
-        made.out = bytearray(self.parts[0])
-        for own, part in zip(self.own, self.parts[1:], strict=True):
-            made.value(meshes.own(own))
-            made.out += part
-        return bytes(made.out)
+        pickled = Pickled(_no_tensor)
+        pickled.out = bytearray(self.parts[0])
+        for attribute, part in zip(self.rank_attributes, self.parts[1:], strict=True):
+            pickled.value(meshes.rank_value(attribute))
+            pickled.out += part
+        return bytes(pickled.out)
 
 
 def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:
@@ -201,27 +201,30 @@ class RankPickled(Pickled):
         """
         super().__init__(tensor, classes=Classes.LIBRARIES)
         self._distributed, self._meshes = distributed, meshes
-        self._alike: dict[Any, tuple[bytes, bytes]] = {}
-        self._own: list[tuple[int, int, _Own]] = []  # (begin, end, value) in the pickle
+        self._templates: dict[Any, tuple[bytes, bytes]] = {}
+        self._rank_attributes: list[tuple[int, int, _RankAttribute]] = []  # (begin, end, value) in the pickle
 
     def shared(self) -> RankPickle:
         """Return the complete pickle, split at the values that differ between ranks."""
-        ends = [0, *(end for _, end, _ in self._own)]
-        begins = [*(begin for begin, _, _ in self._own), len(self.out)]
+        ends = [0, *(end for _, end, _ in self._rank_attributes)]
+        begins = [*(begin for begin, _, _ in self._rank_attributes), len(self.out)]
         parts = [bytes(self.out[a:b]) for a, b in zip(ends, begins, strict=True)]
-        return RankPickle((*parts[:-1], parts[-1] + b"."), tuple(own for *_, own in self._own))
+        # The full stop is the opcode STOP, which ends a pickle.
+        return RankPickle(
+            (*parts[:-1], parts[-1] + b"."), tuple(attribute for *_, attribute in self._rank_attributes)
+        )
 
     def value(self, value: Any) -> None:
         """Write a value of the tree, or an object of this module."""
         kind = type(value)
-        if kind is _Made:
+        if kind is _NewObject:
             self._once(value.key, lambda: self._make(value))
         elif kind is _Global:
             self.name(value.module, value.name)
-        elif kind is _Own:
+        elif kind is _RankAttribute:
             begin = len(self.out)
-            super().value(self._meshes.own(value))
-            self._own.append((begin, len(self.out), value))
+            super().value(self._meshes.rank_value(value))
+            self._rank_attributes.append((begin, len(self.out), value))
         elif kind is str and value in _REPEATED:
             self._once(f"text {value}", lambda: Pickled.value(self, value))
         elif kind is TensorRef and value.fqn in self._distributed:
@@ -231,16 +234,21 @@ class RankPickled(Pickled):
 
     def _once(self, key: str, emit: Callable[[], None]) -> None:
         """Emit a value; a later one with this key refers back to it."""
-        at = self._memo.get(key)
-        if at is not None:
-            self.out += b"h" + bytes([at]) if at < 256 else b"j" + at.to_bytes(4, "little")
+        # BINGET (h) and BINPUT (q) have an index of one byte, LONG_BINGET (j) and LONG_BINPUT (r) of four.
+        memo_index = self._memo.get(key)
+        if memo_index is not None:
+            self.out += (
+                b"h" + bytes([memo_index]) if memo_index < 256 else b"j" + memo_index.to_bytes(4, "little")
+            )
             return
         emit()
         if key:
-            at = self._memo[key] = len(self._memo)
-            self.out += b"q" + bytes([at]) if at < 256 else b"r" + at.to_bytes(4, "little")
+            memo_index = self._memo[key] = len(self._memo)
+            self.out += (
+                b"q" + bytes([memo_index]) if memo_index < 256 else b"r" + memo_index.to_bytes(4, "little")
+            )
 
-    def _make(self, value: _Made) -> None:
+    def _make(self, value: _NewObject) -> None:
         self.name(value.module, value.name)
         self.all(value.args)
         self.out += b"\x81"  # NEWOBJ
@@ -251,19 +259,19 @@ class RankPickled(Pickled):
     def _dtensor(self, ref: TensorRef, full: TensorSpec, layout: TensorLayout) -> None:
         """Write a DTensor; those of one layout differ only in the keys of their storages."""
         key, local = self.tensor(ref.fqn)
-        alike = (layout.axes, layout.placements, full.dtype, full.shape, local.shape)
-        known = self._alike.get(alike)
-        if known is not None:
-            self.out += known[0]
+        layout_key = (layout.axes, layout.placements, full.dtype, full.shape, local.shape)
+        template = self._templates.get(layout_key)
+        if template is not None:
+            self.out += template[0]
             super().value(key)
-            self.out += known[1]
+            self.out += template[1]
             return
         start, memo = len(self.out), len(self._memo)
         self._new_dtensor(ref, full, layout)
         around = bytes(self.out[start:]).split(_pickled_text(key))
         # The first one may have memoised values that the others refer to.
         if len(self._memo) == memo and len(around) == 2:
-            self._alike[alike] = around[0], around[1]
+            self._templates[layout_key] = around[0], around[1]
 
     def _new_dtensor(self, ref: TensorRef, full: TensorSpec, layout: TensorLayout) -> None:
         strides, dtype = row_major(full.shape), Named("dtype", full.dtype)
@@ -272,7 +280,7 @@ class RankPickled(Pickled):
         spec = {
             "mesh": self._meshes.of(layout.axes),
             "placements": placements,
-            "tensor_meta": _Made(_SPEC, "TensorMeta", (Named("size", full.shape), strides, dtype)),
+            "tensor_meta": _NewObject(_SPEC, "TensorMeta", (Named("size", full.shape), strides, dtype)),
             "shard_order": None if strided else tuple(_shard_order(placements)),
             "use_strided_shard_as_shard_order": strided,
             "_hash": None,
@@ -286,7 +294,7 @@ class RankPickled(Pickled):
         self.value("_local_tensor")
         super().value(ref)
         self.value("_spec")
-        self.value(_Made(_SPEC, "DTensorSpec", (), spec))
+        self.value(_NewObject(_SPEC, "DTensorSpec", (), spec))
         self.out += b"uttR"
 
 
@@ -295,13 +303,13 @@ def _pickled_text(value: str) -> bytes:
     return b"X" + len(raw).to_bytes(4, "little") + raw
 
 
-def _placement(placement: Any) -> _Made:
+def _placement(placement: Any) -> _NewObject:
     kind = type(placement).__name__
     state = {name: getattr(placement, name) for name in _FIELDS[kind]}
-    return _Made(_PLACEMENTS, kind, (), state, f"{kind} {state}")
+    return _NewObject(_PLACEMENTS, kind, (), state, f"{kind} {state}")
 
 
-def _shard_order(placements: Sequence[_Made]) -> Iterator[_Made]:
+def _shard_order(placements: Sequence[_NewObject]) -> Iterator[_NewObject]:
     """Yield mesh axes from left to right, as `compute_default_shard_order` in _dtensor_spec.py does."""
     cut: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
@@ -309,7 +317,7 @@ def _shard_order(placements: Sequence[_Made]) -> Iterator[_Made]:
             dim = placement.state["dim"]
             cut[dim] = (*cut.get(dim, ()), axis)
     for dim in sorted(cut):
-        yield _Made(_SPEC, "ShardOrderEntry", (dim, cut[dim]))
+        yield _NewObject(_SPEC, "ShardOrderEntry", (dim, cut[dim]))
 
 
 _WRAPPER = _Global("torch._utils", "_rebuild_wrapper_subclass")

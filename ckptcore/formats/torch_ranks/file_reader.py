@@ -138,28 +138,28 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
         raise MalformedCheckpoint(f"{path} ({size} bytes) is not a torch zip", file=path)
     file = _File(source, path, builder)
     tree = file.objects.tree
-    made = Content()
+    content = Content()
     if not isinstance(tree, dict):
         if not prefix:
             raise UnsupportedFormat(f"{path} must contain a state dict (got {kind_of(tree)})")
         for name, path_, value in leaves_below(tree, prefix, (StoredView, Record)):
-            file.add(made, name, (prefix, *path_), value)
-        made.hidden = file.hidden(bool(made.refused or made.unread))
-        return made
+            file.add(content, name, (prefix, *path_), value)
+        content.hidden = file.hidden(bool(content.refused or content.unread))
+        return content
     inside = numbered(tree)
-    made.params = _model_parameters(tree, inside.path if inside else None)
+    content.params = _model_parameters(tree, inside.path if inside else None)
     if inside is not None:
-        names = names_of(inside.optimizer, params or made.params, _global_shape)
-        made.numbers = names is None
+        names = names_of(inside.optimizer, params or content.params, _global_shape)
+        content.numbers = names is None
         tree = inside.renamed(tree, names) if names is not None else tree
-    seen: set[str] = set()
+    leaf_names: set[str] = set()
     for name, where, value in _leaves(tree, prefix):
-        if name in seen:
+        if name in leaf_names:
             raise NameMismatch(f"{path}: two values have the name {name}")
-        seen.add(name)
-        file.add(made, name, where, value)
-    made.hidden = file.hidden(bool(made.refused or made.unread))
-    return made
+        leaf_names.add(name)
+        file.add(content, name, where, value)
+    content.hidden = file.hidden(bool(content.refused or content.unread))
+    return content
 
 
 class _File:
@@ -175,45 +175,45 @@ class _File:
         self._bytes = 0
         self._placer = Placer(self._integers, path, size)
 
-    def add(self, made: Content, name: str, path: Path, value: Any) -> None:
+    def add(self, content: Content, name: str, path: Path, value: Any) -> None:
         """Add one value of the tree to the content."""
-        made.names.append(name)
+        content.names.append(name)
         if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED):
             if value.kind == SHARDED and name.endswith("flat_param"):
                 raise _flat_refusal(self._path, name)
             placed = self._placer.place(value, name)
             if isinstance(placed, Placed):
                 pieces = tuple(self._piece(view, box, name) for view, box in placed.pieces)
-                made.shards.append(LocalShards(name, path, placed, pieces))
+                content.shards.append(LocalShards(name, path, placed, pieces))
                 return
             value = placed
         if isinstance(value, StoredView):
             piece = self._piece(value, Box.full(value.shape), name)
             mark = self._mark(value, piece)
-            made.plain.append(Plain(name, path, value.dtype, value.shape, piece, mark))
+            content.plain.append(Plain(name, path, value.dtype, value.shape, piece, mark))
         elif isinstance(value, RefusedTensor):
             self._unread.update(value.storages)
-            made.unread[name] = value, path, self._path
+            content.unread[name] = value, path, self._path
         elif isinstance(value, Record):  # a mesh or a placement outside of a tensor
-            made.refused[name] = False, (value.kind,), self._path
+            content.refused[name] = False, (value.kind,), self._path
         elif refused := refused_in(value):
-            made.refused[name] = isinstance(value, Refused), refused, self._path
+            content.refused[name] = isinstance(value, Refused), refused, self._path
         else:
             try:
                 tree = encode(value)
             except (TypeError, RecursionError) as error:
                 raise MalformedCheckpoint(f"{self._path}: object {name}: {error}") from error
-            made.objects[name] = blake3(json.dumps(tree).encode()).hexdigest(), tree, path
+            content.objects[name] = blake3(json.dumps(tree).encode()).hexdigest(), tree, path
 
-    def hidden(self, may: bool) -> int:
-        """Return the bytes of unused storages that some value ``may`` hide."""
+    def hidden(self, has_refused: bool) -> int:
+        """Return the bytes of unused storages, which refused values may contain; 0 if there are none."""
         for key in self._placer.meshes & self.objects.storages.keys():
             start, length, _ = self.objects.storages[key]
             explain(self._store, self._path, start, start + length)
-        known = self._items.keys() | self._placer.meshes | self._placer.storages | self._unread
-        left = sum(n for key, (_, n, _) in self.objects.storages.items() if key not in known)
+        used_keys = self._items.keys() | self._placer.meshes | self._placer.storages | self._unread
+        left = sum(n for key, (_, n, _) in self.objects.storages.items() if key not in used_keys)
         bound_views(self._bytes, self._size, self._path)
-        return left if may else 0
+        return left if has_refused else 0
 
     def _piece(self, value: StoredView, box: Box, name: str) -> LocalShard:
         if value.key not in self.objects.storages:
@@ -272,14 +272,14 @@ def _model_parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -
     if optimizer == ():
         return ()
     rows: list[tuple[str, Shape, bool]] = []
-    seen: set[Any] = set()
+    storages: set[Any] = set()
     for key, top in tree.items():
         if optimizer is not None and key == optimizer[0]:
             continue
         for name, path, value in leaves_below(top, str(key), (StoredView, Record)):
             shape, storage = _global_shape(value), _tie_key(value)
-            if shape is not None and storage not in seen:
-                seen.add(storage)
+            if shape is not None and storage not in storages:
+                storages.add(storage)
                 # The optimizer uses the names of the model's own dict.
                 rows.append((".".join(map(str, path)) or name, shape, isinstance(value, Record)))
     some = any(distributed for *_, distributed in rows)

@@ -49,15 +49,16 @@ def detect(source: Source) -> Evidence | None:
         # Beside another format, rank files are a trainer's own state, except verl's models.
         models = [p for p in source.listing if _VERL_MODEL.match(p)]
         return Evidence(_NAME, (f"{len(models)} files like {models[0]}",)) if models else None
-    found = [p for kind in rank_files_of(source) for p in kind.paths.values()]
-    if found:
-        zips = [p for p in found[:8] if _is_zip(source, p)]
-        verl = any("_world_size_" in p for p in found)
+    paths = [p for kind in rank_files_of(source) for p in kind.paths.values()]
+    if paths:
+        # A few files only: each costs a request on an object store.
+        zips = [p for p in paths[:8] if _is_zip(source, p)]
+        verl = any("_world_size_" in p for p in paths)
         if not zips and not verl:
             return None
         # A name with a world size is a rank's file, even if it contains a trainer's keys.
         instead = ("torch_save", "lightning") if verl else ("torch_save",)
-        return Evidence(_NAME, (f"{len(found)} files named by rank, {found[0]} for one",), instead)
+        return Evidence(_NAME, (f"{len(paths)} files named by rank, {paths[0]} for one",), instead)
     folders = _folders(source)
     if folders:
         return Evidence(_NAME, (f"files named by rank in {', '.join(folders)}",), ("torch_save",))
@@ -113,8 +114,8 @@ def _rank_paths(source: Source) -> list[str]:
 
 
 def _folders(source: Source) -> list[str]:
-    found = {m["folder"].rstrip("/") for p in source.listing if (m := _BELOW.match(p))}
-    return sorted(found)
+    folders = {m["folder"].rstrip("/") for p in source.listing if (m := _BELOW.match(p))}
+    return sorted(folders)
 
 
 def _is_zip(source: Source, path: str) -> bool:
@@ -160,14 +161,14 @@ def detect_items(source: Source) -> Evidence | None:
     if source.name is not None:
         return None
     tensors = [p for p in source.listing if "/" not in p and p.endswith(_SUFFIXES) and not is_state(p)]
-    strange = any(ITEM.match(path) is None or part_name(path) is not None for path in tensors)
-    if METADATA in source.listing and not strange:
+    has_other_files = any(ITEM.match(path) is None or part_name(path) is not None for path in tensors)
+    if METADATA in source.listing and not has_other_files:
         named = tensors or [p for p in source.listing if p.endswith(_SUFFIXES)]
         return _evidence((f"found {METADATA} and {named[0]}",)) if named else None
-    items = {} if strange or not tensors else item_files(source)
+    items = {} if has_other_files or not tensors else item_files(source)
     items = {item: ranks for item, ranks in items.items() if any(p in tensors for p in ranks.values())}
     ranks = next(iter(items.values()), {}).keys()
-    if len(items) > 1 and all(own.keys() == ranks for own in items.values()) and _is_run(ranks):
+    if len(items) > 1 and all(paths.keys() == ranks for paths in items.values()) and _is_run(ranks):
         return _evidence((f"each rank has {', '.join(items)}",))
     return _by_content(source, items)
 

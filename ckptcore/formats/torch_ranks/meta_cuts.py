@@ -113,9 +113,9 @@ class Cuts:
         else:
             raise Unmerged(f"{shape[1]} columns for {self._degree} ranks and a width of {width}")
         rows = placement.shape[0]
-        wanted = head[0] * self._degree if head is not None and len(head) == 2 else self._vocabulary()
-        if wanted is not None and rows != wanted:
-            raise Unmerged(f"it would have {rows} rows, and the vocabulary has {wanted}")
+        expected_rows = head[0] * self._degree if head is not None and len(head) == 2 else self._vocabulary()
+        if expected_rows is not None and rows != expected_rows:
+            raise Unmerged(f"it would have {rows} rows, and the vocabulary has {expected_rows}")
         return placement
 
     def _vocabulary(self) -> int | None:

@@ -66,7 +66,10 @@ def read_ranks(source: Source, paths: Mapping[int, str], name: str) -> Manifest:
     builder.findings += part_findings(source, paths.values(), ranks.shapes, blobs=builder.blobs)
     builder.findings += ranks.unequal()
     layers = params.get("n_layers")
-    builder.findings += lacking(ranks.names, layers if type(layers) is int else 0, recover=source.recover)
+    builder.findings += lacking(
+        ranks.names, layers if type(layers) is int else 0, allow_incomplete=source.recover
+    )
+    # Files of ranks that only replicate are equal rightly.
     if ranks.is_cut:
         builder.findings += equal_files(source, ranks.storages)
     if PARAMS in source.listing:
@@ -145,18 +148,20 @@ class _Ranks:
         spec = TensorSpec(name, value.dtype, placement.shape)
         if name not in self._tensors:
             self._tensors[name] = self._builder.tensor(spec, path), spec
-        at, first = self._tensors[name]
+        index, first = self._tensors[name]
         if spec != first:
-            one, other = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
-            message = f"{name} is {one} by {path}, and {other} by other ranks"
+            spec_text, first_text = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
+            message = f"{name} is {spec_text} by {path}, and {first_text} by other ranks"
             self._builder.findings.append(finding("item-mismatch", "files", message, fqn=name, file=path))
             return
         self.is_cut |= placement != same(value.shape)
         strides, width = view.strides or row_major(value.shape), BY_NAME[value.dtype].itemsize
         for piece in placement.pieces:
             start = view.start + width * sum(i * s for i, s in zip(piece.local.offset, strides, strict=True))
-            own = View(start, strides if piece.local.shape != value.shape else view.strides, view.flags)
-            self._builder.chunk(at, piece.offset, piece.local.shape, item, own)
+            piece_view = View(
+                start, strides if piece.local.shape != value.shape else view.strides, view.flags
+            )
+            self._builder.chunk(index, piece.offset, piece.local.shape, item, piece_view)
 
     def unequal(self) -> Iterator[Finding]:
         """Yield findings for tensors that every rank has, and that one lacks; others are holes."""
@@ -167,13 +172,13 @@ class _Ranks:
                 yield finding("mixed-saves", "files", message, fqn=name, file=path)
 
 
-def lacking(names: Set[str], count: int, *, recover: bool) -> Iterator[Finding]:
+def lacking(names: Set[str], count: int, *, allow_incomplete: bool) -> Iterator[Finding]:
     """Yield findings for layers that are not there, and for those that lack a tensor of others.
 
     Args:
         names: Tensors of all ranks.
         count: Number of layers by params.json, 0 without it.
-        recover: Whether an incomplete checkpoint may be read.
+        allow_incomplete: Whether an incomplete checkpoint may be read.
     """
     layers: dict[int, set[str]] = {}
     for name in names:
@@ -182,7 +187,7 @@ def lacking(names: Set[str], count: int, *, recover: bool) -> Iterator[Finding]:
     missing = (n for n in range(min(count, 1 << 20)) if n not in layers)
     for number in islice(missing, _MAX_LISTED):
         message = f"layers.{number} is in no file, and {PARAMS} has {count} layers"
-        yield finding("missing-part" if recover else "missing-file", "files", message)
+        yield finding("missing-part" if allow_incomplete else "missing-file", "files", message)
     for number, rest in islice(torn_layers(layers), _MAX_LISTED):
         name = f"layers.{number}.{rest}"
         yield finding("hole", "coverage", f"{name} is in no file, and other layers have it", fqn=name)

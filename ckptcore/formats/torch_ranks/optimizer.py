@@ -35,19 +35,19 @@ class Inside:
         """Return ``tree`` with names in place of the numbers."""
         inner = tree[self.path[0]] if self.path else tree
         state, groups = self.optimizer.state, self.optimizer.groups
-        made = {
+        named_tree = {
             **inner,
             "state": {names[i]: value for i, value in state.items()},
             "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in groups],
         }
-        return {**tree, self.path[0]: made} if self.path else made
+        return {**tree, self.path[0]: named_tree} if self.path else named_tree
 
 
 def numbered(tree: dict[Any, Any]) -> Inside | None:
     """Return the only optimizer of a tree with numbered states, or None."""
     places = [((), tree), *(((k,), v) for k, v in tree.items())]
-    found = [Inside(path, o) for path, v in places if (o := _optimnames.numbered(v)) is not None]
-    return found[0] if len(found) == 1 else None
+    optimizers = [Inside(path, o) for path, v in places if (o := _optimnames.numbered(v)) is not None]
+    return optimizers[0] if len(optimizers) == 1 else None
 
 
 def names_of(
@@ -120,22 +120,22 @@ def in_model_order(groups: list[dict[str, Any]], order: Sequence[str]) -> list[d
         UnprovenCheckpoint: A list has another order.
     """
     place = {name: n for n, name in enumerate(order)}
-    known = list(order) != sorted(order, key=natural)  # sorted names do not prove a model's order
-    made = []
+    is_model_order = list(order) != sorted(order, key=natural)  # sorted names do not prove a model's order
+    ordered_groups = []
     for number, group in enumerate(groups):
         names = group["params"]
         if len(names) < 2 or _proves_its_own(group):
-            made.append(group)
+            ordered_groups.append(group)
             continue
         lost = next((n for n in names if n not in place), None)
         if lost is not None:
             raise _unproven_error(number, f"{lost} is not in the model beside it")
         right = sorted(names, key=place.__getitem__)
-        if names != right and not (known and _by_unit(names, place)):
+        if names != right and not (is_model_order and _by_unit(names, place)):
             first = next(n for n, (a, b) in enumerate(zip(names, right, strict=True)) if a != b)
             raise _unproven_error(number, f"it lists {names[first]} where the model has {right[first]}")
-        made.append(group if names == right else {**group, "params": right})
-    return made
+        ordered_groups.append(group if names == right else {**group, "params": right})
+    return ordered_groups
 
 
 def _unproven_error(group: int, why: str) -> UnprovenCheckpoint:
@@ -161,6 +161,6 @@ def _by_unit(names: Sequence[str], place: Mapping[str, int]) -> bool:
     if len(falls) != 1:
         return False
     rest, units = names[: falls[0]], names[falls[0] :]
-    of_root = {name[:at] for name in rest for at, c in enumerate(name) if c == "."}
+    of_root = {name[:dot] for name in rest for dot, c in enumerate(name) if c == "."}
     modules = [name.rpartition(".")[0] for name in units]
     return all(m and m not in of_root for m in modules)

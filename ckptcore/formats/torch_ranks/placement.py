@@ -66,11 +66,11 @@ class Placer:
     encode large factors.
     """
 
-    def __init__(self, read_ints: ReadInts, what: str, size: int) -> None:
-        self._what, self._size = what, size
+    def __init__(self, read_ints: ReadInts, path: str, size: int) -> None:
+        self._path, self._size = path, size
         self._lists = _RankLists(read_ints)
         self._pieces = self._steps = 0
-        self._known: dict[int, _Mesh] = {}
+        self._parsed_meshes: dict[int, _Mesh] = {}
         self.meshes: set[str] = set()  # keys of their storages
         self.storages: set[str] = set()  # of tensors without elements
 
@@ -83,8 +83,9 @@ class Placer:
         """
         try:
             return self._dtensor(value, name) if value.kind == DTENSOR else self._sharded(value)
+        # Arguments and states are the file's: any of them may be missing, or of another type.
         except (ValueError, TypeError, IndexError) as error:
-            raise MalformedCheckpoint(f"{self._what}: {name}: {error}") from error
+            raise MalformedCheckpoint(f"{self._path}: {name}: {error}") from error
 
     def _dtensor(self, value: Record, name: str) -> Placed | Refused:
         state = fields(value, DTENSOR)
@@ -117,7 +118,9 @@ class Placer:
             self.storages.add(local.key)
             return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
         self._count(prod(map(len, runs)))
-        pieces = tuple((_narrowed(local, at, box.shape), box) for box, at in cuts.boxes(runs))
+        pieces = tuple(
+            (_narrowed(local, local_offset, box.shape), box) for box, local_offset in cuts.boxes(runs)
+        )
         return Placed(dtype, shape, pieces, mesh.rank, mesh.ranks)
 
     def _sharded(self, value: Record) -> Placed | Refused:
@@ -166,7 +169,7 @@ class Placer:
             return None
         if kind == "Partial":
             raise UnsupportedFormat(
-                f"{self._what}: {name} has a Partial placement: each rank has a summand, not the values",
+                f"{self._path}: {name} has a Partial placement: each rank has a summand, not the values",
                 hint="reduce it before saving: DTensor.redistribute, or full_tensor",
             )
         shard = fields(placement, "_StridedShard" if kind == "_StridedShard" else "Shard")
@@ -175,25 +178,26 @@ class Placer:
             raise ValueError(f"a shard of dim {short_repr(dim, 20)} of {rank}")
         if type(factor) is not int or not 0 < factor <= _MAX_FACTOR:
             raise ValueError(f"a split factor of {short_repr(factor, 20)}")
+        # torch accepts dims counted from the end.
         return dim % rank, cuts.Cut(axis, mesh.sizes[axis], mesh.coordinate[axis], factor)
 
     def _runs(
-        self, n: int, cut: list[cuts.Cut], order: Sequence[int] | None, want: int, name: str
+        self, n: int, cut: list[cuts.Cut], order: Sequence[int] | None, extent: int, name: str
     ) -> tuple[cuts.Run, ...]:
         """Return the rank's runs of one dim, by the only rule that gives the extent of its local tensor."""
         self._steps += prod(c.factor for c in cut)
         if self._steps > self._size + (1 << 20):
             raise ValueError(f"strided shards that take {self._steps} steps in {self._size} bytes")
-        found = cuts.local_runs(n, cut, order)
-        fits = [runs for runs in found if sum(b - a for a, b in runs) == want]
+        candidates = cuts.local_runs(n, cut, order)
+        fits = [runs for runs in candidates if sum(b - a for a, b in runs) == extent]
         if not fits:
-            expected = sum(b - a for a, b in found[0])
+            expected = sum(b - a for a, b in candidates[0])
             raise ValueError(
-                f"this rank must have {expected} of {n} elements of a dim by its placements (got {want})"
+                f"this rank must have {expected} of {n} elements of a dim by its placements (got {extent})"
             )
         if len(fits) > 1:
             raise UnsupportedFormat(
-                f"{self._what}: {name} has an uneven strided shard, which releases of torch cut differently",
+                f"{self._path}: {name} has an uneven strided shard, which releases of torch cut differently",
                 hint="save it through torch.distributed.checkpoint, or redistribute it first",
             )
         return fits[0]
@@ -204,11 +208,11 @@ class Placer:
             raise ValueError(f"{self._pieces} pieces of tensors in {self._size} bytes")
 
     def _mesh(self, value: Any) -> _Mesh:
-        seen = self._known.get(id(value))
-        if seen is None:
-            seen = self._known[id(value)] = _mesh(fields(value, "DeviceMesh"), self._lists)
+        mesh = self._parsed_meshes.get(id(value))
+        if mesh is None:
+            mesh = self._parsed_meshes[id(value)] = _mesh(fields(value, "DeviceMesh"), self._lists)
             self.meshes |= _mesh_storages(value)
-        return seen
+        return mesh
 
 
 class _RankLists:
@@ -216,12 +220,12 @@ class _RankLists:
 
     def __init__(self, read_ints: ReadInts) -> None:
         self._read_ints, self._total = read_ints, 0
-        self._known: dict[Any, tuple[int, ...]] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}
 
     def of(self, value: Any) -> tuple[int, ...]:
         """Return the ranks in a tensor or list."""
         key = value if type(value) is StoredView else id(value)
-        ranks = self._known.get(key)
+        ranks = self._ranks.get(key)
         if ranks is None:
             self._total += prod(value.shape) if type(value) is StoredView else len(value)
             if self._total > _MAX_LISTED:
@@ -229,7 +233,7 @@ class _RankLists:
             ranks = self._read_ints(value) if type(value) is StoredView else tuple(value)
             if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
                 raise ValueError(f"a mesh of ranks {short_repr(ranks)}")
-            self._known[key] = ranks
+            self._ranks[key] = ranks
         return ranks
 
 
@@ -250,8 +254,8 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
         sizes = tuple(prod(_flat_numbers(s)) for s in shapes)
     if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) > 16:
         raise ValueError(f"a mesh of {short_repr(sizes)}")
-    at = state.get("_coordinate_on_dim", ())
-    coordinate = None if at is None else tuple(at)
+    raw_coordinate = state.get("_coordinate_on_dim", ())
+    coordinate = None if raw_coordinate is None else tuple(raw_coordinate)
     if coordinate is not None and (
         len(coordinate) != len(sizes)
         or any(type(c) is not int or not 0 <= c < n for c, n in zip(coordinate, sizes, strict=True))
@@ -266,12 +270,13 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
     if not forms:
         raise ValueError("a mesh without ranks")
     if len(set(forms)) > 1:
-        one, other = (short_repr(form, 60) for form in forms)
-        raise ValueError(f"a mesh that lists its ranks as {one}, and as {other}")
+        first_text, second_text = (short_repr(form, 60) for form in forms)
+        raise ValueError(f"a mesh that lists its ranks as {first_text}, and as {second_text}")
     ranks = forms[0]
     rank, root = state.get("_rank"), state.get("_root_mesh")
     if type(rank) is not int:  # torch <= 2.10 does not record it; the root mesh lists its ranks in order
         rank = None
+        # A crafted pickle can make a mesh its own root, so the depth is bounded.
         if root is not None and depth:
             rank = _mesh(fields(root, "DeviceMesh"), lists, depth - 1).rank
         elif coordinate is not None and len(ranks) == prod(sizes):
@@ -281,20 +286,21 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
 
 def _mesh_storages(mesh: Any) -> set[str]:
     """Return the keys of the storages in the pickle of a mesh and the meshes that it refers to."""
-    found: set[str] = set()
-    seen: set[int] = set()
+    keys: set[str] = set()
+    # A pickle's memo permits cycles.
+    visited: set[int] = set()
     queue = [mesh]
     while queue:
         value = queue.pop()
         if isinstance(value, StoredView):
-            found.add(value.key)
-        elif isinstance(value, (Record, dict, tuple, list)) and id(value) not in seen:
-            seen.add(id(value))
+            keys.add(value.key)
+        elif isinstance(value, (Record, dict, tuple, list)) and id(value) not in visited:
+            visited.add(id(value))
             if isinstance(value, Record):
                 queue += [value.state, value.args]
             else:
                 queue += value.values() if isinstance(value, dict) else value
-    return found
+    return keys
 
 
 def _refused_tensor(local: Refused, shape: tuple[int, ...], storages: tuple[str, ...] = ()) -> Refused:
@@ -304,10 +310,10 @@ def _refused_tensor(local: Refused, shape: tuple[int, ...], storages: tuple[str,
     return replace(local, shape=shape, storages=storages or local.storages)
 
 
-def _narrowed(view: StoredView, at: tuple[int, ...], extent: tuple[int, ...]) -> StoredView:
+def _narrowed(view: StoredView, local_offset: tuple[int, ...], extent: tuple[int, ...]) -> StoredView:
     if extent == view.shape:
         return view
-    offset = view.offset + sum(a * s for a, s in zip(at, view.strides, strict=True))
+    offset = view.offset + sum(a * s for a, s in zip(local_offset, view.strides, strict=True))
     return StoredView(view.key, view.storage_bytes, view.dtype, extent, offset, view.strides, view.flags)
 
 

@@ -37,7 +37,7 @@ ReadFile = Callable[[Source, str, str, Builder, Params], Content]
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
 _MAX_LISTED = 100  # missing ranks that are named
 # Names of values that belong to one rank.
-_OWN = re.compile(
+_PER_RANK = re.compile(
     r"(^|[._])(rng|random|seed|generator|dataloader|loader|sampler|extra)(s|_state|_states)?([._]|$)"
 )
 _STATE = re.compile(r"(^|\.)state\.\d+\.\w+$")  # of a numbered optimizer
@@ -95,14 +95,14 @@ class RankReader:
         self.paths = Paths()
         self.unproven: list[RankFiles] = []
         self.files: dict[str, str] = {}
-        self._at: dict[str, int] = {}  # FQN -> tensor
+        self._indices: dict[str, int] = {}  # FQN -> tensor
         self._names: dict[str, None] = {}  # in the order of the files
         self._params: dict[int, Params] = {}  # rank -> the model's parameters, equal ones shared
-        self._known: dict[Params, Params] = {}
+        self._models: dict[Params, Params] = {}
         self._ranks: set[int] = set()  # ranks that took part, as numbered in the files' names
         self._shifts: dict[int, str] = {}  # rank in the job minus rank in the name -> a file
         self._span = 0  # all ranks below this one took part
-        self._seen: set[int] = set()
+        self._mesh_ids: set[int] = set()
 
     def add(self, files: RankFiles, prefix: str, *, optional: bool = False) -> None:
         """Add one kind of files.
@@ -117,25 +117,26 @@ class RankReader:
             CkptError: What `read_rank` raises.
         """
         part = _Part(files, self._builder, self._tensor, self.paths, optional)
-        model = not optional and not _OWN.search(files.role)
+        model = not optional and not _PER_RANK.search(files.role)
         for rank, path in files.paths.items():
-            self._seen.clear()
+            self._mesh_ids.clear()
+            # The tree of one file is freed before the next is read.
             with passing():
                 content = self._read(self._source, path, prefix, self._builder, self._model(rank))
             if model and content.params and rank not in self._params:
-                self._params[rank] = self._known.setdefault(content.params, content.params)
+                self._params[rank] = self._models.setdefault(content.params, content.params)
             for shards in content.shards:
                 self._shards(shards, rank, path)
             part.add(rank, content)
             self._names |= dict.fromkeys(content.names)
-        part.finish(one_model=len(self._known) <= 1)
+        part.finish(one_model=len(self._models) <= 1)
         self.files |= part.alone
         if not part.repeated:
             self.unproven.append(files)
 
     def _model(self, rank: int) -> Params:
         """Return the parameters that a rank's optimizer numbers; other ranks replace a missing model file."""
-        only = next(iter(self._known), ()) if len(self._known) == 1 else ()
+        only = next(iter(self._models), ()) if len(self._models) == 1 else ()
         return self._params.get(rank, only)
 
     def missing(self, files: RankFiles) -> list[Finding]:
@@ -162,44 +163,46 @@ class RankReader:
 
     def order(self) -> tuple[str, ...]:
         """Return the tensors in the order of the files; () if they were added in that order."""
-        names = tuple(n for n in self._names if n in self._at)
-        return () if names == tuple(self._at) else names
+        names = tuple(n for n in self._names if n in self._indices)
+        return () if names == tuple(self._indices) else names
 
     def _shards(self, shards: LocalShards, rank: int, path: str) -> None:
         placed = shards.placed
-        at = self._tensor(shards.name, placed.dtype, placed.shape, shards.path, path)
+        index = self._tensor(shards.name, placed.dtype, placed.shape, shards.path, path)
         for piece in shards.pieces:
-            self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
+            self._builder.chunk(index, piece.box.offset, piece.box.shape, piece.item, piece.view)
         # A stage of a pipeline may number its own ranks from 0.
         shift = 0 if placed.rank is None else placed.rank - rank
         if placed.rank is not None and shift not in self._shifts:
             self._shifts[shift] = path
             if len(self._shifts) > 1:
-                other = next(iter(self._shifts.values()))
-                message = f"rank {placed.rank} wrote {path}: the names of {other} and of {path} do not agree"
+                other_path = next(iter(self._shifts.values()))
+                message = (
+                    f"rank {placed.rank} wrote {path}: the names of {other_path} and of {path} do not agree"
+                )
                 self._builder.findings.append(finding("item-mismatch", "files", message, file=path))
         if isinstance(placed.ranks, range):  # all ranks of a job, from 0
             self._span = max(self._span, placed.ranks.stop - shift)
-        elif id(placed.ranks) not in self._seen:  # the tensors of a file share their meshes
-            self._seen.add(id(placed.ranks))
+        elif id(placed.ranks) not in self._mesh_ids:  # the tensors of a file share their meshes
+            self._mesh_ids.add(id(placed.ranks))
             self._ranks.update(r - shift for r in placed.ranks if r >= shift)
 
     def _tensor(self, name: str, dtype: str, shape: Shape, where: Path, path: str) -> int:
         """Return the tensor of a name, added on first use; raise when ranks contradict each other."""
-        at = self._at.get(name)
-        if at is None:
-            at = self._at[name] = self._builder.tensor(TensorSpec(name, dtype, shape))
+        index = self._indices.get(name)
+        if index is None:
+            index = self._indices[name] = self._builder.tensor(TensorSpec(name, dtype, shape))
             self.paths.add(name, where)
-            if at >= _MAX_TENSORS:
+            if index >= _MAX_TENSORS:
                 raise MalformedCheckpoint(f"{path} refers to more than 2 * 10^6 tensors", file=path)
-        spec = self._builder.tensors[at]
+        spec = self._builder.tensors[index]
         if (spec.dtype, spec.shape) != (dtype, shape):
             raise MalformedCheckpoint(
                 f"{name} is {dtype} {list(shape)} in {path}, but {spec.dtype} {list(spec.shape)} on another "
                 "rank: the files belong to different saves",
                 file=path,
             )
-        return at
+        return index
 
 
 class _Part:
@@ -299,8 +302,8 @@ class _Part:
         differ = [n for n, rows in runs.items() if not _are_copies(rows)]
         if not differ or any(len(plain.shape) != 1 for rows in runs.values() for _, plain in rows):
             return frozenset()
-        more = f" and {len(runs) - 1} more states" if len(runs) > 1 else ""
-        message = f"{differ[0]}{more} are flat, and every rank has its own part: they are kept rank by rank"
+        suffix = f" and {len(runs) - 1} more states" if len(runs) > 1 else ""
+        message = f"{differ[0]}{suffix} are flat, and every rank has its own part: they are kept rank by rank"
         self._builder.findings.append(
             finding(
                 "flat-buffers",
@@ -314,7 +317,7 @@ class _Part:
 
     def _by_rank(self, name: str, rows: list[tuple[int, Plain]]) -> None:
         for rank, plain in rows:
-            self._add_full(f"{name}.rank{rank}", plain, _own_path(plain.path, rank), rank)
+            self._add_full(f"{name}.rank{rank}", plain, _path_of_rank(plain.path, rank), rank)
 
     def _add_plain(self, name: str, rows: list[tuple[int, Plain]]) -> None:
         if name in self._distributed:
@@ -323,12 +326,14 @@ class _Part:
             for rank, plain in rows:
                 self._add_full(name, plain, plain.path, rank)
             return
-        own = (
+        per_rank = (
             self._optional
-            or bool(_OWN.search(name))
+            or bool(_PER_RANK.search(name))
+            # A random state is a row of bytes, whatever its name.
             or all(p.dtype == "uint8" and len(p.shape) == 1 for _, p in rows)
         )
-        if not own and not self._distributed and not _STEP.search(name):
+        # Beside distributed tensors, a plain one is no shard: the job would have saved it as theirs.
+        if not per_rank and not self._distributed and not _STEP.search(name):
             first, last = (self._files.paths[rank] for rank, _ in (rows[0], rows[-1]))
             message = (
                 f"cannot merge {name}: it is a plain tensor in every rank's file, but differs between "
@@ -337,22 +342,22 @@ class _Part:
             for rank, _ in rows:
                 self._report("unmerged-tensor", message, f"{name}.rank{rank}")
         else:
-            self._differs(name, own)
+            self._differs(name, per_rank)
         self._by_rank(name, rows)
 
     def _add_full(self, name: str, plain: Plain, where: Path, rank: int) -> None:
-        at = self._tensor(name, plain.dtype, plain.shape, where, self._files.paths[rank])
+        index = self._tensor(name, plain.dtype, plain.shape, where, self._files.paths[rank])
         piece: LocalShard = plain.piece
-        self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
+        self._builder.chunk(index, piece.box.offset, piece.box.shape, piece.item, piece.view)
 
     def _add_object(self, name: str, values: Mapping[str, Any], digests: Mapping[int, str]) -> None:
         if len(values) == 1:
             self._paths.add(name, self._where[name])
             self._builder.blobs.append(Blob(name, -1, next(iter(values.values()))))
             return
-        self._differs(name, bool(_OWN.search(name)))
+        self._differs(name, bool(_PER_RANK.search(name)))
         for rank, digest in digests.items():
-            self._paths.add(f"{name}.rank{rank}", _own_path(self._where[name], rank))
+            self._paths.add(f"{name}.rank{rank}", _path_of_rank(self._where[name], rank))
             self._builder.blobs.append(Blob(f"{name}.rank{rank}", -1, values[digest]))
 
     def _take_apart(self, name: str) -> None:
@@ -364,17 +369,17 @@ class _Part:
         for digest, tree in self._values.pop(name).items():
             for inner, path, value in _leaves_of(decode(tree), name, where, self._apart):
                 form = encode(value)
-                known = blake3(json.dumps(form).encode()).hexdigest()
+                value_digest = blake3(json.dumps(form).encode()).hexdigest()
                 self._where.setdefault(inner, path)
-                self._values.setdefault(inner, {}).setdefault(known, form)
-                more = {r: known for r, d in ranks.items() if d == digest}
-                self._digests[inner] = dict(sorted({**self._digests.get(inner, {}), **more}.items()))
+                self._values.setdefault(inner, {}).setdefault(value_digest, form)
+                new_digests = {r: value_digest for r, d in ranks.items() if d == digest}
+                self._digests[inner] = dict(sorted({**self._digests.get(inner, {}), **new_digests}.items()))
 
-    def _differs(self, name: str, own: bool) -> None:
+    def _differs(self, name: str, per_rank: bool) -> None:
         if _STEP.search(name):
             message = f"{name} differs between the ranks' files: the files belong to different steps"
             self._report("mixed-saves", message, name)
-        elif not own:
+        elif not per_rank:
             self._report("rank-object", f"{name} differs between ranks, and is kept for each of them", name)
 
     def _report(self, code: str, message: str, name: str) -> None:
@@ -397,7 +402,7 @@ def _leaves_of(value: Any, name: str, path: Path, apart: set[Path]) -> Iterator[
         yield from _leaves_of(inner, f"{name}.{key}", (*path, str(key) if named else key), apart)
 
 
-def _own_path(path: Path, rank: int) -> Path:
+def _path_of_rank(path: Path, rank: int) -> Path:
     """Return the path of one rank's own value, beside those of other ranks in the same dict."""
     return (*path[:-1], f"{path[-1]}.rank{rank}")
 

@@ -33,7 +33,7 @@ from ckptcore.utils.dataclass import dataclass
 _MODEL, _OPTIMIZERS, _EXTRA = "model", ("optim", "optimizer"), "extra_state"
 _CONFIG = "fsdp_config.json"
 _LONGEST_STEM = 160  # bytes: a file name has at most 255, and staging adds to it
-_KEPT = 16  # layouts that other files may share
+_MAX_TEMPLATES = 16  # layouts that other files may share
 Row = tuple[str, Path, Any]  # name, path in its file, value
 
 
@@ -89,7 +89,7 @@ def arrange(request: Arrangement) -> Iterator[FileLayout]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Alike:
+class _FileTemplate:
     """What the files of ranks with boxes of the same shapes have in common.
 
     Attributes:
@@ -138,22 +138,25 @@ class _Files:
         self._staged = any(topology.layout(n).at for n in self._names)
         ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()
         self._ranks = TensorSpec(RANKS, "int32", (topology.mesh.size,)), ranks
-        self._known: dict[tuple[Any, ...], _Alike] = {}
+        self._templates: dict[tuple[Any, ...], _FileTemplate] = {}
         self._around = Around()
 
     def of(self, rank: int, path: str, meshes: Meshes) -> FileLayout:
         """Return the file of one rank."""
         boxes = [of_rank[rank] for of_rank in self._boxes]
         key = tuple(None if box is None else box.shape for box in boxes)
-        if key not in self._known:
-            while len(self._known) >= _KEPT:
-                del self._known[next(iter(self._known))]
-            self._known[key] = self._alike(key, meshes)
-        alike = self._known[key]
-        made = self._around.of(path, alike.pickle.of(meshes), alike.tensors, alike.sizes, alike.inline)
-        return replace(made, boxes=tuple([box for n in alike.kinds if (box := boxes[n]) is not None]))
+        if key not in self._templates:
+            # The oldest goes first: memory stays bounded for meshes whose ranks all differ.
+            while len(self._templates) >= _MAX_TEMPLATES:
+                del self._templates[next(iter(self._templates))]
+            self._templates[key] = self._template(key, meshes)
+        template = self._templates[key]
+        file = self._around.of(
+            path, template.pickle.of(meshes), template.tensors, template.sizes, template.inline
+        )
+        return replace(file, boxes=tuple([box for n in template.kinds if (box := boxes[n]) is not None]))
 
-    def _alike(self, shapes: tuple[tuple[int, ...] | None, ...], meshes: Meshes) -> _Alike:
+    def _template(self, shapes: tuple[tuple[int, ...] | None, ...], meshes: Meshes) -> _FileTemplate:
         """Lay out the common parts of files.
 
         Args:
@@ -169,14 +172,14 @@ class _Files:
         inline = dict(self._inline)
         if specs.keys() & self._distributed.keys():
             inline[RANKS] = self._ranks
-        made = RankPickled(lookup(list(specs.values()), inline).__getitem__, self._distributed, meshes)
-        made.value(tree)
-        return _Alike(
+        pickled = RankPickled(lookup(list(specs.values()), inline).__getitem__, self._distributed, meshes)
+        pickled.value(tree)
+        return _FileTemplate(
             tuple(self._specs[name][0] for name in specs),
             tuple(self._kind[name] for name in specs),
             tuple(spec.nbytes for spec in specs.values()),
             data_of(inline),
-            made.shared(),
+            pickled.shared(),
         )
 
 
@@ -259,16 +262,16 @@ def _tree(rows: Sequence[Row], several: bool) -> Any:
 
 def _params(tree: Any, specs: Mapping[str, tuple[int, TensorSpec]], topology: Topology) -> Any:
     """Return the model's parameters as a reader finds them: distributed tensors, or all if there are none."""
-    found = [(k, v.fqn) for k, v in tree.items() if type(v) is TensorRef] if isinstance(tree, dict) else []
-    some = any(topology.layout(fqn).axes for _, fqn in found)
-    return tuple((k, specs[fqn][1].shape) for k, fqn in found if not some or topology.layout(fqn).axes)
+    tensors = [(k, v.fqn) for k, v in tree.items() if type(v) is TensorRef] if isinstance(tree, dict) else []
+    some = any(topology.layout(fqn).axes for _, fqn in tensors)
+    return tuple((k, specs[fqn][1].shape) for k, fqn in tensors if not some or topology.layout(fqn).axes)
 
 
 def _joint_axes(topology: Topology) -> list[str]:
     """Return neighbouring axes that shard tensors as one, in the order of the mesh."""
     place = {name: n for n, (name, _) in enumerate(topology.mesh.axes)}
-    found = {a for layout in topology.layouts.values() for a in layout.axes if "+" in a}
-    return sorted(found, key=lambda a: [place[part] for part in a.split("+")])
+    joint_axes = {a for layout in topology.layouts.values() for a in layout.axes if "+" in a}
+    return sorted(joint_axes, key=lambda a: [place[part] for part in a.split("+")])
 
 
 def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
@@ -283,12 +286,12 @@ def _without_missing(value: Any, missing: set[str]) -> Any:
         UnsupportedFormat: Such a tensor is in a list, where positions have a meaning.
     """
     if isinstance(value, dict):
-        kept = (
+        remaining = (
             (k, _without_missing(v, missing))
             for k, v in value.items()
             if not (type(v) is TensorRef and v.fqn in missing)
         )
-        return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
+        return type(value)((k, v) for k, v in remaining if v != {} or value[k] == {})
     lost = [name for name in tensors_in(value) if name in missing] if isinstance(value, (list, tuple)) else []
     if lost:
         raise UnsupportedFormat(

@@ -84,7 +84,7 @@ def test_bytes_around_tensors_do_not_change(mesh: str) -> None:
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_forgotten_layouts_are_rebuilt(kept: int) -> None:
-    with mock.patch.object(_rankwrite, "_KEPT", kept), mock.patch.object(_torchfile, "_KEPT", kept):
+    with mock.patch.object(_rankwrite, "_MAX_TEMPLATES", kept), mock.patch.object(_torchfile, "_KEPT", kept):
         assert digest(arrange(request("pp=2,fsdp=3"))) == KNOWN["pp=2,fsdp=3"]
 
 
