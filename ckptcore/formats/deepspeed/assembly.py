@@ -68,7 +68,7 @@ class _Cut:
     """A box of a run: in the tensor, and its first element behind the run's."""
 
     box: Box
-    at: int
+    offset_in_run: int
     strides: tuple[int, ...] | None
 
 
@@ -116,15 +116,15 @@ class Assembly:
             for box in _cut_like(Box(piece.offset, piece.local.shape), before):
                 inside = box.within(Box(piece.offset, piece.local.shape)).offset
                 index = (i + o for i, o in zip(inside, piece.local.offset, strict=True))
-                at = sum(i * s for i, s in zip(index, steps, strict=True))
+                first_element = sum(i * s for i, s in zip(index, steps, strict=True))
                 plain = view.strides is None and is_run(value.shape, box.shape)
-                place = View(view.start + at * width, None if plain else steps, view.flags)
+                place = View(view.start + first_element * width, None if plain else steps, view.flags)
                 self._chunk(name, box, item, place)
 
     def fits(self, name: str, dtype: str, placement: ShardPlacement) -> bool:
         """Whether a copy of a tensor that is there can be cut like the chunks that it has."""
-        at = self._tensors.get(name, -1)
-        if at < 0 or self.builder.tensors[at] != TensorSpec(name, dtype, placement.shape):
+        number = self._tensors.get(name, -1)
+        if number < 0 or self.builder.tensors[number] != TensorSpec(name, dtype, placement.shape):
             return False
         pieces = [Box(p.offset, p.local.shape) for p in placement.pieces]
         boxes = list(self._boxes(name))
@@ -143,20 +143,20 @@ class Assembly:
         Four bytes with one CRC-32 are equal: then one tensor has every copy, so that each is verified, and
         the others have the first.
         """
-        placed = [self.place(one, "a scalar") for one in stored]
+        placed = [self.place(tensor, "a scalar") for tensor in stored]
         sums = {self.builder.item_crc32(p.item) for p in placed}
         complete = all(p.value.storage_bytes <= _CRC_BYTES and p.value.shape == () for p in placed)
         same_form = len({(p.dtype, p.view, p.value.storage_bytes) for p in placed}) == 1
         equal = complete and same_form and len(sums) == 1 and None not in sums
         for place, name in enumerate(names):
-            for one in stored[:1] if equal and place else stored:
-                self.tensor(name, one)
+            for tensor in stored[:1] if equal and place else stored:
+                self.tensor(name, tensor)
 
     def run(
         self,
         name: str,
         buffer: PlacedBuffer,
-        at: int,
+        buffer_start: int,
         shape: tuple[int, ...],
         start: int,
         stop: int,
@@ -167,7 +167,7 @@ class Assembly:
         Args:
             name: Of the tensor.
             buffer: The flat one that holds the run.
-            at: The first of its elements in that buffer.
+            buffer_start: The first of its elements in that buffer.
             shape: Of the shard.
             start: First element of the shard.
             stop: One behind the last.
@@ -186,7 +186,7 @@ class Assembly:
             )
         width = BY_NAME[value.dtype].itemsize
         for cut in self._cut(shape, start, stop, placement):
-            first = view.start + (at + cut.at) * width
+            first = view.start + (buffer_start + cut.offset_in_run) * width
             self._chunk(name, cut.box, buffer.item, View(first, cut.strides, view.flags))
 
     def declare(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
@@ -203,6 +203,7 @@ class Assembly:
             return True
         spec = self.builder.tensors[self._tensors[owner]]
         self._declare(name, spec.dtype, spec.shape, None)
+        # Lists, because `_chunk` adds to the columns that these iterators read.
         rows, builder = self._rows.get(owner, ()), self.builder
         for row, box in zip(list(rows), list(self._boxes(owner)), strict=True):
             self._chunk(name, box, builder.chunk_item(row), builder.chunk_view(row) or View())
@@ -234,11 +235,11 @@ class Assembly:
         """Add a tensor that cannot be read, whatever of it is there."""
         self.builder.withdraw(name, Unread(reason, file=path))
 
-    def value(self, name: str, value: Any, file: StatesFile, *, own: bool) -> None:
-        """Add any value of one file: what holds tensors under a name of that file's (``own``) part."""
+    def value(self, name: str, value: Any, file: StatesFile, *, per_file: bool) -> None:
+        """Add any value of one file: what holds tensors under a name of that file's (``per_file``) part."""
         kinds = (StoredView, RefusedTensor)
         if any(isinstance(leaf, kinds) for _, _, leaf in leaves_below(value, "", StoredView)):
-            self.tree(file).add(f"{name}/{file.path.removesuffix('.pt')}" if own else name, value)
+            self.tree(file).add(f"{name}/{file.path.removesuffix('.pt')}" if per_file else name, value)
         else:
             self.object(name, value, file.path)
 
@@ -263,11 +264,11 @@ class Assembly:
         """Note a copy of a tensor that is left out; False where its checksum is not that of a chunk."""
         item, view = self.tree(stored.file).place(stored.value, name)
         crc = self.builder.item_crc32(item)
-        known = [
+        chunk_sums = [
             (self.builder.item_crc32(self.builder.chunk_item(row)), self.builder.chunk_view(row) or View())
             for row in self._rows.get(name, ())
         ]
-        return crc is None or not known or (crc, view) in known
+        return crc is None or not chunk_sums or (crc, view) in chunk_sums
 
     def add_unused(self, files: Iterable[StatesFile]) -> None:
         """Note what no tensor was made of: storages that only refused values can hold.
@@ -300,22 +301,22 @@ class Assembly:
     ) -> tuple[_Cut, ...]:
         """Return the boxes of a run; those of states and layers of the same shape are the same."""
         key = shape, start, stop, placement
-        found = self._cuts.get(key)
-        if found is None:
+        cuts = self._cuts.get(key)
+        if cuts is None:
             if len(self._cuts) >= _MAX_CUT_SHAPES:
                 self._cuts.clear()
-            found = self._cuts[key] = tuple(_cut_run(shape, start, stop, placement))
-        return found
+            cuts = self._cuts[key] = tuple(_cut_run(shape, start, stop, placement))
+        return cuts
 
     def _declare(self, name: str, dtype: str, shape: tuple[int, ...], path: str | None) -> bool:
-        at = self._tensors.get(name)
-        if at is None:
+        number = self._tensors.get(name)
+        if number is None:
             self._tensors[name] = self.builder.tensor(TensorSpec(name, dtype, shape), path)
             self._below.setdefault(name.rpartition(".")[0], []).append(name)
             return self._tensors[name] >= 0
-        if at < 0:
+        if number < 0:
             return False
-        first = self.builder.tensors[at]
+        first = self.builder.tensors[number]
         if first.dtype != dtype or first.shape != shape:
             message = (
                 f"{path}: {name} is {dtype} {list(shape)}, in another rank's file it is {first.dtype} "
@@ -343,18 +344,18 @@ def _cut_run(shape: tuple[int, ...], start: int, stop: int, placement: ShardPlac
             offset = tuple(
                 g + o - p for g, o, p in zip(piece.offset, common.offset, piece.local.offset, strict=True)
             )
-            at = flat_start(shape, common.offset) - start
-            yield _Cut(Box(offset, common.shape), at, None if is_run(shape, common.shape) else steps)
+            strides = None if is_run(shape, common.shape) else steps
+            yield _Cut(Box(offset, common.shape), flat_start(shape, common.offset) - start, strides)
 
 
-def _cut_like(box: Box, others: Sequence[Box]) -> list[Box]:
-    """Cut a box into those of ``others`` that are inside it, and what is left."""
-    inside = [b for b in others if box.contains(b) and b.numel]
+def _cut_like(box: Box, boxes: Sequence[Box]) -> list[Box]:
+    """Cut a box into those of ``boxes`` that are inside it, and what is left."""
+    inside = [b for b in boxes if box.contains(b) and b.numel]
     if not inside or inside == [box]:
         return [box]
     left = [box]
-    for one in inside:
-        left = [rest for b in left for rest in b.subtract(one)]
+    for part in inside:
+        left = [rest for b in left for rest in b.subtract(part)]
     return [*inside, *left]
 
 

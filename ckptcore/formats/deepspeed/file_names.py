@@ -15,6 +15,7 @@ from ckptcore.utils.dataclass import dataclass
 
 _Key = TypeVar("_Key", bound=tuple[int, ...])
 NAME = "deepspeed"
+# [0-9], because \d matches the digits of every script; {1,7} bounds the integers.
 MODEL = re.compile(r"^(?:zero_pp_rank_(?P<dp>[0-9]{1,7})_)?mp_rank_(?P<mp>[0-9]{1,7})_model_states\.pt$")
 OPTIM = re.compile(
     r"^(?:[a-z]+[0-9]+_)?zero_pp_rank_(?P<dp>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})_?optim_states\.pt$"

@@ -48,14 +48,14 @@ class Fragment:
         parameter: Whose elements.
         rank: Data-parallel rank, by its place in the group.
         start, stop: Row-major elements of the parameter.
-        at: The first of them in the rank's buffer, elements.
+        buffer_start: The first of them in the rank's buffer, elements.
     """
 
     parameter: FlatParameter
     rank: int
     start: int
     stop: int
-    at: int
+    buffer_start: int
 
 
 class UnfitPartition(ValueError):
@@ -80,6 +80,7 @@ def cut_together(
     size = max(lengths.values(), default=0)
     if 0 not in lengths:  # the others may be stripped: only a full partition tells the size
         size = max(size, -(-total // (ranks * _ALIGNED)) * _ALIGNED)
+    # Behind the last parameter there is only padding: a longer rest is a parameter of another save.
     limit = ranks * max([_ALIGNED, *(p.padding + 1 for p in parameters)])
     for rank, length in lengths.items():
         real = min(max(total - rank * size, 0), size)
@@ -87,17 +88,19 @@ def cut_together(
             raise UnfitPartition(f"rank {rank} holds {length} elements where its part of {total} has {real}")
     if not 0 <= ranks * size - total <= max(limit, ranks * _ALIGNED):
         raise UnfitPartition(f"{ranks} partitions of {size} elements for parameters of {total} elements")
-    at, there = 0, sorted(lengths)
+    position, present_ranks = 0, sorted(lengths)
     for parameter in parameters:
-        begin, end = at, at + parameter.numel
+        begin, end = position, position + parameter.numel
         # Ranks by their files: a file may record a job of far more ranks.
         first, last = (
-            (bisect_left(there, n) for n in (begin // size, -(-end // size))) if end > begin else (0, 0)
+            (bisect_left(present_ranks, n) for n in (begin // size, -(-end // size)))
+            if end > begin
+            else (0, 0)
         )
-        for rank in there[first:last]:
+        for rank in present_ranks[first:last]:
             low, high = max(begin, rank * size), min(end, (rank + 1) * size)
             yield Fragment(parameter, rank, low - begin, high - begin, low - rank * size)
-        at = end + parameter.padding
+        position = end + parameter.padding
 
 
 def cut_each(
@@ -117,11 +120,11 @@ def cut_each(
     for rank, length in lengths.items():
         if length != total:
             raise UnfitPartition(f"rank {rank} holds {length} elements where its parts are {total}")
-    at, there = 0, sorted(lengths)
+    position, present_ranks = 0, sorted(lengths)
     for parameter in parameters:
         size = -(-parameter.numel // ranks)
-        for rank in there:
+        for rank in present_ranks:
             start, stop = min(rank * size, parameter.numel), min((rank + 1) * size, parameter.numel)
             if stop > start:
-                yield Fragment(parameter, rank, start, stop, at)
-        at += size
+                yield Fragment(parameter, rank, start, stop, position)
+        position += size

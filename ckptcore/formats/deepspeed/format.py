@@ -15,14 +15,14 @@ def detect(source: Source) -> Evidence | None:
     if source.name is not None:
         return None
     files = files_of(source.listing)
-    found = (
+    counts = (
         (len(files.model), "*_model_states.pt"),
         (len(files.optim), "zero_pp_rank_*_optim_states.pt"),
         (len(files.universal), "zero/<parameter>/"),
     )
-    if not any(n for n, _ in found):
+    if not any(n for n, _ in counts):
         return None
-    return Evidence(NAME, tuple(f"{n} {name}" for n, name in found if n), ("torch_ranks", "torch_save"))
+    return Evidence(NAME, tuple(f"{n} {name}" for n, name in counts if n), ("torch_ranks", "torch_save"))
 
 
 def read(source: Source) -> Manifest:

@@ -90,8 +90,8 @@ class NeoxRanks:
         dim = len(shape) - 1 if kind == "rows" else 0
         if not shape or (kind == "rows" and len(shape) < 2):
             raise Unmerged(f"a tensor of shape {list(shape)} is not cut")
-        here = shape[dim]
-        parts = [here // 2] * 2 if kind == "gated" and self._is_gated(name, here) else [here]
+        length = shape[dim]
+        parts = [length // 2] * 2 if kind == "gated" and self._is_gated(name, length) else [length]
         sizes = [(n, n * self.degree) for n in parts]
         return {rank: cut_parts(shape, dim, sizes, self.degree, rank) for rank in shapes}
 
@@ -125,11 +125,13 @@ def lacking(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         if match := _LAYER.match(name):
             prefix = match["prefix"] or ""
             layers.setdefault(int(match["number"]), set()).add(match["rest"])
-    blocks = {n: own for n, own in layers.items() if any(r.startswith(("attention.", "mlp.")) for r in own)}
-    if not any(_MARK.fullmatch(rest) for own in blocks.values() for rest in own):
+    blocks = {
+        n: parts for n, parts in layers.items() if any(r.startswith(("attention.", "mlp.")) for r in parts)
+    }
+    if not any(_MARK.fullmatch(rest) for parts in blocks.values() for rest in parts):
         return
     norm = max(
-        (n for n, own in layers.items() if any(rest.startswith("norm.") for rest in own)), default=None
+        (n for n, parts in layers.items() if any(rest.startswith("norm.") for rest in parts)), default=None
     )
     last = max(blocks) if norm is None else max(norm - 2, max(blocks))
     absent = [n for n in range(_FIRST_BLOCK, last + 1) if n not in blocks]
@@ -185,7 +187,7 @@ def _residual(source: Source, tree: Mapping[str, Any]) -> bool | None:
         if path.startswith("configs/") and path.endswith((".yml", ".yaml")) and path.count("/") == 1:
             content = _settings(source, path)
             settings += [content] if content is not None else []
-    flags = [one[key] for one in settings for key in _RESIDUAL if key in one]
+    flags = [mapping[key] for mapping in settings for key in _RESIDUAL if key in mapping]
     if not settings or any(type(flag) is not bool for flag in flags) or len(set(flags)) > 1:
         return None
     return flags[0] if flags else False
@@ -217,11 +219,16 @@ def with_computed(manifest: Manifest, computed: Mapping[str, str], degree: int, 
         prefix: Of the names in the manifest.
     """
     specs = {t.fqn: t for t in manifest.tensors}
-    made: dict[str, tuple[TensorSpec, str, tuple[str, ...], tuple[int, ...]]] = {}
-    for name, how in computed.items():
+    computed_tensors: dict[str, tuple[TensorSpec, str, tuple[str, ...], tuple[int, ...]]] = {}
+    for name, operation in computed.items():
         parts = tuple(part_name(prefix + name, rank) for rank in range(degree))
         forms = {(specs[p].dtype, specs[p].shape) if p in specs else None for p in parts}
         form = forms.pop()
         if not forms and form is not None and form[0] in ADDED:
-            made[parts[0]] = TensorSpec(prefix + name, *form), f"{how}_{form[0]}", parts, (degree,)
-    return derive(manifest, made) if made else manifest
+            computed_tensors[parts[0]] = (
+                TensorSpec(prefix + name, *form),
+                f"{operation}_{form[0]}",
+                parts,
+                (degree,),
+            )
+    return derive(manifest, computed_tensors) if computed_tensors else manifest

@@ -42,13 +42,13 @@ def misplaced_experts(files: Mapping[tuple[int, int, int], tuple[str, Iterable[s
     """
     layers: dict[int, dict[str, list[str]]] = {}
     for (layer, expert, _), (path, names) in files.items():
-        found = {(m["layer"], int(m["expert"])) for n in names if (m := _EXPERT.match(n))}
-        others = sorted({number for _, number in found} - {expert})
-        if others:
-            listed = ", ".join(map(str, others[:3]))
+        named_experts = {(m["layer"], int(m["expert"])) for n in names if (m := _EXPERT.match(n))}
+        foreign_experts = sorted({number for _, number in named_experts} - {expert})
+        if foreign_experts:
+            listed = ", ".join(map(str, foreign_experts[:3]))
             yield mixed(f"{path} holds expert {listed}: it is in the place of another file", path)
-        elif layer >= 0:
-            for name, _ in found:
+        elif layer >= 0:  # else the file has the experts of all layers
+            for name, _ in named_experts:
                 layers.setdefault(layer, {}).setdefault(name, []).append(path)
     owners: dict[str, int] = {}
     for layer, named in layers.items():
@@ -79,11 +79,10 @@ def misplaced_partitions(
                 (".".join(keys), config_value(file.tree, *keys), config_value(model.tree, *keys))
                 for keys in _OF_JOB
             ]
-        for key, own, other in pairs:
-            if own != other and own is not None:
-                text = (
-                    f"{file.path} has {key} {short_repr(own, 40)}, {model.path} has {short_repr(other, 40)}"
-                )
+        for key, in_partition, in_model in pairs:
+            if in_partition != in_model and in_partition is not None:
+                in_file = f"{file.path} has {key} {short_repr(in_partition, 40)}"
+                text = f"{in_file}, {model.path} has {short_repr(in_model, 40)}"
                 yield mixed(text, file.path)
     stages = {f.path: _stage(f) for f in partitions.values()}
     first = next(iter(stages), "")
@@ -117,22 +116,25 @@ def misplaced_trainer_ranks(source: Source, states: ModelStates) -> Iterator[Fin
     args = {mp: _arguments(file) for mp, file in files.items()}
     ranks: dict[int, Any] = {mp: args[mp].get("rank") for mp in files}
     places = {mp // tp * dp * tp + mp % tp: mp for mp in files}
-    found: list[tuple[int, str]] = []
+    mismatches: list[tuple[int, str]] = []
     if len(files) > 1 and _same_values(ranks, places):
         for mp, rank in ranks.items():
             if places[rank] != mp:
-                found.append((mp, f"is from rank {rank}, which is model-parallel rank {places[rank]}"))
+                mismatches.append((mp, f"is from rank {rank}, which is model-parallel rank {places[rank]}"))
     elif len(files) > 1:
         seeded = {
             mp: place_of(f.tree, args[mp].get("seed"), seed_reader(source, f.path, f.objects.storages))
             for mp, f in files.items()
         }
-        for dim, own in (("tp", {mp: mp % tp for mp in files}), ("pp", {mp: mp // tp for mp in files})):
-            each = {mp: getattr(place, dim) for mp, place in seeded.items()}
-            if _same_values(each, own.values()):
-                wrong = [mp for mp in files if each[mp] != own[mp]]
-                found += [(mp, f"has the random states of {WHAT[dim]} {each[mp]}") for mp in wrong]
-    for mp, text in found:
+        for dim, ranks_of_dim in (
+            ("tp", {mp: mp % tp for mp in files}),
+            ("pp", {mp: mp // tp for mp in files}),
+        ):
+            seed_ranks = {mp: getattr(place, dim) for mp, place in seeded.items()}
+            if _same_values(seed_ranks, ranks_of_dim.values()):
+                wrong = [mp for mp in files if seed_ranks[mp] != ranks_of_dim[mp]]
+                mismatches += [(mp, f"has the random states of {WHAT[dim]} {seed_ranks[mp]}") for mp in wrong]
+    for mp, text in mismatches:
         yield mixed(f"{files[mp].path} {text}: it is in the place of another file", files[mp].path)
 
 
@@ -162,9 +164,9 @@ def _arguments(file: StatesFile) -> Mapping[str, Any]:
     return args if isinstance(args, Mapping) else {}
 
 
-def _same_values(found: Mapping[int, Any], wanted: Iterable[int]) -> bool:
-    values = list(found.values())
-    return all(type(v) is int for v in values) and set(values) == set(wanted)
+def _same_values(ranks: Mapping[int, Any], expected: Iterable[int]) -> bool:
+    values = list(ranks.values())
+    return all(type(v) is int for v in values) and set(values) == set(expected)
 
 
 def _stage(file: StatesFile) -> Any:

@@ -107,29 +107,29 @@ def parameter_shapes(file: StatesFile) -> list[dict[str, tuple[int, ...]]]:
     Raises:
         MalformedCheckpoint: It is no list of dicts of shapes.
     """
-    found = file.tree.get("param_shapes")
-    return group_shapes([] if found is None else [found] if isinstance(found, dict) else found, file.path)
+    stored = file.tree.get("param_shapes")
+    return group_shapes([] if stored is None else [stored] if isinstance(stored, dict) else stored, file.path)
 
 
 def group_shapes(groups: Any, path: str) -> list[dict[str, tuple[int, ...]]]:
     """Return a list of dicts FQN -> shape as plain values; raise `MalformedCheckpoint` for anything else."""
-    made: list[dict[str, tuple[int, ...]]] = []
-    seen: set[str] = set()
+    shapes_by_group: list[dict[str, tuple[int, ...]]] = []
+    listed_names: set[str] = set()
     for group in groups if isinstance(groups, (list, tuple)) else [None]:
         if not isinstance(group, dict):
             raise MalformedCheckpoint(f"{path}: shapes of parameters must be a list of dicts", file=path)
-        made.append({})
+        shapes_by_group.append({})
         for name, shape in group.items():
             dims = shape.value if isinstance(shape, Named) else shape
             if type(name) is not str or not isinstance(dims, (tuple, list)):
                 raise MalformedCheckpoint(f"{path}: shapes name {short_repr(name, 60)}", file=path)
             if any(type(n) is not int or not 0 <= n < 1 << 50 for n in dims):
                 raise MalformedCheckpoint(f"{path}: {name} has shape {short_repr(dims, 60)}", file=path)
-            if name in seen:
+            if name in listed_names:
                 raise MalformedCheckpoint(f"{path}: shapes name {short_repr(name, 60)} twice", file=path)
-            seen.add(name)
-            made[-1][name] = tuple(dims)
-    return made
+            listed_names.add(name)
+            shapes_by_group[-1][name] = tuple(dims)
+    return shapes_by_group
 
 
 def global_expert(name: str, rank: int, local: int) -> str:
@@ -143,10 +143,10 @@ def global_expert(name: str, rank: int, local: int) -> str:
         rank: Expert-parallel rank.
         local: Experts that each rank has in this layer.
     """
-    found = _EXPERT.match(name)
-    if found is None:
+    match = _EXPERT.match(name)
+    if match is None:
         return name
-    return f"{found['layer']}{int(found['expert']) + rank * local}{found['rest']}"
+    return f"{match['layer']}{int(match['expert']) + rank * local}{match['rest']}"
 
 
 class Partitions:
@@ -177,7 +177,7 @@ class Partitions:
         self._assembly, self._world, self._files = assembly, world, files
         self._model, self._placements, self._master = model, placements, master
         self._state = {dp: _optimizer(file) for dp, file in files.items()}
-        self._each = any("fp32_flat_groups" in s for s in self._state.values())
+        self._is_zero3 = any("fp32_flat_groups" in s for s in self._state.values())
         self._shapes = parameter_shapes(model)
         self._master_groups = {dp: self._masters(dp) for dp in self._state}
         self._local = _local_experts(self._shapes)
@@ -208,7 +208,7 @@ class Partitions:
                     if isinstance(v, StoredView) and len(v.shape) == 1
                 }
                 try:
-                    cut = cut_each if self._each else cut_together
+                    cut = cut_each if self._is_zero3 else cut_together
                     for f in cut(group.parameters, group.ranks, lengths) if lengths else ():
                         if f.parameter.name in shared:
                             yield from ((f.parameter.name, n) for n in (f.start, f.stop))
@@ -226,9 +226,9 @@ class Partitions:
                 "groups of parameters: they are of different saves",
                 file=path,
             )
-        for dp, other in self._state.items():
+        for dp, rank_state in self._state.items():
             for key in ("param_alignment_paddings", "partition_count"):
-                if other.get(key) != state.get(key):
+                if rank_state.get(key) != state.get(key):
                     raise MalformedCheckpoint(
                         f"{self._files[dp].path} has another {key} than {path}: they are of different saves",
                         file=self._files[dp].path,
@@ -238,7 +238,7 @@ class Partitions:
         for number, group in enumerate(shapes):
             behind = _paddings(paddings, number, len(group), path)
             ranks = _count(state.get("partition_count"), number, self._world.dp, path)
-            if self._each and ranks != self._world.dp:
+            if self._is_zero3 and ranks != self._world.dp:
                 raise MalformedCheckpoint(
                     f"{path} has parts of {ranks} ranks, {self._model.path} is of {self._world.dp} "
                     "data-parallel ranks: they are of different saves",
@@ -253,15 +253,15 @@ class Partitions:
                 FlatParameter(name, shape, pad)
                 for (name, shape), pad in zip(group.items(), behind, strict=True)
             )
-            experts = self._world.dp // ranks if not self._each else 1
+            experts = self._world.dp // ranks if not self._is_zero3 else 1
             yield Group(number, parameters, ranks, experts, blocks)
 
     def _members(self, group: Group) -> dict[int, list[int]]:
         """Expert-parallel rank -> data-parallel ranks with its partitions, of those whose file is there."""
-        found: dict[int, list[int]] = {e: [] for e in range(min(group.experts, _MAX_EXPERT_RANKS))}
+        members: dict[int, list[int]] = {e: [] for e in range(min(group.experts, _MAX_EXPERT_RANKS))}
         for dp in sorted(self._state):
-            found.setdefault(group.place(dp)[0], []).append(dp)
-        return found
+            members.setdefault(group.place(dp)[0], []).append(dp)
+        return members
 
     def _add_state(
         self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
@@ -304,7 +304,7 @@ class Partitions:
                 continue
             lengths = {n: v.shape[0] for n, v in buffers.items()}
             try:
-                cut = cut_each if self._each else cut_together
+                cut = cut_each if self._is_zero3 else cut_together
                 fragments = list(cut(group.parameters, group.ranks, lengths)) if lengths else []
             except UnfitPartition as error:
                 if key not in _ELEMENTWISE:
@@ -343,21 +343,23 @@ class Partitions:
         names = {p.name for p in group.parameters}
         slices: dict[int, dict[str, tuple[int, int]]] = {n: {} for n in of}
         for f in fragments:
-            slices[f.rank][f.parameter.name] = f.stop - f.start, f.at
+            slices[f.rank][f.parameter.name] = f.stop - f.start, f.buffer_start
         for n, dp in of.items():
             listed = _listed_slices(self._state[dp].get("param_slice_mappings"), group.number)
             if not listed or listed == slices[n]:
                 continue
-            strange = next((name for name in listed if name not in names), None)
-            if strange is not None:
+            unexpected = next((name for name in listed if name not in names), None)
+            if unexpected is not None:
                 path = self._files[dp].path
-                message = f"{path} lists {short_repr(strange, 80)}, {self._model.path} has no such parameter"
+                message = (
+                    f"{path} lists {short_repr(unexpected, 80)}, {self._model.path} has no such parameter"
+                )
                 self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
                 continue
-            other = next((m for m, each in slices.items() if each == listed), None)
-            if other is not None:
+            owner = next((m for m, rank_slices in slices.items() if rank_slices == listed), None)
+            if owner is not None:
                 path = self._files[dp].path
-                message = f"{path} lists the slices of {self._files[of[other]].path} (group {group.number})"
+                message = f"{path} lists the slices of {self._files[of[owner]].path} (group {group.number})"
                 self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
 
     def _require_in_memory(self, path: str) -> None:
@@ -379,8 +381,8 @@ class Partitions:
         cuts = self._cuts.get(f.parameter.name, ())
         inside = cuts[bisect_right(cuts, f.start) : bisect_left(cuts, f.stop)]
         for start, stop in pairwise([f.start, *inside, f.stop]):
-            at = f.at + start - f.start
-            self._assembly.run(target, buffer, at, f.parameter.shape, start, stop, placement)
+            buffer_start = f.buffer_start + start - f.start
+            self._assembly.run(target, buffer, buffer_start, f.parameter.shape, start, stop, placement)
 
     def _target(self, name: str, key: str) -> str:
         return self._master.get(name, f"{STATE}.{name}.{key}") if key == MASTER else f"{STATE}.{name}.{key}"
@@ -397,11 +399,11 @@ class Partitions:
     # --- what a file holds ---
 
     def _masters(self, dp: int) -> list[Any]:
-        found = next((self._state[dp][k] for k in _MASTERS if k in self._state[dp]), None)
-        if not isinstance(found, (list, tuple)):
+        masters = next((self._state[dp][k] for k in _MASTERS if k in self._state[dp]), None)
+        if not isinstance(masters, (list, tuple)):
             path = self._files[dp].path
             raise MalformedCheckpoint(f"{path} holds no list of master weights", file=path)
-        return list(found)
+        return list(masters)
 
     def _of_group(self, dp: int, values: Sequence[Any], number: int) -> Any:
         if number >= len(values):
@@ -416,11 +418,11 @@ class Partitions:
         state = self._state[dp]
         base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
         if isinstance(base, (list, tuple)):  # elastic_checkpoint: a dict for each group, without padding
-            found = base[number] if number < len(base) else {}
+            group_state = base[number] if number < len(base) else {}
         else:
             states = base.get("state") if isinstance(base, dict) else None
-            found = states.get(number, {}) if isinstance(states, dict) else {}
-        return found if isinstance(found, dict) else {}
+            group_state = states.get(number, {}) if isinstance(states, dict) else {}
+        return group_state if isinstance(group_state, dict) else {}
 
     def _add_objects(self, dp: int, state: Mapping[str, Any]) -> None:
         file = self._files[dp]
@@ -428,12 +430,12 @@ class Partitions:
         if isinstance(base, dict):
             for key, value in base.items():
                 if key != "state" or not isinstance(value, dict):
-                    self._assembly.value(f"optimizer.{key}", self._named(key, value), file, own=True)
+                    self._assembly.value(f"optimizer.{key}", self._named(key, value), file, per_file=True)
         elif isinstance(base, Refused):
             self._assembly.object("optimizer.base_optimizer_state", base, file.path)
         for key, value in state.items():
             if key not in LAYOUT:
-                self._assembly.value(f"optimizer.{key}", value, file, own=True)
+                self._assembly.value(f"optimizer.{key}", value, file, per_file=True)
         add_more(self._assembly, file)
 
     def _named(self, key: Any, value: Any) -> Any:
@@ -441,27 +443,28 @@ class Partitions:
         if key != "param_groups" or not isinstance(value, (list, tuple)) or self._world.mp > 1:
             return value
         shapes = self._shapes
-        made, seen = [], set[int]()
+        named_groups, used_numbers = [], set[int]()
         for group in value:
             numbers = group.get("params") if isinstance(group, dict) else None
             if not isinstance(numbers, list) or any(
                 type(n) is not int or not 0 <= n < len(shapes) for n in numbers
             ):
                 return value
-            if len({*numbers} | seen) != len(numbers) + len(seen):  # of two groups, or twice in one
+            # A number twice in one group, or in two groups, names nothing.
+            if len({*numbers} | used_numbers) != len(numbers) + len(used_numbers):
                 return value
-            seen.update(numbers)
+            used_numbers.update(numbers)
             experts = isinstance(group, dict) and group.get("moe")
             names = [name for n in numbers for name in shapes[n]]
-            made.append(group if experts else {**group, "params": names})
-        return made
+            named_groups.append(group if experts else {**group, "params": names})
+        return named_groups
 
 
 def add_more(assembly: Assembly, file: StatesFile) -> None:
     """Add what DeepSpeed itself does not write beside the optimizer's state."""
     for key, value in file.tree.items():
         if key not in _BESIDE_STATE:
-            assembly.value(f"optim_states.{key}", value, file, own=True)
+            assembly.value(f"optim_states.{key}", value, file, per_file=True)
 
 
 def _listed_slices(mappings: Any, number: int) -> dict[str, tuple[int, int]] | None:
@@ -469,7 +472,7 @@ def _listed_slices(mappings: Any, number: int) -> dict[str, tuple[int, int]] | N
     of_group = mappings[number] if isinstance(mappings, (list, tuple)) and number < len(mappings) else None
     if not isinstance(of_group, dict):
         return None
-    found: dict[str, tuple[int, int]] = {}
+    slices: dict[str, tuple[int, int]] = {}
     for name, address in of_group.items():
         fields = address.value[1] if isinstance(address, Named) and address.kind == "record" else None
         count, start = (
@@ -477,31 +480,31 @@ def _listed_slices(mappings: Any, number: int) -> dict[str, tuple[int, int]] | N
         )
         if type(name) is not str or type(count) is not int or type(start) is not int:
             return None
-        found[name] = count, start
-    return found
+        slices[name] = count, start
+    return slices
 
 
 def _optimizer(file: StatesFile) -> dict[str, Any]:
-    found = file.tree.get("optimizer_state_dict")
-    if not isinstance(found, dict):
+    state = file.tree.get("optimizer_state_dict")
+    if not isinstance(state, dict):
         raise MalformedCheckpoint(f"{file.path} holds no optimizer_state_dict", file=file.path)
-    return found
+    return state
 
 
 def _paddings(paddings: Any, number: int, count: int, path: str) -> Sequence[int]:
     if paddings is None or paddings == []:  # before 0.19.7
         return [0] * count
-    found = paddings[number] if isinstance(paddings, (list, tuple)) and number < len(paddings) else None
+    of_group = paddings[number] if isinstance(paddings, (list, tuple)) and number < len(paddings) else None
     if (
-        not isinstance(found, (list, tuple))
-        or len(found) != count
-        or any(type(n) is not int or not 0 <= n < 1 << 40 for n in found)
+        not isinstance(of_group, (list, tuple))
+        or len(of_group) != count
+        or any(type(n) is not int or not 0 <= n < 1 << 40 for n in of_group)
     ):
         raise MalformedCheckpoint(
             f"{path}: param_alignment_paddings of group {number} are not those of {count} parameters",
             file=path,
         )
-    return list(found)
+    return list(of_group)
 
 
 def _count(value: Any, number: int, dp: int, path: str) -> int:
@@ -517,14 +520,14 @@ def _count(value: Any, number: int, dp: int, path: str) -> int:
 
 
 def _layer(name: str) -> str:
-    found = _EXPERT.match(name)
-    return found["layer"] if found else ""
+    match = _EXPERT.match(name)
+    return match["layer"] if match else ""
 
 
 def _local_experts(shapes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """MoE layer -> experts that one rank has of it, which may be spread over groups."""
-    found: dict[str, int] = {}
+    experts_by_layer: dict[str, int] = {}
     for name in (n for group in shapes for n in group):
         if m := _EXPERT.match(name):
-            found[m["layer"]] = max(found.get(m["layer"], 0), 1 + int(m["expert"]))
-    return found
+            experts_by_layer[m["layer"]] = max(experts_by_layer.get(m["layer"], 0), 1 + int(m["expert"]))
+    return experts_by_layer

@@ -74,13 +74,13 @@ def read_file(source: Source, path: str, shared: SharedTrees | None = None) -> S
     """
     size = source.listing[path]
     shared = shared_trees() if shared is None else shared
-    found = read_objects(FileRange(source.store, path, 0, size), path, TABLE, shared)
-    return StatesFile(path, size, found)
+    objects = read_objects(FileRange(source.store, path, 0, size), path, TABLE, shared)
+    return StatesFile(path, size, objects)
 
 
-def _finished(found: Objects, nbytes: int, path: str) -> Objects:
-    refused = list(found.refused)
-    tree = plain(found.tree, nbytes, path, refused)
+def _finished(objects: Objects, nbytes: int, path: str) -> Objects:
+    refused = list(objects.refused)
+    tree = plain(objects.tree, nbytes, path, refused)
     if not isinstance(tree, dict):
         raise MalformedCheckpoint(f"{path} must hold a dict (got {kind_of(tree)})", file=path)
-    return replace(found, tree=tree, refused=tuple(refused))
+    return replace(objects, tree=tree, refused=tuple(refused))

@@ -62,10 +62,10 @@ def missing_layers(
     if not files.layers and any("module" not in f.tree or f.tree["module"] is not None for f in _of(states)):
         return
     tp = states.world.tp
-    found = {int(n.partition(".")[0]) for s in trained.values() for n in s if _LAYER.match(n)}
-    found |= {layer for layer, _ in files.layers}
-    wanted = ((layer, rank) for layer in sorted(found) for rank in range(tp))
-    for layer, rank in islice((w for w in wanted if w not in files.layers), _MAX_REPORTED):
+    layers = {int(n.partition(".")[0]) for s in trained.values() for n in s if _LAYER.match(n)}
+    layers |= {layer for layer, _ in files.layers}
+    layer_ranks = ((layer, rank) for layer in sorted(layers) for rank in range(tp))
+    for layer, rank in islice((w for w in layer_ranks if w not in files.layers), _MAX_REPORTED):
         suffix = f"-model_{rank:02d}" if tp > 1 else ""
         path = f"layer_{layer:02d}{suffix}-model_states.pt"
         message = f"{path} is missing: its parameters are listed, or other ranks have the layer"
@@ -77,8 +77,8 @@ def missing_tied_layers(trained: Mapping[int, Mapping[str, Shape]], layers: Laye
 
     Not every layer that is tied has a file: one with a ``forward_fn`` is a function.
     """
-    names = {name: m["rest"] for each in trained.values() for name in each if (m := TIED.match(name))}
-    have = {name.partition(".")[2] for own in layers.values() for name in own.names}
+    names = {name: m["rest"] for shapes in trained.values() for name in shapes if (m := TIED.match(name))}
+    have = {name.partition(".")[2] for layer_file in layers.values() for name in layer_file.names}
     for name in [n for n, rest in names.items() if rest not in have][: _MAX_REPORTED if layers else 0]:
         message = f"a layer_*-model_states.pt is missing: none holds {short_repr(name, 80)}, which is listed"
         yield finding("missing-rank", "files", message, fqn=name)
@@ -92,14 +92,16 @@ def missing_shapes(states: ModelStates, layers: Layers) -> Iterator[Finding]:
     """
     tp, first_files = states.world.tp, states.firsts()
     for rank in sorted({mp % tp for mp in first_files}) if layers else ():  # not all that a field claims
-        stored = Counter(s for (_, t), own in layers.items() if t == rank for s in own.shapes.values())
-        wanted: Counter[Shape] = Counter()
+        stored = Counter(
+            s for (_, t), layer_file in layers.items() if t == rank for s in layer_file.shapes.values()
+        )
+        needed: Counter[Shape] = Counter()
         for mp, file in first_files.items():
             if mp % tp == rank:
-                wanted.update(s for s in _state_shapes(file) if len(s) > 1)
-        for shape in islice(wanted - stored, _MAX_REPORTED):
+                needed.update(s for s in _state_shapes(file) if len(s) > 1)
+        for shape in islice(needed - stored, _MAX_REPORTED):
             message = (
-                f"optimizers have states of {wanted[shape]} parameters {list(shape)}, the files of layers "
+                f"optimizers have states of {needed[shape]} parameters {list(shape)}, the files of layers "
                 f"hold {stored[shape]}: a layer_*-model_states.pt is missing"
             )
             if not stored[shape]:
@@ -115,13 +117,13 @@ def misplaced_layers(layers: Layers, listed: Iterable[str]) -> Iterator[Finding]
         layers: The files.
         listed: Names that ``param_shapes`` has.
     """
-    wanted: dict[str, set[str]] = {}
+    names_by_layer: dict[str, set[str]] = {}
     for name in listed:
-        wanted.setdefault(name.partition(".")[0], set()).add(name)
-    for (layer, _), own in layers.items():
-        lost = min(wanted.get(str(layer), set()) - own.names, default=None)
+        names_by_layer.setdefault(name.partition(".")[0], set()).add(name)
+    for (layer, _), layer_file in layers.items():
+        lost = min(names_by_layer.get(str(layer), set()) - layer_file.names, default=None)
         if lost is not None:
-            path = own.file.path
+            path = layer_file.file.path
             yield mixed(f"{path} has no {short_repr(lost, 80)}: it is in the place of another file", path)
 
 
@@ -144,12 +146,14 @@ def unlisted_layers(
         return
     frozen = any(isinstance(f.tree.get("frozen_param_shapes"), dict) for f in _of(states))
     surplus = [
-        own
-        for own in layers.values()
-        if own.names - buffers and not own.names & listed and not own.names <= buffers | aliases
+        layer_file
+        for layer_file in layers.values()
+        if layer_file.names - buffers
+        and not layer_file.names & listed
+        and not layer_file.names <= buffers | aliases
     ]
-    for own in surplus[:_MAX_REPORTED]:
-        path, name = own.file.path, f"module.{min(own.names - buffers)}"
+    for layer_file in surplus[:_MAX_REPORTED]:
+        path, name = layer_file.file.path, f"module.{min(layer_file.names - buffers)}"
         message = f"{path} holds {short_repr(name, 80)}, and no *_model_states.pt lists a parameter of it"
         if frozen:
             yield mixed(f"{message}: it is of another save", path)
@@ -171,8 +175,8 @@ def _of(states: ModelStates) -> Iterable[StatesFile]:
 def _state_shapes(file: StatesFile) -> Iterator[Shape]:
     """Shapes of parameters by the states of an optimizer without ZeRO."""
     state = file.tree.get("optimizer")
-    found = numbered(state.get("optimizer_state_dict", state)) if isinstance(state, dict) else None
-    for values in found.state.values() if found else ():
+    optimizer = numbered(state.get("optimizer_state_dict", state)) if isinstance(state, dict) else None
+    for values in optimizer.state.values() if optimizer else ():
         moments = (values.get(key) for key in _OF_PARAMETER) if isinstance(values, dict) else ()
         shape = next((v.shape for v in moments if isinstance(v, StoredView)), None)
         if shape is not None:

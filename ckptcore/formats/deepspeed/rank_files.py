@@ -63,10 +63,10 @@ class ModelStates:
 
     def firsts(self) -> dict[int, StatesFile]:
         """The first file of every model-parallel rank that has one."""
-        found: dict[int, StatesFile] = {}
+        first_files: dict[int, StatesFile] = {}
         for (_, mp), file in self.files.items():
-            found.setdefault(mp, file)
-        return {mp: found[mp] for mp in sorted(found)}
+            first_files.setdefault(mp, file)
+        return {mp: first_files[mp] for mp in sorted(first_files)}
 
     @property
     def sample(self) -> StatesFile:
@@ -96,33 +96,33 @@ def read_model_states(
             hint="copy the model-state files from where the checkpoint was written",
         )
     if files.twice:
-        one, other = files.twice[0]
+        first_path, second_path = files.twice[0]
         raise MalformedCheckpoint(
-            f"{one} and {other} are of the same rank: nothing says which belongs to this save",
-            file=other,
+            f"{first_path} and {second_path} are of the same rank: nothing says which belongs to this save",
+            file=second_path,
             hint="move the files of the other save away",
         )
-    found = {rank: read_file(source, path, shared) for rank, path in files.model.items()}
-    first = next(iter(found.values()))
+    states = {rank: read_file(source, path, shared) for rank, path in files.model.items()}
+    first = next(iter(states.values()))
     world = _world(first, files)
-    for file in found.values():
+    for file in states.values():
         if file.tree.get("ds_autoep_layers"):
             raise UnsupportedFormat(
                 f"cannot read {file.path}: its experts are partitioned by AutoEP",
                 hint="save the model with save_16bit_model in the job that wrote it",
             )
     _require_all_ranks_partitioned(first, world)
-    findings = [*_mixed(found), *_both_forms(found), *_missing(files, found, world, _stage(first))]
-    kept = {rank: f for rank, f in found.items() if rank[0] < world.dp and rank[1] < world.mp}
+    findings = [*_mixed(states), *_both_forms(states), *_missing(files, states, world, _stage(first))]
+    of_job = {rank: f for rank, f in states.items() if rank[0] < world.dp and rank[1] < world.mp}
     size = f"{world.dp} data-parallel x {world.mp} model-parallel ranks"
     findings += [
         finding("mixed-saves", "files", f"{file.path} is of no rank of {size}", file=file.path)
-        for rank, file in found.items()
-        if rank not in kept
+        for rank, file in states.items()
+        if rank not in of_job
     ]
-    if not kept:
+    if not of_job:
         raise MalformedCheckpoint(f"no file of {source.store.url} is of a rank of the job that it records")
-    return ModelStates(world, kept, _stage(first), tuple(findings))
+    return ModelStates(world, of_job, _stage(first), tuple(findings))
 
 
 def _require_all_ranks_partitioned(file: StatesFile, world: RankGrid) -> None:
@@ -179,39 +179,38 @@ def _stage(file: StatesFile) -> int:
     return stage if type(stage) is int and 0 <= stage <= 3 else 0
 
 
-def _mixed(found: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
-    first = next(iter(found.values()))
-    for file in found.values():
+def _mixed(states: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
+    first = next(iter(states.values()))
+    for file in states.values():
         for key in _ALIKE:
-            one, other = first.tree.get(key), file.tree.get(key)
-            if one != other:
-                message = (
-                    f"{file.path} has {key} {short_repr(other, 40)}, {first.path} has {short_repr(one, 40)}"
-                )
+            in_first, in_file = first.tree.get(key), file.tree.get(key)
+            if in_first != in_file:
+                text = f"{file.path} has {key} {short_repr(in_file, 40)}"
+                message = f"{text}, {first.path} has {short_repr(in_first, 40)}"
                 yield finding("mixed-saves", "files", message, file=file.path)
 
 
-def _both_forms(found: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
+def _both_forms(states: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
     """Findings for files of ZeRO-3, one a rank, beside the one for all ranks of the other stages."""
-    for dp, mp in found:
-        if dp >= 0 and (-1, mp) in found:
-            message = f"{found[dp, mp].path} is of ZeRO-3, and {found[-1, mp].path} is of another stage"
-            yield finding("mixed-saves", "files", message, file=found[dp, mp].path)
+    for dp, mp in states:
+        if dp >= 0 and (-1, mp) in states:
+            message = f"{states[dp, mp].path} is of ZeRO-3, and {states[-1, mp].path} is of another stage"
+            yield finding("mixed-saves", "files", message, file=states[dp, mp].path)
 
 
 def _missing(
-    files: CheckpointFiles, found: Mapping[tuple[int, int], StatesFile], world: RankGrid, stage: int
+    files: CheckpointFiles, states: Mapping[tuple[int, int], StatesFile], world: RankGrid, stage: int
 ) -> Iterator[Finding]:
     """Findings for files of ranks that are not there: optimizer partitions are the job of ZeRO alone."""
-    each = any(dp >= 0 for dp, _ in found)
+    is_zero3 = any(dp >= 0 for dp, _ in states)
     # Only a partitioned optimizer has `param_shapes`, whatever the configuration calls its stage.
-    partitioned = stage > 0 or any(f.tree.get("param_shapes") for f in found.values())
-    wanted = [
-        (files.model, "{zero}mp_rank_{mp:02d}_model_states.pt", range(world.dp) if each else (-1,)),
+    partitioned = stage > 0 or any(f.tree.get("param_shapes") for f in states.values())
+    expected = [
+        (files.model, "{zero}mp_rank_{mp:02d}_model_states.pt", range(world.dp) if is_zero3 else (-1,)),
         (files.optim, "{bf16}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt", range(world.dp)),
     ]
     prefix = next((p for p in files.optim.values()), "").partition("zero_pp_rank")[0]
-    for have, name, ranks in wanted:
+    for have, name, ranks in expected:
         if have is files.optim and not have and (files.universal or not partitioned):
             continue
         lost = ((dp, mp) for dp, mp in product(ranks, range(world.mp)) if (dp, mp) not in have)

@@ -151,10 +151,10 @@ class _Reader:
         zero3 = any(dp >= 0 for dp, _ in states.files)
         # Without ZeRO nothing records which parameter a master is of, and weights are the default.
         computed = self._neox.computed if self._neox is not None else {}
-        means = sorted(name for name, how in computed.items() if how == "mean")
+        means = sorted(name for name, operation in computed.items() if operation == "mean")
         if means:
-            more = f" and {len(means) - 1} more" if means[1:] else ""
-            message = f"the copies of {MODEL}{means[0]}{more} differ between ranks: their mean is taken"
+            suffix = f" and {len(means) - 1} more" if means[1:] else ""
+            message = f"the copies of {MODEL}{means[0]}{suffix} differ between ranks: their mean is taken"
             builder.findings.append(finding("averaged-copies", "coverage", message, fqn=MODEL + means[0]))
         preferred = "master" if partitioned and not computed else "module"
         chosen = preferred if self._source.weights == "auto" else self._source.weights
@@ -162,19 +162,20 @@ class _Reader:
             raise UnsupportedFormat(
                 "the checkpoint has no master weights that anything names", hint="leave out --weights master"
             )
-        own = chosen == "master" and masters
+        use_masters = chosen == "master" and masters
         if zero3 and self._source.weights == "module":
             raise UnsupportedFormat(
                 "ZeRO-3 stores master weights alone: there are no others to choose",
                 hint="leave out --weights module",
             )
         self._experts = {n for p in parts for n in p.values} if files.experts else set[str]()
-        self._add_masters(placements, own)
+        # Masters first: a stored weight of another dtype or cut then goes below `LOW_PRECISION`.
+        self._add_masters(placements, use_masters)
         every_tie = self._ties(parts, placements)
-        ties = every_tie if own else {}
+        ties = every_tie if use_masters else {}
         self._alias(ties)
         for part in parts:
-            self._add_weights(part, placements, own)
+            self._add_weights(part, placements, use_masters)
         self._add_frozen(placements)
         self._alias({a: o for a, o in ties.items() if a in self._placeholders})  # owners that are frozen
         for name, stored in self._copies:
@@ -190,7 +191,7 @@ class _Reader:
         self._assembly.add_unused(self._opened)
         self._note_stray()
         self._require_names()
-        manifest = builder.build(NAME, self._source.store.url, self._origin(own, masters))
+        manifest = builder.build(NAME, self._source.store.url, self._origin(use_masters, masters))
         return with_computed(manifest, computed, states.world.tp, MODEL)
 
     # --- which weights there are ---
@@ -222,12 +223,12 @@ class _Reader:
                 self._expert_keys[layer, expert, mp] = path, list(values)
                 yield _Part(file, mp % world.tp, values)
 
-    def _has_rank(self, known: bool, path: str) -> bool:
-        if not known:
+    def _has_rank(self, in_job: bool, path: str) -> bool:
+        if not in_job:
             world = self._states.world
             message = f"{path} is of no rank of {world.tp} tensor-parallel x {world.pp} pipeline ranks"
             self._builder.findings.append(finding("mixed-saves", "files", message, file=path))
-        return known
+        return in_job
 
     def _compare_buffers(self, file: StatesFile, module: Mapping[str, Any]) -> None:
         """ZeRO-3: each rank has buffers of its own; rank 0's are the model's, as in DeepSpeed's own tools."""
@@ -239,22 +240,21 @@ class _Reader:
 
     def _missing_experts(self) -> Iterator[Finding]:
         """Findings for experts whose file is missing: ``num_experts`` has how many each MoE layer has."""
-        found: dict[int, set[int]] = {}
+        experts_by_layer: dict[int, set[int]] = {}
         for layer, expert, _ in self._files.experts:
-            found.setdefault(layer, set()).add(expert)
+            experts_by_layer.setdefault(layer, set()).add(expert)
         stored = self._states.sample.tree.get("num_experts")
         counts = stored if isinstance(stored, list) else []
         # Before MoE layers had numbers (-1), one file had the experts of all of them.
-        if len(counts) > len(found) and -1 not in found:
-            lost = ", ".join(map(str, absent(found, len(counts), 5)))
-            message = (
-                f"the files of experts of {len(counts) - len(found)} MoE layers are missing (layer {lost})"
-            )
+        if len(counts) > len(experts_by_layer) and -1 not in experts_by_layer:
+            lost = ", ".join(map(str, absent(experts_by_layer, len(counts), 5)))
+            absent_layers = len(counts) - len(experts_by_layer)
+            message = f"the files of experts of {absent_layers} MoE layers are missing (layer {lost})"
             yield finding("missing-rank", "files", message)
-        for place, layer in enumerate(sorted(found)):
-            known = counts[place] if place < len(counts) else None
-            count = known if type(known) is int else 1 + max(found[layer])
-            for expert in absent(found[layer], count, 20):
+        for place, layer in enumerate(sorted(experts_by_layer)):
+            stored_count = counts[place] if place < len(counts) else None
+            count = stored_count if type(stored_count) is int else 1 + max(experts_by_layer[layer])
+            for expert in absent(experts_by_layer[layer], count, 20):
                 prefix = f"layer_{layer}_" if layer >= 0 else ""
                 path = f"{prefix}expert_{expert}_mp_rank_00_model_states.pt"
                 message = f"{path} is missing: layer {layer} has {count} experts"
@@ -280,25 +280,27 @@ class _Reader:
                     shapes.setdefault(name, {}).setdefault(part.tp, value.shape)
         tree = self._states.sample.tree
         if INFO not in tree:
-            first = {name: next(iter(each.values())) for name, each in shapes.items()}
+            first = {name: next(iter(shards.values())) for name, shards in shapes.items()}
             self._neox = neox_ranks(self._source, tree, first, tp, _sums(parts))
         rules = self._neox or TensorParallel(tree, list(shapes), tp)
-        made: dict[str, dict[int, ShardPlacement]] = {}
-        for name, each in shapes.items():
+        placements: dict[str, dict[int, ShardPlacement]] = {}
+        for name, shard_shapes in shapes.items():
             try:
-                replicated = name in self._buffers and len(set(each.values())) == 1
-                made[name] = {r: same(s) for r, s in each.items()} if replicated else rules.place(name, each)
+                if name in self._buffers and len(set(shard_shapes.values())) == 1:
+                    placements[name] = {rank: same(shape) for rank, shape in shard_shapes.items()}
+                else:
+                    placements[name] = rules.place(name, shard_shapes)
             except Unmerged as error:
                 self._assembly.unread(MODEL + name, f"its shards cannot be joined: {error}", "")
                 message = f"cannot join the tensor-parallel shards of {name}: {error}"
                 self._builder.findings.append(finding("unmerged-tensor", "files", message, fqn=MODEL + name))
-        return made
+        return placements
 
     # --- adding ---
 
-    def _add_masters(self, placements: Mapping[str, dict[int, ShardPlacement]], own: bool) -> None:
+    def _add_masters(self, placements: Mapping[str, dict[int, ShardPlacement]], use_masters: bool) -> None:
         tp = self._states.world.tp
-        target = {name: MODEL + name for name in self._master_names()} if own else {}
+        target = {name: MODEL + name for name in self._master_names()} if use_masters else {}
         if self._universal:
             trained = {n for shapes in self._trained.values() for n in shapes}
             shapes = self._merged_shapes(placements)
@@ -309,7 +311,7 @@ class _Reader:
         self._opened += partitions.values()
         self._builder.findings += misplaced_partitions(self._states, partitions)
         cuts: dict[str, list[int]] = {}
-        made: list[Partitions] = []
+        partitions_of_ranks: list[Partitions] = []
         for mp, model in self._ranks.items():
             of_rank = {dp: file for (dp, m), file in partitions.items() if m == mp}
             if of_rank and not self._named:
@@ -317,20 +319,22 @@ class _Reader:
             elif of_rank:
                 own_placements = {n: placements.get(n, {}).get(mp % tp) for n in self._trained[mp]}
                 world = self._states.world
-                made.append(Partitions(self._assembly, world, of_rank, model, own_placements, target, cuts))
+                partitions_of_ranks.append(
+                    Partitions(self._assembly, world, of_rank, model, own_placements, target, cuts)
+                )
             elif isinstance(model.tree.get("optimizer"), dict):
                 weights, several = self._trainable(model), self._states.world.mp > 1
                 of_rank_placed = {n: placements.get(n, {}).get(mp % tp) for n in weights}
                 add_unpartitioned(
-                    self._assembly, self._source, model, weights, of_rank_placed, own, several=several
+                    self._assembly, self._source, model, weights, of_rank_placed, use_masters, several=several
                 )
         often = Counter(name for shapes in self._trained.values() for name in shapes)
         shared = {name for name, n in often.items() if n > 1}
-        found = {row for each in made for row in each.starts(shared)} if shared else set()
-        for name, start in sorted(found):
+        starts = {row for rank in partitions_of_ranks for row in rank.starts(shared)} if shared else set()
+        for name, start in sorted(starts):
             cuts.setdefault(name, []).append(start)
-        for each in made:
-            each.add()
+        for rank_partitions in partitions_of_ranks:
+            rank_partitions.add()
         for path in self._files.expert_optim.values():
             file = self._open(path)
             for key, value in file.tree.items():
@@ -343,13 +347,14 @@ class _Reader:
             self._builder.findings.append(finding("unnamed-states", "files", message, file=file.path))
             for key, value in file.tree.items():
                 if key == "optimizer_state_dict":
-                    self._assembly.value("optimizer", value, file, own=True)
+                    self._assembly.value("optimizer", value, file, per_file=True)
             add_more(self._assembly, file)
 
     def _alias(self, ties: Mapping[str, str]) -> None:
         for alias in ties:
             owner, steps = ties[alias], 0
-            while owner in ties and steps < 64:  # a tie of a tie
+            # A tie of a tie; a crafted file may tie names in a circle.
+            while owner in ties and steps < 64:
                 owner, steps = ties[owner], steps + 1
             self._assembly.alias_all(alias, owner, (MODEL, f"{STATE}."))
 
@@ -360,7 +365,7 @@ class _Reader:
 
     def _merged_shapes(self, placements: Mapping[str, dict[int, ShardPlacement]]) -> dict[str, Shape]:
         """Return FQN -> shape of the logical parameter."""
-        return {name: next(iter(each.values())).shape for name, each in placements.items() if each}
+        return {name: next(iter(shards.values())).shape for name, shards in placements.items() if shards}
 
     def _trainable(self, model: StatesFile) -> dict[str, StoredView]:
         module = model.tree.get("module")
@@ -390,17 +395,17 @@ class _Reader:
         listed = self._master_names()
         tied: dict[str, list[str]] = {}
         for name in listed:
-            if found := TIED.match(name):
-                tied.setdefault(found["rest"], []).append(name)
+            if match := TIED.match(name):
+                tied.setdefault(match["rest"], []).append(name)
         for name in self._layer_names - listed - self._buffers:
             owners = tied.get(name.partition(".")[2], [])
             if len(owners) == 1 and shapes.get(name) == shapes.get(owners[0]):
                 ties.setdefault(name, owners[0])
         for part in parts:
-            seen: dict[Any, str] = {}
+            owner_of_view: dict[Any, str] = {}
             for name, value in part.values.items():
                 if isinstance(value, StoredView) and 0 not in value.shape:
-                    owner = seen.setdefault(
+                    owner = owner_of_view.setdefault(
                         (value.key, value.offset, value.dtype, value.shape, value.strides), name
                     )
                     if owner != name:
@@ -408,7 +413,7 @@ class _Reader:
         return ties
 
     def _add_weights(
-        self, part: _Part, placements: Mapping[str, dict[int, ShardPlacement]], own: bool
+        self, part: _Part, placements: Mapping[str, dict[int, ShardPlacement]], use_masters: bool
     ) -> None:
         for name, value in part.values.items():
             if not isinstance(value, StoredView):
@@ -421,8 +426,8 @@ class _Reader:
             if placement is None or _is_placeholder(part, value):
                 self._assembly.place(FileTensor(part.file, value), name)  # not joined, or empty
                 continue
-            known = own and self._assembly.has(MODEL + name)
-            low = known and not self._assembly.fits(MODEL + name, value.dtype, placement)
+            has_master = use_masters and self._assembly.has(MODEL + name)
+            low = has_master and not self._assembly.fits(MODEL + name, value.dtype, placement)
             target = f"{LOW_PRECISION if low else MODEL}{name}"
             if self._neox is not None and name in self._neox.computed:
                 target = part_name(target, part.tp)
@@ -472,21 +477,21 @@ class _Reader:
         for key, value in file.tree.items():
             if key in LAYOUT_KEYS or value is None:
                 continue
-            self._assembly.value(str(key), value, file, own=several)
+            self._assembly.value(str(key), value, file, per_file=several)
 
     def _misplaced(
         self, placements: Mapping[str, dict[int, ShardPlacement]], aliases: Set[str]
     ) -> Iterator[Finding]:
         """Findings for rank files in the place of others; tensor ranks that share everything may be equal."""
         tp, models = self._states.world.tp, self._states.files
-        cut = any(len(set(each.values())) > 1 for each in placements.values())
+        cut = any(len(set(shards.values())) > 1 for shards in placements.values())
         listed = self._master_names()
         yield from misplaced_layers(self._layers, listed)
         if self._named:
-            known = listed | {name for shapes in self._frozen.values() for name in shapes}
-            yield from unlisted_layers(self._states, self._layers, known, self._buffers, aliases)
+            recorded_names = listed | {name for shapes in self._frozen.values() for name in shapes}
+            yield from unlisted_layers(self._states, self._layers, recorded_names, self._buffers, aliases)
         # Both files of a tied layer hold the same: their names are those of `tied_modules`.
-        layers = {at: own.file for at, own in self._layers.items() if own.names & listed}
+        layers = {key: layer.file for key, layer in self._layers.items() if layer.names & listed}
         complete = {mp: file for (dp, mp), file in models.items() if dp < 0}
         tensor_ranks = {mp % tp for mp in (*(mp for _, mp in self._partitions), *complete)}
         tensor_ranks |= {rank for _, rank in layers}
@@ -527,15 +532,15 @@ class _Reader:
                 raise NameMismatch(f"two values of the checkpoint have the name {short_repr(name, 80)}")
             names.add(name)
 
-    def _origin(self, own: bool, masters: bool) -> dict[str, Any]:
+    def _origin(self, use_masters: bool, masters: bool) -> dict[str, Any]:
         world, tree = self._states.world, self._states.sample.tree
-        kind = "fp32 master weights" if own else "weights as stored"
+        kind = "fp32 master weights" if use_masters else "weights as stored"
         return {
             "step": _number(tree.get("global_steps")),
             "deepspeed": short_repr(tree.get("ds_version"), 40),
             "zero_stage": _number(config_value(tree, "zero_optimization", "stage")),
             "mesh": {"dp": world.dp, "tp": world.tp, "pp": world.pp},
-            "weights": "master" if own else "module",
+            "weights": "master" if use_masters else "module",
             "masters": masters,
             "model": {"prefix": MODEL, "because": f"DeepSpeed keeps the model under module ({kind})"},
         }
@@ -554,19 +559,19 @@ def _frozen_shapes(file: StatesFile) -> dict[str, Shape]:
     value = file.tree.get("frozen_param_shapes")
     if value is None:
         return {}
-    (found,) = group_shapes([value], file.path)
-    return found
+    (shapes,) = group_shapes([value], file.path)
+    return shapes
 
 
 def _texts(file: StatesFile, key: str) -> dict[str, str]:
-    found = file.tree.get(key)
-    items = found.items() if isinstance(found, dict) else ()
+    pairs = file.tree.get(key)
+    items = pairs.items() if isinstance(pairs, dict) else ()
     return {k: v for k, v in items if type(k) is str and type(v) is str}
 
 
 def _names(file: StatesFile, key: str) -> list[str]:
-    found = file.tree.get(key)
-    return [n for n in found if type(n) is str] if isinstance(found, (list, tuple, set)) else []
+    names = file.tree.get(key)
+    return [n for n in names if type(n) is str] if isinstance(names, (list, tuple, set)) else []
 
 
 def _number(value: Any) -> int | None:
@@ -589,10 +594,10 @@ def _tensors(part: _Part) -> Iterable[tuple[str, StoredView]]:
 
 def _flat(values: Mapping[Any, Any], path: str) -> dict[str, Any]:
     """A state dict by dotted names; Megatron-DeepSpeed nests them."""
-    made: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
         for name, _, leaf in leaves_below(value, str(key), StoredView):
-            if name in made:
+            if name in leaves:
                 raise NameMismatch(f"{path}: two values have the name {short_repr(name, 80)}")
-            made[name] = leaf
-    return made
+            leaves[name] = leaf
+    return leaves

@@ -110,8 +110,8 @@ class TensorParallel:
         widths, version = self._info.get(_WIDTHS), self._info.get("universal_checkpoint_version", 0.0)
         if type(version) not in (int, float):
             raise Unmerged(f"universal_checkpoint_version is {short_repr(version, 40)}")
-        found = widths.get(pattern) if isinstance(widths, dict) else None
-        return _by_sub_params(fields, found, version, shapes, self._degree)
+        rank_widths = widths.get(pattern) if isinstance(widths, dict) else None
+        return _by_sub_params(fields, rank_widths, version, shapes, self._degree)
 
     def _concatenated(self, name: str, rule: str | None, shape: Shape, dim: int, rank: int) -> ShardPlacement:
         if rule == "halves":
@@ -121,16 +121,16 @@ class TensorParallel:
             return cut_parts(shape, 0, [(half, half * self._degree)] * 2, self._degree, rank)
         full = shape[dim] * self._degree
         if rule == "vocabulary":
-            kept = self._info.get("original_vocab_size")
-            if type(kept) is int and 0 < kept < full:
-                return _stripped(shape, rank, kept)
+            vocabulary = self._info.get("original_vocab_size")
+            if type(vocabulary) is int and 0 < vocabulary < full:
+                return _stripped(shape, rank, vocabulary)
         return cut_parts(shape, dim, [(shape[dim], full)], self._degree, rank)
 
     def _match(self, names: Sequence[str]) -> None:
-        found = self._info.get("affine_map")
-        if found is not None:
-            version = found.get("version") if isinstance(found, dict) else None
-            params = found.get("params") if isinstance(found, dict) else None
+        affine_map = self._info.get("affine_map")
+        if affine_map is not None:
+            version = affine_map.get("version") if isinstance(affine_map, dict) else None
+            params = affine_map.get("params") if isinstance(affine_map, dict) else None
             if version != 1 or not isinstance(params, dict) or any(type(p) is not str for p in params):
                 raise UnsupportedFormat(
                     f"affine_map of version {short_repr(version, 20)} is not known (1 is)",
@@ -144,54 +144,59 @@ class TensorParallel:
             for matched in _matches(_texts(self._info, key), names).values():
                 for name in matched:
                     self._rules.setdefault(name, rule)
-        for one in _entries(self._info, _SUB_PARAMS):
-            fields = one.value[1] if isinstance(one, Named) and one.kind == "record" else one
+        for sub_params in _entries(self._info, _SUB_PARAMS):
+            is_record = isinstance(sub_params, Named) and sub_params.kind == "record"
+            fields = sub_params.value[1] if is_record else sub_params
             if not isinstance(fields, dict):
-                raise MalformedCheckpoint(f"{_SUB_PARAMS} lists {short_repr(one, 40)}")
+                raise MalformedCheckpoint(f"{_SUB_PARAMS} lists {short_repr(sub_params, 40)}")
             for pattern, matched in _matches(_texts(fields, "patterns"), names).items():
                 first = ("replicated", "halves")  # which the converter asks before
-                kept = [n for n in matched if self._rules.get(n) not in first and n not in self._sub_params]
-                self._sub_params |= dict.fromkeys(kept, (fields, pattern))
+                unplaced = [
+                    n for n in matched if self._rules.get(n) not in first and n not in self._sub_params
+                ]
+                self._sub_params |= dict.fromkeys(unplaced, (fields, pattern))
 
 
 def _texts(values: Mapping[str, Any], key: str) -> list[str]:
-    found = values.get(key) or []
-    if not isinstance(found, (list, tuple)) or any(type(p) is not str for p in found):
-        raise MalformedCheckpoint(f"{key} must be a list of patterns (got {short_repr(found, 40)})")
-    return list(found)
+    patterns = values.get(key) or []
+    if not isinstance(patterns, (list, tuple)) or any(type(p) is not str for p in patterns):
+        raise MalformedCheckpoint(f"{key} must be a list of patterns (got {short_repr(patterns, 40)})")
+    return list(patterns)
 
 
 def _entries(values: Mapping[str, Any], key: str) -> list[Any]:
-    found = values.get(key) or []
-    if not isinstance(found, (list, tuple)):
-        raise MalformedCheckpoint(f"{key} must be a list (got {short_repr(found, 40)})")
-    return list(found)
+    rules = values.get(key) or []
+    if not isinstance(rules, (list, tuple)):
+        raise MalformedCheckpoint(f"{key} must be a list (got {short_repr(rules, 40)})")
+    return list(rules)
 
 
 def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
     """The names that each pattern matches at their beginning, as `re.match` does."""
-    known, matched, others = set(names), {}, []
+    # A converter may list thousands of escaped names: those are looked up, not matched.
+    name_set, matched, expressions = set(names), {}, []
     for pattern in patterns:
         literal = _LITERAL.fullmatch(pattern)
         if literal is None:
-            others.append(pattern)
+            expressions.append(pattern)
         else:
             name = re.sub(r"\\(.)", r"\1", literal[1])
-            matched[pattern] = [name] if name in known else []
+            matched[pattern] = [name] if name in name_set else []
     try:
-        rows = full_matches([rf"(?:{p})[\s\S]*" for p in others], names)
+        # `full_matches` anchors both ends, `re.match` only the first.
+        rows = full_matches([rf"(?:{p})[\s\S]*" for p in expressions], names)
     except UnusablePattern as error:
         raise MalformedCheckpoint(f"a pattern of {INFO} cannot be used: {error}") from error
-    for pattern, row in zip(others, rows, strict=True):
+    for pattern, row in zip(expressions, rows, strict=True):
         matched[pattern] = [name for name, hit in zip(names, row, strict=True) if hit]
     return {pattern: matched[pattern] for pattern in patterns}
 
 
-def _stripped(shape: Shape, rank: int, kept: int) -> ShardPlacement:
+def _stripped(shape: Shape, rank: int, vocabulary: int) -> ShardPlacement:
     """Rows of a vocabulary, without those that fill it up to a multiple of the ranks."""
-    rows = min(max(kept - rank * shape[0], 0), shape[0])
+    rows = min(max(vocabulary - rank * shape[0], 0), shape[0])
     piece = Piece(Box((0,) * len(shape), (rows, *shape[1:])), (rank * shape[0], *(0,) * (len(shape) - 1)))
-    return ShardPlacement((kept, *shape[1:]), (piece,) if rows else (), shape)
+    return ShardPlacement((vocabulary, *shape[1:]), (piece,) if rows else (), shape)
 
 
 def _by_sub_params(
@@ -215,8 +220,8 @@ def _by_sub_params(
     if not 0 <= dim < rank:
         raise Unmerged(f"it is cut along dim {dim}, and has {rank}")
     for d, size in enumerate(sizes):
-        known = sum(size) if _are_sizes(size) else size
-        if d != dim and type(known) is int and known >= 0 and any(s[d] != known for s in shapes.values()):
+        extent = sum(size) if _are_sizes(size) else size
+        if d != dim and type(extent) is int and extent >= 0 and any(s[d] != extent for s in shapes.values()):
             raise Unmerged(f"its shards have other extents than {short_repr(sizes, 60)} along dim {d}")
     parts = sizes[dim]
     if type(parts) is int and version < _WIDTHS_SINCE:
@@ -241,17 +246,17 @@ def _by_sub_params(
 def _fused(
     shape: Shape, dim: int, parts: Sequence[int], widths: Sequence[Sequence[int]], rank: int
 ) -> ShardPlacement:
-    made, local, begin = [], 0, 0
+    pieces, local, begin = [], 0, 0
     for size, row in zip(parts, widths, strict=True):
-        at = tuple(local if d == dim else 0 for d in range(len(shape)))
+        local_offset = tuple(local if d == dim else 0 for d in range(len(shape)))
         extent = tuple(row[rank] if d == dim else n for d, n in enumerate(shape))
         offset = tuple(begin + sum(row[:rank]) if d == dim else 0 for d in range(len(shape)))
         if row[rank]:
-            made.append(Piece(Box(at, extent), offset))
+            pieces.append(Piece(Box(local_offset, extent), offset))
         local, begin = local + row[rank], begin + size
     if local != shape[dim]:
         raise Unmerged(f"its parts have {local} elements along dim {dim}, the shard has {shape[dim]}")
-    return ShardPlacement(tuple(begin if d == dim else n for d, n in enumerate(shape)), tuple(made), shape)
+    return ShardPlacement(tuple(begin if d == dim else n for d, n in enumerate(shape)), tuple(pieces), shape)
 
 
 def _are_sizes(value: Any) -> bool:
@@ -266,14 +271,14 @@ def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, ShardPlacement
     ranks = entry.get("ranks") if isinstance(entry, dict) else None
     if full is None or not isinstance(ranks, dict):
         raise Unmerged("its affine map is malformed")
-    made = {}
+    placements = {}
     for rank, shape in shapes.items():
-        own = ranks.get(rank, ranks.get(str(rank)))
-        declared = _dims(own.get("shard_shape")) if isinstance(own, dict) else None
+        rank_map = ranks.get(rank, ranks.get(str(rank)))
+        declared = _dims(rank_map.get("shard_shape")) if isinstance(rank_map, dict) else None
         if declared is None or prod(declared) != prod(shape):
             raise Unmerged(f"its affine map gives rank {rank} a shard {declared}, it has {list(shape)}")
         pieces: list[Piece] = []
-        listed = own.get("pieces") if isinstance(own, dict) else None
+        listed = rank_map.get("pieces") if isinstance(rank_map, dict) else None
         if not isinstance(listed, (list, tuple)):
             raise Unmerged("its affine map is malformed")
         for piece in listed:
@@ -282,8 +287,8 @@ def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, ShardPlacement
             pieces += _affine(piece, full, shape)
             if len(pieces) > _MAX_PIECES:
                 raise Unmerged(f"its affine map has more than {_MAX_PIECES} pieces")
-        made[rank] = ShardPlacement(full, tuple(pieces), shape)
-    return made
+        placements[rank] = ShardPlacement(full, tuple(pieces), shape)
+    return placements
 
 
 def _affine(piece: Mapping[str, Any], full: Shape, local: Shape) -> Iterator[Piece]:
@@ -297,17 +302,17 @@ def _affine(piece: Mapping[str, Any], full: Shape, local: Shape) -> Iterator[Pie
     lead = 0
     while lead <= len(shape):
         below = shape[lead:]
-        one, two = _box_of(below, source[1][lead:], full), _box_of(below, dest[1][lead:], local)
-        if one is not None and one == two:
+        full_box, local_box = _box_of(below, source[1][lead:], full), _box_of(below, dest[1][lead:], local)
+        if full_box is not None and full_box == local_box:
             break
         lead += 1
     if prod(shape[:lead]) > _MAX_PIECES:
         raise Unmerged(f"its affine map has more than {_MAX_PIECES} pieces")
-    size = one if lead <= len(shape) and one is not None else None
+    size = full_box if lead <= len(shape) and full_box is not None else None
     for index in product(*(range(n) for n in shape[:lead])):
-        here = source[0] + sum(i * s for i, s in zip(index, source[1], strict=False))
-        there = dest[0] + sum(i * s for i, s in zip(index, dest[1], strict=False))
-        a, b = _index(here, full), _index(there, local)
+        full_index = source[0] + sum(i * s for i, s in zip(index, source[1], strict=False))
+        local_index = dest[0] + sum(i * s for i, s in zip(index, dest[1], strict=False))
+        a, b = _index(full_index, full), _index(local_index, local)
         extent = size if size is not None else None
         if a is None or b is None or extent is None:
             raise Unmerged("a piece of its affine map reaches outside")
@@ -324,28 +329,28 @@ def _affine(piece: Mapping[str, Any], full: Shape, local: Shape) -> Iterator[Pie
 def _box_of(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, int] | None:
     """Dim of ``tensor`` -> extent, where strides of its own row-major layout make a box of it; else None."""
     steps = row_major(tensor)
-    found: dict[int, int] = {}
+    extents: dict[int, int] = {}
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:
             continue
-        dims = [d for d, s in enumerate(steps) if s == stride and tensor[d] >= n and d not in found]
-        if not dims or (found and max(found) >= dims[-1]):
+        dims = [d for d, s in enumerate(steps) if s == stride and tensor[d] >= n and d not in extents]
+        if not dims or (extents and max(extents) >= dims[-1]):
             return None
-        found[dims[-1]] = n
-    return found
+        extents[dims[-1]] = n
+    return extents
 
 
 def _extents(extent: Mapping[int, int], rank: int) -> Shape:
     return tuple(extent.get(d, 1) for d in range(rank))
 
 
-def _index(at: int, shape: Shape) -> Shape | None:
-    if not 0 <= at < max(prod(shape), 1):
+def _index(flat_index: int, shape: Shape) -> Shape | None:
+    if not 0 <= flat_index < max(prod(shape), 1):
         return None
     out = []
     for step in row_major(shape):
-        out.append(at // step)
-        at %= step
+        out.append(flat_index // step)
+        flat_index %= step
     return tuple(out)
 
 

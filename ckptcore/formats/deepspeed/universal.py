@@ -94,8 +94,8 @@ def add_universal(
                 target = master.get(name, target)
             file, value = _read(source, path)
             if isinstance(value, dict):
-                more = {f"{name}.{key}.{k}": v for k, v in value.items() if k not in _PARAMETER}
-                source.carry(path, "zero", more)
+                extra = {f"{name}.{key}.{k}": v for k, v in value.items() if k not in _PARAMETER}
+                source.carry(path, "zero", extra)
                 value = value.get("param")
             if not isinstance(value, StoredView):
                 if not isinstance(value, Refused):

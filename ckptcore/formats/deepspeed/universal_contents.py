@@ -136,8 +136,8 @@ class _Tensors:
     def parameter(self, name: str) -> str | None:
         """Return the trained parameter that a group calls so: by its name, or one with more in front."""
         parts = strip_wrappers(name).split(".")
-        known = (".".join(parts[n:]) for n in range(len(parts)))
-        return name if name in self.moments else next((n for n in known if n in self.moments), None)
+        suffixes = (".".join(parts[n:]) for n in range(len(parts)))
+        return name if name in self.moments else next((n for n in suffixes if n in self.moments), None)
 
     def trained(self, name: str, step: float | None) -> TrainedParameter:
         """Return a trained parameter whose master and moments are there, and fit each other."""
@@ -190,8 +190,8 @@ class _Tensors:
 
     def _require_apart(self, name: str, master: TensorSpec) -> None:
         low = self.low.get(name)
-        found = next((s for s in self._specs if s.fqn == low), None) if low is not None else None
-        if found is not None and found.dtype == master.dtype:
+        weight = next((s for s in self._specs if s.fqn == low), None) if low is not None else None
+        if weight is not None and weight.dtype == master.dtype:
             raise UnsupportedFormat(
                 f"cannot write two copies of {name}, both {master.dtype}: a universal folder has a master "
                 "and a weight of lower precision",
@@ -263,10 +263,10 @@ def _with_parameters(groups: Sequence[ParameterGroup], trained: Sequence[str]) -
                 hint="save the optimizer by name (torch's get_optimizer_state_dict), or write DCP",
             )
         named.append(group.parameters)
-    known = set(trained)
+    trained_names = set(trained)
     for n, names in enumerate(named):
         for name in names:
-            if name not in known:
+            if name not in trained_names:
                 raise UnsupportedFormat(
                     f"cannot write a universal folder: parameter group {n} has {name}, and the source has no "
                     "moments of it",
@@ -278,16 +278,16 @@ def _with_parameters(groups: Sequence[ParameterGroup], trained: Sequence[str]) -
 
 def _numbers(objects: Mapping[str, Any], groups: Sequence[ParameterGroup]) -> dict[str, float]:
     """Return parameter -> step count, for counts that are numbers: of its own, or of its group."""
-    found: dict[str, float] = {}
+    steps: dict[str, float] = {}
     for group in groups:
         step = group.options.get(STEP)
         if isinstance(step, (int, float)):
-            found |= {name: float(step) for name in group.parameters or ()}
+            steps |= {name: float(step) for name in group.parameters or ()}
     for key, value in objects.items():
         state = state_of(key)
         if state is not None and state[1] == STEP and isinstance(value, (int, float)):
-            found[state[0]] = float(value)
-    return found
+            steps[state[0]] = float(value)
+    return steps
 
 
 def _require_alike(parameters: Mapping[str, TrainedParameter]) -> None:
@@ -296,11 +296,11 @@ def _require_alike(parameters: Mapping[str, TrainedParameter]) -> None:
     keys = parameters[first].states.keys() - {STEP}
     for name, parameter in parameters.items():
         if parameter.states.keys() - {STEP} != keys:
-            got, other = (
+            got, expected = (
                 ", ".join(sorted(k)) for k in (parameter.states.keys(), parameters[first].states.keys())
             )
             raise UnsupportedFormat(
-                f"cannot write a universal folder: {name} has the states {got}, and {first} has {other}",
+                f"cannot write a universal folder: {name} has the states {got}, and {first} has {expected}",
                 hint="leave out what only some have, with --exclude",
                 name=name,
             )

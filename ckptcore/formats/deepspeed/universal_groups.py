@@ -56,8 +56,8 @@ def collect_groups(
     roots: dict[str, dict[str, Any]] = {}
     for name, value in objects.items():
         parts = name.split(".")
-        at = parts.index(_PART)
-        roots.setdefault(".".join(parts[: at + 1]), {})[".".join(parts[at + 1 :])] = value
+        position = parts.index(_PART)
+        roots.setdefault(".".join(parts[: position + 1]), {})[".".join(parts[position + 1 :])] = value
     if len(roots) > 1:
         raise UnsupportedFormat(
             f"cannot write the parameter groups of {len(roots)} optimizers ({', '.join(sorted(roots))}): a "
@@ -72,8 +72,8 @@ def collect_groups(
 def _listed(values: Mapping[str, Any]) -> list[Any]:
     """Return the raw groups, whatever form they are stored in."""
     if "" in values:
-        found = values[""]
-        return list(found) if isinstance(found, (list, tuple)) else [found]
+        groups = values[""]
+        return list(groups) if isinstance(groups, (list, tuple)) else [groups]
     numbered: dict[int, dict[str, Any]] = {}
     by_parameter: dict[str, dict[str, Any]] = {}
     for name, value in values.items():

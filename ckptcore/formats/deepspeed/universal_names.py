@@ -70,8 +70,8 @@ def place_universal(source: Manifest) -> Callable[[Path], Path]:
 def state_of(name: str) -> tuple[str, str] | None:
     """Return (parameter, state) of a name that `place_universal` gave to a state, or None."""
     parameter, dot, key = name.removeprefix(f"{STATE}.").rpartition(".")
-    own = name.startswith(f"{STATE}.") and dot and parameter and _KEY.fullmatch(key)
-    return (parameter, key) if own else None
+    is_state = name.startswith(f"{STATE}.") and dot and parameter and _KEY.fullmatch(key)
+    return (parameter, key) if is_state else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class _Finder:
     def state(self, name: str) -> tuple[str, str] | None:
         """Return (parameter, state), or None for a name that is no optimizer state."""
         parts = name.split(".")
-        for at in (n for n, part in enumerate(parts) if part == "state"):
-            rest = parts[at + 1 :]
+        for position in (n for n, part in enumerate(parts) if part == "state"):
+            rest = parts[position + 1 :]
             for key, elements in ((rest[-1:], rest[:-1]), (rest[:1], rest[1:])):
                 if not elements or not _KEY.fullmatch(key[0]):
                     continue

@@ -168,9 +168,9 @@ def _model_file(request: Arrangement, contents: UniversalContents, stage: int) -
         stored = contents.module.get(name)
         module[name] = contents.module_objects[name] if stored is None else TensorRef(stored)
     listed = [list(group.parameters or ()) for group in contents.groups]
-    known = {name for names in listed for name in names}
+    grouped_names = {name for names in listed for name in names}
     # Tied to a parameter of another name: a reader of DeepSpeed's own folders gives them its states.
-    listed[0] += [name for name in contents.parameters if name not in known]
+    listed[0] += [name for name in contents.parameters if name not in grouped_names]
     shapes = [
         OrderedDict((name, Named("size", list(contents.parameters[name].shape))) for name in names)
         for names in listed
@@ -209,8 +209,8 @@ def _model_file(request: Arrangement, contents: UniversalContents, stage: int) -
 
 def _global_steps(client: Mapping[str, Any]) -> int:
     """Return the number of optimizer steps that the trainer counted; 0 where it kept none."""
-    found = (client[key] for key in _COUNTERS if type(client.get(key)) is int)
-    return next(found, 0)
+    counts = (client[key] for key in _COUNTERS if type(client.get(key)) is int)
+    return next(counts, 0)
 
 
 def _scaler(value: Any) -> Any:

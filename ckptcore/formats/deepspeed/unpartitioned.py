@@ -34,7 +34,7 @@ def add_unpartitioned(
     file: StatesFile,
     weights: Mapping[str, StoredView],
     placements: Mapping[str, ShardPlacement | None],
-    own: bool,
+    use_masters: bool,
     *,
     several: bool = False,
 ) -> None:
@@ -46,18 +46,18 @@ def add_unpartitioned(
         file: The model-state file.
         weights: FQN -> stored weight, in the module's order; buffers are left out.
         placements: FQN -> where this rank's shard is, or None for one that nothing says how to join.
-        own: Whether masters are the model, and stored weights the low-precision copies.
+        use_masters: Whether masters are the model, and stored weights the low-precision copies.
         several: Whether other model-parallel ranks have optimizers of their own.
     """
     state = file.tree["optimizer"]
     inner = state.get("optimizer_state_dict", state)
     masters = state.get("fp32_groups")
-    found = numbered(inner)
+    optimizer = numbered(inner)
     flat = [v for group in masters for v in group] if _is_groups(masters) else []
-    fits = found is None or not flat or len(flat) == len(found.ids)
-    names = None if found is None or not fits else _names(source, file, found, weights, flat)
+    fits = optimizer is None or not flat or len(flat) == len(optimizer.ids)
+    names = None if optimizer is None or not fits else _names(source, file, optimizer, weights, flat)
     tree = assembly.tree(file)
-    if found is None or names is None:
+    if optimizer is None or names is None:
         assembly.builder.findings.append(
             finding(
                 "unnamed-states",
@@ -83,7 +83,7 @@ def add_unpartitioned(
             stem = file.path.removesuffix(".pt")
             assembly.tensor(f"{target}/{stem}", FileTensor(file, value))
 
-    for number, values in found.state.items():
+    for number, values in optimizer.state.items():
         if not isinstance(values, dict):
             tree.add(f"{STATE}.{names[number]}", values)
             continue
@@ -92,15 +92,16 @@ def add_unpartitioned(
             if isinstance(value, StoredView):
                 add(name, names[number], value)
             else:
-                assembly.value(name, value, file, own=several)
-    for number, value in zip(found.ids, flat, strict=bool(flat)):
-        target = f"module.{names[number]}" if own else f"{STATE}.{names[number]}.fp32"
+                assembly.value(name, value, file, per_file=several)
+    # Without masters `flat` is empty, and the numbers have none to be paired with.
+    for number, value in zip(optimizer.ids, flat, strict=bool(flat)):
+        target = f"module.{names[number]}" if use_masters else f"{STATE}.{names[number]}.fp32"
         add(target, names[number], value)
-    groups = [{**g, "params": [names[i] for i in g["params"]]} for g in found.groups]
-    assembly.value("optimizer.param_groups", groups, file, own=True)
+    groups = [{**g, "params": [names[i] for i in g["params"]]} for g in optimizer.groups]
+    assembly.value("optimizer.param_groups", groups, file, per_file=True)
     for key, value in state.items():
         if key not in ("optimizer_state_dict", "fp32_groups", "state", "param_groups"):
-            assembly.value(f"optimizer.{key}", value, file, own=several)
+            assembly.value(f"optimizer.{key}", value, file, per_file=several)
 
 
 def has_masters(file: StatesFile) -> bool:
@@ -131,7 +132,9 @@ def _names(
     if len(masters) != len(optimizer.ids):
         return None
     # A weight is its master, rounded: values tell apart what has one shape.
-    own = [(value.shape, _start(source, file, value, value.dtype)) for _, value in _once(weights).items()]
+    weight_keys = [
+        (value.shape, _start(source, file, value, value.dtype)) for _, value in _once(weights).items()
+    ]
     dtype = {value.shape: value.dtype for value in weights.values()}
     by_number = dict(zip(optimizer.ids, masters, strict=True))
     chains = [
@@ -141,11 +144,11 @@ def _names(
         ]
         for g in optimizer.groups
     ]
-    found = forced_places(Row(own), chains)  # type: ignore[arg-type]  # any hashable key serves
-    if found is None:
+    group_places = forced_places(Row(weight_keys), chains)  # type: ignore[arg-type]  # any hashable key serves
+    if group_places is None:
         return None
     names: dict[int, str] = {}
-    for group, places in zip(optimizer.groups, found, strict=True):
+    for group, places in zip(optimizer.groups, group_places, strict=True):
         for number, place in zip(group["params"], places, strict=True):
             if place is None:
                 return None
@@ -155,10 +158,10 @@ def _names(
 
 def _once(weights: Mapping[str, StoredView]) -> dict[str, StoredView]:
     """Weights without tied copies: of several names of one view the first."""
-    seen: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     for name, value in weights.items():
-        seen.setdefault((value.key, value.offset, value.shape), name)
-    return {name: weights[name] for name in seen.values()}
+        first_names.setdefault((value.key, value.offset, value.shape), name)
+    return {name: weights[name] for name in first_names.values()}
 
 
 def _start(source: Source, file: StatesFile, value: StoredView, dtype: str) -> bytes:

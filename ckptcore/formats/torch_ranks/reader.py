@@ -130,7 +130,7 @@ class RankReader:
             part.add(rank, content)
             self._names |= dict.fromkeys(content.names)
         part.finish(one_model=len(self._models) <= 1)
-        self.files |= part.alone
+        self.files |= part.single_copies
         if not part.repeated:
             self.unproven.append(files)
 
@@ -248,7 +248,7 @@ class _Part:
         return ranks > 1 and all(len(rows) == ranks for rows in self._plain.values())
 
     @property
-    def alone(self) -> dict[str, str]:
+    def single_copies(self) -> dict[str, str]:
         """Return plain tensors that only one rank has, with its file."""
         plain = self._plain.items()
         return {name: self._files.paths[rows[0][0]] for name, rows in plain if len(rows) == 1}

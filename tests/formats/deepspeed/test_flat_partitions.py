@@ -26,7 +26,9 @@ def assembled(fragments, parameters, buffers) -> list[np.ndarray]:
     out = {p.name: np.zeros(p.numel, int) for p in parameters}
     for f in fragments:
         assert not out[f.parameter.name][f.start : f.stop].any(), "elements are given twice"
-        out[f.parameter.name][f.start : f.stop] = buffers[f.rank][f.at : f.at + f.stop - f.start]
+        out[f.parameter.name][f.start : f.stop] = buffers[f.rank][
+            f.buffer_start : f.buffer_start + f.stop - f.start
+        ]
     return [out[p.name].reshape(p.shape) for p in parameters]
 
 
@@ -81,7 +83,13 @@ def test_sizes_that_do_not_fit_are_refused(lengths, ranks) -> None:
 
 def test_a_missing_rank_leaves_a_gap_and_moves_nothing() -> None:
     parameters = [FlatParameter("a", (10,)), FlatParameter("b", (10,))]
-    found = [(f.parameter.name, f.rank, f.start, f.stop, f.at) for f in cut_together(parameters, 2, {0: 10})]
+    found = [
+        (f.parameter.name, f.rank, f.start, f.stop, f.buffer_start)
+        for f in cut_together(parameters, 2, {0: 10})
+    ]
     assert found == [("a", 0, 0, 10, 0)]
-    found = [(f.parameter.name, f.rank, f.start, f.stop, f.at) for f in cut_together(parameters, 2, {1: 10})]
+    found = [
+        (f.parameter.name, f.rank, f.start, f.stop, f.buffer_start)
+        for f in cut_together(parameters, 2, {1: 10})
+    ]
     assert found == [("b", 1, 0, 10, 0)]
