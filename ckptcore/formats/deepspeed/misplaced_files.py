@@ -20,7 +20,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.equal_files import equal_files, mixed
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value
-from ckptcore.formats.megatron.seeds import WHAT, place_of, seed_reader
+from ckptcore.formats.megatron.seeds import GROUP_TITLES, place_of, seed_reader
 from ckptcore.utils.text import short_repr
 
 _EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts)\.(?P<expert>[0-9]{1,9})\..*$", re.DOTALL)
@@ -133,7 +133,9 @@ def misplaced_trainer_ranks(source: Source, states: ModelStates) -> Iterator[Fin
             seed_ranks = {mp: getattr(place, dim) for mp, place in seeded.items()}
             if _same_values(seed_ranks, ranks_of_dim.values()):
                 wrong = [mp for mp in files if seed_ranks[mp] != ranks_of_dim[mp]]
-                mismatches += [(mp, f"has the random states of {WHAT[dim]} {seed_ranks[mp]}") for mp in wrong]
+                mismatches += [
+                    (mp, f"has the random states of {GROUP_TITLES[dim]} {seed_ranks[mp]}") for mp in wrong
+                ]
     for mp, text in mismatches:
         yield mixed(f"{files[mp].path} {text}: it is in the place of another file", files[mp].path)
 

@@ -68,8 +68,8 @@ def read_config(source: Source) -> MegatronConfig | None:
             f"{short_repr(version, 40)})",
             file=CONFIG,
         )
-    known = BACKENDS.get(backend)
-    if known is None or version not in known:
+    versions = BACKENDS.get(backend)
+    if versions is None or version not in versions:
         raise UnsupportedFormat(
             f"cannot read {source.store.url}: unknown Megatron-Core backend {short_repr(backend, 40)}, "
             f"version {version}",
@@ -148,9 +148,10 @@ def scan(source: Source, *terms: bytes, pattern: re.Pattern[bytes] | None = None
     a tenth of the time.
     """
     size = min(source.listing[METADATA], _SCAN)
+    # The end of each window is searched again with the next one's beginning: a match may span both.
     tail = b""
-    for at in range(0, size, _WINDOW):
-        block = source.store.read(METADATA, at, min(_WINDOW, size - at))
+    for offset in range(0, size, _WINDOW):
+        block = source.store.read(METADATA, offset, min(_WINDOW, size - offset))
         for part in (tail + block[:_EDGE], block):
             if any(term in part for term in terms) and (pattern is None or pattern.search(part)):
                 return True

@@ -73,14 +73,14 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
             f"{count(len(flat), 'flat optimizer buffer')}"
         )
         findings.append(finding("alignment-gap", "coverage", message))
-    kept = [n for n in range(manifest.num_tensors) if n not in flat]
-    tensors = tuple(manifest.tensors[n] for n in kept) + tuple(specs.values())
+    unchanged = [n for n in range(manifest.num_tensors) if n not in flat]
+    tensors = tuple(manifest.tensors[n] for n in unchanged) + tuple(specs.values())
     gone = {manifest.tensors[n].fqn for n in flat}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     return replace(
         manifest,
         tensors=tensors,
-        chunks=_chunk_table(manifest, kept, list(rows.values()), tensors),
+        chunks=_chunk_table(manifest, unchanged, list(rows.values()), tensors),
         blobs=tuple(b for b in manifest.blobs if gone.isdisjoint(references(b.tree))),
         findings=tuple(findings),
         origin={**origin, "flat_buffers": len(flat), "alignment_gaps": gaps},
@@ -106,13 +106,13 @@ def flat_boxes(
             box = run.intersect(part.inner)
             if box is None:
                 continue
-            at = tuple(
+            offset = tuple(
                 a if d is None else a + box.offset[d] - part.inner.offset[d]
-                for a, d in zip(part.at, part.dims, strict=True)
+                for a, d in zip(part.offset, part.dims, strict=True)
             )
             shape = tuple(1 if d is None else box.shape[d] for d in part.dims)
             strides = tuple(0 if d is None else steps[d] for d in part.dims)
-            yield at, shape, flat_start(placement.source, box.offset) - low, strides
+            yield offset, shape, flat_start(placement.source, box.offset) - low, strides
 
 
 def _stored_runs(
@@ -125,6 +125,7 @@ def _stored_runs(
     """
     c = manifest.chunks
     first, last = int(c.first[tensor]), int(c.first[tensor + 1])
+    # Sorted, so that the first chunk of a range is found by bisection: a buffer may have one per parameter.
     order = first + np.argsort(c.lo[first:last, 0], kind="stable")
     starts = c.lo[order, 0].tolist()
     itemsize = BY_NAME[manifest.tensors[tensor].dtype].itemsize
@@ -147,12 +148,15 @@ def _stored_runs(
 
 
 def _chunk_table(
-    manifest: Manifest, kept: Sequence[int], made: Sequence[list[_Row]], tensors: Sequence[TensorSpec]
+    manifest: Manifest,
+    unchanged: Sequence[int],
+    new_rows: Sequence[list[_Row]],
+    tensors: Sequence[TensorSpec],
 ) -> Chunks:
     c = manifest.chunks
     rank = max((len(t.shape) for t in tensors), default=0)
-    old = np.concatenate([np.zeros(0, np.int64), *(np.arange(c.first[n], c.first[n + 1]) for n in kept)])
-    new = [row for rows in made for row in rows]
+    old = np.concatenate([np.zeros(0, np.int64), *(np.arange(c.first[n], c.first[n + 1]) for n in unchanged)])
+    new = [row for rows in new_rows for row in rows]
     n = len(old)
     lo, shape = np.zeros((n + len(new), rank), np.int64), np.ones((n + len(new), rank), np.int64)
     view = np.full((n + len(new), 2 + rank), -1, np.int64)
@@ -162,10 +166,10 @@ def _chunk_table(
     if c.view is not None:
         view[:n, 2 + width :] = np.where(c.view[old, :1] < 0, -1, 0)
         view[:n, : 2 + width] = c.view[old, : 2 + width]
-    for at, (offset, extent, _, start, steps, flags) in enumerate(new, n):
-        lo[at, : len(offset)], shape[at, : len(extent)] = offset, extent
-        view[at, :2], view[at, 2:] = (start, flags), 0
-        view[at, 2 : 2 + len(steps)] = steps
-    counts = [int(c.first[t + 1] - c.first[t]) for t in kept] + [len(rows) for rows in made]
+    for index, (offset, extent, _, start, steps, flags) in enumerate(new, n):
+        lo[index, : len(offset)], shape[index, : len(extent)] = offset, extent
+        view[index, :2], view[index, 2:] = (start, flags), 0
+        view[index, 2 : 2 + len(steps)] = steps
+    counts = [int(c.first[t + 1] - c.first[t]) for t in unchanged] + [len(rows) for rows in new_rows]
     first = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int64)
     return Chunks(first, lo, shape, item, view)

@@ -96,7 +96,11 @@ def stored_args(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def lay_out(
-    parameters: Sequence[Parameter], sizes: Sequence[int], *, padded: bool = False, own: Sequence[bool] = ()
+    parameters: Sequence[Parameter],
+    sizes: Sequence[int],
+    *,
+    padded: bool = False,
+    own_bucket: Sequence[bool] = (),
 ) -> list[Segment]:
     """Place parameters in buckets of given sizes.
 
@@ -104,7 +108,7 @@ def lay_out(
         parameters: In registration order.
         sizes: Elements per bucket.
         padded: Whether sizes include the padding for the data-parallel ranks.
-        own: For each parameter, whether it has its own bucket.
+        own_bucket: For each parameter, whether it has its own bucket.
 
     Returns:
         The segments, bucket by bucket.
@@ -112,20 +116,21 @@ def lay_out(
     Raises:
         Unregistered: Sizes and parameters do not add up.
     """
-    queue = list(zip(parameters, own or [False] * len(parameters), strict=True))
+    # A list in registration order, taken from its end: buffers have the reverse order.
+    queue = list(zip(parameters, own_bucket or [False] * len(parameters), strict=True))
     out: list[Segment] = []
     for bucket, size in enumerate(sizes):
-        at = end = 0
+        start = end = 0
         while queue and end < size:
             parameter, alone = queue[-1]
-            at = -(-end // ALIGN) * ALIGN
+            start = -(-end // ALIGN) * ALIGN
             if alone and end:
                 break
-            if at + parameter.numel > size:
+            if start + parameter.numel > size:
                 break
             queue.pop()
-            out.append(Segment(parameter, bucket, at))
-            end = at + parameter.numel
+            out.append(Segment(parameter, bucket, start))
+            end = start + parameter.numel
             if alone:
                 break
         # A bucket before a parameter with its own bucket ends where that parameter would have started.
@@ -140,7 +145,7 @@ def lay_out(
 
 
 def lay_out_buffer(
-    parameters: Sequence[Parameter], size: int, own: Sequence[bool] = (), bucket: int | None = None
+    parameters: Sequence[Parameter], size: int, own_bucket: Sequence[bool] = (), bucket: int | None = None
 ) -> list[Segment]:
     """Place parameters in a buffer whose buckets are back to back, without their padding.
 
@@ -149,7 +154,7 @@ def lay_out_buffer(
     Args:
         parameters: In registration order.
         size: Elements of the buffer.
-        own: For each parameter, whether it has its own bucket.
+        own_bucket: For each parameter, whether it has its own bucket.
         bucket: Elements of a full bucket, when gradients were reduced bucket by bucket.
 
     Returns:
@@ -158,16 +163,16 @@ def lay_out_buffer(
     Raises:
         Unregistered: Size and parameters do not add up.
     """
-    alone = own or [False] * len(parameters)
+    alone = own_bucket or [False] * len(parameters)
     for limit in dict.fromkeys((None, bucket)):
         out: list[Segment] = []
         base = end = 0  # of this bucket; elements
         for parameter, single in zip(reversed(parameters), reversed(alone), strict=True):
-            at = -(-end // ALIGN) * ALIGN
+            start = -(-end // ALIGN) * ALIGN
             if single and end:  # the previous bucket ends where this one would have started
-                base, at = base + at, 0
-            out.append(Segment(parameter, 0, base + at))
-            end = at + parameter.numel
+                base, start = base + start, 0
+            out.append(Segment(parameter, 0, base + start))
+            end = start + parameter.numel
             if single or (limit is not None and end >= limit):
                 base, end = base + end, 0
         if base + end == size:
@@ -182,7 +187,7 @@ _Key = tuple[str, int, int, int]  # name before the buffer's, chain (-1: none), 
 
 def _buffers(manifest: Manifest) -> tuple[dict[_Key, dict[int, Bucket]], bool]:
     """Return buffer -> bucket number -> bucket, and whether each buffer is one tensor (dp_zero)."""
-    found: dict[_Key, dict[int, dict[str, int]]] = {}
+    kinds_by_buffer: dict[_Key, dict[int, dict[str, int]]] = {}
     zero = False
     for n, spec in enumerate(manifest.tensors):
         m = _FLAT.match(spec.fqn) if ".dp_group_idx_" in spec.fqn else None
@@ -195,8 +200,10 @@ def _buffers(manifest: Manifest) -> tuple[dict[_Key, dict[int, Bucket]], bool]:
             int(m["group"]),
             int(m["buffer"] or m["zero"] or 0),
         )
-        found.setdefault(key, {}).setdefault(int(m["bucket"] or 0), {})[m["kind"]] = n
-    return {k: {j: _bucket(manifest, kinds) for j, kinds in b.items()} for k, b in found.items()}, zero
+        kinds_by_buffer.setdefault(key, {}).setdefault(int(m["bucket"] or 0), {})[m["kind"]] = n
+    return {
+        k: {j: _bucket(manifest, kinds) for j, kinds in b.items()} for k, b in kinds_by_buffer.items()
+    }, zero
 
 
 def _bucket(manifest: Manifest, kinds: Mapping[str, int]) -> Bucket:
@@ -212,10 +219,10 @@ def _is_weight(fqn: str) -> bool:
 
 
 def _laid_out(
-    manifest: Manifest, known: ParameterOrder, buffers: Mapping[_Key, Mapping[int, Bucket]], zero: bool
+    manifest: Manifest, order: ParameterOrder, buffers: Mapping[_Key, Mapping[int, Bucket]], zero: bool
 ) -> Iterator[tuple[Bucket, Segment]]:
     """Yield every parameter's bucket and segment."""
-    world = known.world
+    world = order.world
     chains = {key[1] for key in buffers}
     # Experts have their own optimizer as soon as they are spread over ranks.
     if (
@@ -225,15 +232,15 @@ def _laid_out(
     ):
         raise Unregistered(f"{len(chains)} optimizers for {world.ep} expert-parallel ranks")
     expert = max(chains) if len(chains) == 2 else None
-    chunks = len(known.counts)
-    done: set[tuple[bool, tuple[int, int, int], int]] = set()
+    chunks = len(order.counts)
+    mapped_buffers: set[tuple[bool, tuple[int, int, int], int]] = set()
     for (_, chain, group, number), buckets in sorted(buffers.items()):
         if number >= chunks:
             raise Unregistered(
                 f"buffer {number} of {count(chunks, 'model chunk')}: parameters of several dtypes"
             )
-        rank = _rank_of(group, known, chain == expert)
-        registered = known.of(rank, number)
+        rank = _rank_of(group, order, chain == expert)
+        registered = order.of(rank, number)
         parameters = (
             registered if expert is None else [p for p in registered if p.expert == (chain == expert)]
         )
@@ -241,18 +248,18 @@ def _laid_out(
             raise Unregistered(f"buffer {number} of group {group} has only buckets {sorted(buckets)}")
         _one_dtype(manifest, parameters, buckets)
         ordered = [buckets[j] for j in range(len(buckets))]
-        yield from ((ordered[s.bucket], s) for s in _segments(known, parameters, ordered, zero))
-        done.add((chain == expert, rank, number))
+        yield from ((ordered[s.bucket], s) for s in _segments(order, parameters, ordered, zero))
+        mapped_buffers.add((chain == expert, rank, number))
     missing = world.tp * world.pp * chunks + (
         world.etp * world.ep * world.pp * chunks if expert is not None else 0
     )
-    if len(done) != missing:
-        raise Unregistered(f"found {len(done)} of {missing} buffers")
+    if len(mapped_buffers) != missing:
+        raise Unregistered(f"found {len(mapped_buffers)} of {missing} buffers")
 
 
-def _rank_of(group: int, known: ParameterOrder, expert: bool) -> tuple[int, int, int]:
+def _rank_of(group: int, order: ParameterOrder, expert: bool) -> tuple[int, int, int]:
     """Return tensor, pipeline and expert-parallel rank; tensor ranks count fastest, stages slowest."""
-    world = known.world
+    world = order.world
     tp, group = group % (world.etp if expert else world.tp), group // (world.etp if expert else world.tp)
     ep, pp = (group % world.ep, group // world.ep) if expert else (0, group)
     if pp >= world.pp:
@@ -274,28 +281,28 @@ def _one_dtype(manifest: Manifest, parameters: Sequence[Parameter], buckets: Map
 
 
 def _segments(
-    known: ParameterOrder, parameters: Sequence[Parameter], buckets: Sequence[Bucket], zero: bool
+    order: ParameterOrder, parameters: Sequence[Parameter], buckets: Sequence[Bucket], zero: bool
 ) -> list[Segment]:
-    own = [known.shares_embedding(p) for p in parameters]
+    own_bucket = [order.shares_embedding(p) for p in parameters]
     sizes = [b.numel for b in buckets]
     if zero:
         if len(sizes) != 1:
             raise Unregistered(f"{len(sizes)} buckets in one buffer")
-        return lay_out_buffer(parameters, sizes[0], own)
+        return lay_out_buffer(parameters, sizes[0], own_bucket)
     ranks = max(len(b.starts) for b in buckets)
     try:
-        found = lay_out(parameters, sizes, own=own)
+        segments = lay_out(parameters, sizes, own_bucket=own_bucket)
     except Unregistered:
         # Bucket space: padded to a multiple that suits the data-parallel ranks.
         if any(n % lcm(ranks, 128) for n in sizes) or len(sizes) != 1:
             raise
-        found = lay_out(parameters, sizes, padded=True, own=own)
-        end = found[-1].start + found[-1].parameter.numel
+        segments = lay_out(parameters, sizes, padded=True, own_bucket=own_bucket)
+        end = segments[-1].start + segments[-1].parameter.numel
         if sizes[0] - end >= lcm(ranks, 128, 1 << 16):
             raise
-        return found
+        return segments
     # Each parameter was written on its own, so a chunk begins where it begins.
-    for s in found:
+    for s in segments:
         if s.start not in buckets[s.bucket].starts:
             raise Unregistered(f"{s.parameter.name} would begin at {s.start}, where no chunk begins")
-    return found
+    return segments

@@ -42,7 +42,7 @@ def restore_shapes(manifest: Manifest, mcore_data: Any) -> Manifest:
     """
     original = _original_shapes(mcore_data)
     specs = {t.fqn: t for t in manifest.tensors}
-    wanted: dict[int, tuple[int, ...]] = {}
+    target_shapes: dict[int, tuple[int, ...]] = {}
     for n, spec in enumerate(manifest.tensors):
         shape = original.get(spec.fqn)
         if shape is not None:
@@ -51,12 +51,12 @@ def restore_shapes(manifest: Manifest, mcore_data: Any) -> Manifest:
                     f"{spec.fqn} must be {list(shape)} with flattened shards (got {list(spec.shape)})",
                     file=".metadata",
                 )
-            wanted[n] = shape
+            target_shapes[n] = shape
         elif spec.fqn not in original:
             owner = _owner(spec.fqn, specs)
             if owner is not None and spec.shape != owner.shape and _local_shape(spec.shape, owner.shape):
-                wanted[n] = owner.shape
-    return _recut(manifest, wanted) if wanted else manifest
+                target_shapes[n] = owner.shape
+    return _recut(manifest, target_shapes) if target_shapes else manifest
 
 
 def shape_findings(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
@@ -81,11 +81,11 @@ def _original_shapes(mcore_data: Any) -> dict[str, tuple[int, ...] | None]:
     """Return key -> original shape, or None where the tensor is stored in its own shape."""
     if not isinstance(mcore_data, Mapping):
         return {}
-    found: dict[str, tuple[int, ...] | None] = {}
+    shapes: dict[str, tuple[int, ...] | None] = {}
     for key, entry in mcore_data.items():
         shape = entry.get(ORIGINAL) if isinstance(entry, Mapping) else None
-        found[key] = None if shape is None else dims(shape, ".metadata")
-    return found
+        shapes[key] = None if shape is None else dims(shape, ".metadata")
+    return shapes
 
 
 def _owner(fqn: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
@@ -118,14 +118,14 @@ def _cut_in_cells(manifest: Manifest, tensor: int) -> bool:
     return cells and bool((c.shape[a:b, rank - 1] < manifest.tensors[tensor].shape[-1]).any())
 
 
-def _recut(manifest: Manifest, wanted: Mapping[int, tuple[int, ...]]) -> Manifest:
+def _recut(manifest: Manifest, target_shapes: Mapping[int, tuple[int, ...]]) -> Manifest:
     chunks = manifest.chunks
     tensors = list(manifest.tensors)
     old_rank = chunks.lo.shape[1]
     pieces: list[tuple[Ints, Ints, Ints, Ints]] = []  # lo, shape, item, view of one tensor's chunks
     for n, spec in enumerate(manifest.tensors):
         a, b = int(chunks.first[n]), int(chunks.first[n + 1])
-        shape = wanted.get(n)
+        shape = target_shapes.get(n)
         if shape is None:
             view = np.full((b - a, 2 + old_rank), -1, np.int64) if chunks.view is None else chunks.view[a:b]
             pieces.append((chunks.lo[a:b], chunks.shape[a:b], chunks.item[a:b], view))
@@ -159,11 +159,11 @@ def _boxes(manifest: Manifest, tensor: int, row: int, shape: tuple[int, ...]) ->
             file=".metadata",
         )
     base = tuple(i * n for i, n in zip(cell[:-1], local, strict=True))
-    at = 0
+    first_element = 0
     for box in from_flat_range(local, start, stop):
         moved = box.translate(base)
-        yield moved.offset, moved.shape, int(c.item[row]), at * BY_NAME[stored.dtype].itemsize
-        at += box.numel
+        yield moved.offset, moved.shape, int(c.item[row]), first_element * BY_NAME[stored.dtype].itemsize
+        first_element += box.numel
 
 
 def _columns(rows: list[_Row], rank: int) -> tuple[Ints, Ints, Ints, Ints]:

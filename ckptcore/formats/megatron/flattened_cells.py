@@ -57,21 +57,22 @@ class Cells:
 
     def cut(self, box: Box, dtype: str) -> Iterator[WriteItem]:
         """Yield the items that store a box of the tensor, each a range of one cell."""
+        # A box may touch several cells, and each is an item of its own: no item spans cells.
         cell = self.cell
         first = [o // c for o, c in zip(box.offset, cell, strict=True)]
         last = [(o + n - 1) // c for o, n, c in zip(box.offset, box.shape, cell, strict=True)]
-        for at in product(*(range(a, b + 1) for a, b in zip(first, last, strict=True))):
-            start = tuple(max(o, k * c) for o, k, c in zip(box.offset, at, cell, strict=True))
+        for index in product(*(range(a, b + 1) for a, b in zip(first, last, strict=True))):
+            start = tuple(max(o, k * c) for o, k, c in zip(box.offset, index, cell, strict=True))
             stop = tuple(
-                min(o + n, (k + 1) * c) for o, n, k, c in zip(box.offset, box.shape, at, cell, strict=True)
+                min(o + n, (k + 1) * c) for o, n, k, c in zip(box.offset, box.shape, index, cell, strict=True)
             )
             part = Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
             inside = 0  # row-major place of the part's first element in the cell
-            for a, k, c in zip(start, at, cell, strict=True):
+            for a, k, c in zip(start, index, cell, strict=True):
                 inside = inside * c + a - k * c
-            shape = (*(1 for _ in at), part.numel)
+            shape = (*(1 for _ in index), part.numel)
             nbytes = part.numel * BY_NAME[dtype].itemsize
-            yield WriteItem(part, (dtype, shape), nbytes, ((*at, inside), shape))
+            yield WriteItem(part, (dtype, shape), nbytes, ((*index, inside), shape))
 
 
 def flattened_tensors(
@@ -91,25 +92,25 @@ def flattened_tensors(
     if MODEL_SPACE not in types.values():
         return {}
     shapes = {t.fqn: t.shape for t in tensors}
-    found = {}
+    cells = {}
     for i, spec in enumerate(tensors):
-        name = _STATE.fullmatch(spec.fqn)
-        if name is None or not spec.shape or 0 in spec.shape:
+        match = _STATE.fullmatch(spec.fqn)
+        if match is None or not spec.shape or 0 in spec.shape:
             continue
-        chained = name["chained"]
+        chained = match["chained"]
         number = None if chained is None else int(chained)
         if types.get(number, MODEL_SPACE) != MODEL_SPACE:
             continue
         boxes = [Box.full(spec.shape)] if topology is None else topology.boxes(spec.fqn, spec.shape)
-        stacked = min(sum(bool(p.search(name["key"])) for p in _STACKED), len(spec.shape))
+        stacked = min(sum(bool(p.search(match["key"])) for p in _STACKED), len(spec.shape))
         halves: tuple[int, ...] = ()
-        if _GATED.search(name["key"]):
+        if _GATED.search(match["key"]):
             # GroupedMLP keeps its state as [in, out], and its weight as [out, in].
-            turned = shapes.get(name["key"], spec.shape) != spec.shape
+            turned = shapes.get(match["key"], spec.shape) != spec.shape
             halves = (len(spec.shape) - 1,) if turned else (stacked,)
         grid = cell_grid(spec.shape, stacked, halves, [b for b in boxes if b is not None])
-        found[i] = Cells(spec.shape, grid)
-    return found
+        cells[i] = Cells(spec.shape, grid)
+    return cells
 
 
 def mcore_data(tensors: Sequence[TensorSpec], cells: Mapping[int, Cells]) -> dict[str, Any]:
@@ -128,12 +129,12 @@ def cell_grid(
         halves: Dims of a gate and an up projection.
         boxes: The boxes of the ranks.
     """
-    there = [b for b in boxes if b.numel]
+    non_empty = [b for b in boxes if b.numel]
     grid = []
     for dim, n in enumerate(shape):
-        edges = {edge for b in there for edge in (b.offset[dim], b.offset[dim] + b.shape[dim])} | {n}
+        edges = {edge for b in non_empty for edge in (b.offset[dim], b.offset[dim] + b.shape[dim])} | {n}
         parts = 2 if dim in halves and n % 2 == 0 else 1
-        even = len({b.shape[dim] for b in there}) == 1
+        even = len({b.shape[dim] for b in non_empty}) == 1
         if dim < stacked:
             grid.append(n)
         elif dim == stacked and not even:

@@ -12,8 +12,8 @@ from ckptcore.formats.megatron.legacy_names import FILE, NAME
 
 def detect(source: Source) -> Evidence | None:
     """Recognise rank folders by their names."""
-    found = 0 if source.name is not None else sum(1 for p in source.listing if FILE.match(p))
-    return Evidence(NAME, (f"{found} mp_rank_* folder(s) with model_optim_rng.pt",)) if found else None
+    folders = 0 if source.name is not None else sum(1 for p in source.listing if FILE.match(p))
+    return Evidence(NAME, (f"{folders} mp_rank_* folder(s) with model_optim_rng.pt",)) if folders else None
 
 
 def read(source: Source) -> Manifest:

@@ -140,11 +140,13 @@ def unequal(chunks: Sequence[ModelChunk]) -> Iterator[Finding]:
         everywhere = set[str]().union(*names)
         for c, mine in zip(members, names, strict=True):
             for name in sorted(everywhere - mine)[:_MAX_FINDINGS]:
-                other = next(o.file.path for o, theirs in zip(members, names, strict=True) if name in theirs)
+                other_path = next(
+                    o.file.path for o, theirs in zip(members, names, strict=True) if name in theirs
+                )
                 yield finding(
                     "hole",
                     "coverage",
-                    f"{c.file.path} lacks {name}, which {other} has",
+                    f"{c.file.path} lacks {name}, which {other_path} has",
                     fqn=name,
                     file=c.file.path,
                 )
@@ -173,7 +175,7 @@ class Merger:
 
     def global_name(self, chunk: ModelChunk, name: str) -> str | None:
         """Return the global name of a rank's ``name``; None where no rule knows it."""
-        return global_name(self._known(name), self.model.rank(chunk), self.model.world)
+        return global_name(self._untied_name(name), self.model.rank(chunk), self.model.world)
 
     def lose(self, fqn: str, value: Refused, path: str) -> None:
         """Record that a part of a tensor cannot be read, and so neither can the tensor."""
@@ -201,8 +203,10 @@ class Merger:
                 raise UnsupportedFormat(f"cannot split {fqn}: the tensor is not contiguous")
             strides = row_major(placement.source)
         for offset, shape, start, steps in boxes(placement, strides):
-            at = view.start + start * BY_NAME[value.dtype].itemsize
-            self.chunk(fqn, value.dtype, placement.shape, offset, shape, item, View(at, steps, view.flags))
+            start_byte = view.start + start * BY_NAME[value.dtype].itemsize
+            self.chunk(
+                fqn, value.dtype, placement.shape, offset, shape, item, View(start_byte, steps, view.flags)
+            )
 
     def chunk(
         self,
@@ -225,12 +229,12 @@ class Merger:
             item: The item with the box's bytes.
             view: Where in the item the box's elements are.
         """
-        at = self._tensors.get(fqn)
-        if at is None:
-            at = self._tensors[fqn] = self._builder.tensor(TensorSpec(fqn, dtype, global_shape))
-        spec = self._builder.tensors[at]
+        index = self._tensors.get(fqn)
+        if index is None:
+            index = self._tensors[fqn] = self._builder.tensor(TensorSpec(fqn, dtype, global_shape))
+        spec = self._builder.tensors[index]
         if (spec.dtype, spec.shape) == (dtype, global_shape):
-            self._builder.chunk(at, offset, shape, item, view)
+            self._builder.chunk(index, offset, shape, item, view)
             return
         path = self._builder.file_names()[-1]
         self._builder.findings.append(
@@ -246,7 +250,7 @@ class Merger:
 
     def _parameter(self, chunk: ModelChunk, tree: TorchTree, name: str, value: StoredView) -> None:
         model = self.model
-        placement = place(self._known(name), value.shape, model.rank(chunk), model.world)
+        placement = place(self._untied_name(name), value.shape, model.rank(chunk), model.world)
         if placement is not None:
             self.put(placement, value, tree)
             return
@@ -263,7 +267,7 @@ class Merger:
         )
         tree.add(fqn, value)
 
-    def _known(self, name: str) -> str:
+    def _untied_name(self, name: str) -> str:
         # The last stage keeps a copy of tied embeddings for the loss: the same rows.
         return EMBEDDING if self.model.tied and name == "output_layer.weight" else name
 
@@ -295,17 +299,17 @@ def boxes(
         shape = tuple(1 if d is None else part.inner.shape[d] for d in part.dims)
         steps = tuple(0 if d is None else strides[d] for d in part.dims)
         start = sum(o * s for o, s in zip(part.inner.offset, strides, strict=True))
-        yield part.at, shape, start, steps
+        yield part.offset, shape, start, steps
 
 
 # --- facts from arguments and tensors together ----------------------------------------------------
 
 
 def _model_chunks(file: RankFile) -> Iterator[ModelChunk]:
-    found = sorted((int(m[1] or 0), k) for k in file.tree if (m := _CHUNK.match(k)))
-    if not found:
+    numbered_keys = sorted((int(m[1] or 0), k) for k in file.tree if (m := _CHUNK.match(k)))
+    if not numbered_keys:
         raise MalformedCheckpoint(f"{file.path} has no model", file=file.path)
-    for number, key in found:
+    for number, key in numbered_keys:
         state = file.tree[key]
         if not isinstance(state, dict) or any(type(k) is not str for k in state):
             raise MalformedCheckpoint(f"{key} of {file.path} must be a state dict", file=file.path)
@@ -318,22 +322,22 @@ def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, 
 
     The ranks' tensors decide when they add up to the arguments' count; with ranks missing, the arguments do.
     """
-    seen: dict[tuple[int, int], int] = {}
+    layers_by_chunk: dict[tuple[int, int], int] = {}
     for c in chunks:
         numbers = [p.layer + 1 for n in c.state if (p := parse_name(n)).block in ("decoder", "encoder")]
         key = c.number, c.file.pp
-        seen[key] = max([seen.get(key, 0), *numbers])
+        layers_by_chunk[key] = max([layers_by_chunk.get(key, 0), *numbers])
     want = ranks.args.get("num_layers")
     counts = None
-    if len(seen) == vpp * ranks.pp:
-        counts = [[seen[v, p] for p in range(ranks.pp)] for v in range(vpp)]
+    if len(layers_by_chunk) == vpp * ranks.pp:
+        counts = [[layers_by_chunk[v, p] for p in range(ranks.pp)] for v in range(vpp)]
         if want is None or sum(map(sum, counts)) == want:
             return sum(map(sum, counts)), first_layers(counts)
     counts = layers_per_chunk(ranks.args, ranks.pp, vpp)
     if counts is None or sum(map(sum, counts)) != want:
         raise MalformedCheckpoint(
             f"cannot number the layers: the arguments give {short_repr(want, 20)} layers on {ranks.pp} "
-            f"stages of {vpp} chunks, the ranks present have {sum(seen.values())}",
+            f"stages of {vpp} chunks, the ranks present have {sum(layers_by_chunk.values())}",
             hint="copy the files of every rank of the save",
         )
     return sum(map(sum, counts)), first_layers(counts)
@@ -348,29 +352,29 @@ def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[ModelChunk]
 
 def _gated(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
     """Return whether fc1 is gate and up projection: twice as many rows as fc2 has columns."""
-    found: set[bool] = set()
+    gated: set[bool] = set()
     for chunk in chunks:
         for name, value in chunk.state.items():
             second = name.replace("linear_fc1", "linear_fc2").replace("experts.weight1", "experts.weight2")
-            other = chunk.state.get(second)
+            fc2 = chunk.state.get(second)
             if second == name or "bias" in name or ".adapter." in name or not isinstance(value, StoredView):
                 continue
-            if not isinstance(other, StoredView) or len(value.shape) != 2 or len(other.shape) != 2:
+            if not isinstance(fc2, StoredView) or len(value.shape) != 2 or len(fc2.shape) != 2:
                 continue
             grouped = name.endswith("experts.weight1")
-            rows, columns = prod(value.shape), prod(other.shape)
-            if value.shape[0 if grouped else 1] != other.shape[1 if grouped else 0]:
+            rows, columns = prod(value.shape), prod(fc2.shape)
+            if value.shape[0 if grouped else 1] != fc2.shape[1 if grouped else 0]:
                 raise MalformedCheckpoint(
-                    f"{name} {list(value.shape)} does not fit {second} {list(other.shape)}"
+                    f"{name} {list(value.shape)} does not fit {second} {list(fc2.shape)}"
                 )
             if rows not in (columns, 2 * columns):
                 raise MalformedCheckpoint(
-                    f"{name} {list(value.shape)} does not fit {second} {list(other.shape)}"
+                    f"{name} {list(value.shape)} does not fit {second} {list(fc2.shape)}"
                 )
-            found.add(rows == 2 * columns)
-    if len(found) > 1:
+            gated.add(rows == 2 * columns)
+    if len(gated) > 1:
         raise UnsupportedFormat("cannot merge the ranks: only some layers have gated projections")
-    return found.pop() if found else bool(args.get("swiglu"))
+    return gated.pop() if gated else bool(args.get("swiglu"))
 
 
 def _layers_are_alike(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
@@ -387,8 +391,8 @@ def _layers_are_alike(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> 
                 continue
             rest = _EXPERT.sub("", local.rest)
             if isinstance(value, StoredView):  # of a refused value only the name counts
-                seen = value.dtype, value.shape
-                if kinds.setdefault(rest, seen) != seen:
+                form = value.dtype, value.shape
+                if kinds.setdefault(rest, form) != form:
                     return False
             per_layer.setdefault((c.number, c.file.pp, local.layer), set()).add(rest)
     sets = [set(s) for s in {frozenset(s) for s in per_layer.values()}]

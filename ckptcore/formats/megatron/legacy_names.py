@@ -37,12 +37,12 @@ RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 _OLD = ("language_model", "word_embeddings_for_head")
 
 
-def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], bool]:
+def current_names(state: Mapping[str, Any], label: str) -> tuple[dict[str, Any], bool]:
     """Return a model's state dict with Megatron-Core's names, and whether its names were older.
 
     Args:
         state: The state dict, flat or nested.
-        what: What it is, for messages.
+        label: Name of the dict, for messages.
 
     Raises:
         MalformedCheckpoint: The dict nests too deeply, or two tensors get one name.
@@ -51,25 +51,25 @@ def current_names(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], 
     if not any(key.split(".", 1)[0] in _OLD for key in state):
         return dict(state), False
     out: dict[str, Any] = {}
-    for name, value in _flat_names(state, "", 0, what):
+    for name, value in _flat_names(state, "", 0, label):
         if name.startswith("language_model.decoder."):
             raise UnsupportedFormat(
-                f"cannot read {what}: it is an encoder-decoder model from before Megatron-Core",
+                f"cannot read {label}: it is an encoder-decoder model from before Megatron-Core",
                 hint="convert it with the Megatron-LM that wrote it",
             )
         for old, new in RENAMES:
             name = old.sub(new, name)
         if name in out:
-            raise MalformedCheckpoint(f"{what} has two tensors with the name {name}")
+            raise MalformedCheckpoint(f"{label} has two tensors with the name {name}")
         out[name] = value
     return out, True
 
 
-def _flat_names(tree: Any, name: str, depth: int, what: str) -> Iterator[tuple[str, Any]]:
+def _flat_names(tree: Any, name: str, depth: int, label: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, Mapping):
         yield name, tree
         return
     if depth > _MAX_DEPTH or any(type(k) is not str for k in tree):
-        raise MalformedCheckpoint(f"{what} must be a nested state dict")
+        raise MalformedCheckpoint(f"{label} must be a nested state dict")
     for key, value in tree.items():
-        yield from _flat_names(value, f"{name}.{key}" if name else key, depth + 1, what)
+        yield from _flat_names(value, f"{name}.{key}" if name else key, depth + 1, label)

@@ -45,8 +45,8 @@ def parameters_of(chunk: ModelChunk, model: Model) -> list[Parameter]:
         shape = value.shape if isinstance(value, (StoredView, RefusedTensor)) else None
         if shape is None or not isinstance(value, (StoredView, RefusedTensor)):
             raise Unregistered(f"the shape of {name} is not known")
-        known = EMBEDDING if model.tied and name == "output_layer.weight" else name
-        placement = place(known, shape, model.rank(chunk), model.world)
+        untied_name = EMBEDDING if model.tied and name == "output_layer.weight" else name
+        placement = place(untied_name, shape, model.rank(chunk), model.world)
         if placement is None:
             raise Unregistered(f"no rule for how {name} is split")
         out.append(Parameter(name, shape, value.dtype, placement, ".mlp.experts." in name))
@@ -68,12 +68,12 @@ def add_numbered(optimizer: Any, chunks: Sequence[ModelChunk], merger: Merger, t
     if isinstance(optimizer, dict) and optimizer and all(type(k) is int for k in optimizer):
         optimizer = [optimizer[k] for k in sorted(optimizer)]
     several = isinstance(optimizer, list)
-    apart = any(_of_experts(g) for g in _every_group(optimizer if several else [optimizer]))
+    apart = any(_of_experts(g) for g in _all_groups(optimizer if several else [optimizer]))
     parameters = [p for c in chunks for p in parameters_of(c, merger.model)]
-    found: list[tuple[str, Parameter, StoredView | Refused]] = []
+    named_states: list[tuple[str, Parameter, StoredView | Refused]] = []
     rest = []
-    for one in optimizer if several else [optimizer]:
-        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+    for part in optimizer if several else [optimizer]:
+        inner = part.get("optimizer", part) if isinstance(part, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
             raise Unregistered("an optimizer without parameter groups")
         groups = list(_groups(inner["param_groups"], parameters, apart))
@@ -83,15 +83,15 @@ def add_numbered(optimizer: Any, chunks: Sequence[ModelChunk], merger: Merger, t
                 state = states.get(number)
                 if isinstance(state, dict):
                     taken = {k: v for k, v in state.items() if _fits(v, parameter)}
-                    found += [(kind, parameter, v) for kind, v in taken.items()]
+                    named_states += [(kind, parameter, v) for kind, v in taken.items()]
                     states[number] = {k: v for k, v in state.items() if k not in taken}
-        kept = {**inner, "state": {k: v for k, v in states.items() if v}} if "state" in inner else inner
-        left = {**one, "optimizer": kept} if inner is not one else kept
-        if MASTER in one:
-            found += _masters(one[MASTER], groups)
+        remaining = {**inner, "state": {k: v for k, v in states.items() if v}} if "state" in inner else inner
+        left = {**part, "optimizer": remaining} if inner is not part else remaining
+        if MASTER in part:
+            named_states += _masters(part[MASTER], groups)
             left.pop(MASTER)
         rest.append(left)
-    for kind, parameter, value in found:
+    for kind, parameter, value in named_states:
         if isinstance(value, Refused):
             merger.lose(f"{PREFIX}.{kind}.{parameter.placement.fqn}", value, chunks[0].file.path)
         else:
@@ -118,18 +118,18 @@ def add_buffers(state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: 
     for n, part in enumerate(parts):
         if part is None:  # another rank of this group keeps it
             continue
-        wanted = None if len(parts) == 1 else n == 1  # the experts' own optimizer is the second
-        buffers = list(_buffers(chunks, merger.model, wanted))
+        expert = None if len(parts) == 1 else n == 1  # the experts' own optimizer is the second
+        buffers = list(_buffers(chunks, merger.model, expert))
         for number, dtypes, tensors in _stored_buffers(part):
             if number >= len(buffers) or buffers[number][0] != dtypes[0]:
                 raise Unregistered(f"buffer {number} of {' '.join(dtypes)}")
             parameters = buffers[number][1]
-            own = [
+            own_bucket = [
                 merger.model.tied and merger.model.world.pp > 1 and p.placement.fqn == EMBEDDING
                 for p in parameters
             ]
             for kind, stored in tensors.items():
-                rows += _ranges(kind, stored, parameters, own, merger.model.bucket_size)
+                rows += _ranges(kind, stored, parameters, own_bucket, merger.model.bucket_size)
     for kind, parameter, value, start in rows:
         _put_range(kind, parameter, value, start, merger, tree)
 
@@ -137,11 +137,11 @@ def add_buffers(state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: 
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def _every_group(optimizers: Sequence[Any]) -> Iterator[Any]:
-    for one in optimizers:
-        inner = one.get("optimizer", one) if isinstance(one, dict) else None
-        found = inner.get("param_groups") if isinstance(inner, dict) else None
-        yield from found if isinstance(found, list) else ()
+def _all_groups(optimizers: Sequence[Any]) -> Iterator[Any]:
+    for optimizer in optimizers:
+        inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        yield from groups if isinstance(groups, list) else ()
 
 
 def _of_experts(group: Any) -> bool:
@@ -242,16 +242,16 @@ def _stored_buffers(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[s
 
 
 def _ranges(
-    kind: str, stored: Any, parameters: Sequence[Parameter], own: Sequence[bool], bucket: int | None
+    kind: str, stored: Any, parameters: Sequence[Parameter], own_bucket: Sequence[bool], bucket: int | None
 ) -> Iterator[tuple[str, Parameter, StoredView, int]]:
     """Yield (kind, parameter, flat tensor, first element in it)."""
     if isinstance(stored, StoredView):
         _require_flat([stored])
-        for s in lay_out_buffer(parameters, stored.shape[0], own, bucket):
+        for s in lay_out_buffer(parameters, stored.shape[0], own_bucket, bucket):
             yield kind, s.parameter, stored, s.start
         return
     _require_flat(stored)  # before buckets were coalesced: one padded tensor each
-    for s in lay_out(parameters, [v.shape[0] for v in stored], padded=True, own=own):
+    for s in lay_out(parameters, [v.shape[0] for v in stored], padded=True, own_bucket=own_bucket):
         yield kind, s.parameter, stored[s.bucket], s.start
 
 
@@ -267,5 +267,5 @@ def _put_range(
     item, view = tree.place(value, fqn)
     itemsize = BY_NAME[value.dtype].itemsize
     for offset, shape, begin, steps in flat_boxes(parameter.placement, 0, prod(parameter.shape)):
-        at = View(view.start + (start + begin) * itemsize, steps, view.flags)
-        merger.chunk(fqn, value.dtype, parameter.placement.shape, offset, shape, item, at)
+        box_view = View(view.start + (start + begin) * itemsize, steps, view.flags)
+        merger.chunk(fqn, value.dtype, parameter.placement.shape, offset, shape, item, box_view)

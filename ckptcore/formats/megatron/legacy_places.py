@@ -25,7 +25,7 @@ from ckptcore.formats.megatron.legacy_merge import Model, ModelChunk
 from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks, arguments
 from ckptcore.formats.megatron.partition_rules import parse_name
 from ckptcore.formats.megatron.pipeline import layers_per_chunk
-from ckptcore.formats.megatron.seeds import WHAT, place_of, seed_reader
+from ckptcore.formats.megatron.seeds import GROUP_TITLES, place_of, seed_reader
 
 GROUP_RANKS = {
     "tensor_model_parallel_rank": "tp",
@@ -55,7 +55,8 @@ def misplaced(source: Source, ranks: Ranks, model: Model) -> list[Finding]:
         lambda: _by_layers(ranks, model),
         lambda: _by_kinds(ranks, model),
     )
-    return next((found for kind in kinds if (found := [*kind()])), [])
+    # Lambdas, because seeds cost requests: later kinds are tried only where the earlier ones say nothing.
+    return next((findings for kind in kinds if (findings := [*kind()])), [])
 
 
 def _numbers(files: Sequence[RankFile]) -> list[int]:
@@ -80,10 +81,10 @@ def _by_number(ranks: Ranks, numbers: Sequence[int]) -> Iterator[Finding]:
     every_pair = ranks.etp == tp
     places = {f.path: (f.pp, f.ep, f.tp) if every_pair else (f.pp,) for f in ranks.files}
     order = sorted(rows, key=lambda row: places[row[0].path])
-    for (one, low), (two, high) in pairwise(order if not wrong else ()):
-        if low > high and places[one.path] != places[two.path]:
-            message = f"{one.path} is from rank {low}, {two.path} from rank {high}: they are swapped"
-            yield finding("item-mismatch", "files", message, file=two.path)
+    for (first, low), (second, high) in pairwise(order if not wrong else ()):
+        if low > high and places[first.path] != places[second.path]:
+            message = f"{first.path} is from rank {low}, {second.path} from rank {high}: they are swapped"
+            yield finding("item-mismatch", "files", message, file=second.path)
 
 
 def _by_group(ranks: Ranks) -> Iterator[Finding]:
@@ -93,7 +94,7 @@ def _by_group(ranks: Ranks) -> Iterator[Finding]:
             continue
         for file, rank in recorded:
             if type(rank) is int and rank != getattr(file, dim):
-                yield _mismatch(file, f"is of {WHAT[dim]} {rank} by its arguments ({key})")
+                yield _mismatch(file, f"is of {GROUP_TITLES[dim]} {rank} by its arguments ({key})")
 
 
 def _by_seed(source: Source, ranks: Ranks) -> Iterator[Finding]:
@@ -103,40 +104,47 @@ def _by_seed(source: Source, ranks: Ranks) -> Iterator[Finding]:
         )
         for f in ranks.files
     ]
-    for dim, what in WHAT.items():
-        found = [getattr(s, dim) for s in seeded]
-        if None in found or set(found) != {getattr(f, dim) for f in ranks.files}:
+    for dim, label in GROUP_TITLES.items():
+        seeded_ranks = [getattr(s, dim) for s in seeded]
+        if None in seeded_ranks or set(seeded_ranks) != {getattr(f, dim) for f in ranks.files}:
             continue
-        for file, n in zip(ranks.files, found, strict=True):
+        for file, n in zip(ranks.files, seeded_ranks, strict=True):
             if n != getattr(file, dim):
-                yield _mismatch(file, f"has the random states of {what} {n}")
+                yield _mismatch(file, f"has the random states of {label} {n}")
 
 
 def _by_ends(ranks: Ranks, model: Model) -> Iterator[Finding]:
-    own = {id(c.file): c for c in model.chunks if c.number == 0}
-    last = {id(c.file): c for c in model.chunks if c.number == len(model.first) - 1}
+    first_chunks = {id(c.file): c for c in model.chunks if c.number == 0}
+    last_chunks = {id(c.file): c for c in model.chunks if c.number == len(model.first) - 1}
     for column in _columns(ranks):
-        for end, what, chunks, has in (
-            (0, "embeddings, which the first stage has", own, _has_embeddings),
-            (ranks.pp - 1, "the final norm or output layer, which the last stage has", last, _has_final),
+        for end, contents, chunks, has in (
+            (0, "embeddings, which the first stage has", first_chunks, _has_embeddings),
+            (
+                ranks.pp - 1,
+                "the final norm or output layer, which the last stage has",
+                last_chunks,
+                _has_final,
+            ),
         ):
             if end not in column or has(chunks.get(id(column[end]))):
                 continue
             for stage, file in column.items():
                 if stage != end and has(chunks.get(id(file))):
-                    yield _mismatch(file, f"has {what}, and {column[end].path} lacks")
+                    yield _mismatch(file, f"has {contents}, and {column[end].path} lacks")
 
 
 def _by_layers(ranks: Ranks, model: Model) -> Iterator[Finding]:
     counts = layers_per_chunk(ranks.args, ranks.pp, len(model.first))
     if counts is None:
         return
-    wanted = [*zip(*counts, strict=True)]
+    expected_counts = [*zip(*counts, strict=True)]
     for column in _columns(ranks):
-        found = [tuple(_layers(model, column[p])) for p in sorted(column)]
-        if len(found) != len(wanted) or sorted(found) != sorted(wanted):
+        stored_counts = [tuple(_layers(model, column[p])) for p in sorted(column)]
+        if len(stored_counts) != len(expected_counts) or sorted(stored_counts) != sorted(expected_counts):
             continue
-        for (stage, file), have, want in zip(sorted(column.items()), found, wanted, strict=True):
+        for (stage, file), have, want in zip(
+            sorted(column.items()), stored_counts, expected_counts, strict=True
+        ):
             if have != want:
                 yield _mismatch(file, f"has {list(have)} layers, and stage {stage} has {list(want)}")
 
@@ -197,12 +205,14 @@ def _layers(model: Model, file: RankFile) -> Iterator[int]:
 
 def _kinds(chunk: ModelChunk) -> dict[int, bool]:
     """Return whether each of a chunk's layers has experts, by the layer's number in the chunk."""
-    found: dict[int, bool] = {}
+    has_experts: dict[int, bool] = {}
     for name in chunk.state:
         local = parse_name(name)
         if local.block in ("decoder", "encoder"):
-            found[local.layer] = found.get(local.layer, False) or local.rest.startswith("mlp.experts.")
-    return found
+            has_experts[local.layer] = has_experts.get(local.layer, False) or local.rest.startswith(
+                "mlp.experts."
+            )
+    return has_experts
 
 
 def _expert_layers(args: Mapping[str, Any], layers: int) -> list[bool] | None:

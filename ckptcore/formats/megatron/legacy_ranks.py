@@ -82,8 +82,8 @@ def read_ranks(source: Source) -> Ranks:
         MalformedCheckpoint: A file is not a rank's.
         UnsupportedFormat: The folder names do not determine the ranks.
     """
-    found = [m for p in sorted(source.listing) if (m := FILE.match(p))]
-    trees = [(m, _read_rank(source, m[0])) for m in found]
+    matches = [m for p in sorted(source.listing) if (m := FILE.match(p))]
+    trees = [(m, _read_rank(source, m[0])) for m in matches]
     first = arguments(trees[0][1].tree, trees[0][0][0])
     tp, pp, ep = (_parallel_size(first, key) for key in _SIZES)
     etp = _expert_tensor_size(first, tp, ep)
@@ -165,7 +165,7 @@ def _rank_place(match: re.Match[str], pp: int, ep: int) -> tuple[int, int, int] 
     return int(match[2]), stage, fields.pop(0) if fields else 0
 
 
-def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: str) -> Iterator[Finding]:
+def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, first_path: str) -> Iterator[Finding]:
     mine = arguments(tree, path)
     pairs = [(key, args.get(key), mine.get(key)) for key in _ALIKE]
     pairs += [(key, first.get(key), tree.get(key)) for key in ("iteration", "checkpoint_version")]
@@ -174,7 +174,7 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
             yield finding(
                 "item-mismatch",
                 "files",
-                f"{path} and {other} are from different saves: {key} is {short_repr(have, 40)} and "
+                f"{path} and {first_path} are from different saves: {key} is {short_repr(have, 40)} and "
                 f"{short_repr(want, 40)}",
                 file=path,
             )
@@ -185,13 +185,13 @@ def _copies(files: Sequence[RankFile]) -> Iterator[Finding]:
 
     A tool that stacks layers twice writes equal stages, without a random state.
     """
-    seen: dict[Any, RankFile] = {}
+    first_files: dict[Any, RankFile] = {}
     for file in files:
         records = [r[1:] for _, r in sorted(file.objects.storages.items())]
         if not any(length for length, _ in records) or any(crc is None for length, crc in records if length):
             continue
         stage = None if file.tree.get("rng_state") else file.pp
-        first = seen.setdefault((stage, tuple(records)), file)
+        first = first_files.setdefault((stage, tuple(records)), file)
         if first is not file and first.tree == file.tree:
             message = f"{file.path} and {first.path} have equal contents: one is a copy of the other"
             yield finding("item-mismatch", "files", message, file=file.path)
@@ -200,8 +200,8 @@ def _copies(files: Sequence[RankFile]) -> Iterator[Finding]:
 def _missing(files: Sequence[RankFile], tp: int, pp: int, ep: int, etp: int) -> Iterator[Finding]:
     have = {(f.tp, f.pp, f.ep) for f in files}
     if etp == tp:
-        wanted = product(range(tp), range(pp), range(ep))
-        lost = islice((c for c in wanted if c not in have), _MAX_FINDINGS)
+        coordinates = product(range(tp), range(pp), range(ep))
+        lost = islice((c for c in coordinates if c not in have), _MAX_FINDINGS)
         for t, p, e in lost:
             name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
             yield finding(
@@ -214,9 +214,9 @@ def _missing(files: Sequence[RankFile], tp: int, pp: int, ep: int, etp: int) -> 
     # Experts are not split over tensor ranks: the job's layout decides which (tensor, expert) pairs wrote.
     # Every tensor rank and every expert rank of a stage must occur once.
     for p in range(pp):
-        for what, want, seen in (
+        for group, size, ranks in (
             ("tensor", tp, {t for t, q, _ in have if q == p}),
             ("expert-parallel", ep, {e for _, q, e in have if q == p}),
         ):
-            for n in islice((n for n in range(want) if n not in seen), _MAX_FINDINGS):
-                yield finding("missing-rank", "files", f"no folder of {what} rank {n} of stage {p}")
+            for n in islice((n for n in range(size) if n not in ranks), _MAX_FINDINGS):
+                yield finding("missing-rank", "files", f"no folder of {group} rank {n} of stage {p}")

@@ -33,7 +33,7 @@ from ckptcore.utils.text import count
 
 FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
-_OWN = frozenset({"rng_state", "optimizer"})  # objects that differ by rank
+_RANK_OBJECTS = frozenset({"rng_state", "optimizer"})  # objects that differ by rank
 _PER_RANK = frozenset({"rank", "local_rank", *GROUP_RANKS})  # arguments that differ by rank
 
 
@@ -61,7 +61,7 @@ def read(source: Source) -> Manifest:
                 continue
             if key == "optimizer" and _holds_tensor(value):
                 value = _numbered(builder, merger, chunks, tree, value, file)
-            if key in _OWN or _holds_tensor(value):
+            if key in _RANK_OBJECTS or _holds_tensor(value):
                 tree.add(f"{key}/{file.folder}", value)
             else:
                 _add_common(builder, common, key, value, file)
@@ -125,8 +125,8 @@ def _add_flat(
 
 
 def _holds_tensor(value: Any) -> bool:
-    found = (StoredView, RefusedTensor)
-    return any(isinstance(leaf, found) for _, _, leaf in leaves_below(value, "", StoredView))
+    tensor_types = (StoredView, RefusedTensor)
+    return any(isinstance(leaf, tensor_types) for _, _, leaf in leaves_below(value, "", StoredView))
 
 
 def _add_common(

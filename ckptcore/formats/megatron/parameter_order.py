@@ -130,23 +130,23 @@ class ParameterOrder:
         assert type(layers) is int  # layers_per_chunk checked it
         names = list(self._weights)
         stacked = not any(n.startswith(f"{LAYERS}0.") for n in names)
-        own = self._impl == "local" and any("linear_qkv.layer_norm_weight" in n for n in names)
+        norms_fused = self._impl == "local" and any("linear_qkv.layer_norm_weight" in n for n in names)
         experts = args.get("num_experts", args.get("num_moe_experts")) or 0
         if type(experts) is not int or experts >= 1 << 20:
             raise Unregistered(f"num_experts is {short_repr(experts, 40)}")
-        world = World(tp, pp, ep, etp, layers, experts, self._gated(), stacked, own, known_rows(args))
+        world = World(tp, pp, ep, etp, layers, experts, self._gated(), stacked, norms_fused, known_rows(args))
         return world, counts
 
     def _gated(self) -> bool:
         """Return whether fc1 is a gate and an up projection: twice as many rows as fc2 has columns."""
-        found = set()
+        gated = set()
         for name, spec in self._weights.items():
             second = self._weights.get(name.replace("linear_fc1", "linear_fc2"))
             if name.endswith("linear_fc1.weight") and second is not None:
-                found.add(spec.shape[-2] == 2 * second.shape[-1])
-        if len(found) != 1:
+                gated.add(spec.shape[-2] == 2 * second.shape[-1])
+        if len(gated) != 1:
             raise Unregistered("no layer has projections, or only some are gated")
-        return found.pop()
+        return gated.pop()
 
     def of(self, rank: tuple[int, int, int], chunk: int) -> list[Parameter]:
         """Return a model chunk's parameters in registration order.
@@ -185,25 +185,25 @@ class ParameterOrder:
     def _layer(self, layer: int, where: Rank) -> Iterator[Parameter]:
         """Yield the parameters of one layer, from the names below it in the checkpoint."""
         number = where.first_layer + layer
-        found: dict[str, tuple[TensorSpec, tuple[int, ...]]] = {}
+        specs: dict[str, tuple[TensorSpec, tuple[int, ...]]] = {}
         lead = LAYERS if self.world.stacked else f"{LAYERS}{number}."
         for name, spec in self._weights.items():
             if not name.startswith(lead) or name.endswith("_extra_state"):
                 continue
             rest = name.removeprefix(lead)
             if rest not in _BUFFERS:
-                found[self._local(rest)] = spec, spec.shape[1:] if self.world.stacked else spec.shape
+                specs[self._local(rest)] = spec, spec.shape[1:] if self.world.stacked else spec.shape
         order = {name: n for n, name in enumerate(_LAYER)}
-        strange = [r for r in found if r not in order and not r.startswith(_STACKED_EXPERTS)]
-        if strange:
-            raise Unregistered(f"a layer has {strange[0]}, which has no known position")
+        unplaced = [r for r in specs if r not in order and not r.startswith(_STACKED_EXPERTS)]
+        if unplaced:
+            raise Unregistered(f"a layer has {unplaced[0]}, which has no known position")
         for name in _LAYER:
             if name == _EXPERTS:
-                for rest, shape in self._experts(found):
-                    spec = found[_expert_key(rest)][0]
+                for rest, shape in self._experts(specs):
+                    spec = specs[_expert_key(rest)][0]
                     yield self._parameter(f"{LAYERS}{layer}.{rest}", spec, shape, where, cut=False)
-            elif name in found:
-                spec, shape = found[name]
+            elif name in specs:
+                spec, shape = specs[name]
                 yield self._parameter(f"{LAYERS}{layer}.{name}", spec, shape, where)
 
     def _local(self, rest: str) -> str:
@@ -213,11 +213,11 @@ class ParameterOrder:
             (new + rest.removeprefix(old) for old, new in _OWN_NORMS.items() if rest.startswith(old)), rest
         )
 
-    def _experts(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _experts(self, specs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield (name, shape) of a rank's experts: one by one, or in the order of the grouped layers."""
         shapes = {
             r.removeprefix(_STACKED_EXPERTS): shape
-            for r, (_, shape) in found.items()
+            for r, (_, shape) in specs.items()
             if r.startswith(_STACKED_EXPERTS)
         }
         if not shapes:
@@ -225,12 +225,12 @@ class ParameterOrder:
         if self.world.experts % self.world.ep:
             raise Unregistered(f"{self.world.experts} experts do not divide into {self.world.ep} ranks")
         count = self.world.experts // self.world.ep
-        known = _pair("linear_fc1", "linear_fc2")
-        if any(k not in known for k in shapes):
+        projections = _pair("linear_fc1", "linear_fc2")
+        if any(k not in projections for k in shapes):
             raise Unregistered(f"experts have {', '.join(shapes)}")
         local = {
             k: self._cut(f"{_STACKED_EXPERTS}{k}", shapes[k][1:], self.world.etp)
-            for k in known
+            for k in projections
             if k in shapes
         }
         if self._legacy_grouped:
@@ -238,12 +238,12 @@ class ParameterOrder:
             yield f"{_EXPERTS}weight1", (hidden, count * rows)
             yield f"{_EXPERTS}weight2", (count * inner, hidden)
         elif self.grouped:
-            for kind in known:
+            for kind in projections:
                 if kind in local:
                     yield from ((f"{_EXPERTS}{kind}{e}", local[kind]) for e in range(count))
         else:
             for e in range(count):
-                yield from ((f"{_EXPERTS}local_experts.{e}.{k}", local[k]) for k in known if k in local)
+                yield from ((f"{_EXPERTS}local_experts.{e}.{k}", local[k]) for k in projections if k in local)
 
     def _parameter(
         self, name: str, spec: TensorSpec, shape: tuple[int, ...], where: Rank, cut: bool = True

@@ -75,11 +75,11 @@ def space_of(manifest: Manifest, *, before_016: bool) -> ParameterSpace:
     """
     values = {b.key: decode(b.tree) for b in manifest.blobs if b.known and b.key in (_OPTIMIZER, _CONTENT)}
     stored = set(sharding_types(values.get(_OPTIMIZER)).values())
-    found = {
+    spaces = {
         (MODEL_SPACE if before_016 else RESHARDABLE) if name == _GATHERED else _BY_PARAMETER.get(name)
         for name in stored
     }
-    kind = MODEL_SPACE if found == {MODEL_SPACE} else RESHARDABLE
+    kind = MODEL_SPACE if spaces == {MODEL_SPACE} else RESHARDABLE
     content = values.get(_CONTENT)
     avoided = content.get(_UNPREFIXED, False) if isinstance(content, dict) else kind == RESHARDABLE
     return ParameterSpace(kind, prefixed=not avoided)
@@ -90,8 +90,8 @@ def sharding_types(optimizer: Any) -> dict[int | None, str]:
     if not isinstance(optimizer, Mapping):
         return {}
     chain = {k: v for k, v in optimizer.items() if isinstance(k, int) and isinstance(v, Mapping)}
-    found = {k: v.get(SHARDING_TYPE) for k, v in [(None, optimizer), *chain.items()]}
-    return {k: v for k, v in found.items() if isinstance(v, str)}
+    types = {k: v.get(SHARDING_TYPE) for k, v in [(None, optimizer), *chain.items()]}
+    return {k: v for k, v in types.items() if isinstance(v, str)}
 
 
 def restate(manifest: Manifest, space: ParameterSpace) -> Manifest:
@@ -112,20 +112,20 @@ def restate(manifest: Manifest, space: ParameterSpace) -> Manifest:
     moved: dict[int | None, dict[str, Any]] = {chain: {} for chain in chains}
     names: dict[str, str] = {}
     try:
-        for (chain, what), found in parts.items():
-            if what not in _BUCKETS:
-                place = ".".join(str(n) for n in (_OPTIMIZER, chain, what) if n is not None)
-                one, value = _merged(what, place, found)
-                names |= {n: _moved_to(place, one.key)(n) for n in references(one.tree)}
-                moved.setdefault(chain, {})[what] = value
+        for (chain, field), group_blobs in parts.items():
+            if field not in _BUCKETS:
+                place = ".".join(str(n) for n in (_OPTIMIZER, chain, field) if n is not None)
+                merged_blob, value = _merged(field, place, group_blobs)
+                names |= {n: _moved_to(place, merged_blob.key)(n) for n in references(merged_blob.tree)}
+                moved.setdefault(chain, {})[field] = value
         _require_groups(moved, chains)
     except _Contradiction as error:
         message = f"Megatron-Core will not find the parameter groups of flat optimizer buffers: {error}"
         return replace(manifest, findings=(*manifest.findings, finding("flat-buffers", "coverage", message)))
     gone = {b.key for of in parts.values() for b in of}
     manifest = _without(manifest, {n for key in gone for n in references(blobs[key].tree)}, names)
-    kept = (_stated(b, moved, space.type) for b in manifest.blobs if b.key not in gone)
-    return replace(manifest, blobs=tuple(kept))
+    stated_blobs = (_stated(b, moved, space.type) for b in manifest.blobs if b.key not in gone)
+    return replace(manifest, blobs=tuple(stated_blobs))
 
 
 class _Contradiction(Exception):
@@ -148,20 +148,20 @@ def _moved_to(place: str, key: str) -> Callable[[str], str]:
     return lambda name: place + name.removeprefix(key)
 
 
-def _merged(what: str, place: str, blobs: Sequence[Blob]) -> tuple[Blob, Any]:
+def _merged(field: str, place: str, blobs: Sequence[Blob]) -> tuple[Blob, Any]:
     """Return the object to use for those of all groups of ranks, and its value."""
     unread = [b.key for b in blobs if not b.known]
     if unread:
         raise _Contradiction(f"{unread[0]} cannot be read")
     values = [decode(renamed_tree(b.tree, _moved_to(place, b.key))) for b in blobs]
-    differs = _Contradiction(f"{what} differs between groups of ranks")
-    if what != _OPTIMIZER:
+    differs = _Contradiction(f"{field} differs between groups of ranks")
+    if field != _OPTIMIZER:
         if any(v != values[0] for v in values):
             raise differs
         return blobs[0], values[0]
     for blob, value in zip(blobs, values, strict=True):
-        found = value.get(_GROUPS) if isinstance(value, dict) else None
-        if not isinstance(found, list) or not all(isinstance(g, dict) for g in found):
+        groups = value.get(_GROUPS) if isinstance(value, dict) else None
+        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
             raise _Contradiction(f"{blob.key} has none")
     steps = [g["step"] for v in values for g in v[_GROUPS] if "step" in g]
     if any(s != steps[0] for s in steps):
@@ -169,6 +169,7 @@ def _merged(what: str, place: str, blobs: Sequence[Blob]) -> tuple[Blob, Any]:
     # A group without parameters of a rank has no step: since 0.15 all have that of the others.
     step = {"step": steps[0]} if steps else {}
     aligned = [{**v, _GROUPS: [{**g, **step} for g in v[_GROUPS]]} for v in values]
+    # Ranks may have fewer groups: the object with the most must have all of them.
     best = max(range(len(aligned)), key=lambda n: len(aligned[n][_GROUPS]))
     for value in aligned:
         rest = {**value, _GROUPS: aligned[best][_GROUPS]}

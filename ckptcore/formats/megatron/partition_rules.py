@@ -68,12 +68,12 @@ class PartitionedBox:
     Attributes:
         inner: The box in the rank's tensor with shape `Placement.source`.
         dims: For each dim of the global tensor, the rank's dim, or None for one of extent 1.
-        at: Where the box begins in the global tensor.
+        offset: Where the box begins in the global tensor.
     """
 
     inner: Box
     dims: tuple[int | None, ...]
-    at: tuple[int, ...]
+    offset: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +175,12 @@ def parse_name(name: str) -> LocalName:
     >>> parse_name("decoder.layers.3.mlp.linear_fc1.weight")
     LocalName(block='decoder', layer=3, rest='mlp.linear_fc1.weight')
     """
-    found = _LAYER.match(name)
-    if found:
-        return LocalName(found[1], int(found[2]), found[3])
-    found = _MTP.match(name)
-    if found:  # megatron/core/transformer/multi_token_prediction.py stores the older name
-        return LocalName("mtp", int(found[1]), ("transformer_layer." if found[2] else "") + found[3])
+    match = _LAYER.match(name)
+    if match:
+        return LocalName(match[1], int(match[2]), match[3])
+    match = _MTP.match(name)
+    if match:  # megatron/core/transformer/multi_token_prediction.py stores the older name
+        return LocalName("mtp", int(match[1]), ("transformer_layer." if match[2] else "") + match[3])
     return LocalName("", 0, name)
 
 
@@ -207,7 +207,7 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
     if grouped:
         return _grouped(local, lead, grouped[1], shape, rank, world)
     expert, inside = _expert(inside)
-    tp, at = (world.tp, rank.tp) if expert is None else (world.etp, rank.tp % world.etp)
+    tp, tp_rank = (world.tp, rank.tp) if expert is None else (world.etp, rank.tp % world.etp)
     rule = REPLICATED if tp == 1 and _rule_of(inside) is None else _rule_of(inside)
     if rule is None:
         return None
@@ -215,7 +215,7 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
     order = QKV_ORDERS[world.qkv] if "self_attention.linear_qkv." in inside and rule == ROWS else None
     if order is not None:
         return _reordered(local, order, shape, rank, world, name)
-    global_shape, parts = _partitioned(rule, shape, tp, at, name)
+    global_shape, parts = _partitioned(rule, shape, tp, tp_rank, name)
     if expert is not None:
         count = _experts_here(world, name)
         if not 0 <= expert < count:
@@ -261,12 +261,12 @@ def cut_shape(name: str, shape: tuple[int, ...], ranks: int, *, copied: bool) ->
 
 def _expert(rest: str) -> tuple[int | None, str]:
     """Return (local number of the expert or None, name below the layer in the full model)."""
-    found = _SEQUENTIAL.match(rest)
-    if found:
-        return int(found[1]), f"mlp.experts.experts.{found[2]}"
-    found = _GROUPED_TE.match(rest)
-    if found:
-        return int(found[2]), f"mlp.experts.experts.{found[1]}"
+    match = _SEQUENTIAL.match(rest)
+    if match:
+        return int(match[1]), f"mlp.experts.experts.{match[2]}"
+    match = _GROUPED_TE.match(rest)
+    if match:
+        return int(match[2]), f"mlp.experts.experts.{match[1]}"
     return None, rest
 
 
@@ -299,7 +299,7 @@ def _resolve_rule(rule: str, rest: str, shape: tuple[int, ...], tp: int, world: 
 
 
 def _partitioned(
-    rule: str, shape: tuple[int, ...], tp: int, at: int, name: str
+    rule: str, shape: tuple[int, ...], tp: int, tp_rank: int, name: str
 ) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
     """Return (global shape, parts) of a tensor that a rule splits."""
     dims = tuple(range(len(shape)))
@@ -312,14 +312,15 @@ def _partitioned(
     n = shape[axis]
     global_shape = (*shape[:axis], n * tp, *shape[axis + 1 :])
     if rule != GATED:
-        begin = (*zero[:axis], at * n, *zero[axis + 1 :])
+        begin = (*zero[:axis], tp_rank * n, *zero[axis + 1 :])
         return global_shape, (PartitionedBox(Box(zero, shape), dims, begin),)
     if n % 2:
         raise MalformedCheckpoint(f"{name} must have an even number of gate and up rows (got {n})")
+    # Two boxes: the gate rows of all ranks come first, then the up rows of all ranks.
     half = n // 2
     return global_shape, tuple(
         PartitionedBox(
-            Box((k * half, *zero[1:]), (half, *shape[1:])), dims, ((k * tp + at) * half, *zero[1:])
+            Box((k * half, *zero[1:]), (half, *shape[1:])), dims, ((k * tp + tp_rank) * half, *zero[1:])
         )
         for k in (0, 1)
     )
@@ -344,12 +345,12 @@ def _reordered(
             low, count = [0] * len(source), list(source)
             low[order[0]], count[order[0]] = kind, 1
             low[order[1]], count[order[1]] = head, 1
-            at = ((rank.tp * heads + head) * 3 + kind) * size
+            row = ((rank.tp * heads + head) * 3 + kind) * size
             parts.append(
                 PartitionedBox(
                     Box(tuple(low), tuple(count)),
                     (order[2], *(2 + d for d in tail)),
-                    (at, *(0 for _ in tail)),
+                    (row, *(0 for _ in tail)),
                 )
             )
     global_shape = (shape[0] * world.tp, *shape[1:])
@@ -367,7 +368,7 @@ def _grouped(
     count = _experts_here(world, name)
     if len(shape) != 2 or shape[1 if which == "1" else 0] % count:
         raise MalformedCheckpoint(f"cannot split {name} {list(shape)} into {count} experts")
-    tp, at = world.etp, rank.tp % world.etp
+    tp, tp_rank = world.etp, rank.tp % world.etp
     first = rank.ep * count
     rest = f"{lead}mlp.experts.experts.linear_fc{which}.weight"
     if which == "1":
@@ -379,14 +380,16 @@ def _grouped(
         n = rows // halves
         global_shape = (world.experts, rows * tp, hidden)
         parts = tuple(
-            PartitionedBox(Box((0, 0, k * n), (count, hidden, n)), (0, 2, 1), (first, (k * tp + at) * n, 0))
+            PartitionedBox(
+                Box((0, 0, k * n), (count, hidden, n)), (0, 2, 1), (first, (k * tp + tp_rank) * n, 0)
+            )
             for k in range(halves)
         )
     else:
         inner, hidden = shape[0] // count, shape[1]
         source = (count, inner, hidden)
         global_shape = (world.experts, hidden, inner * tp)
-        parts = (PartitionedBox(Box((0, 0, 0), source), (0, 2, 1), (first, 0, at * inner)),)
+        parts = (PartitionedBox(Box((0, 0, 0), source), (0, 2, 1), (first, 0, tp_rank * inner)),)
     return _placement(local, rest, source, global_shape, parts, rank, world)
 
 
@@ -404,7 +407,7 @@ def _one_of_stack(
 ) -> tuple[tuple[int, ...], tuple[PartitionedBox, ...]]:
     """Return shape and parts of one of ``count`` tensors along a new first dim."""
     return (count, *global_shape), tuple(
-        PartitionedBox(p.inner, (None, *p.dims), (index, *p.at)) for p in parts
+        PartitionedBox(p.inner, (None, *p.dims), (index, *p.offset)) for p in parts
     )
 
 

@@ -25,12 +25,12 @@ from ckptcore.store.subfolder import FileRange
 _MAX_DEPTH = 150
 
 
-def read_megatron(content: FileRange, what: str) -> Objects:
+def read_megatron(content: FileRange, label: str) -> Objects:
     """Read the complete tree of a torch zip that Megatron wrote, in plain values.
 
     Args:
         content: The file.
-        what: What it is, for messages.
+        label: Name of the file, for messages.
 
     Returns:
         What `read_objects` returns, with every record as plain value or `Named`.
@@ -38,26 +38,27 @@ def read_megatron(content: FileRange, what: str) -> Objects:
     Raises:
         MalformedCheckpoint: As `read_objects` does.
     """
-    found = read_objects(content, what, MEGATRON_TABLE)
-    refused = list(found.refused)
-    tree = plain(found.tree, content.length, what, refused)
-    return replace(found, tree=tree, refused=tuple(refused))
+    objects = read_objects(content, label, MEGATRON_TABLE)
+    refused = list(objects.refused)
+    tree = plain(objects.tree, content.length, label, refused)
+    return replace(objects, tree=tree, refused=tuple(refused))
 
 
-def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -> Any:
+def plain(tree: Any, nbytes: int, label: str, refused: list[str] | None = None) -> Any:
     """Return a tree of `MEGATRON_TABLE` with every record as `Named` or plain value.
 
     Args:
         tree: The tree.
         nbytes: Length of the file, which bounds the tree.
-        what: What it is, for messages.
+        label: Name of the file, for messages.
         refused: Gets the names of values that cannot be built; the tree has `Refused` in their place.
 
     Raises:
         MalformedCheckpoint: The tree nests too deeply, contains itself, or is too large.
     """
-    made: dict[int, Any] = {}
-    open_: set[int] = set()
+    # By id: a pickle's memo shares values, and each must be converted once, as one object.
+    memo: dict[int, Any] = {}
+    open_: set[int] = set()  # values above the current one: to meet one again is a cycle
 
     def note(value: Any) -> Any:
         if type(value) is Refused and refused is not None and value.name not in refused:
@@ -72,16 +73,16 @@ def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -
         kind = value.kind if type(value) is Named and value.kind in CONTAINERS else ""
         if not kind and not isinstance(value, (dict, list, tuple, Record)):
             return value
-        if id(value) in made:
-            return made[id(value)]
+        if id(value) in memo:
+            return memo[id(value)]
         if depth > _MAX_DEPTH or id(value) in open_:
-            raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_DEPTH} levels")
+            raise MalformedCheckpoint(f"{label} nests deeper than {_MAX_DEPTH} levels")
         open_.add(id(value))
         if isinstance(value, Record):
             try:
                 new = _KINDS[value.kind](value, lambda v: visit(v, depth + 1))
             except ValueError as error:
-                raise MalformedCheckpoint(f"{what}: {error}") from error
+                raise MalformedCheckpoint(f"{label}: {error}") from error
             new = note(new)
         elif kind:
             inside = visit(content_of(kind, value.value), depth + 1)
@@ -91,27 +92,27 @@ def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -
         else:
             new = type(value)([visit(v, depth + 1) for v in value])
         open_.discard(id(value))
-        made[id(value)] = new
+        memo[id(value)] = new
         return new
 
     new = visit(tree, 0)
     # `Named` hides what is below it from the first count.
-    bound_tree(_opened(new), nbytes, what)
+    bound_tree(_opened(new), nbytes, label)
     return new
 
 
 def _opened(tree: Any) -> Any:
     """Return the tree with `Named` values replaced by their contents, sharing kept."""
-    made: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
 
     def visit(value: Any) -> Any:
         value = value.value if isinstance(value, Named) else value
         if not isinstance(value, (dict, list, tuple)):
             return value
-        if id(value) not in made:
+        if id(value) not in memo:
             inside = value.items() if isinstance(value, dict) else enumerate(value)
-            made[id(value)] = {k: visit(v) for k, v in inside}
-        return made[id(value)]
+            memo[id(value)] = {k: visit(v) for k, v in inside}
+        return memo[id(value)]
 
     return visit(tree)
 

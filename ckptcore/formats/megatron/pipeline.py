@@ -40,7 +40,7 @@ def layers_per_chunk(args: Mapping[str, Any], pp: int, vpp: int) -> Counts | Non
     if pp > 1 and (first is not None or last is not None):
         stages = _uneven(layers, pp, first, last)
     else:
-        extra = [bool(args.get(f"account_for_{what}_in_pipeline_split")) for what in ("embedding", "loss")]
+        extra = [bool(args.get(f"account_for_{layer}_in_pipeline_split")) for layer in ("embedding", "loss")]
         stages = [(layers + sum(extra)) // pp] * pp if (layers + sum(extra)) % pp == 0 else None
         if stages and any(n % vpp for n in stages):
             stages = None
@@ -61,12 +61,12 @@ def first_layers(counts: Counts) -> Counts:
     [[0, 1], [3, 6]]
     """
     out: Counts = []
-    at = 0
+    layer = 0
     for row in counts:
         out.append([])
         for n in row:
-            out[-1].append(at)
-            at += n
+            out[-1].append(layer)
+            layer += n
     return out
 
 
@@ -77,8 +77,8 @@ def _uneven(layers: int, pp: int, first: Any, last: Any) -> list[int] | None:
     left = layers - (first or 0) - (last or 0)
     if left < 0 or min(first or 0, last or 0) < 0 or (middle and left % middle) or (not middle and left):
         return None
-    each = left // middle if middle else 0
-    stages = [each] * pp
+    per_stage = left // middle if middle else 0
+    stages = [per_stage] * pp
     if first is not None:
         stages[0] = first
     if last is not None:
@@ -105,9 +105,10 @@ def _laid_out(layout: Any, pp: int, vpp: int) -> Counts | None:
 def _unrolled(text: str) -> list[str] | None:
     text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        found = re.findall(pattern, text)
-        if sum(len(body) * int(times) for body, times in found if len(times) < 7) > _MAX_LAYOUT or any(
-            len(times) >= 7 for _, times in found
+        # Checked before the expansion, whose length the text chooses.
+        repeats = re.findall(pattern, text)
+        if sum(len(body) * int(times) for body, times in repeats if len(times) < 7) > _MAX_LAYOUT or any(
+            len(times) >= 7 for _, times in repeats
         ):
             return None
         text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)

@@ -17,10 +17,10 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.formats.base import Source
 from ckptcore.utils.dataclass import dataclass
 
-WHAT = {"tp": "tensor rank", "pp": "pipeline stage", "ep": "expert rank"}  # of `SeededPlace`
+GROUP_TITLES = {"tp": "tensor rank", "pp": "pipeline stage", "ep": "expert rank"}  # of `SeededPlace`
 SeedReader = Callable[[Any], int | None]  # the stored state of a generator -> its seed
 # Bytes of a generator's state -> where its seed is: of torch's CPU generator, of CUDA's today and formerly.
-_SEED_AT = {5056: 0, 16: 0, 816: 800}
+_SEED_OFFSETS = {5056: 0, 16: 0, 816: 800}
 _BY_STAGE, _BY_EXPERT, _TENSOR, _EXPERT = 100, 100, 2718, 1024
 
 
@@ -72,9 +72,9 @@ def seed_reader(source: Source, path: str, storages: Mapping[str, tuple[int, int
     def read(value: Any) -> int | None:
         if not isinstance(value, StoredView) or value.dtype != "uint8" or value.strides != (1,):
             return None
-        at, storage = _SEED_AT.get(prod(value.shape)), storages.get(value.key)
-        if at is None or storage is None or value.offset + at + 8 > storage[1]:
+        seed_offset, storage = _SEED_OFFSETS.get(prod(value.shape)), storages.get(value.key)
+        if seed_offset is None or storage is None or value.offset + seed_offset + 8 > storage[1]:
             return None
-        return int.from_bytes(source.store.read(path, storage[0] + value.offset + at, 8), "little")
+        return int.from_bytes(source.store.read(path, storage[0] + value.offset + seed_offset, 8), "little")
 
     return read

@@ -78,7 +78,7 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
     """
     size = source.listing[path]
     item = Item(builder.file(path, size), 0, size)
-    at = builder.item(item)
+    item_number = builder.item(item)
     content = FileRange(source.store, path, 0, size)
     try:
         objects = read_megatron(content, path)
@@ -88,9 +88,9 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
             used = storages_in(tree)
             reachable |= used
             mine = {k: v for k, v in objects.storages.items() if k in used}
-            one, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), content)
-            form = adopt(builder, name, item, one, f"{name} in {path}")
-            builder.blobs.append(kept(builder, name, at, form, one, lost, path))
+            part, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), content)
+            form = adopt(builder, name, item, part, f"{name} in {path}")
+            builder.blobs.append(kept(builder, name, item_number, form, part, lost, path))
         hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in reachable)
         if hidden:
             message = (
@@ -101,7 +101,7 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
     except MalformedCheckpoint as error:
         code = "crc-mismatch" if isinstance(error, ChecksumMismatch) else "malformed-item"
         builder.findings.append(finding(code, "coverage", error.message, fqn=key, file=path))
-        builder.blobs.append(Blob(key or path, at, known=False))
+        builder.blobs.append(Blob(key or path, item_number, known=False))
 
 
 def _common(tree: Any, path: str) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def common_name(name: str) -> str:
 
 def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
     """Yield a finding for every sharded object whose grid of shards is incomplete."""
-    found: dict[str, dict[tuple[int, ...], set[tuple[int, ...]]]] = {}
+    shapes_by_key: dict[str, dict[tuple[int, ...], set[tuple[int, ...]]]] = {}
     for blob in blobs:
         m = SHARD.match(blob.key)
         if m:
             offset, shape = (tuple(map(int, m[g].split("."))) for g in ("offset", "shape"))
-            found.setdefault(m["key"], {}).setdefault(shape, set()).add(offset)
-    for key, shapes in found.items():
+            shapes_by_key.setdefault(m["key"], {}).setdefault(shape, set()).add(offset)
+    for key, shapes in shapes_by_key.items():
         if len(shapes) > 1:
             yield finding(
                 "overlap",
@@ -217,15 +217,15 @@ def _pruned(tree: Any) -> tuple[Any, tuple[str, ...], list[str]]:
     return kept_tree, () if isinstance(kept_tree, Refused) else tuple(lost), names
 
 
-def _bytes_of(view: StoredView, objects: Objects, read: Reader, what: str) -> bytes:
+def _bytes_of(view: StoredView, objects: Objects, read: Reader, label: str) -> bytes:
     if view.key not in objects.storages:
-        raise MalformedCheckpoint(f"{what} has no storage {view.key!r}")
+        raise MalformedCheckpoint(f"{label} has no storage {view.key!r}")
     start, length, crc = objects.storages[view.key]
-    place = check_view(view, length, 0, what, objects.swapped)
+    place = check_view(view, length, 0, label, objects.swapped)
     count = prod(view.shape)
     if place.strides is not None or len(view.shape) != 1 or length > _MAX_BYTES:
-        raise MalformedCheckpoint(f"cannot read {what}: {count} bytes of extra state in an unknown layout")
+        raise MalformedCheckpoint(f"cannot read {label}: {count} bytes of extra state in an unknown layout")
     raw = read(start, length)
     if crc is not None and crc32(raw) != crc:
-        raise ChecksumMismatch(f"CRC-32 of {what} must be {crc:08x} (got {crc32(raw):08x})")
+        raise ChecksumMismatch(f"CRC-32 of {label} must be {crc:08x} (got {crc32(raw):08x})")
     return raw[place.start : place.start + count]

@@ -70,6 +70,7 @@ def read(source: Source) -> Manifest:
     parsed = parse_folder(source)
     extra = parsed[0].extra.get("mcore_data")
     folder = read_folder(source, NAME, LISTED, parsed)
+    # Before the join, because `mcore_data` has the keys as stored.
     folder = restore_shapes(folder, extra)
     findings = [*shape_findings(folder, extra)]
     parts = [Part(folder, rename=common_name)]
@@ -78,16 +79,18 @@ def read(source: Source) -> Manifest:
         findings.append(_second(config))
     elif COMMON_FILE in source.listing:
         parts.append(Part(_common(source)))
-    kept = digests(source)
+    file_digests = digests(source)
     findings += [
         finding("missing-file", "files", f"{path} is missing, {INTEGRITY} lists it", file=path)
-        for path in kept
+        for path in file_digests
         if path not in source.listing
     ]
     if config is not None and config.has_common_file and COMMON_FILE not in source.listing:
         message = f"{COMMON_FILE} is missing, and {CONFIG} says that the common state was saved in it"
         findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
-    manifest = spread_common(join(NAME, source.store.url, parts, _folder_origin(folder, config, kept)))
+    manifest = spread_common(
+        join(NAME, source.store.url, parts, _folder_origin(folder, config, file_digests))
+    )
     manifest = replace(manifest, findings=(*manifest.findings, *findings, *grids(manifest.blobs)))
     # 0.16 and later do not write this entry.
     return map_buckets(manifest, stored_args(manifest), before_016=isinstance(extra, Mapping))

@@ -34,7 +34,7 @@ from ckptcore.utils.text import count, short_repr
 _RANDOM = "rng_state"
 _MAX_NAME = 255  # bytes of a file name, on every common file system
 _MAX_PATH = 3500  # bytes of a name below the output: paths end at 4096
-_OWN = re.compile(r"\.z\w+|\d+(\.\d+)*")  # files of a tensor's own folder: its metadata, its chunks
+_ARRAY_FILES = re.compile(r"\.z\w+|\d+(\.\d+)*")  # files of a tensor's own folder: its metadata, its chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
         _torch_file(COMMON_FILE, _for_ranks(request, parts), request, parts),
         *layouts,
         _literal(METADATA, metadata),
+        # Last, as Megatron-Core does: a folder without it is an unfinished save.
         _config_layout("torch_dist"),
     )
 
@@ -80,13 +81,13 @@ def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
 def _in_cells(share: Share, cells: Mapping[int, Cells]) -> Share:
     if not any(i in cells for i in share.tensors):
         return share
-    found = Share()
+    cut_share = Share()
     for i, piece in zip(share.tensors, share.pieces, strict=True):
         pieces = cells[i].cut(piece.box, piece.kind[0]) if i in cells else (piece,)
-        for one in pieces:
-            found.tensors.append(i)
-            found.pieces.append(one)
-    return found
+        for cell_piece in pieces:
+            cut_share.tensors.append(i)
+            cut_share.pieces.append(cell_piece)
+    return cut_share
 
 
 def _for_ranks(request: Arrangement, parts: Parts) -> dict[str, Any]:
@@ -188,7 +189,9 @@ def _require_folders(names: Sequence[str]) -> None:
             name in taken
             or not all(map(_can_be_folder, steps))
             or len(name) > _MAX_PATH
-            or any(_OWN.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n)
+            or any(
+                _ARRAY_FILES.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n
+            )
         ):
             raise NameMismatch(
                 f"cannot write {short_repr(name, 120)} to a zarr checkpoint: the name cannot be a folder",

@@ -72,20 +72,22 @@ def read(source: Source) -> Manifest:
         message = f"{COMMON_FILE} is missing, and {CONFIG} says that the common state was saved in it"
         builder.findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
     origin = {} if config is None else {"backend": config.backend, "backend_version": config.version}
-    found = builder.build(NAME, source.store.url, origin)
-    found = replace(found, findings=(*found.findings, *grids(found.blobs)))
-    return map_buckets(found, stored_args(found), before_016=True)
+    manifest = builder.build(NAME, source.store.url, origin)
+    manifest = replace(manifest, findings=(*manifest.findings, *grids(manifest.blobs)))
+    return map_buckets(manifest, stored_args(manifest), before_016=True)
 
 
 def _arrays(source: Source) -> list[str]:
     """Return every array's `.zarray`, without the empty ones of lock folders."""
-    found = {p.removesuffix("/" + _zarr.ARRAY): p for p in source.listing if p.endswith("/" + _zarr.ARRAY)}
+    paths_by_key = {
+        p.removesuffix("/" + _zarr.ARRAY): p for p in source.listing if p.endswith("/" + _zarr.ARRAY)
+    }
     locks = {
         k
-        for k, p in found.items()
-        if k.endswith(_LOCKS) and (not source.listing[p] or k.removesuffix(_LOCKS) in found)
+        for k, p in paths_by_key.items()
+        if k.endswith(_LOCKS) and (not source.listing[p] or k.removesuffix(_LOCKS) in paths_by_key)
     }
-    return [p for k, p in found.items() if k not in locks]
+    return [p for k, p in paths_by_key.items() if k not in locks]
 
 
 def _headless(source: Source, arrays: set[str]) -> Iterator[Finding]:
@@ -107,12 +109,12 @@ def _above(key: str) -> Iterator[str]:
 
 def _by_folder(source: Source) -> dict[str, list[str]]:
     """Return top folder -> relative paths below it; an array's chunks may be in subfolders."""
-    found: dict[str, list[str]] = {}
+    names_by_folder: dict[str, list[str]] = {}
     for path in source.listing:
         folder, slash, name = path.partition("/")
         if slash:
-            found.setdefault(folder, []).append(name)
-    return found
+            names_by_folder.setdefault(folder, []).append(name)
+    return names_by_folder
 
 
 def _of_another_writer(arrays: dict[str, _zarr.Array]) -> Iterator[Finding]:
@@ -162,7 +164,7 @@ def _add_array(
     tensor = builder.tensor(TensorSpec(key, array.dtype.name, array.shape))
     top, _, below = key.partition("/")
     prefix = f"{below}/" if below else ""
-    found: dict[tuple[int, ...], str] = {}
+    chunk_paths: dict[tuple[int, ...], str] = {}
     for name in inside.get(top, ()):
         if not name.startswith(prefix) or name == prefix + _zarr.ARRAY or _OBJECT.search(f"/{name}"):
             continue
@@ -176,10 +178,11 @@ def _add_array(
                 finding("stray-file", "files", f"{top}/{name} is not a chunk of {key}", file=f"{top}/{name}")
             )
         else:
-            found[index] = f"{top}/{name}"
-    for index in sorted(found):
-        _add_chunk(builder, source, tensor, array, index, found[index])
-    for index in array.missing(found, _MAX_FINDINGS):  # files that are missing, each a hole in the tensor
+            chunk_paths[index] = f"{top}/{name}"
+    for index in sorted(chunk_paths):
+        _add_chunk(builder, source, tensor, array, index, chunk_paths[index])
+    # A missing file is a hole in the tensor: its chunk is in a file of no known size.
+    for index in array.missing(chunk_paths, _MAX_FINDINGS):
         box, view = array.place(index)
         file = builder.file(f"{key}/{array.name(index)}", None)
         item = builder.plain_item(file, 0, array.chunk_bytes, Envelope.RAW)

@@ -375,7 +375,7 @@ def test_buckets_that_do_not_add_up(sizes: list[int]) -> None:
 
 def test_a_parameter_with_its_own_bucket() -> None:
     """Tied embeddings: the bucket before them ends where they would have started."""
-    found = lay_out(parameters(70, 10, 100), [138 + 54, 70], own=[True, False, False])
+    found = lay_out(parameters(70, 10, 100), [138 + 54, 70], own_bucket=[True, False, False])
     assert list(starts(found)) == [("p2", 0, 0), ("p1", 0, 128), ("p0", 1, 0)]
 
 
