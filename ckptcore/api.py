@@ -45,13 +45,13 @@ def _arguments() -> tuple[set[str], set[str], set[str]]:
     """Return the names of keyword arguments, those of switches, and the values that some take by name."""
     kinds = {name: kind for name, (kind, *_) in options_of(Options).items()}
     functions = (fingerprint, diff, verify_export, load_into, open, check)
-    own = {name: p for f in functions for name, p in signature(f).parameters.items()}
+    parameters = {name: p for f in functions for name, p in signature(f).parameters.items()}
     switches = {name for name, kind in kinds.items() if bool in (kind, *get_args(kind))}
-    switches |= {name for name, parameter in own.items() if isinstance(parameter.default, bool)}
+    switches |= {name for name, parameter in parameters.items() if isinstance(parameter.default, bool)}
     literals = {
         literal for kind in kinds.values() if get_origin(kind) is Literal for literal in get_args(kind)
     }
-    return {*kinds, *own}, switches - {"catalog"}, literals | {"stored", "none"}
+    return {*kinds, *parameters}, switches - {"catalog"}, literals | {"stored", "none"}
 
 
 # Of the functions of `ckptcore`: the command line calls those of this module, and prints its own options.
@@ -163,12 +163,12 @@ def diff(
     from ckptcore.comparison.diff import diff as run
     from ckptcore.comparison.dropped_names import recorded_in
 
-    one, two = (
+    first, second = (
         s if isinstance(s, Manifest) else open(s, keep_quantized=keep_quantized, weights=weights)
         for s in (a, b)
     )
     named = model or model_prefix or rename or tie or record is not None  # the user says what is compared
-    alone = "" if named else model_alone(one, two)
+    alone = "" if named else model_alone(first, second)
     rules = DiffRules(
         model=model or bool(model_prefix) or bool(alone),
         prefixes=_frozen(model_prefix),
@@ -181,7 +181,7 @@ def diff(
         by_itself=alone,
     )
     urls = (_url_of(a), _url_of(b))
-    return run(one, two, rules, settings or Settings(), progress, urls)
+    return run(first, second, rules, settings or Settings(), progress, urls)
 
 
 def fingerprint(
@@ -315,7 +315,7 @@ def verify_export(
     from ckptcore.conversion.export_verdict import record_verdict
 
     place: str | bool | None = _spelled(catalog)
-    known, proof = prove_export(
+    export_source, proof = prove_export(
         os.fspath(export),
         against=_spelled(against),
         reference=_spelled(reference),
@@ -330,7 +330,7 @@ def verify_export(
         catalog=place,
         **options,
     )
-    return record_verdict(known, proof, place)
+    return record_verdict(export_source, proof, place)
 
 
 def prove_export(
@@ -359,13 +359,21 @@ def prove_export(
     from ckptcore.conversion.export_verdict import find_source
 
     settings = settings or Settings()
-    asked = LogitsWanted(
+    logits_check = LogitsWanted(
         reference, dtypes.get(logits_dtype).name, settings.device, logits_tolerance, any_memory
     )
-    wanted = Wanted(near, near_threshold, asked if logits or reference is not None else None)
-    known = find_source(export, against, _fields(options), catalog)
-    proof = run(export, known.source, wanted, settings, progress, missing=known.reason, record=known.record)
-    return known, replace(proof, conversion=known.conversion)
+    checks = Wanted(near, near_threshold, logits_check if logits or reference is not None else None)
+    export_source = find_source(export, against, _fields(options), catalog)
+    proof = run(
+        export,
+        export_source.source,
+        checks,
+        settings,
+        progress,
+        missing=export_source.reason,
+        record=export_source.record,
+    )
+    return export_source, replace(proof, conversion=export_source.conversion)
 
 
 def read(

@@ -67,8 +67,8 @@ class DamagedCheckpoint(CkptError):
     @property
     def findings(self) -> Sequence[Finding]:
         """The findings that the error was raised for."""
-        found: Sequence[Finding] = self.values.get("findings", ())
-        return found
+        stored: Sequence[Finding] = self.values.get("findings", ())
+        return stored
 
 
 class UnprovenCheckpoint(DamagedCheckpoint):

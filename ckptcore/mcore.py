@@ -79,12 +79,12 @@ class Checkpoint:
     @cached_property
     def sharded_objects(self) -> dict[str, ObjectShards]:
         """Key -> the shards of every sharded object; raises as `ckptcore.read` does for tensors inside."""
-        found: dict[str, tuple[tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
+        shards_by_key: dict[str, tuple[tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
         for blob in self.manifest.blobs:
             if m := SHARD.match(blob.key):
-                cells = found.setdefault(m["key"], (_version_numbers(m["shape"]), {}))[1]
+                cells = shards_by_key.setdefault(m["key"], (_version_numbers(m["shape"]), {}))[1]
                 cells[_version_numbers(m["offset"])] = self._value(blob)
-        return {key: ObjectShards(shape, values) for key, (shape, values) in found.items()}
+        return {key: ObjectShards(shape, values) for key, (shape, values) in shards_by_key.items()}
 
     @cached_property
     def common_state(self) -> dict[str, Any]:

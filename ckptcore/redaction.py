@@ -143,6 +143,7 @@ def redacted(text: str) -> str:
     """
     if not _compiled(_MAY_HOLD).search(text):
         return text
+    # URLs first: a pattern of a query would take the host with a password that looks like one.
     text = _compiled(_USERINFO).sub(_without_user, text)
     for pattern, left in _REMOVED:
         text = _compiled(pattern).sub(left, text)
@@ -173,11 +174,12 @@ def redacted_of(text: str, url: str) -> str:
     >>> redacted_of('Invalid bucket name "me:secret@bucket"', "s3://me:secret@bucket/a")
     'Invalid bucket name "...bucket"'
     """
-    found = {m["user"] for m in _compiled(_USERINFO).finditer(url)}
-    found |= {m[0][len(m[1]) :] for m in _compiled(_QUERY).finditer(url)}
-    found |= {user.removesuffix("@").partition(":")[2] for user in found}
-    found |= {unquote(each) for each in found}
-    for secret in sorted(found, key=len, reverse=True):
+    secrets = {m["user"] for m in _compiled(_USERINFO).finditer(url)}
+    secrets |= {m[0][len(m[1]) :] for m in _compiled(_QUERY).finditer(url)}
+    secrets |= {user.removesuffix("@").partition(":")[2] for user in secrets}
+    secrets |= {unquote(secret) for secret in secrets}
+    # The longest first: a password alone would leave the rest of user:password.
+    for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, GONE)
     return redacted(text)
@@ -209,8 +211,8 @@ def without_arguments(values: Sequence[Any]) -> Sequence[Any]:
 def _is_argument(before: Any, value: str) -> bool:
     if not isinstance(before, str) or not before.startswith("-"):
         return False
-    option, given = _compiled(_SECRET_OPTION), _compiled(_SECRET_VALUE)
-    return option.fullmatch(before) is not None and given.fullmatch(value) is not None
+    option, secret = _compiled(_SECRET_OPTION), _compiled(_SECRET_VALUE)
+    return option.fullmatch(before) is not None and secret.fullmatch(value) is not None
 
 
 def bare_url(url: str) -> str:
@@ -236,16 +238,16 @@ def holds_credentials(url: str) -> bool:
     return "://" in url and redacted(url) != url
 
 
-def _without_strict_user(found: re.Match[str]) -> str:
-    container = ":" not in found["user"] and _compiled(_CONTAINERS).match(found["scheme"])
-    return found[0] if container else found["scheme"]
+def _without_strict_user(match: re.Match[str]) -> str:
+    container = ":" not in match["user"] and _compiled(_CONTAINERS).match(match["scheme"])
+    return match[0] if container else match["scheme"]
 
 
-def _without_user(found: re.Match[str]) -> str:
-    user = found["user"]
-    named = ":" not in user and "%3a" not in user.lower() and _compiled(_BY_NAME).match(found["scheme"])
-    kept = user if named or _compiled(_NO_SECRET).fullmatch(user) else ""
-    return f"{found['scheme']}{found['sep']}{kept}"
+def _without_user(match: re.Match[str]) -> str:
+    user = match["user"]
+    named = ":" not in user and "%3a" not in user.lower() and _compiled(_BY_NAME).match(match["scheme"])
+    userinfo = user if named or _compiled(_NO_SECRET).fullmatch(user) else ""
+    return f"{match['scheme']}{match['sep']}{userinfo}"
 
 
 @cache

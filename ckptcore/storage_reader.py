@@ -128,9 +128,10 @@ class StorageReader(torch_storage.StorageReader):
         require_readable(manifest, sorted(stored))
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         forms = self._forms(values)
-        wanted = stored.union(*(references(form) for form in forms))
-        objects = {name[:at] for name in wanted for at, letter in enumerate(name) if letter == "."}
-        require_complete(manifest, (wanted | objects).__contains__)
+        required_names = stored.union(*(references(form) for form in forms))
+        # A value may be a leaf of a larger object, whose blob must be complete.
+        objects = {name[:end] for name in required_names for end, letter in enumerate(name) if letter == "."}
+        require_complete(manifest, (required_names | objects).__contains__)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -152,18 +153,21 @@ class StorageReader(torch_storage.StorageReader):
         targets = [(item, planner.resolve_tensor(item).detach()) for item in tensors]
         fills = [self._fill(item, memory) for item, memory in targets]
         dtypes = [(fill.row, fill.out.dtype) for fill in fills]
-        live = [(item.dest_index.fqn, *each) for item, each in zip(tensors, dtypes, strict=True)]
+        live = [
+            (item.dest_index.fqn, *row_and_dtype) for item, row_and_dtype in zip(tensors, dtypes, strict=True)
+        ]
         require_decoded(manifest, live)
         with closing(open_source_store(manifest.root, manifest.versions)) as store:
+            # Plain values first, because an error in them leaves every tensor unchanged.
             saved = [self._serialized(form, store) for form in self._forms(values)]
             fill_memory(manifest, store, fills, verify=self._verify)
         for item, memory in targets:
             planner.commit_tensor(item, memory)
         for item, buffer in zip(values, saved, strict=True):
             planner.load_bytes(item, buffer)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def _stored(self, item: ReadItem) -> str:
         name = item.storage_index.fqn

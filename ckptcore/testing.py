@@ -61,8 +61,10 @@ Case = Callable[[Sample, Path], None]
 
 def recognised(sample: Sample, tmp: Path) -> None:
     """Check that exactly one format recognises the sample, and gives evidence."""
-    found, evidence = detect(open_source(str(sample.source)))
-    assert sample.format in (None, found.name), f"recognised as {found.name}: {evidence.because}"
+    recognised_format, evidence = detect(open_source(str(sample.source)))
+    assert sample.format in (None, recognised_format.name), (
+        f"recognised as {recognised_format.name}: {evidence.because}"
+    )
     assert evidence.because, "the format gives no evidence"
 
 
@@ -98,10 +100,10 @@ def consolidated(sample: Sample, tmp: Path) -> None:
     before = _contents(sample.source)
     _convert(sample.source, tmp / "out.safetensors")
     assert _contents(sample.source) == before, "the source was changed"
-    found = load_file(tmp / "out.safetensors")
+    tensors = load_file(tmp / "out.safetensors")
     for name, tensor in _truth(sample):
-        assert name in found, f"{name} is missing"
-        assert _bits(found[name]) == _bits(tensor), f"{name} differs"
+        assert name in tensors, f"{name} is missing"
+        assert _bits(tensors[name]) == _bits(tensor), f"{name} differs"
 
 
 def damage_is_found(sample: Sample, tmp: Path) -> None:
@@ -109,12 +111,12 @@ def damage_is_found(sample: Sample, tmp: Path) -> None:
     manifest = _opened(sample)
     used = {manifest.files[int(i)].path for i in set(manifest.items.file.tolist())}
     root = Path(manifest.root)
-    for n, (name, what, damaged) in enumerate(_damages(root, sorted(used), tmp)):
+    for n, (name, damage, damaged) in enumerate(_damages(root, sorted(used), tmp)):
         if n == _MOST_DAMAGES:
             break
-        if what in sample.undetectable:
+        if damage in sample.undetectable:
             continue
-        where = f"{name} {what}"
+        where = f"{name} {damage}"
         source = damaged / sample.source.relative_to(root) if sample.source != root else damaged
         target = tmp / "never.safetensors"
         with suppress(CkptError):  # an error when it is opened counts, too
@@ -129,13 +131,13 @@ def damage_is_found(sample: Sample, tmp: Path) -> None:
 
 def written_and_read_back(sample: Sample, tmp: Path) -> None:
     """Check that what the format writes is recognised, complete and bit-equal."""
-    found, _ = detect(open_source(str(sample.source)))
-    if found.writer is None:
-        raise Skip(f"{found.name} is not written")
+    recognised_format, _ = detect(open_source(str(sample.source)))
+    if recognised_format.writer is None:
+        raise Skip(f"{recognised_format.name} is not written")
     target = tmp / "again"
-    _convert(sample.source, target, to=found.name)
+    _convert(sample.source, target, to=recognised_format.name)
     manifest = open_checkpoint(str(target))
-    assert manifest.format == found.name, f"the output is recognised as {manifest.format}"
+    assert manifest.format == recognised_format.name, f"the output is recognised as {manifest.format}"
     assert check(manifest, "bytes").ok
     for name, tensor in _truth(sample):
         assert _bits(read(manifest, name)) == _bits(tensor), f"{name} differs"
@@ -143,10 +145,10 @@ def written_and_read_back(sample: Sample, tmp: Path) -> None:
 
 def registered(sample: Sample, tmp: Path) -> None:
     """Check that the format is registered, and that its abilities fit its writer."""
-    found, _ = detect(open_source(str(sample.source)))
-    assert registry().find("read", found.name) is found
-    assert found.abilities.reads
-    assert found.abilities.writes == (found.writer is not None)
+    recognised_format, _ = detect(open_source(str(sample.source)))
+    assert registry().find("read", recognised_format.name) is recognised_format
+    assert recognised_format.abilities.reads
+    assert recognised_format.abilities.writes == (recognised_format.writer is not None)
 
 
 CASES: tuple[Case, ...] = (
@@ -193,12 +195,12 @@ def _contents(source: Path) -> dict[str, bytes]:
 def _damages(root: Path, used: list[str], tmp: Path) -> Iterator[tuple[str, str, Path]]:
     """Yield the file, the damage, and the copy of the checkpoint that has it."""
     for name in used:
-        for what, change in DAMAGES.items():
+        for damage, change in DAMAGES.items():
             copy = tmp / "damaged"
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(root, copy)
             if change(copy / name):
-                yield name, what, copy
+                yield name, damage, copy
 
 
 def _remove(path: Path) -> bool:

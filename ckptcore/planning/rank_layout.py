@@ -70,7 +70,9 @@ def lay_out(
         of = owner.get(spec.fqn)
         if of is not None:
             same = spec.shape == shapes[of] and not _is_buffer(spec)
-            tensor_layouts[spec.fqn] = layouts[of] if same else TensorLayout(at=layouts[of].at)
+            tensor_layouts[spec.fqn] = (
+                layouts[of] if same else TensorLayout(coordinates=layouts[of].coordinates)
+            )
     topology = Topology(
         target, {fqn: layout for fqn, layout in tensor_layouts.items() if layout != REPLICATED}
     )

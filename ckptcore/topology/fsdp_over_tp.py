@@ -18,7 +18,7 @@ from ckptcore.utils.text import short_repr
 if TYPE_CHECKING:
     from ckptcore.topology.rules_file import ShardingRule
 
-At = tuple[tuple[str, tuple[int, ...]], ...]
+Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def place(
@@ -26,7 +26,7 @@ def place(
     shape: tuple[int, ...],
     mesh: Mesh,
     rule: ShardingRule | None,
-    at: At = (),
+    coordinates: Coordinates = (),
     stacked: bool = False,
 ) -> TensorLayout:
     """Return the layout of a parameter.
@@ -36,16 +36,16 @@ def place(
         shape: Global shape, elements.
         mesh: The mesh.
         rule: Its rule; None for FSDP's default.
-        at: Coordinates of the ranks that have it at all; axes named there do not cut it.
+        coordinates: Coordinates of the ranks that have it at all; axes named there do not cut it.
         stacked: Whether dim 0 counts layers, which pp cuts.
 
     Raises:
         UsageError: The rule does not fit the shape, or FSDP2 cannot shard it.
     """
     if not shape:  # fully_shard does not shard scalars
-        return TensorLayout(at=at)
+        return TensorLayout(coordinates=coordinates)
     sizes = dict(mesh.axes)
-    fixed = {axis for axis, _ in at}
+    fixed = {axis for axis, _ in coordinates}
     cut: dict[str, int | None] = {}  # axis -> dim or None, without fsdp
     for axis in ("pp", "ep", "tp"):
         if axis in sizes and axis not in fixed and rule is not None and rule.names(axis):
@@ -53,6 +53,7 @@ def place(
     if stacked and "pp" in sizes:
         cut["pp"] = 0
     pieces = [prod(sizes[a] for a, d in cut.items() if d == dim) for dim in range(len(shape))]
+    # Without a rule of its own, ep is flattened with fsdp: both cut what the others leave.
     data = "+".join(a for a in ("fsdp", "ep") if a in sizes and a not in cut and a not in fixed)
     placements: dict[str, Placement] = {}
     for axis in ("pp", "dp_replicate", data, "ep", "tp"):
@@ -69,7 +70,7 @@ def place(
         elif axis in cut:
             to = cut[axis]
             placements[axis] = Replicate() if to is None else Shard(to)
-    return TensorLayout(tuple(placements), tuple(placements.values()), at)
+    return TensorLayout(tuple(placements), tuple(placements.values()), coordinates)
 
 
 def _fsdp_dim(

@@ -96,10 +96,10 @@ class Mesh:
         >>> Mesh((("fsdp", 2), ("tp", 4))).rank((1, 2))
         6
         """
-        at = 0
+        number = 0
         for (_, n), c in zip(self.axes, coordinate, strict=True):
-            at = at * n + c
-        return at
+            number = number * n + c
+        return number
 
     def along(self, axes: Sequence[str]) -> Mesh:
         """Return the mesh of some of its axes, in mesh order; ``fsdp+ep`` flattens neighbours, like torch.
@@ -111,7 +111,7 @@ class Mesh:
             UsageError: The mesh does not have these axes in this order.
         """
         sizes = [n for _, n in self.axes]
-        return Mesh(tuple((a, prod(sizes[k] for k in at)) for a, at in self._places(axes).items()))
+        return Mesh(tuple((a, prod(sizes[k] for k in numbers)) for a, numbers in self._places(axes).items()))
 
     def ranks_along(self, axes: Sequence[str]) -> list[int]:
         """Return for each rank, in rank order, its rank in ``along(axes)``.
@@ -119,19 +119,19 @@ class Mesh:
         >>> Mesh((("fsdp", 2), ("tp", 2))).ranks_along(["tp"])
         [0, 1, 0, 1]
         """
-        used = [k for at in self._places(axes).values() for k in at]
+        used = [k for numbers in self._places(axes).values() for k in numbers]
         # Flattened neighbours count ranks like separate axes.
         sub = Mesh(tuple(self.axes[k] for k in used))
-        return [sub.rank([at[k] for k in used]) for at in self.coordinates()]
+        return [sub.rank([coordinate[k] for k in used]) for coordinate in self.coordinates()]
 
     def _places(self, axes: Sequence[str]) -> dict[str, list[int]]:
         number = {a: n for n, (a, _) in enumerate(self.axes)}
-        found = {a: [number.get(part, -1) for part in a.split("+")] for a in axes}
-        flat = [k for at in found.values() for k in at]
-        together = all(at[-1] - at[0] == len(at) - 1 for at in found.values())
+        numbers_by_axis = {a: [number.get(part, -1) for part in a.split("+")] for a in axes}
+        flat = [k for numbers in numbers_by_axis.values() for k in numbers]
+        together = all(numbers[-1] - numbers[0] == len(numbers) - 1 for numbers in numbers_by_axis.values())
         if -1 in flat or flat != sorted(set(flat)) or not together:
             raise UsageError(f"axes must be those of the mesh {self.axes}, in its order (got {list(axes)})")
-        return found
+        return numbers_by_axis
 
 
 MESH_OF_ONE = Mesh()
@@ -145,13 +145,13 @@ class TensorLayout:
         axes: The mesh axes it is distributed over, in mesh order; ``fsdp+ep`` is two neighbours that cut as
             one (`Mesh.along`). Along the others every rank has the same.
         placements: torch's placements, one per axis.
-        at: (axis, coordinates): only ranks with such a coordinate have the tensor at all (pipeline stages,
-            experts by name).
+        coordinates: (axis, coordinates on it): only ranks with such a coordinate have the tensor at all
+            (pipeline stages, experts by name).
     """
 
     axes: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
-    at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    coordinates: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 REPLICATED = TensorLayout()
@@ -188,32 +188,33 @@ class Topology:
         """
         layout = self.layout(fqn)
         key = shape, layout
-        found = self._by_rank.get(key)
-        if found is None:
-            found = self._by_rank[key] = tuple(self._boxes(shape, layout))
-        return found
+        rank_boxes = self._by_rank.get(key)
+        if rank_boxes is None:
+            rank_boxes = self._by_rank[key] = tuple(self._boxes(shape, layout))
+        return rank_boxes
 
     def owners(self, fqn: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         """Yield (rank, box) of the parts to write once: of equal boxes the lowest rank's."""
         key = shape, self.layout(fqn)
-        found = self._owners.get(key)
-        if found is None:
+        parts = self._owners.get(key)
+        if parts is None:
             first: dict[Box, int] = {}
             for rank, box in enumerate(self.boxes(fqn, shape)):
+                # An empty box is written only of an empty tensor, which must be in some file.
                 if box is not None and (box.numel or not prod(shape)):
                     first.setdefault(box, rank)
-            found = self._owners[key] = tuple((rank, box) for box, rank in first.items())
-        return iter(found)
+            parts = self._owners[key] = tuple((rank, box) for box, rank in first.items())
+        return iter(parts)
 
     def _boxes(self, shape: tuple[int, ...], layout: TensorLayout) -> Iterator[Box | None]:
-        key = shape, layout.axes, layout.placements  # stages differ in ``at`` alone
+        key = shape, layout.axes, layout.placements  # stages differ in ``coordinates`` alone
         if key not in self._parts:
             mine = boxes(shape, self.mesh.along(layout.axes), layout.placements)
             self._parts[key] = [mine[r] for r in self.mesh.ranks_along(layout.axes)]
         names = [a for a, _ in self.mesh.axes]
-        only = [(names.index(a), set(c)) for a, c in layout.at]
-        for box, at in zip(self._parts[key], self.mesh.coordinates(), strict=True):
-            yield box if all(at[n] in allowed for n, allowed in only) else None
+        only = [(names.index(a), set(c)) for a, c in layout.coordinates]
+        for box, coordinate in zip(self._parts[key], self.mesh.coordinates(), strict=True):
+            yield box if all(coordinate[n] in allowed for n, allowed in only) else None
 
 
 def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> list[Box]:
@@ -243,16 +244,16 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
         cutting = [k for k, p in enumerate(placements) if getattr(p, "dim", None) == dim]
         by = tuple((sizes[k], getattr(placements[k], "split_factor", 1)) for k in cutting)
         dims.append((cutting, _parts_of(n, by, empty=0 in shape)))
-    known: dict[tuple[int, ...], Box] = {}
+    box_by_key: dict[tuple[int, ...], Box] = {}
     apart = sorted({k for cutting, _ in dims for k in cutting})
-    found = []
-    for at in mesh.coordinates():
-        key = tuple(at[k] for k in apart)
-        if key not in known:
-            runs = [parts[tuple(at[k] for k in cutting)] for cutting, parts in dims]
-            known[key] = _box(tuple(n for _, n in runs), tuple(first for first, _ in runs))
-        found.append(known[key])
-    return found
+    rank_boxes = []
+    for coordinate in mesh.coordinates():
+        key = tuple(coordinate[k] for k in apart)
+        if key not in box_by_key:
+            runs = [parts[tuple(coordinate[k] for k in cutting)] for cutting, parts in dims]
+            box_by_key[key] = _box(tuple(n for _, n in runs), tuple(first for first, _ in runs))
+        rank_boxes.append(box_by_key[key])
+    return rank_boxes
 
 
 @lru_cache(maxsize=4096)
@@ -266,9 +267,9 @@ def _parts_of(
         by: (size, split factor) of each of those axes, left to right.
         empty: Whether the tensor has no element, so that none can be in a wrong place.
     """
-    found = {}
-    for at in product(*(range(size) for size, _ in by)):
-        mine = [cuts.Cut(k, size, at[k], factor) for k, (size, factor) in enumerate(by)]
+    parts = {}
+    for coordinate in product(*(range(size) for size, _ in by)):
+        mine = [cuts.Cut(k, size, coordinate[k], factor) for k, (size, factor) in enumerate(by)]
         runs = cuts.local_runs(n, mine)[0]
         part = (runs[0][0], runs[0][1] - runs[0][0]) if runs else (n, 0)
         if not empty and (len(runs) > 1 or cuts.placed(n, mine) != part):
@@ -277,8 +278,8 @@ def _parts_of(
                 "with a strided shard: torch would load other elements than it saved",
                 hint="use sizes that divide the dim, or fewer ranks on one of the axes",
             )
-        found[at] = part
-    return found
+        parts[coordinate] = part
+    return parts
 
 
 def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]]:
@@ -310,7 +311,7 @@ def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]
         raise NameMismatch(
             f"a DTensor of {list(shape)} must have the local shape {expected} (got {list(local.shape)})"
         )
-    return [(_narrowed(local, at, box), box) for box, at in cuts.boxes(runs)]
+    return [(_narrowed(local, local_offset, box), box) for box, local_offset in cuts.boxes(runs)]
 
 
 def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple[cuts.Run, ...]:
@@ -321,13 +322,14 @@ def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple
         for axis, p in enumerate(tensor.placements)
         if getattr(p, "dim", None) == dim
     ]
+    # torch 2.10 and later: where axes cut in another order than from left to right.
     order: Any = getattr(tensor._spec, "shard_order", None) or ()
     order = next((e.mesh_dims for e in order if e.tensor_dim == dim), None)
     return cuts.local_runs(n, mine, order)[0]
 
 
-def _narrowed(local: torch.Tensor, at: tuple[int, ...], box: Box) -> torch.Tensor:
-    for dim, (first, count) in enumerate(zip(at, box.shape, strict=True)):
+def _narrowed(local: torch.Tensor, local_offset: tuple[int, ...], box: Box) -> torch.Tensor:
+    for dim, (first, count) in enumerate(zip(local_offset, box.shape, strict=True)):
         local = local.narrow(dim, first, count)
     return local
 

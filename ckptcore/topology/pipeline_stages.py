@@ -57,7 +57,7 @@ def place_stages(
             f"{some(globs) if globs else 'absent'}, matches none of {some(sorted(shapes))}",
             hint='write how the name of a layer\'s parameter begins, as in layers = "model.layers.{n}."',
         )
-    at = _stage_of_layer(count, last + 1, stages, pp)
+    stage_of = _stage_of_layer(count, last + 1, stages, pp)
     for name in sorted(stacked):  # torch.chunk would leave the last stages without a layer
         n = shapes[name][0]
         if n % pp:
@@ -66,26 +66,26 @@ def place_stages(
                 hint=f"use a pp that divides {n}; Megatron-Core's loader reads any cut, so that jobs with "
                 "uneven stages load it, too",
             )
-    found: dict[str, tuple[int, ...] | None] = {}
+    coordinates: dict[str, tuple[int, ...] | None] = {}
     for name in shapes:
         if matches(name, stages.first):
             where = {0, last} if matches(name, tied) else {0}
         elif matches(name, stages.last):
             where = {last}
         elif name in layer:
-            where = {at[layer[name]]}
+            where = {stage_of[layer[name]]}
         elif name in stacked:
             where = set()
         else:
             continue
-        found[name] = tuple(sorted({s % pp for s in where})) or None
-    lost = [n for n in shapes if n not in found and not matches(n, stages.every)]
+        coordinates[name] = tuple(sorted({s % pp for s in where})) or None
+    lost = [n for n in shapes if n not in coordinates and not matches(n, stages.every)]
     if lost:
         raise UsageError(
             f"no pipeline stage for {some(lost)}",
             hint="name them in [stages] of --sharding, under first, last or every",
         )
-    return found
+    return coordinates
 
 
 def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: ShardingRules, ep: int) -> dict[str, int]:
@@ -131,12 +131,12 @@ def number_of(names: Iterable[str], templates: Sequence[str]) -> dict[str, int]:
     {'model.layers.12.mlp.w': 12}
     """
     patterns = [pattern(t) for t in templates]
-    found = {}
+    numbers = {}
     for name in names:
         match = next((m for p in patterns if (m := p.match(name))), None)
         if match:
-            found[name] = int(match["n"])
-    return found
+            numbers[name] = int(match["n"])
+    return numbers
 
 
 def pattern(template: str) -> re.Pattern[str]:
@@ -152,36 +152,36 @@ def _glob(text: str) -> str:
     return re.escape(text).replace(r"\*", ".*?").replace(r"\?", ".")
 
 
-def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping[int, int]:
+def _stage_of_layer(layers: int, stages: int, stage_rules: Stages, pp: int) -> Mapping[int, int]:
     if stages > layers:
-        asked = f"pp={pp}" + (f", virtual={given.virtual}" if given.virtual > 1 else "")
+        asked = f"pp={pp}" + (f", virtual={stage_rules.virtual}" if stage_rules.virtual > 1 else "")
         raise UsageError(
             f"cannot split {layers} layers into {stages} pipeline stages ({asked})",
             hint="a stage has at least one layer",
         )
-    if given.split is None:
-        least, more = divmod(layers + sum(given.weights), stages)
-        sizes = [least + (s < more) for s in range(stages)]
-        sizes[0] -= given.weights[0]
-        sizes[-1] -= given.weights[1]
+    if stage_rules.split is None:
+        least, longer_stages = divmod(layers + sum(stage_rules.weights), stages)
+        sizes = [least + (s < longer_stages) for s in range(stages)]
+        sizes[0] -= stage_rules.weights[0]
+        sizes[-1] -= stage_rules.weights[1]
         if min(sizes) < 0:
             raise UsageError(
-                f"weights {list(given.weights)} are more than a stage's share of {layers} layers on {stages} "
-                "stages",
+                f"weights {list(stage_rules.weights)} are more than a stage's share of {layers} layers on "
+                f"{stages} stages",
                 hint="use smaller weights, or give the split",
             )
         return dict(enumerate(s for s, n in enumerate(sizes) for _ in range(n)))
-    flat = [n for part in given.split for n in part]
+    flat = [n for part in stage_rules.split for n in part]
     if (
-        len(given.split) != stages
+        len(stage_rules.split) != stages
         or flat[0] != 0
         or flat[-1] != layers
-        or any(a >= b for a, b in given.split)
+        or any(a >= b for a, b in stage_rules.split)
         or flat[1:-1:2] != flat[2::2]
     ):
-        parts = [list(p) for p in given.split]
+        parts = [list(p) for p in stage_rules.split]
         raise UsageError(
             f"split must cut {layers} layers into {stages} stages (got {parts})",
             hint="give one [first, last + 1] per stage, without gaps",
         )
-    return {n: s for s, (a, b) in enumerate(given.split) for n in range(a, b)}
+    return {n: s for s, (a, b) in enumerate(stage_rules.split) for n in range(a, b)}

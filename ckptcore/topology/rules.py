@@ -46,37 +46,37 @@ class ShardingRules:
         rows = [(re.compile("|".join(translate(g) for g in r.fqn)), r) for r in self.rules]
         # Layers and experts differ in numbers, which a glob without digits cannot distinguish.
         plain = not any(re.search(r"[0-9\[?]", g) for r in self.rules for g in r.fqn)
-        known: dict[str, ShardingRule | None] = {}
+        rule_by_name: dict[str, ShardingRule | None] = {}
 
         def find(fqn: str) -> ShardingRule | None:
             name = re.sub(r"[0-9]+", "0", fqn) if plain else fqn
-            if name not in known:
-                known[name] = next((r for p, r in rows if p.match(name)), None)
-            return known[name]
+            if name not in rule_by_name:
+                rule_by_name[name] = next((r for p, r in rows if p.match(name)), None)
+            return rule_by_name[name]
 
         return find
 
 
-def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> ShardingRules:
+def rules_for(names: Sequence[str], user_file: ShardingFile | None, needed: bool) -> ShardingRules:
     """Return the rules for a model of these parameters.
 
     Args:
         names: Names of the parameters.
-        own: The user's file.
+        user_file: The user's file.
         needed: Whether the mesh needs more than the default rules, which are FSDP's.
 
     Raises:
         UsageError: The family is unknown. Or rules are needed, the user gave none, and the names fit no
             family or several.
     """
-    family = own.family if own is not None else _family_by_names(names, needed)
+    family = user_file.family if user_file is not None else _family_by_names(names, needed)
     if family is not None and family not in FAMILIES:
         raise UsageError(f"unknown family {family!r}", hint=f"one of: {', '.join(FAMILIES)}")
-    files = [f for f in (own, family and builtin(family), builtin(_EVERYWHERE)) if f]
+    files = [f for f in (user_file, family and builtin(family), builtin(_EVERYWHERE)) if f]
     stages = next((f.stages for f in files if f.stages is not None), None)
     experts = next((f.experts for f in files if f.experts), ())
     origin = " and ".join(
-        ([] if own is None else ["--sharding"])
+        ([] if user_file is None else ["--sharding"])
         + ([] if family is None else [f"the rules for {family} names"])
     )
     return ShardingRules(
@@ -93,10 +93,12 @@ def builtin(name: str) -> ShardingFile:
 
 def _family_by_names(names: Sequence[str], needed: bool) -> str | None:
     kinds = {re.sub(r"[0-9]+", "0", n) for n in names}
-    found = [f for f in FAMILIES if any(matches(n, builtin(f).evidence) for n in kinds)]
-    if len(found) == 1 or not needed:
-        return found[0] if len(found) == 1 else None
-    fit = f"fit several families: {', '.join(found)}" if found else f"fit none of: {', '.join(FAMILIES)}"
+    families = [f for f in FAMILIES if any(matches(n, builtin(f).evidence) for n in kinds)]
+    if len(families) == 1 or not needed:
+        return families[0] if len(families) == 1 else None
+    fit = (
+        f"fit several families: {', '.join(families)}" if families else f"fit none of: {', '.join(FAMILIES)}"
+    )
     raise UsageError(
         f"cannot choose rules for this mesh: the names of {count(len(names), 'parameter')} {fit} "
         f"(got {some(names)})",

@@ -60,12 +60,12 @@ def stage_contents(
         return ()
     count = topology.mesh.axes[axis][1]
     layers: list[set[int]] = [set() for _ in range(count)]
-    others: list[set[str]] = [set() for _ in range(count)]
+    outside_layers: list[set[str]] = [set() for _ in range(count)]
     coordinates = list(topology.mesh.coordinates())
     for name in names:
         layout = topology.layout(name)
         number = _NUMBER.search(name)
-        only = dict(layout.at).get("pp")
+        only = dict(layout.coordinates).get("pp")
         stacked = only is None and "pp" in layout.axes
         for rank, box in enumerate(topology.boxes(name, shapes[name])):
             stage = coordinates[rank][axis]
@@ -76,5 +76,7 @@ def stage_contents(
             elif not stacked and number is not None:
                 layers[stage].add(int(number[1]))
             elif not stacked:
-                others[stage].add(name)
-    return tuple(StageContents(s, tuple(sorted(layers[s])), tuple(sorted(others[s]))) for s in range(count))
+                outside_layers[stage].add(name)
+    return tuple(
+        StageContents(s, tuple(sorted(layers[s])), tuple(sorted(outside_layers[s]))) for s in range(count)
+    )

@@ -61,8 +61,8 @@ def local_runs(n: int, cuts: Sequence[Cut], order: Sequence[int] | None = None) 
         for cut in ordered:
             mine = _chunk(mine, cut.parts, cut.index)
         return [_joined_runs(mine)]
-    found = [_left_to_right(n, cuts, newer) for newer in (True, False)]
-    return list(dict.fromkeys(found))
+    answers = [_left_to_right(n, cuts, newer) for newer in (True, False)]
+    return list(dict.fromkeys(answers))
 
 
 def placed(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
@@ -85,28 +85,29 @@ def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]]
     """Yield the boxes of one run per dim, each with its first index in the rank's own memory."""
     starts = []
     for dim in runs:
-        at, row = 0, []
+        position, row = 0, []
         for a, b in dim:
-            row.append(at)
-            at += b - a
+            row.append(position)
+            position += b - a
         starts.append(row)
     for chosen in product(*(range(len(dim)) for dim in runs)):
         picked = [dim[k] for dim, k in zip(runs, chosen, strict=True)]
-        at_ = tuple(row[k] for row, k in zip(starts, chosen, strict=True))
-        yield Box(tuple(a for a, _ in picked), tuple(b - a for a, b in picked)), at_
+        local_offset = tuple(row[k] for row, k in zip(starts, chosen, strict=True))
+        yield Box(tuple(a for a, _ in picked), tuple(b - a for a, b in picked)), local_offset
 
 
 def _in_order(cuts: Sequence[Cut]) -> list[Cut] | None:
     """Return the order in which the axes cut, or None when the split factors fit no order."""
     order: list[Cut] = []
+    # From the right: the split factor of an axis counts the pieces that axes to its right have made.
     for cut in sorted(cuts, key=lambda c: -c.axis):
         pieces = 1
-        for at in range(len(order) + 1):
+        for position in range(len(order) + 1):
             if pieces == cut.factor:
-                order.insert(at, cut)
+                order.insert(position, cut)
                 break
-            if at < len(order):
-                pieces *= order[at].parts
+            if position < len(order):
+                pieces *= order[position].parts
         else:
             return None
     return order
@@ -132,13 +133,13 @@ def _chunk(runs: list[Run], parts: int, index: int) -> list[Run]:
     total = sum(b - a for a, b in runs)
     step = -(-total // parts)
     first, last = min(index * step, total), min((index + 1) * step, total)
-    found, at = [], 0
+    chunk, position = [], 0
     for a, b in runs:
-        lo, hi = max(first - at, 0), min(last - at, b - a)
+        lo, hi = max(first - position, 0), min(last - position, b - a)
         if lo < hi:
-            found.append((a + lo, a + hi))
-        at += b - a
-    return found
+            chunk.append((a + lo, a + hi))
+        position += b - a
+    return chunk
 
 
 def _joined_runs(runs: list[Run]) -> tuple[Run, ...]:

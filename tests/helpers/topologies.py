@@ -65,11 +65,11 @@ def described(topology: Topology, fqn: str) -> str:
         f"{a}:{f'{_letter(p)}({p.dim})' if hasattr(p, 'dim') else 'R'}"
         for a, p in zip(layout.axes, layout.placements, strict=True)
     ]
-    return " ".join([*cuts, *(f"@{axis}{list(c)}" for axis, c in layout.at)])
+    return " ".join([*cuts, *(f"@{axis}{list(c)}" for axis, c in layout.coordinates)])
 
 
 def stages_of(topology: Topology, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    return {n: dict(topology.layout(n).at)["pp"] for n in names}
+    return {n: dict(topology.layout(n).coordinates)["pp"] for n in names}
 
 
 def _letter(placement: object) -> str:

@@ -135,7 +135,7 @@ class _Files:
             if len(number) > len(self._boxes):
                 self._boxes.append(topology.boxes(name, spec.shape))
         # The tree differs between ranks only if some ranks lack a tensor.
-        self._staged = any(topology.layout(n).at for n in self._names)
+        self._staged = any(topology.layout(n).coordinates for n in self._names)
         ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()
         self._ranks = TensorSpec(RANKS, "int32", (topology.mesh.size,)), ranks
         self._templates: dict[tuple[Any, ...], _FileTemplate] = {}
@@ -232,7 +232,7 @@ def _has_file(path: Path, value: Any, topology: Topology) -> bool:
     """
     if len(path) > 1:
         return type(path[1]) is str
-    return type(value) is not TensorRef or not topology.layout(value.fqn).at
+    return type(value) is not TensorRef or not topology.layout(value.fqn).coordinates
 
 
 def _is_stem(top: str) -> bool:
@@ -276,7 +276,7 @@ def _joint_axes(topology: Topology) -> list[str]:
 
 def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
     """Return whether ranks have different tensors, so that numbers would mean different parameters."""
-    return any(topology.layout(name).at for name in specs)
+    return any(topology.layout(name).coordinates for name in specs)
 
 
 def _without_missing(value: Any, missing: set[str]) -> Any:

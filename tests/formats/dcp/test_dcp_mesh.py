@@ -46,7 +46,7 @@ def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> TensorLayout:
     name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq").removesuffix(".step")
     at = (("pp", (stage_of(name),)),) if "pp" in sizes else ()
     if not shape or name in (*BUFFERS, "rep", "plain", "zero"):
-        return TensorLayout(at=at)
+        return TensorLayout(coordinates=at)
     placed: dict[str, Any] = {a: Replicate() for a in sizes if a == "dp_replicate"} | {"fsdp": Shard(0)}
     if "tp" in sizes and name.endswith(ROWS):
         placed |= {"fsdp": _StridedShard(0, split_factor=sizes["tp"]), "tp": Shard(0)}

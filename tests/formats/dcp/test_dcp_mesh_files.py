@@ -156,7 +156,7 @@ def test_a_single_file_has_no_mesh(tmp_path: Path) -> None:
 
 def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path) -> None:
     """A missing stage would lose it."""
-    nowhere = Topology(Mesh((("pp", 2),)), {"b": TensorLayout(at=(("pp", (2,)),))})
+    nowhere = Topology(Mesh((("pp", 2),)), {"b": TensorLayout(coordinates=(("pp", (2,)),))})
     source = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(3)})
     asked = Request(str(source), str(tmp_path / "out"), verb="reshard", to="dcp", mesh="pp=2")
     with pytest.raises(UsageError) as caught:

@@ -134,7 +134,8 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def placements(layouts: dict[str, TensorLayout]) -> dict[str, Any]:
     """What the job must find: name -> (axes, torch's placements, stages)."""
     return {
-        n: (a.axes, tuple(map(torchs, a.placements)), a.at[0][1] if a.at else ()) for n, a in layouts.items()
+        n: (a.axes, tuple(map(torchs, a.placements)), a.coordinates[0][1] if a.coordinates else ())
+        for n, a in layouts.items()
     }
 
 
@@ -302,7 +303,7 @@ def test_a_key_that_cannot_name_a_file(top: str, tmp_path: Path) -> None:
 def test_a_part_of_a_list_is_refused(tmp_path: Path) -> None:
     """Positions have a meaning: a rank without one of a list's tensors cannot have the list."""
     spec = [TensorSpec(f"w.{n}", "float32", (2,)) for n in (0, 1)]
-    layouts = {f"w.{n}": TensorLayout(at=(("pp", (n,)),)) for n in (0, 1)}
+    layouts = {f"w.{n}": TensorLayout(coordinates=(("pp", (n,)),)) for n in (0, 1)}
     paths = {f"w.{n}": ("w", n) for n in (0, 1)}
     with pytest.raises(UnsupportedFormat, match=r"cannot write w\.1: it is in a list"):
         list(arrange(Arrangement(spec, paths=paths, topology=Topology(Mesh((("pp", 2),)), layouts))))
