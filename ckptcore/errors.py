@@ -210,7 +210,7 @@ class CatalogError(CkptError):
     default_hint = "run `ckptcore catalog upgrade`, or pass --no-catalog"
 
 
-class CatalogAway(CatalogError):
+class CatalogUnavailable(CatalogError):
     """The catalog's database does not answer: it is unreachable, starting or overloaded."""
 
     code, exit_code, transient = "catalog-away", 24, True

@@ -49,7 +49,7 @@ from ckptcore.catalog.types import (
     Lineage,
     Origin,
 )
-from ckptcore.errors import LEVELS, CatalogAway, Finding, UsageError
+from ckptcore.errors import LEVELS, CatalogUnavailable, Finding, UsageError
 from ckptcore.utils import host
 from ckptcore.utils.processes import Identity, forget, this_process
 
@@ -442,7 +442,7 @@ def transaction(engine: Engine) -> Iterator[Connection]:
     """Open a transaction that is committed at the end of the block. Errors of the block roll it back.
 
     Raises:
-        CatalogAway: It is unknown whether it was committed: the database did not answer for `WAIT_S`.
+        CatalogUnavailable: It is unknown whether it was committed: the database did not answer for `WAIT_S`.
         sqlalchemy.exc.SQLAlchemyError: It was not committed.
     """
     mark: _Mark | None = None
@@ -505,7 +505,7 @@ def _committed(engine: Engine, mark: _Mark, error: exc.SQLAlchemyError) -> bool:
         if answer is not None:
             return answer
         if host.monotonic() >= until:
-            raise CatalogAway(
+            raise CatalogUnavailable(
                 f"it is unknown whether the catalog has recorded this: {error}",
                 hint="run the command again once the database answers: it continues from what is recorded",
             ) from error

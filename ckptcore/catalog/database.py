@@ -26,7 +26,7 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import make_views
-from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageError
+from ckptcore.errors import CatalogError, CatalogUnavailable, MissingDependency, UsageError
 from ckptcore.utils import host
 from ckptcore.utils.extras import install
 from ckptcore.utils.text import short_repr as quoted
@@ -277,7 +277,7 @@ def translated(url: str) -> Iterator[None]:
     """Translate database errors, without their statement and parameters.
 
     Raises:
-        CatalogAway: the error passes with time.
+        CatalogUnavailable: the error passes with time.
         UsageError: no column can store the value.
         CatalogError: any other error.
     """
@@ -299,7 +299,7 @@ def translated(url: str) -> Iterator[None]:
     except exc.SQLAlchemyError as error:
         message = str(getattr(error, "orig", None) or error).strip()
         if _passes(error):
-            raise CatalogAway(f"the catalog does not answer: {message}", url=url) from error
+            raise CatalogUnavailable(f"the catalog does not answer: {message}", url=url) from error
         if isinstance(error, exc.DataError):
             raise UsageError(f"the catalog cannot store this value: {message}", hint=_PLAIN_TEXT) from error
         raise _refused(error, message, url) from error

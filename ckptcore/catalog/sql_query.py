@@ -22,7 +22,7 @@ from ckptcore.catalog import sqlworker
 from ckptcore.catalog.database import CONNECT_S, connect, connect_arguments, engine_for, parse, sqlite_path
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import VIEWS
-from ckptcore.errors import CatalogAway, CkptError, UsageError
+from ckptcore.errors import CatalogUnavailable, CkptError, UsageError
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.near_names import did_you_mean
@@ -158,7 +158,7 @@ def _error_of(kind: str, message: str, seconds: float, label: str) -> CkptError:
     if kind == sqlworker.STOPPED:
         return _stopped(seconds)
     if kind == sqlworker.AWAY:  # it answered a moment ago
-        return CatalogAway(f"the catalog does not answer: {message.strip()}", url=label)
+        return CatalogUnavailable(f"the catalog does not answer: {message.strip()}", url=label)
     if kind == sqlworker.ADMINISTRATOR:
         return UsageError(
             message, hint="connect as a read-only role; ckptcore/catalog/README.md shows how to create one"

@@ -19,7 +19,7 @@ from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.source_digests import Recorded
 from ckptcore.conversion.stored_training import stored_facts
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
+from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, ended_by
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
@@ -183,7 +183,7 @@ def register_each(done: Sequence[tuple[Registration, Result, Manifest]]) -> list
 
 def not_recorded(result: Result, error: CkptError) -> CkptError:
     """Return the error of a result that is published, and could not be recorded."""
-    kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
+    kind = CatalogUnavailable if isinstance(error, CatalogUnavailable) else CatalogError
     return kind(
         f"{result.destination} is published, but not registered: {error.message}",
         hint=f"{error.hint}; the next run with the catalog registers the output",
@@ -260,7 +260,7 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
         )
     except Exception as second:
         _log.warning("the failure could not be registered: %s", ended_by(second).message)
-        return isinstance(second, CatalogAway)  # a second try would wait as long
+        return isinstance(second, CatalogUnavailable)  # a second try would wait as long
     return True
 
 

@@ -17,7 +17,7 @@ from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.database import clock as catalog_clock
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.upkeep import look_after
-from ckptcore.errors import CatalogAway, UsageError
+from ckptcore.errors import CatalogUnavailable, UsageError
 from ckptcore.operations.verify import FINE, Proof, Proven, prove
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
@@ -127,7 +127,7 @@ def _check(catalog: Catalog, row: CheckpointRow, in_time: Callable[[], bool]) ->
             return _unread(catalog, row, f"its rows in the catalog cannot be used: {odd}")
         checked = Looked(row, prove(detail, in_time))
         _record_look(catalog, checked)
-    except CatalogAway:
+    except CatalogUnavailable:
         raise  # as it would be for all of them
     except Exception as error:
         ended = error_of(error)

@@ -28,7 +28,7 @@ from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.batch import MOST
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
-from ckptcore.errors import Busy, CatalogAway, CkptError, Interrupted
+from ckptcore.errors import Busy, CatalogUnavailable, CkptError, Interrupted
 from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
 from ckptcore.operations.export_target import (
@@ -132,7 +132,7 @@ def of_root(root: RootRow, items: Iterable[SweepItem], on_item: OnItem | None = 
     """
     try:
         yield from items
-    except CatalogAway:
+    except CatalogUnavailable:
         raise  # as it would be for all of them
     except Exception as error:
         item = _root_in_trouble(root, error)
@@ -219,7 +219,7 @@ def look_through(
             ]
             try:
                 items += looking.items(candidate, wanted, before.get(normal_uri(candidate.uri)))
-            except CatalogAway:
+            except CatalogUnavailable:
                 raise  # as it would be for all of them
             except Exception as error:
                 items.append(looking.unread(candidate.uri, candidate.step, error_of(error)))
@@ -340,7 +340,7 @@ class _LookThrough:
         self.unrecorded.clear()
         try:
             self._note(rows)
-        except CatalogAway:
+        except CatalogUnavailable:
             raise
         except Exception as error:
             if len(rows) == 1:

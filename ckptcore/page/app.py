@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.errors import CatalogAway, CkptError, Conflict, UsageError
+from ckptcore.errors import CatalogUnavailable, CkptError, Conflict, UsageError
 from ckptcore.page.access import Guard, PageRefused, user_of
 from ckptcore.page.actions import actions
 from ckptcore.page.api import api
@@ -92,7 +92,7 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "", prefect_ui: 
 
 
 def _status(error: CkptError) -> int:
-    if isinstance(error, CatalogAway):
+    if isinstance(error, CatalogUnavailable):
         return 503
     if isinstance(error, Conflict):
         return 409

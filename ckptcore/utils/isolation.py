@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-from ckptcore.errors import CatalogAway, CkptError, Interrupted, ended_by
+from ckptcore.errors import CatalogUnavailable, CkptError, Interrupted, ended_by
 from ckptcore.utils import terminal
 
 _Arguments = ParamSpec("_Arguments")
@@ -44,7 +44,7 @@ def for_each(act: Callable[[_Item], object], items: Iterable[_Item]) -> None:
     for item in items:
         try:
             act(item)
-        except (CatalogAway, Interrupted):
+        except (CatalogUnavailable, Interrupted):
             raise
         except Exception as error:
             first = first or error

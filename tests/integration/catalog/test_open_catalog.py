@@ -11,7 +11,7 @@ from sqlalchemy import exc, text
 
 from ckptcore.catalog import default_url, open_catalog
 from ckptcore.catalog.database import HEAD, connect, engine_for, journal_mode, parse
-from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
+from ckptcore.errors import CatalogError, CatalogUnavailable, MissingDependency
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_lock_timeout_is_transient(path, monkeypatch):
         open_catalog(str(path)) as catalog,
         open_catalog(str(path)) as other,
         catalog.writing(),
-        pytest.raises(CatalogAway, match="locked") as caught,
+        pytest.raises(CatalogUnavailable, match="locked") as caught,
     ):
         other.begin({}, source_uri="/a", destination_uri="/b", verb="export", tool_version="1")
     assert caught.value.transient

@@ -14,7 +14,7 @@ from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import HEAD, engine_for, parse
 from ckptcore.conversion.registration import start
-from ckptcore.errors import CatalogAway, CatalogError, Conflict, MissingDependency
+from ckptcore.errors import CatalogError, CatalogUnavailable, Conflict, MissingDependency
 from ckptcore.planning.request import Request
 
 
@@ -60,7 +60,7 @@ def test_the_password_is_never_printed(url):
 
 
 def test_an_unreachable_server_is_transient():
-    with pytest.raises(CatalogAway, match=r"does not answer: .*onnection") as caught:
+    with pytest.raises(CatalogUnavailable, match=r"does not answer: .*onnection") as caught:
         open_catalog("postgresql://me:hunter2@127.0.0.1:1/x")
     assert caught.value.transient
     assert "hunter2" not in str(caught.value.as_dict())
@@ -84,10 +84,10 @@ def test_a_restarting_server_is_transient(facts):
         upgrade(url)
         with open_catalog(url) as catalog:
             catalog.record_validation(facts("/runs/step-1"))
-            with pytest.raises(CatalogAway, match="does not answer") as caught:
+            with pytest.raises(CatalogUnavailable, match="does not answer") as caught:
                 write_while_it_dies(catalog, server)
             assert caught.value.transient
-            with pytest.raises(CatalogAway):
+            with pytest.raises(CatalogUnavailable):
                 catalog.list()
             server.start()
             assert [row.uri for row in catalog.list()] == ["/runs/step-1"]
@@ -124,7 +124,7 @@ def test_a_writer_has_a_lock_timeout(url, monkeypatch, facts):
             with open_catalog(url) as other:
                 try:
                     other.record_validation(facts("/runs/step-1"))
-                except CatalogAway as error:
+                except CatalogUnavailable as error:
                     refused.append(error.message)
 
         thread = threading.Thread(target=late)

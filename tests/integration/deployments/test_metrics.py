@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.figures import figures
 from ckptcore.catalog.queues import NewEvent, inbox
-from ckptcore.errors import CatalogAway
+from ckptcore.errors import CatalogUnavailable
 from deployments.metrics import (
     KEEP_SECONDS,
     CatalogMetrics,
@@ -167,7 +167,7 @@ def test_a_catalog_that_is_away_is_zero_until_it_answers() -> None:
 
     def read() -> object:
         if errors[0]:
-            raise CatalogAway("connection refused by postgresql://me:secret@db/x")
+            raise CatalogUnavailable("connection refused by postgresql://me:secret@db/x")
         with open_catalog() as catalog, catalog.reading() as conn:
             return figures(conn, datetime.now(UTC))
 

@@ -21,7 +21,14 @@ from safetensors.torch import save_file
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.errors import Busy, CatalogAway, DamagedCheckpoint, NotComplete, UnsafeContent, UsageError
+from ckptcore.errors import (
+    Busy,
+    CatalogUnavailable,
+    DamagedCheckpoint,
+    NotComplete,
+    UnsafeContent,
+    UsageError,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api"),
@@ -192,11 +199,11 @@ def test_a_short_outage_of_the_catalog_does_not_fail_the_run(
     def claim_or_skip(*given: Any) -> Iterator[bool]:
         tries.append(how)
         if len(tries) == 1 and how == "before":
-            raise CatalogAway("the server is shutting down")
+            raise CatalogUnavailable("the server is shutting down")
         with real(*given) as mine:
             yield mine
         if len(tries) == 1:
-            raise CatalogAway("the server is shutting down")
+            raise CatalogUnavailable("the server is shutting down")
 
     monkeypatch.setattr(module, "claim_or_skip", claim_or_skip)
     monkeypatch.setattr(_patience, "PAUSES", (0.01,))
@@ -247,7 +254,9 @@ def test_transient_errors() -> None:
 
     request = httpx.Request("GET", "http://127.0.0.1/")
     status = {c: httpx.HTTPStatusError("", request=request, response=httpx.Response(c)) for c in (404, 500)}
-    assert [is_transient(e) for e in (CatalogAway("gone"), httpx.ReadError(""), status[500])] == [True] * 3
+    assert [is_transient(e) for e in (CatalogUnavailable("gone"), httpx.ReadError(""), status[500])] == [
+        True
+    ] * 3
     assert [is_transient(e) for e in (UsageError("no"), ValueError(), status[404], None)] == [False] * 4
 
 

@@ -19,7 +19,7 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.custody import place_contents
-from ckptcore.errors import CatalogAway, UsageError
+from ckptcore.errors import CatalogUnavailable, UsageError
 from ckptcore.operations.purge import restore
 from ckptcore.operations.rebuild_catalog import rebuild
 from ckptcore.store.local import LocalStore
@@ -312,8 +312,8 @@ def losing(monkeypatch, last, *, done):
         with real(self, **options) as conn:
             yield conn
             if not done:
-                raise CatalogAway("the connection was lost")
-        raise CatalogAway("the connection was lost")
+                raise CatalogUnavailable("the connection was lost")
+        raise CatalogUnavailable("the connection was lost")
 
     with monkeypatch.context() as patch:
         patch.setattr(Catalog, "writing", writing)
@@ -329,14 +329,14 @@ def test_the_reply_to_a_commit_of_retire_is_lost(last, done, copies, monkeypatch
     with losing(monkeypatch, last, done=done) as calls:
         try:
             copies.retire(WEEK)
-        except CatalogAway:
+        except CatalogUnavailable:
             assert len(calls) >= last
     homes = copies.homes(copies.source)
     assert [files_of(h / "step-1") for h in homes] == [before] * len(homes)
     assert copies.source.exists() == (not homes)
     if not homes:
         copies.aside()
-    with losing(monkeypatch, last, done=done), suppress(CatalogAway):
+    with losing(monkeypatch, last, done=done), suppress(CatalogUnavailable):
         copies.due()
     for home in copies.homes(copies.source):
         assert files_of(home / "step-1") == before
@@ -355,7 +355,7 @@ def test_the_reply_to_a_commit_of_retire_is_lost(last, done, copies, monkeypatch
 @pytest.mark.parametrize("last", [rarely(1), 2, rarely(3)])
 def test_the_reply_to_a_commit_without_a_grace_period_is_lost(last, done, copies, monkeypatch):
     before = files_of(copies.source)
-    with losing(monkeypatch, last, done=done), suppress(CatalogAway):
+    with losing(monkeypatch, last, done=done), suppress(CatalogUnavailable):
         copies.retire()
     if copies.source.exists():
         assert files_of(copies.source) == before
