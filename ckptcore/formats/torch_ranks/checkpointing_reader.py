@@ -159,7 +159,7 @@ class _Files:
     ) -> None:
         """Make shards of the tensors that metadata.pkl places, and report those that it does not fit."""
         shardings = {f"{item}.{name}" if name else item: sharding for name, sharding in shardings.items()}
-        placer = Placer(_no_integers, path, self._source.listing[path])
+        placer, meshes = Placer(_no_integers, path, self._source.listing[path]), _Meshes(rank, path)
         shapes: dict[str, tuple[str, Shape]] = {}
         plain: list[Plain] = []
         for tensor in content.plain:
@@ -169,7 +169,7 @@ class _Files:
                 continue
             shapes[tensor.name] = tensor.dtype, _sizes(sharding.data.get("global_shape"), path)
             if tensor.dtype in BY_NAME:
-                content.shards.append(_shards(tensor, sharding, rank, placer, path))
+                content.shards.append(_shards(tensor, sharding, meshes, placer))
             else:
                 reason = f"dtype {tensor.dtype} is not supported"
                 self._builder.withdraw(
@@ -204,15 +204,41 @@ def _tensors_of(source: Source, path: str, item: str, builder: Builder) -> Conte
     return content
 
 
-def _shards(tensor: Plain, sharding: Sharding, rank: int, placer: Placer, path: str) -> LocalShards:
+class _Meshes:
+    """The records that pickles of a rank's device meshes would have, one for each mesh of a file."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        self.rank, self.path = rank, path
+        self._records: dict[tuple[Shape, Shape], Record] = {}
+
+    def of(self, spec: Any, name: str) -> Record:
+        """Return the mesh of a ``mesh_spec``. name: the tensor's, for the error."""
+        spec = spec if isinstance(spec, dict) else {}
+        shape = _sizes(spec.get("mesh_shape"), self.path)
+        ranks = _sizes(spec.get("mesh_data"), self.path)
+        if (record := self._records.get((shape, ranks))) is not None:
+            return record
+        if self.rank not in ranks or len(ranks) != int(np.prod(shape, dtype=np.int64)):
+            raise MalformedCheckpoint(f"{METADATA} has no mesh for {name} of rank {self.rank}", file=METADATA)
+        state = {
+            "_layout": _record("_MeshLayout", {"shape": shape}),
+            "_coordinate_on_dim": tuple(int(n) for n in np.unravel_index(ranks.index(self.rank), shape)),
+            "_flatten_rank_map": list(ranks),
+            "_rank": self.rank,
+        }
+        record = self._records[shape, ranks] = _record("DeviceMesh", state)
+        return record
+
+
+def _shards(tensor: Plain, sharding: Sharding, meshes: _Meshes, placer: Placer) -> LocalShards:
     """Return a local tensor as the shards of the tensor that metadata.pkl describes."""
     view = tensor.piece.view or View()
     strides = view.strides or row_major(tensor.shape)
     local = StoredView(tensor.name, 0, tensor.dtype, tensor.shape, 0, strides)
     if sharding.kind == "default_tensor_v1":
-        placed = _boxes(local, sharding.data, rank, path)
+        placed = _boxes(local, sharding.data, meshes.rank, meshes.path)
     elif sharding.kind == "DTensorShardingMetadata":
-        dtensor = placer.place(_dtensor(local, sharding.data, rank, path), tensor.name)
+        dtensor = placer.place(_dtensor(local, sharding.data, meshes), tensor.name)
         assert isinstance(dtensor, Placed)  # the local tensor is no refused one
         placed = dtensor
     else:
@@ -230,27 +256,16 @@ def _shards(tensor: Plain, sharding: Sharding, rank: int, placer: Placer, path: 
     return LocalShards(tensor.name, tensor.path, placed, tuple(pieces))
 
 
-def _dtensor(local: StoredView, data: Mapping[str, Any], rank: int, path: str) -> Record:
+def _dtensor(local: StoredView, data: Mapping[str, Any], meshes: _Meshes) -> Record:
     """Return the record that a pickle of this DTensor would have."""
-    mesh = data.get("mesh_spec")
-    mesh = mesh if isinstance(mesh, dict) else {}
-    shape, ranks = _sizes(mesh.get("mesh_shape"), path), _sizes(mesh.get("mesh_data"), path)
-    if rank not in ranks or len(ranks) != int(np.prod(shape, dtype=np.int64)):
-        raise MalformedCheckpoint(f"{METADATA} has no mesh for {local.key} of rank {rank}", file=METADATA)
-    device = Record("DeviceMesh", ())
-    device.state = {
-        "_layout": _record("_MeshLayout", {"shape": shape}),
-        "_coordinate_on_dim": tuple(int(n) for n in np.unravel_index(ranks.index(rank), shape)),
-        "_flatten_rank_map": list(ranks),
-        "_rank": rank,
-    }
+    device = meshes.of(data.get("mesh_spec"), local.key)
     stored = data.get("placements")
     placements = (
         tuple(_placement(placement) for placement in stored) if isinstance(stored, (list, tuple)) else None
     )
     spec = _record("DTensorSpec", {"mesh": device, "placements": placements})
     dtype = Named("dtype", str(data.get("dtype")).removeprefix("torch."))
-    tensor = Record(DTENSOR, (None, dtype, _sizes(data.get("global_shape"), path)))
+    tensor = Record(DTENSOR, (None, dtype, _sizes(data.get("global_shape"), meshes.path)))
     tensor.state = {"_local_tensor": local, "_spec": spec}
     return tensor
 

@@ -70,7 +70,8 @@ class Placer:
         self._path, self._size = path, size
         self._lists = _RankLists(read_ints)
         self._pieces = self._steps = 0
-        self._parsed_meshes: dict[int, _Mesh] = {}
+        # Values are kept beside what was parsed: the id of a value that is gone may be another's.
+        self._parsed_meshes: dict[int, tuple[Any, _Mesh]] = {}
         self.meshes: set[str] = set()  # keys of their storages
         self.storages: set[str] = set()  # of tensors without elements
 
@@ -208,9 +209,10 @@ class Placer:
             raise ValueError(f"{self._pieces} pieces of tensors in {self._size} bytes")
 
     def _mesh(self, value: Any) -> _Mesh:
-        mesh = self._parsed_meshes.get(id(value))
+        _, mesh = self._parsed_meshes.get(id(value), (None, None))
         if mesh is None:
-            mesh = self._parsed_meshes[id(value)] = _mesh(fields(value, "DeviceMesh"), self._lists)
+            mesh = _mesh(fields(value, "DeviceMesh"), self._lists)
+            self._parsed_meshes[id(value)] = value, mesh
             self.meshes |= _mesh_storages(value)
         return mesh
 
@@ -220,12 +222,12 @@ class _RankLists:
 
     def __init__(self, read_ints: ReadInts) -> None:
         self._read_ints, self._total = read_ints, 0
-        self._ranks: dict[Any, tuple[int, ...]] = {}
+        self._ranks: dict[Any, tuple[Any, tuple[int, ...]]] = {}  # beside each, its list: as `Placer` does
 
     def of(self, value: Any) -> tuple[int, ...]:
         """Return the ranks in a tensor or list."""
         key = value if type(value) is StoredView else id(value)
-        ranks = self._ranks.get(key)
+        _, ranks = self._ranks.get(key, (None, None))
         if ranks is None:
             self._total += prod(value.shape) if type(value) is StoredView else len(value)
             if self._total > _MAX_LISTED:
@@ -233,7 +235,7 @@ class _RankLists:
             ranks = self._read_ints(value) if type(value) is StoredView else tuple(value)
             if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
                 raise ValueError(f"a mesh of ranks {short_repr(ranks)}")
-            self._ranks[key] = ranks
+            self._ranks[key] = value, ranks
         return ranks
 
 

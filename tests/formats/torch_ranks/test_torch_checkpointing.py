@@ -204,6 +204,34 @@ def test_tensors_that_list_their_boxes(tmp_path: Path) -> None:
         ckptcore.open(str(folder))
 
 
+def test_meshes_that_differ_in_the_order_of_ranks(tmp_path: Path) -> None:
+    """Each tensor is placed by its own mesh, also where one file has many of one shape."""
+    orders = [(0, 1, 2, 3), (3, 2, 1, 0)]
+    full = {f"w{n:02}": torch.arange(8) + 8 * n for n in range(40)}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    states: list[dict[str, torch.Tensor]] = [{} for _ in range(4)]
+    for n, (name, tensor) in enumerate(full.items()):
+        order = orders[n % 2]
+        for rank, state in enumerate(states):
+            state[name] = tensor.chunk(2)[order.index(rank) % 2].clone()
+        data = {
+            "mesh_spec": {"mesh_shape": (2, 2), "mesh_data": order},
+            "placements": [{"type": "Replicate"}, {"type": "Shard", "dim": 0}],
+            "dtype": "torch.int64",
+            "global_shape": [8],
+        }
+        sharding = {"type": "DTensorShardingMetadata", "data": data}
+        groups[f'["{name}"]'] = [{"sharding_metadata": sharding, "ranks": (0, 1, 2, 3)}]
+    layout = {}
+    for rank, state in enumerate(states):
+        save_file(state, tmp_path / f"model_{rank}.safetensors")
+        layout[rank] = {"file_path": f"model_{rank}.safetensors", "serialization_format": {}}
+    item = {"nested_path_to_metadata": groups, "rank_to_layout_info": layout}
+    tree = {"metadata": {"model": item}, "world_size": 4, "version": "2.0"}
+    (tmp_path / METADATA).write_bytes(pickle.dumps(tree))
+    assert equal(joined(tmp_path) or {}, {f"model.{name}": tensor for name, tensor in full.items()})
+
+
 class Hostile:
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, ("executed",))
