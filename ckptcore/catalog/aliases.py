@@ -81,10 +81,10 @@ def promote(
             the alias refers to another one than `expect`.
         UsageError: `name` cannot be an alias, or `ref` names no checkpoint.
     """
-    wanted = conn.execute(
+    checkpoint_id = conn.execute(
         select(Checkpoint.uuid).where(Checkpoint.id == require_kept(conn, ref))
     ).scalar_one()
-    objection = objections(conn, {wanted: ref}).get(wanted)
+    objection = objections(conn, {checkpoint_id: ref}).get(checkpoint_id)
     if objection is not None and not force:
         raise Conflict(
             f"cannot set alias {name}: {objection.reason}",
@@ -113,11 +113,11 @@ def objections(conn: Connection, refs: Mapping[str, str]) -> dict[str, Objection
     refs: public id -> how the next step calls the checkpoint.
     """
     columns = (Checkpoint.id, Checkpoint.uuid, Checkpoint.uri, Checkpoint.state, Checkpoint.kind)
-    wanted = select(*columns, Checkpoint.verified_at).where(Checkpoint.uuid.in_(list(refs)))
-    rows = conn.execute(wanted).all()
+    query = select(*columns, Checkpoint.verified_at).where(Checkpoint.uuid.in_(list(refs)))
+    rows = conn.execute(query).all()
     opens = loadable(conn, [row.id for row in rows])
-    found = {row.uuid: _objection(row, opens.get(row.id), refs[row.uuid]) for row in rows}
-    return {id: objection for id, objection in found.items() if objection is not None}
+    by_public_id = {row.uuid: _objection(row, opens.get(row.id), refs[row.uuid]) for row in rows}
+    return {id: objection for id, objection in by_public_id.items() if objection is not None}
 
 
 def _objection(row: Any, opens: str | None, ref: str) -> Objection | None:
@@ -193,9 +193,9 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
         UsageError: `name` cannot be an alias, or `ref` names no checkpoint.
     """
     _require_name(name)
-    wanted = require_kept(conn, ref)
-    here = Alias.name == name
-    row = conn.execute(select(Alias.checkpoint_id, Alias.version).where(here).with_for_update()).first()
+    checkpoint_row = require_kept(conn, ref)
+    of_name = Alias.name == name
+    row = conn.execute(select(Alias.checkpoint_id, Alias.version).where(of_name).with_for_update()).first()
     if expect is not None:
         expected = None if expect == NOTHING else resolve_checkpoint(conn, expect)
         if (row.checkpoint_id if row else None) != expected:
@@ -205,11 +205,12 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
                 name=name,
             )
     if row is None:
-        values = {"name": name, "checkpoint_id": wanted, "version": 1, "updated_at": now}
+        values = {"name": name, "checkpoint_id": checkpoint_row, "version": 1, "updated_at": now}
         conn.execute(insert(Alias).values(values))
     else:
-        same = (here, Alias.version == row.version)
-        values = {"checkpoint_id": wanted, "version": row.version + 1, "updated_at": now}
+        # SQLite has no FOR UPDATE: the version tells whether another process moved the alias.
+        same = (of_name, Alias.version == row.version)
+        values = {"checkpoint_id": checkpoint_row, "version": row.version + 1, "updated_at": now}
         if conn.execute(update(Alias).where(*same).values(values)).rowcount != 1:
             raise Conflict(f"cannot set alias {name}: another process moved it at the same time", name=name)
     return get(conn, name)
@@ -246,18 +247,18 @@ def every(
         after: only those behind this name.
         limit: the most aliases.
     """
-    wanted = _alias_rows().limit(limit)
+    query = _alias_rows().limit(limit)
     if part:
-        wanted = wanted.where(part_of(conn, Alias.name, storable(part)))
+        query = query.where(part_of(conn, Alias.name, storable(part)))
     if after:
-        wanted = wanted.where(Alias.name > storable(after))
-    return tuple(map(_alias_row, conn.execute(wanted)))
+        query = query.where(Alias.name > storable(after))
+    return tuple(map(_alias_row, conn.execute(query)))
 
 
 def of_checkpoint(conn: Connection, ref: str) -> tuple[AliasRow, ...]:
     """Return the aliases of the checkpoint that `ref` names, sorted by name."""
-    here = Alias.checkpoint_id == resolve_checkpoint(conn, ref)
-    return tuple(map(_alias_row, conn.execute(_alias_rows().where(here))))
+    of_row = Alias.checkpoint_id == resolve_checkpoint(conn, ref)
+    return tuple(map(_alias_row, conn.execute(_alias_rows().where(of_row))))
 
 
 def _alias_rows() -> Select[Any]:

@@ -79,12 +79,12 @@ def listed(
         before: only those with a lower number.
         limit: the most rows.
     """
-    wanted = select(AuditRecord).order_by(AuditRecord.id.desc()).limit(limit)
+    query = select(AuditRecord).order_by(AuditRecord.id.desc()).limit(limit)
     if subject is not None:
-        wanted = wanted.where(AuditRecord.subject == subject)
+        query = query.where(AuditRecord.subject == subject)
     if before is not None:
-        wanted = wanted.where(AuditRecord.id < before)
-    return tuple(map(row_of, conn.execute(wanted)))
+        query = query.where(AuditRecord.id < before)
+    return tuple(map(row_of, conn.execute(query)))
 
 
 def row_of(row: Any) -> AuditRow:

@@ -121,15 +121,16 @@ def runs(
         after: the last name of a page.
         limit: the most runs.
     """
-    wanted = select(TrainingRun.id, TrainingRun.name).order_by(TrainingRun.name).limit(_checked(limit) + 1)
+    # One row more than the page: it tells whether there is a next page.
+    query = select(TrainingRun.id, TrainingRun.name).order_by(TrainingRun.name).limit(_checked(limit) + 1)
     if name:
-        wanted = wanted.where(TrainingRun.name >= name, TrainingRun.name.startswith(name, autoescape=True))
+        query = query.where(TrainingRun.name >= name, TrainingRun.name.startswith(name, autoescape=True))
     if part:
-        wanted = wanted.where(part_of(conn, TrainingRun.name, part))
+        query = query.where(part_of(conn, TrainingRun.name, part))
     if after:
-        wanted = wanted.where(TrainingRun.name > after)
-    named = {row.id: str(row.name) for row in conn.execute(wanted)}
-    more = len(named) > limit
+        query = query.where(TrainingRun.name > after)
+    named = {row.id: str(row.name) for row in conn.execute(query)}
+    has_next_page = len(named) > limit
     ids = list(named)[:limit]
     damaged = Checkpoint.state.in_((State.DAMAGED.value, State.INCOMPLETE.value))
     counted = conn.execute(
@@ -149,14 +150,14 @@ def runs(
     summaries = {row.run_id: _summary(named[row.run_id], row) for row in counted}
     empty = (0, 0, 0, 0, None, None, None)
     rows = tuple(summaries.get(i) or RunSummary(named[i], *empty) for i in ids)
-    return Page(rows, _last_name(rows[-1].name, after) if more else None)
+    return Page(rows, _last_name(rows[-1].name, after) if has_next_page else None)
 
 
 def _summary(name: str, row: Any) -> RunSummary:
     values = {f.name: as_integer(getattr(row, f.name)) for f in fields(RunSummary) if f.name in row._fields}
-    known, trouble = checked(RunSummary, values)
+    columns, trouble = checked(RunSummary, values)
     note = f"a checkpoint of the run has an odd row: {trouble}" if trouble else ""
-    return RunSummary(name, **known, trouble=note)
+    return RunSummary(name, **columns, trouble=note)
 
 
 def checkpoints(
@@ -168,14 +169,14 @@ def checkpoints(
     limit: int = LIMIT,
 ) -> Page[Listed]:
     """Return checkpoints of all runs, newest first. before: the cursor of the page before."""
-    wanted = checkpoint_rows().order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc())
+    query = checkpoint_rows().order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc())
     if kind:
-        wanted = wanted.where(Checkpoint.kind == _one_of(Kind, kind))
+        query = query.where(Checkpoint.kind == _one_of(Kind, kind))
     if state:
-        wanted = wanted.where(Checkpoint.state == _one_of(State, state))
+        query = query.where(Checkpoint.state == _one_of(State, state))
     if before:
-        wanted = wanted.where(_behind(conn, Checkpoint.created_at, Checkpoint.id, before))
-    rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
+        query = query.where(_behind(conn, Checkpoint.created_at, Checkpoint.id, before))
+    rows = conn.execute(query.limit(_checked(limit) + 1)).all()
     return Page(_listed(conn, rows[:limit]), _last_id(rows, limit))
 
 
@@ -188,19 +189,20 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
     run_id = conn.execute(select(TrainingRun.id).where(TrainingRun.name == run)).scalar()
     if run_id is None:
         raise UsageError(f"the catalog has no training run {run!r}", hint="the page of runs lists them")
-    here = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(NOT_CURRENT))
+    of_run = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(NOT_CURRENT))
     limit = _checked(limit)
     rows: list[Any] = []
     step = None if before is None else _cursor(conn, Checkpoint.step, Checkpoint.id, before)
     if before is None or step is not None:
-        stepped = here.where(Checkpoint.step.is_not(None))
+        # NULL is first on one database and last on the other: two statements have one order on both.
+        stepped = of_run.where(Checkpoint.step.is_not(None))
         if before is not None:
             stepped = stepped.where(_behind(conn, Checkpoint.step, Checkpoint.id, before))
             before = None
         order = (Checkpoint.step.desc(), Checkpoint.id.desc())
         rows += conn.execute(stepped.order_by(*order).limit(limit + 1)).all()
     if len(rows) <= limit:
-        bare = here.where(Checkpoint.step.is_(None))
+        bare = of_run.where(Checkpoint.step.is_(None))
         if before is not None:
             bare = bare.where(Checkpoint.id < int(before))
         rows += conn.execute(bare.order_by(Checkpoint.id.desc()).limit(limit + 1 - len(rows))).all()
@@ -211,12 +213,12 @@ def conversions(
     conn: Connection, *, state: str | None = None, before: str | None = None, limit: int = LIMIT
 ) -> Page[ConversionRow]:
     """Return conversions, newest first, also failed and running ones."""
-    wanted = select(Conversion).order_by(Conversion.started_at.desc(), Conversion.id.desc())
+    query = select(Conversion).order_by(Conversion.started_at.desc(), Conversion.id.desc())
     if state:
-        wanted = wanted.where(Conversion.state == _one_of(Outcome, state))
+        query = query.where(Conversion.state == _one_of(Outcome, state))
     if before:
-        wanted = wanted.where(_behind(conn, Conversion.started_at, Conversion.id, before))
-    rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
+        query = query.where(_behind(conn, Conversion.started_at, Conversion.id, before))
+    rows = conn.execute(query.limit(_checked(limit) + 1)).all()
     return Page(tuple(conversion_row(r) for r in rows[:limit]), _last_id(rows, limit))
 
 
@@ -225,27 +227,27 @@ def tensors(
 ) -> Page[TensorRow]:
     """Return tensors of a checkpoint by name. search: text that their names contain."""
     row = resolve_checkpoint(conn, ref)
-    wanted = select(Tensor).where(Tensor.checkpoint_id == row).order_by(Tensor.fqn).limit(_checked(limit) + 1)
+    query = select(Tensor).where(Tensor.checkpoint_id == row).order_by(Tensor.fqn).limit(_checked(limit) + 1)
     if search:
-        wanted = wanted.where(Tensor.fqn.contains(search, autoescape=True))
+        query = query.where(Tensor.fqn.contains(search, autoescape=True))
     if after:
-        wanted = wanted.where(Tensor.fqn > after)
-    rows = [tensor_row(r) for r in conn.execute(wanted)]
+        query = query.where(Tensor.fqn > after)
+    rows = [tensor_row(r) for r in conn.execute(query)]
     return Page(tuple(rows[:limit]), _last_name(rows[limit - 1].fqn, after) if len(rows) > limit else None)
 
 
 def files(conn: Connection, ref: str, *, after: str | None = None, limit: int = LIMIT) -> Page[FileRow]:
     """Return files of a checkpoint by path."""
     row = resolve_checkpoint(conn, ref)
-    wanted = (
+    query = (
         select(CheckpointFile)
         .where(CheckpointFile.checkpoint_id == row)
         .order_by(CheckpointFile.path)
         .limit(_checked(limit) + 1)
     )
     if after:
-        wanted = wanted.where(CheckpointFile.path > after)
-    rows = [file_row(r) for r in conn.execute(wanted)]
+        query = query.where(CheckpointFile.path > after)
+    rows = [file_row(r) for r in conn.execute(query)]
     return Page(tuple(rows[:limit]), _last_name(rows[limit - 1].path, after) if len(rows) > limit else None)
 
 
@@ -263,11 +265,12 @@ def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
         nbytes = stored if is_integer(stored) else 0  # the list of tensors names the row
         for group in (
             dtypes.setdefault(str(dtype), [0, 0]),
+            # An empty tensor is in the group of one byte: zero has no power of two.
             sizes.setdefault(max(nbytes, 1).bit_length() - 1, [0, 0]),
         ):
             group[0] += number
             group[1] += number * nbytes
-    by_bytes = sorted(dtypes.items(), key=lambda each: (-each[1][1], each[0]))
+    by_bytes = sorted(dtypes.items(), key=lambda dtype_group: (-dtype_group[1][1], dtype_group[0]))
     return TensorCounts(
         tuple((name, n, total) for name, (n, total) in by_bytes),
         tuple((power, n, total) for power, (n, total) in sorted(sizes.items())),
@@ -280,9 +283,9 @@ def earlier_step(conn: Connection, row: CheckpointRow) -> CheckpointRow | None:
         return None
     run = select(TrainingRun.id).where(TrainingRun.name == row.run).scalar_subquery()
     earlier = (Checkpoint.run_id == run, Checkpoint.step < row.step, Checkpoint.kind == row.kind)
-    wanted = checkpoint_rows().where(*earlier, Checkpoint.state.not_in(NOT_CURRENT))
-    found = conn.execute(wanted.order_by(Checkpoint.step.desc(), Checkpoint.id.desc()).limit(1)).first()
-    return None if found is None else checkpoint_row(found)
+    query = checkpoint_rows().where(*earlier, Checkpoint.state.not_in(NOT_CURRENT))
+    nearest_row = conn.execute(query.order_by(Checkpoint.step.desc(), Checkpoint.id.desc()).limit(1)).first()
+    return None if nearest_row is None else checkpoint_row(nearest_row)
 
 
 def newest_steps(conn: Connection, run: str) -> tuple[CheckpointRow, CheckpointRow] | None:
@@ -299,8 +302,8 @@ def newest_steps(conn: Connection, run: str) -> tuple[CheckpointRow, CheckpointR
 def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
     """Return checkpoints by their public ids, as in lists, in the order of the ids."""
     rows = conn.execute(checkpoint_rows().where(Checkpoint.uuid.in_(list(refs)))).all()
-    found = {each.checkpoint.id: each for each in _listed(conn, rows)}
-    return tuple(found[ref] for ref in refs if ref in found)
+    by_public_id = {listed_row.checkpoint.id: listed_row for listed_row in _listed(conn, rows)}
+    return tuple(by_public_id[ref] for ref in refs if ref in by_public_id)
 
 
 def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:

@@ -174,23 +174,25 @@ class Catalog:
 
     def begin_each(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """Record in one transaction that several conversions start. rows: the arguments of each `begin`."""
-        process, begun = this_process(), list[str]()
+        process, conversion_ids = this_process(), list[str]()
         try:
             with self.writing() as conn:
                 conversions.end_interrupted(conn, clock(conn), *conversions.of_machine(process))
-                begun += [conversions.begin_conversion(conn, clock(conn), process=process, **r) for r in rows]
-            _RUNNING.update(dict.fromkeys(begun, process))
-            RUNNING.add(self.renew, begun)
+                conversion_ids += [
+                    conversions.begin_conversion(conn, clock(conn), process=process, **r) for r in rows
+                ]
+            _RUNNING.update(dict.fromkeys(conversion_ids, process))
+            RUNNING.add(self.renew, conversion_ids)
         finally:
             if process not in _RUNNING.values():  # nothing was recorded
                 forget(process)
-        return tuple(begun)
+        return tuple(conversion_ids)
 
-    def renew(self, begun: Collection[str]) -> Collection[str]:
+    def renew(self, conversion_ids: Collection[str]) -> Collection[str]:
         """Renew the rows of running conversions, and return those that have ended."""
         try:
             with self.writing() as conn:
-                return conversions.renew(conn, list(begun))
+                return conversions.renew(conn, list(conversion_ids))
         finally:  # conversions take hours, and a server has few connections
             self.rest()
 
@@ -238,9 +240,11 @@ class Catalog:
             The id of the derived checkpoint.
         """
         with self.writing() as conn:
-            made = conversions.succeed(conn, clock(conn), conversion_id, facts, source, derived, findings)
+            derived_id = conversions.succeed(
+                conn, clock(conn), conversion_id, facts, source, derived, findings
+            )
         _forget_processes([conversion_id])
-        return made
+        return derived_id
 
     def fail(
         self,
@@ -353,10 +357,10 @@ class Catalog:
             tensors: False omits the list of tensors, which can be long.
         """
         with self.reading() as conn:
-            found = query.show(conn, ref, tensors)
-            if isinstance(found, ConversionDetail):
-                return found
-            return replace(found, training=training_rows.read(conn, query.resolve_checkpoint(conn, ref)))
+            detail = query.show(conn, ref, tensors)
+            if isinstance(detail, ConversionDetail):
+                return detail
+            return replace(detail, training=training_rows.read(conn, query.resolve_checkpoint(conn, ref)))
 
     def place_of(self, name: str) -> str | None:
         """Return the URI of the checkpoint with an id, the beginning of one, or an alias; None without one.
@@ -392,18 +396,19 @@ class Catalog:
             UsageError: the catalog knows no such file, digest or URI.
         """
         with self.reading() as conn:
-            found = lineage.which(conn, what)
-            kinds = [] if found else lineage.kinds_of(conn, what)
+            origins = lineage.which(conn, what)
+            kinds = [] if origins else lineage.kinds_of(conn, what)
+        # Outside of both transactions: hashing a large file takes minutes.
         digests = lineage.digests_of_file(what, kinds)
         with self.reading() as conn:  # one place may have a digest of the file, another one of its parts
-            found = found or [origin for digest in digests for origin in lineage.which(conn, digest)]
-        if not found:
+            origins = origins or [origin for digest in digests for origin in lineage.which(conn, digest)]
+        if not origins:
             raise UsageError(
                 f"cannot find {what} in the catalog",
                 hint="`ckptcore catalog list` shows the recorded checkpoints",
                 digest=digests[0] if digests else None,
             )
-        return tuple(found)
+        return tuple(origins)
 
     def copies(self, fingerprint: str) -> tuple[Origin, ...]:
         """Find every checkpoint with the same tensor values, in any format and topology.
@@ -419,20 +424,20 @@ class Catalog:
                 f"{fingerprint!r} is not a fingerprint", hint="use 64 hex digits, or the first 8 or more"
             )
         with self.reading() as conn:
-            found = lineage.with_fingerprint(conn, fingerprint)
-        if not found:
+            origins = lineage.with_fingerprint(conn, fingerprint)
+        if not origins:
             raise UsageError(
                 f"no checkpoint or tensor in the catalog has the fingerprint {fingerprint}",
                 hint="`ckptcore fingerprint SRC` computes one",
             )
-        return tuple(found)
+        return tuple(origins)
 
 
 def _forget_processes(ended: Iterable[str]) -> None:
     """Drop the marks of this process whose conversions have all ended, and the renewal of those."""
     ended = tuple(ended)
     RUNNING.drop(ended)
-    gone = {_RUNNING.pop(each) for each in ended if each in _RUNNING}
+    gone = {_RUNNING.pop(conversion) for conversion in ended if conversion in _RUNNING}
     for process in gone - set(_RUNNING.values()):
         forget(process)
 
@@ -529,15 +534,15 @@ def record(conn: Connection, now: datetime, conversion: str, checks: Iterable[tu
     ).first()
     if row is None:
         raise UsageError(f"the catalog has no conversion {conversion}", hint="record its start first")
-    known: dict[str, dict[str, str]] = json.loads(row.export_checks or "{}")
+    check_results: dict[str, dict[str, str]] = json.loads(row.export_checks or "{}")
     for name, verdict, summary in checks:
-        if verdict != NOT_DONE or known.get(name, {}).get("verdict", NOT_DONE) == NOT_DONE:
-            known[name] = {"verdict": verdict, "summary": clean(summary), "at": now.isoformat()}
-    verdicts = {check["verdict"] for check in known.values()}
+        if verdict != NOT_DONE or check_results.get(name, {}).get("verdict", NOT_DONE) == NOT_DONE:
+            check_results[name] = {"verdict": verdict, "summary": clean(summary), "at": now.isoformat()}
+    verdicts = {check["verdict"] for check in check_results.values()}
     verdict = FAILED if FAILED in verdicts else UNPROVEN if NOT_DONE in verdicts else OK
     conn.execute(
         update(Conversion)
         .where(Conversion.id == row.id)
-        .values(export_verdict=verdict, export_checks=clean_json(known), export_verified_at=now)
+        .values(export_verdict=verdict, export_checks=clean_json(check_results), export_verified_at=now)
     )
     return verdict

@@ -54,7 +54,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     files = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
     content = content_digest(files)
     extra = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.extra]
-    known = select(
+    same_manifest = select(
         Checkpoint.id,
         Checkpoint.uuid,
         Checkpoint.content_digest,
@@ -63,7 +63,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         Checkpoint.step,
     ).where(Checkpoint.uri.in_(places), Checkpoint.manifest_digest == manifest)
     newest = (Checkpoint.replaced_at.is_not(None), Checkpoint.uri != uri, Checkpoint.id.desc())
-    same = conn.execute(known.order_by(*newest)).all()
+    same = conn.execute(same_manifest.order_by(*newest)).all()
     digests = {path: digest for path, _, digest in files if digest}
     if digests:
         # Prefer the row of this content, else one whose known digests are not others.
@@ -79,6 +79,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             changes["state"] = State.RETIRED.value
         if kind is Kind.DERIVED:
             changes["kind"] = kind.value
+        # A run or a step that is recorded stays: those in `facts` may be a guess from the folder's name.
         if facts.run is not None and row.run_id is None:
             changes["run_id"] = _run(conn, now, facts.run)
         if facts.step is not None and row.step is None:
@@ -140,13 +141,13 @@ def _keep_ties(conn: Connection, checkpoint: int, places: Sequence[str]) -> None
             Checkpoint.id == checkpoint
         )
     ).one()
-    others = select(Checkpoint.id).where(
-        Checkpoint.uri.in_([each for each in places if each != row.uri]),
+    twin_rows = select(Checkpoint.id).where(
+        Checkpoint.uri.in_([place for place in places if place != row.uri]),
         Checkpoint.manifest_digest == row.manifest_digest,
         *([Checkpoint.content_digest.in_([row.content_digest, ""])] if row.content_digest else []),
         Checkpoint.state.not_in(_ENDED),
     )
-    twins = list(conn.execute(others).scalars())
+    twins = list(conn.execute(twin_rows).scalars())
     if not twins:
         return
     for table in (Hold, Alias):
@@ -276,12 +277,14 @@ def _add_digests(
 ) -> dict[str, Any]:
     """Add digests of the files with tensors to those that are recorded; return the changes of the row."""
     recorded = _recorded_digests(conn, checkpoint)
-    known = [(path, nbytes, _kept_digest(recorded.get(path), digest)) for path, nbytes, digest in files]
-    if all(recorded.get(path) == digest for path, _, digest in known):
+    merged_files = [
+        (path, nbytes, _kept_digest(recorded.get(path), digest)) for path, nbytes, digest in files
+    ]
+    if all(recorded.get(path) == digest for path, _, digest in merged_files):
         return {}
     conn.execute(delete(CheckpointFile).where(*_files_in_role(checkpoint, Role.DATA)))
-    _put_files(conn, checkpoint, known, Role.DATA)
-    return {"content_digest": content_digest(known), "num_files": len(known)}
+    _put_files(conn, checkpoint, merged_files, Role.DATA)
+    return {"content_digest": content_digest(merged_files), "num_files": len(merged_files)}
 
 
 def _replace_extra(conn: Connection, checkpoint: int, extra: Sequence[tuple[str, int, str | None]]) -> None:
@@ -291,13 +294,14 @@ def _replace_extra(conn: Connection, checkpoint: int, extra: Sequence[tuple[str,
     published = any(digest and not is_crc(digest) for _, _, digest in extra)
     recorded = _recorded_digests(conn, checkpoint)
     extra = [(path, nbytes, _kept_digest(recorded.get(path), digest)) for path, nbytes, digest in extra]
+    # Files with a digest were published. A reader who lists the folder has none, and must not drop theirs.
     old = delete(CheckpointFile).where(*_files_in_role(checkpoint, Role.EXTRA))
     if not published:
         old = old.where(CheckpointFile.digest.is_(None))
     conn.execute(old)
     stored = select(CheckpointFile.path).where(CheckpointFile.checkpoint_id == checkpoint)
-    there = set(conn.execute(stored).scalars())
-    _put_files(conn, checkpoint, [f for f in extra if f[0] not in there], Role.EXTRA)
+    stored_paths = set(conn.execute(stored).scalars())
+    _put_files(conn, checkpoint, [f for f in extra if f[0] not in stored_paths], Role.EXTRA)
 
 
 def _put_files(
@@ -315,15 +319,16 @@ def _note_fingerprints(conn: Connection, checkpoint: int, fingerprints: Mapping[
     """Update the fingerprints of tensors that are recorded already."""
     if not fingerprints:
         return
-    here = Tensor.checkpoint_id == checkpoint
-    known = {
-        row.fqn: row.fingerprint for row in conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(here))
+    of_checkpoint = Tensor.checkpoint_id == checkpoint
+    recorded = {
+        row.fqn: row.fingerprint
+        for row in conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(of_checkpoint))
     }
-    newest = {storable(fqn): each for fqn, each in fingerprints.items()}
-    rows = [{"name": k, "found": v} for k, v in newest.items() if k in known and known[k] != v]
+    newest = {storable(fqn): fingerprint for fqn, fingerprint in fingerprints.items()}
+    rows = [{"name": k, "found": v} for k, v in newest.items() if k in recorded and recorded[k] != v]
     if rows:
         named = Tensor.fqn == bindparam("name")
-        change = update(Tensor).where(here, named).values(fingerprint=bindparam("found"))
+        change = update(Tensor).where(of_checkpoint, named).values(fingerprint=bindparam("found"))
         conn.execute(change, rows)
 
 
@@ -353,9 +358,9 @@ def _dtypes(facts: CheckpointFacts) -> list[str]:
 def _run(conn: Connection, now: datetime, name: str | None) -> int | None:
     if name is None:
         return None
-    found = conn.execute(select(TrainingRun.id).where(TrainingRun.name == storable(name))).scalar()
-    if found is not None:
-        return found
+    run_id = conn.execute(select(TrainingRun.id).where(TrainingRun.name == storable(name))).scalar()
+    if run_id is not None:
+        return run_id
     return conn.execute(
         insert(TrainingRun).values(name=storable(name), created_at=now).returning(TrainingRun.id)
     ).scalar_one()
@@ -364,8 +369,8 @@ def _run(conn: Connection, now: datetime, name: str | None) -> int | None:
 def _settle(conn: Connection, now: datetime, checkpoint: int, level: str | None) -> None:
     """Derive the state and the verification of a checkpoint from its open findings."""
     codes = {row.code for row in _open_findings(conn, checkpoint) if row.severity == "error"}
-    wanted = select(Checkpoint.verified_level, Checkpoint.state).where(Checkpoint.id == checkpoint)
-    before, changes = conn.execute(wanted).one(), dict[str, Any]()
+    current_state = select(Checkpoint.verified_level, Checkpoint.state).where(Checkpoint.id == checkpoint)
+    before, changes = conn.execute(current_state).one(), dict[str, Any]()
     if codes:
         state = State.INCOMPLETE if "not-complete" in codes else State.DAMAGED
         changes = {"state": state.value, "verified_at": None, "verified_level": None}
@@ -403,5 +408,8 @@ def _depth(level: str | None) -> int:
 
 def _stays_in_place(conn: Connection, checkpoint: int) -> bool:
     """Return whether a retired checkpoint is set aside where it was: objects cannot be moved."""
-    here = SetAsideRow.checkpoint_id == checkpoint, SetAsideRow.uri.contains("://", autoescape=True)
-    return conn.execute(select(SetAsideRow.record).where(*here)).first() is not None
+    set_aside_object = (
+        SetAsideRow.checkpoint_id == checkpoint,
+        SetAsideRow.uri.contains("://", autoescape=True),
+    )
+    return conn.execute(select(SetAsideRow.record).where(*set_aside_object)).first() is not None

@@ -104,27 +104,28 @@ def take(
     }
     elsewhere = (*_is(key), Claim.destination_uri != values["destination_uri"])
     for row in conn.execute(select(Claim.__table__).where(*elsewhere)):  # another scheme of the same place
-        there = _claim_row(row)
-        if _is_settled(there, now, owner, retry=retry):
-            return there
+        claim = _claim_row(row)
+        if _is_settled(claim, now, owner, retry=retry):
+            return claim
+    # Two workers may claim at once: the unique key decides which of them inserts the row.
     insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
     columns = [Claim.source_digest, Claim.destination_uri, Claim.options_digest]
-    made = conn.execute(
+    inserted = conn.execute(
         insert(Claim).values(values).on_conflict_do_nothing(index_elements=columns).returning(Claim.id)
     ).first()
     mine = (*_is(key), Claim.destination_uri == values["destination_uri"])
     row = conn.execute(select(Claim.__table__).where(*mine).with_for_update()).one()
-    there = _claim_row(row, mine=made is not None)
-    if not there.mine and _is_settled(there, now, owner, retry=retry):
-        return there
+    claim = _claim_row(row, mine=inserted is not None)
+    if not claim.mine and _is_settled(claim, now, owner, retry=retry):
+        return claim
     lost = {"state": FAILED, "ended_at": now, "error_code": "interrupted", "error_message": _TAKEN_OVER}
     conn.execute(
         update(Claim)
         .where(*elsewhere, Claim.state == TAKEN)  # its worker, if it comes back, owns nothing any more
         .values(lost | {"attempts": Claim.attempts + 1})
     )
-    if there.mine:
-        return there
+    if claim.mine:
+        return claim
     values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}
     conn.execute(update(Claim).where(Claim.id == row.id).values(values))
     return _claim_row(conn.execute(select(Claim.__table__).where(Claim.id == row.id)).one(), mine=True)
@@ -166,8 +167,8 @@ def current(conn: Connection, key: Key) -> ClaimRow | None:
 
 def of_destination(conn: Connection, destination: str) -> tuple[ClaimRow, ...]:
     """Return every claim on a destination, newest first."""
-    wanted = select(Claim.__table__).where(Claim.destination_uri.in_(same_places(destination)))
-    return tuple(_claim_row(row) for row in conn.execute(wanted.order_by(Claim.id.desc())))
+    query = select(Claim.__table__).where(Claim.destination_uri.in_(same_places(destination)))
+    return tuple(_claim_row(row) for row in conn.execute(query.order_by(Claim.id.desc())))
 
 
 def read_owner(text: str) -> tuple[str, tuple[str, ...]]:
@@ -184,10 +185,10 @@ def _is(key: Key) -> tuple[Any, ...]:
     )
 
 
-def _is_settled(there: ClaimRow, now: datetime, owner: str, *, retry: bool) -> bool:
+def _is_settled(claim: ClaimRow, now: datetime, owner: str, *, retry: bool) -> bool:
     """Return whether a claim is not to be taken: another worker has it, or it is done."""
-    busy = there.owner != storable(owner) and there.is_in_use(now)
-    return busy or (there.state == DONE and not retry)
+    busy = claim.owner != storable(owner) and claim.is_in_use(now)
+    return busy or (claim.state == DONE and not retry)
 
 
 def _owned(claim: ClaimRow) -> tuple[Any, ...]:

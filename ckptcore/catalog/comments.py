@@ -450,12 +450,12 @@ def annotate_models() -> None:
 
 def comment_statements() -> list[str]:
     """Return the statements for the comments on tables and their columns."""
-    found = []
+    statements = []
     for table, (text, columns) in TABLES.items():
-        found.append(f"COMMENT ON TABLE {table} IS {_quoted(text)}")
-        found += [f"COMMENT ON COLUMN {table}.{name} IS {_quoted(c)}" for name, c in columns.items()]
-    found += [f"COMMENT ON VIEW {view} IS {_quoted(text)}" for view, text in VIEW_TEXTS.items()]
-    return found
+        statements.append(f"COMMENT ON TABLE {table} IS {_quoted(text)}")
+        statements += [f"COMMENT ON COLUMN {table}.{name} IS {_quoted(c)}" for name, c in columns.items()]
+    statements += [f"COMMENT ON VIEW {view} IS {_quoted(text)}" for view, text in VIEW_TEXTS.items()]
+    return statements
 
 
 def put_comments(conn: Connection) -> None:
@@ -465,13 +465,13 @@ def put_comments(conn: Connection) -> None:
     names = conn.exec_driver_sql(
         "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
     )
-    there = {tuple(row) for row in names}
+    existing_columns = {tuple(row) for row in names}
     for statement in comment_statements():
         column = statement.split()[3] if statement.startswith("COMMENT ON COLUMN") else None
         # A column that was dropped by hand is found by `alembic check`, and not here.
-        if column is None or tuple(column.split(".")) in there:
+        if column is None or tuple(column.split(".")) in existing_columns:
             conn.exec_driver_sql(statement)
-    for view, name in sorted(there):
+    for view, name in sorted(existing_columns):
         if view in VIEW_TEXTS:
             comment = _quoted(VIEW_COLUMNS[name])
             conn.exec_driver_sql(f"COMMENT ON COLUMN {view}.{name} IS {comment}")

@@ -67,8 +67,9 @@ def begin_conversion(
         .returning(Conversion.id)
     ).scalar_one()
     if process:
-        known = " ".join(process) if all(process) else ""
-        alive = {"conversion_id": row, "process": known, "renewed_at": clock(conn)}
+        # Without its mark, another process could be mistaken for it: then only its silence counts.
+        identity = " ".join(process) if all(process) else ""
+        alive = {"conversion_id": row, "process": identity, "renewed_at": clock(conn)}
         conn.execute(insert(ConversionProcess).values(alive))
     return new
 
@@ -79,30 +80,31 @@ def of_machine(process: Sequence[str]) -> tuple[ColumnElement[bool]]:
     return (ConversionProcess.process.contains(f" {boot}:", autoescape=True) if boot else false(),)
 
 
-def end_interrupted(conn: Connection, now: datetime, *more: ColumnElement[bool]) -> tuple[str, ...]:
+def end_interrupted(conn: Connection, now: datetime, *conditions: ColumnElement[bool]) -> tuple[str, ...]:
     """End the conversions that show no sign of life (`interrupted`); return their ids.
 
     Args:
         conn: The transaction.
         now: The time to record.
-        more: Conditions on the conversions, and on their processes.
+        conditions: Conditions on the conversions, and on their processes.
     """
-    ended = interrupted(conn, *more)
-    for at in range(0, len(ended), _AT_ONCE):
-        _end(conn, now, Conversion.uuid.in_(ended[at : at + _AT_ONCE]), "the process ended unexpectedly")
+    ended = interrupted(conn, *conditions)
+    for start in range(0, len(ended), _AT_ONCE):
+        batch = Conversion.uuid.in_(ended[start : start + _AT_ONCE])
+        _end(conn, now, batch, "the process ended unexpectedly")
     return ended
 
 
-def interrupted(conn: Connection, *more: ColumnElement[bool]) -> tuple[str, ...]:
+def interrupted(conn: Connection, *conditions: ColumnElement[bool]) -> tuple[str, ...]:
     """Return the ids of conversions that are recorded as running, but do not run any more.
 
     Their process is known to have ended, or it is of another machine and was silent for `LEASE`.
 
     Args:
         conn: The transaction.
-        more: Conditions on the conversions.
+        conditions: Conditions on the conversions.
     """
-    rows = _recorded(conn, *more)
+    rows = _recorded(conn, *conditions)
     dead = _dead({(row.process, row.silent) for row in rows})
     return tuple(row.uuid for row in rows if (row.process, row.silent) in dead)
 
@@ -145,7 +147,7 @@ def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
     return frozenset(conversions) - {row.uuid for row in rows}
 
 
-def _recorded(conn: Connection, *more: ColumnElement[bool]) -> Sequence[Any]:
+def _recorded(conn: Connection, *conditions: ColumnElement[bool]) -> Sequence[Any]:
     """Return id, uuid, process and whether it was silent, of the conversions that are recorded as running."""
     last = func.coalesce(ConversionProcess.renewed_at, Conversion.started_at)
     return conn.execute(
@@ -156,7 +158,7 @@ def _recorded(conn: Connection, *more: ColumnElement[bool]) -> Sequence[Any]:
             (last < clock(conn) - LEASE).label("silent"),
         )
         .outerjoin(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
-        .where(Conversion.state == Outcome.RUNNING.value, *more)
+        .where(Conversion.state == Outcome.RUNNING.value, *conditions)
         .order_by(Conversion.id)
     ).all()
 
@@ -196,9 +198,9 @@ def succeed(
     )
     put_stamp(conn, derived_id, derived.stamp)
     _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
-    every = tuple(findings)
-    of_source = [f for f in every if f.code not in _OF_OUTPUT]
-    of_output = [f for f in every if f.code in _OF_OUTPUT]
+    all_findings = tuple(findings)
+    of_source = [f for f in all_findings if f.code not in _OF_OUTPUT]
+    of_output = [f for f in all_findings if f.code in _OF_OUTPUT]
     note_findings(conn, now, of_source, checkpoint=source_id, conversion=row.id, level=source.verified)
     note_findings(conn, now, of_output, checkpoint=derived_id, conversion=row.id, level=derived.verified)
     _inherit(conn, now, source_id, derived_id)
@@ -224,9 +226,11 @@ def succeed(
     # Killed runs leave no record. Only one conversion can have a destination at a time, and this one has just
     # published there: an earlier one that still "runs" is gone, unless its process is seen to run. That one
     # reads its source, and its turn is yet to come.
-    there = Conversion.destination_uri.in_(same_places(row.destination_uri))
-    before = and_(there, Conversion.id < row.id)
-    alive = [each.id for each in _recorded(conn, before) if processes.is_running(each.process.split(" "))]
+    same_destination = Conversion.destination_uri.in_(same_places(row.destination_uri))
+    before = and_(same_destination, Conversion.id < row.id)
+    alive = [
+        running.id for running in _recorded(conn, before) if processes.is_running(running.process.split(" "))
+    ]
     earlier = and_(before, Conversion.id.not_in(alive))
     _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
     _forget_process(conn, Conversion.id == row.id)
@@ -287,15 +291,15 @@ def adopt(
         The URI of the source. None, with nothing changed, if a conversion of that output is known or no
         checkpoint has that manifest.
     """
-    made = conn.execute(select(Checkpoint.id, Checkpoint.uri).where(Checkpoint.uuid == derived)).one()
+    output = conn.execute(select(Checkpoint.id, Checkpoint.uri).where(Checkpoint.uuid == derived)).one()
     same = Checkpoint.manifest_digest == hex_digest(source_digest)
-    there = Checkpoint.uri.in_(same_places(source_uri))
+    at_source_uri = Checkpoint.uri.in_(same_places(source_uri))
     source = conn.execute(
         select(Checkpoint.id, Checkpoint.uri)
-        .where(same, Checkpoint.id != made.id)
-        .order_by(there.desc(), *current_first())
+        .where(same, Checkpoint.id != output.id)
+        .order_by(at_source_uri.desc(), *current_first())
     ).first()
-    return None if source is None else _adopted(conn, now, made, source, "export", tool_version)
+    return None if source is None else _adopted(conn, now, output, source, "export", tool_version)
 
 
 def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: str) -> str | None:
@@ -307,42 +311,46 @@ def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: 
     Returns:
         As `adopt`.
     """
-    wanted = select(Checkpoint.id, Checkpoint.uri, Checkpoint.step, Checkpoint.fingerprint)
-    made = conn.execute(wanted.where(Checkpoint.uuid == derived)).one()
+    columns = select(Checkpoint.id, Checkpoint.uri, Checkpoint.step, Checkpoint.fingerprint)
+    output = conn.execute(columns.where(Checkpoint.uuid == derived)).one()
     sources = (Checkpoint.kind == Kind.SOURCE.value, Checkpoint.state == State.PRESENT.value)
-    same = Checkpoint.fingerprint == made.fingerprint  # never true of an unknown one
-    found = conn.execute(wanted.where(same, Checkpoint.id != made.id, *sources)).all()
-    if len(found) > 1:
-        found = [row for row in found if row.step is not None and row.step == made.step]
-    return _adopted(conn, now, made, found[0], "rebuilt", tool_version) if len(found) == 1 else None
+    same = Checkpoint.fingerprint == output.fingerprint  # never true of an unknown one
+    candidates = conn.execute(columns.where(same, Checkpoint.id != output.id, *sources)).all()
+    if len(candidates) > 1:
+        candidates = [row for row in candidates if row.step is not None and row.step == output.step]
+    if len(candidates) != 1:
+        return None
+    return _adopted(conn, now, output, candidates[0], "rebuilt", tool_version)
 
 
-def _adopted(conn: Connection, now: datetime, made: Any, source: Any, verb: str, version: str) -> str | None:
-    known = select(ConversionIO.conversion_id).where(
-        ConversionIO.checkpoint_id == made.id, ConversionIO.direction == Direction.OUT.value
+def _adopted(
+    conn: Connection, now: datetime, output: Any, source: Any, verb: str, version: str
+) -> str | None:
+    writers = select(ConversionIO.conversion_id).where(
+        ConversionIO.checkpoint_id == output.id, ConversionIO.direction == Direction.OUT.value
     )
-    if conn.execute(known).first() is not None:
+    if conn.execute(writers).first() is not None:
         return None
     public = begin_conversion(
         conn,
         now,
         {"rebuilt": True},
         source_uri=source.uri,
-        destination_uri=made.uri,
+        destination_uri=output.uri,
         verb=verb,
         tool_version=version,
         flow_run_id=None,
     )
     row = _conversion(conn, public)
-    _link(conn, row.id, {(source.id, Direction.IN), (made.id, Direction.OUT)})
+    _link(conn, row.id, {(source.id, Direction.IN), (output.id, Direction.OUT)})
     ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
     conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))
     run = select(Checkpoint.run_id).where(Checkpoint.id == source.id)
     changes: dict[str, Any] = {"kind": Kind.DERIVED.value}
     if conn.execute(run).scalar() is not None:  # the run in a destination's name is only a guess
         changes |= {"run_id": None, "step": None}
-    conn.execute(update(Checkpoint).where(Checkpoint.id == made.id).values(changes))
-    _inherit(conn, now, source.id, made.id)
+    conn.execute(update(Checkpoint).where(Checkpoint.id == output.id).values(changes))
+    _inherit(conn, now, source.id, output.id)
     return str(source.uri)
 
 
@@ -382,8 +390,8 @@ def _output_of(conn: Connection, conversion: int) -> str:
 
 def _of_the_same_run(conn: Connection, source: int, derived: CheckpointFacts) -> CheckpointFacts:
     """Drop the run that a destination's name suggests if the source's run is known."""
-    known = conn.execute(select(Checkpoint.run_id).where(Checkpoint.id == source)).scalar()
-    return derived if known is None else replace(derived, run=None, step=None)
+    source_run = conn.execute(select(Checkpoint.run_id).where(Checkpoint.id == source)).scalar()
+    return derived if source_run is None else replace(derived, run=None, step=None)
 
 
 def _inherit(conn: Connection, now: datetime, source: int, derived: int) -> None:
@@ -401,7 +409,7 @@ def _inherit(conn: Connection, now: datetime, source: int, derived: int) -> None
 
 
 def _link(conn: Connection, conversion: int, ends: set[tuple[int, Direction]]) -> None:
-    known = conn.execute(
+    linked = conn.execute(
         select(ConversionIO.checkpoint_id, ConversionIO.direction).where(
             ConversionIO.conversion_id == conversion
         )
@@ -409,7 +417,7 @@ def _link(conn: Connection, conversion: int, ends: set[tuple[int, Direction]]) -
     rows = [
         {"conversion_id": conversion, "checkpoint_id": checkpoint, "direction": direction.value}
         for checkpoint, direction in sorted(ends)
-        if (checkpoint, direction.value) not in {tuple(row) for row in known}
+        if (checkpoint, direction.value) not in {tuple(row) for row in linked}
     ]
     if rows:
         conn.execute(insert(ConversionIO), rows)

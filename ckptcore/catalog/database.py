@@ -103,8 +103,8 @@ CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
 
 def default_url() -> str:
     """Return ``CKPTCORE_CATALOG_URL``, or the path of a SQLite file in the platform's user-data folder."""
-    given = os.environ.get("CKPTCORE_CATALOG_URL")
-    return given or str(platformdirs.user_data_path("ckptcore") / "catalog.sqlite")
+    env_url = os.environ.get("CKPTCORE_CATALOG_URL")
+    return env_url or str(platformdirs.user_data_path("ckptcore") / "catalog.sqlite")
 
 
 def unset_warning() -> str | None:
@@ -268,8 +268,8 @@ def _text(stored: bytes) -> str:
 
 def connect_arguments(url: URL) -> dict[str, Any]:
     """Return arguments for psycopg beside the URL. The URL's own query takes precedence."""
-    known = {"connect_timeout": CONNECT_S, "application_name": "ckptcore"}
-    return {k: v for k, v in known.items() if k not in url.query}
+    defaults = {"connect_timeout": CONNECT_S, "application_name": "ckptcore"}
+    return {k: v for k, v in defaults.items() if k not in url.query}
 
 
 @contextmanager
@@ -314,11 +314,13 @@ def _refused(error: exc.SQLAlchemyError, message: str, url: str) -> CatalogError
     from ckptcore.catalog.sqlite_access import refusal
 
     path = sqlite_path(parse(url))
-    found = None if path is None else refusal(origin, path)
-    if found is None:
+    file_refusal = None if path is None else refusal(origin, path)
+    if file_refusal is None:
         return CatalogError(f"cannot use the catalog: {message}", hint=_ACCESS_OF_FILE, url=url)
     # With SQLite's own text: people search for it.
-    return CatalogError(f"{found.message} ({message})", hint=found.hint, url=url, **found.values)
+    return CatalogError(
+        f"{file_refusal.message} ({message})", hint=file_refusal.hint, url=url, **file_refusal.values
+    )
 
 
 def _passes(error: exc.SQLAlchemyError) -> bool:
@@ -366,9 +368,9 @@ def revision(connection: Connection) -> str | None:
     tables = inspect(connection).get_table_names()
     foreign = [name for name in tables if name != "alembic_version"]
     if len(foreign) < len(tables):
-        found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-        if found is not None:
-            return str(found)
+        version_num = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+        if version_num is not None:
+            return str(version_num)
     if foreign:
         raise CatalogError(
             f"the database is not a ckptcore catalog: it has the tables {', '.join(foreign[:5])}",
@@ -380,10 +382,10 @@ def revision(connection: Connection) -> str | None:
 def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
     """Create a fresh SQLite catalog, and refuse schemas other than `HEAD`."""
     with engine.execution_options(**{BEGIN: READER_BEGIN}).begin() as connection:
-        found = revision(connection)
-    if found == HEAD:
+        schema = revision(connection)
+    if schema == HEAD:
         return
-    if found is None and engine.dialect.name == "sqlite" and create:
+    if schema is None and engine.dialect.name == "sqlite" and create:
         with engine.begin() as connection:
             # Another process may have been faster: check once more under the writer's lock.
             if revision(connection) is None:
@@ -392,32 +394,32 @@ def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
                 connection.exec_driver_sql(_STAMP)
                 connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{HEAD}')")
         return
-    if found is None:
+    if schema is None:
         raise CatalogError(
             "the catalog's database has no tables yet",
             hint="run `ckptcore catalog upgrade` once",
             url=public_url,
         )
-    require_known(found, public_url)
+    require_known(schema, public_url)
     raise CatalogError(
-        f"the catalog's schema is {found}, this version needs {HEAD}",
+        f"the catalog's schema is {schema}, this version needs {HEAD}",
         hint="run `ckptcore catalog upgrade`",
         url=public_url,
     )
 
 
-def require_known(found: str, public_url: str) -> None:
+def require_known(schema: str, public_url: str) -> None:
     """Raise `CatalogError` for a schema that `ckptcore catalog upgrade` cannot migrate."""
-    if found in UNRELEASED:
+    if schema in UNRELEASED:
         raise CatalogError(
-            f"the catalog's schema is {found}, of a development version (only {UNRENAMED} can be upgraded)",
+            f"the catalog's schema is {schema}, of a development version (only {UNRENAMED} can be upgraded)",
             hint="record its checkpoints in a new catalog with `ckptcore catalog rebuild ROOT...`, or first "
             f"run `ckptcore catalog upgrade` of a development version with schema {UNRENAMED}",
             url=public_url,
         )
-    if found not in (*REVISIONS, UNRENAMED):
+    if schema not in (*REVISIONS, UNRENAMED):
         raise CatalogError(
-            f"the catalog's schema must be {HEAD} (got {found}, of a newer version of ckptcore)",
+            f"the catalog's schema must be {HEAD} (got {schema}, of a newer version of ckptcore)",
             hint="upgrade ckptcore, name another catalog, or pass --no-catalog",
             url=public_url,
         )

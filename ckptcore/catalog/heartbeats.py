@@ -35,11 +35,11 @@ class Heartbeats:
         self._renewed: dict[str, tuple[Renew, float]] = {}  # conversion -> how, when (`host.uptime`)
         self._thread: threading.Thread | None = None
 
-    def add(self, renew: Renew, begun: Collection[str]) -> None:
+    def add(self, renew: Renew, conversions: Collection[str]) -> None:
         """Renew these conversions, which were recorded as begun a moment ago, until `drop`."""
         with self._lock:
-            self._renewed |= {each: (renew, host.uptime()) for each in begun}
-            if self._thread is None and begun:
+            self._renewed |= {conversion: (renew, host.uptime()) for conversion in conversions}
+            if self._thread is None and conversions:
                 self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
                 self._thread.start()
 

@@ -65,8 +65,8 @@ def fingerprints_of(conn: Connection, public: str) -> dict[str, str] | None:
     """Return FQN -> fingerprint of all tensors of a checkpoint; None if one is unknown."""
     row = resolve_checkpoint(conn, public)
     rows = conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(Tensor.checkpoint_id == row)).all()
-    known = {fqn: found for fqn, found in rows if found is not None}
-    return known if len(known) == len(rows) else None
+    fingerprints = {fqn: fingerprint for fqn, fingerprint in rows if fingerprint is not None}
+    return fingerprints if len(fingerprints) == len(rows) else None
 
 
 def may_hold(
@@ -79,20 +79,21 @@ def may_hold(
         ids: Content ids.
         manifests: Manifest digests of holders: copies of them have the same.
     """
-    there = Checkpoint.state.not_in(_NOWHERE)
-    prefixes = [each.hex() for each in nsmallest(_SAMPLE, ids)]
+    not_deleted = Checkpoint.state.not_in(_NOWHERE)
+    prefixes = [content_id.hex() for content_id in nsmallest(_SAMPLE, ids)]
     # Each by the index of fingerprints: for one statement with all of them SQLite reads the table.
     same = (
+        # "g" is behind every hexadecimal digit: a range is found by the index, where LIKE may not use it.
         select(Tensor.checkpoint_id).where(Tensor.fingerprint >= p, Tensor.fingerprint < p + "g")
         for p in prefixes
     )
     rows = set(conn.execute(union(*same)).scalars()) if prefixes else set()
-    kept = select(HoldingsRow.checkpoint_id, HoldingsRow.ids).where(HoldingsRow.ids.is_not(None))
-    rows |= {row for row, blob in conn.execute(kept) if _holds_some(blob, ids)}
-    wanted = or_(Checkpoint.id.in_(rows), Checkpoint.manifest_digest.in_(list(manifests)))
-    found = conn.execute(checkpoint_rows().where(there, wanted).order_by(Checkpoint.id))
-    return tuple(checkpoint_row(row) for row in found)
+    packed_ids = select(HoldingsRow.checkpoint_id, HoldingsRow.ids).where(HoldingsRow.ids.is_not(None))
+    rows |= {row for row, blob in conn.execute(packed_ids) if _holds_some(blob, ids)}
+    holder_or_copy = or_(Checkpoint.id.in_(rows), Checkpoint.manifest_digest.in_(list(manifests)))
+    holders = conn.execute(checkpoint_rows().where(not_deleted, holder_or_copy).order_by(Checkpoint.id))
+    return tuple(checkpoint_row(row) for row in holders)
 
 
 def _holds_some(blob: bytes, ids: Collection[bytes]) -> bool:
-    return any(blob[at : at + _ID_BYTES] in ids for at in range(0, len(blob), _ID_BYTES))
+    return any(blob[start : start + _ID_BYTES] in ids for start in range(0, len(blob), _ID_BYTES))

@@ -75,10 +75,10 @@ def release(conn: Connection, now: datetime, hold: str) -> None:
 
 def active(conn: Connection, now: datetime, ref: str | None = None) -> tuple[HoldRow, ...]:
     """Return the holds in force, oldest first: all, or those on the checkpoint that `ref` names."""
-    wanted = select(Hold, Checkpoint.uuid.label("checkpoint"), Checkpoint.uri).join(Checkpoint)
+    query = select(Hold, Checkpoint.uuid.label("checkpoint"), Checkpoint.uri).join(Checkpoint)
     if ref is not None:
-        wanted = wanted.where(Hold.checkpoint_id == resolve_checkpoint(conn, ref))
-    return tuple(_hold_row(row) for row in conn.execute(wanted.where(*in_force(now)).order_by(Hold.id)))
+        query = query.where(Hold.checkpoint_id == resolve_checkpoint(conn, ref))
+    return tuple(_hold_row(row) for row in conn.execute(query.where(*in_force(now)).order_by(Hold.id)))
 
 
 def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:

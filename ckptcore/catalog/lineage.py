@@ -46,26 +46,26 @@ def lineage(conn: Connection, ref: str, *, up: bool, down: bool) -> Lineage:
     )
 
 
-def which(conn: Connection, what: str) -> list[Origin]:
-    """Find origins by digest if `what` looks like a known one, else by URI, else by the containing URI."""
-    found: list[Origin] = []
-    if is_digest(what):
-        found = _by_digest(conn, hex_digest(what))
-    return found or _by_place(conn, same_places(what))
+def which(conn: Connection, place_or_digest: str) -> list[Origin]:
+    """Find origins by digest if the text looks like a known one, else by URI, else by the containing URI."""
+    origins: list[Origin] = []
+    if is_digest(place_or_digest):
+        origins = _by_digest(conn, hex_digest(place_or_digest))
+    return origins or _by_place(conn, same_places(place_or_digest))
 
 
 def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
     """Find the checkpoints with this fingerprint or, if there are none, those with such a tensor."""
-    wanted = hex_digest(fingerprint)
+    digits = hex_digest(fingerprint)
     for column, rows in (
         (Checkpoint.fingerprint, select(Checkpoint.id)),
         (Tensor.fingerprint, select(Checkpoint.id).join(Tensor, Tensor.checkpoint_id == Checkpoint.id)),
     ):
-        complete = len(wanted) == _DIGEST_LENGTH
-        same = column == wanted if complete else begins(column, wanted)
-        found = dict.fromkeys(conn.execute(rows.where(same).order_by(*current_first())).scalars())
-        if found:
-            return [_origin_of(conn, row, None) for row in found]
+        complete = len(digits) == _DIGEST_LENGTH
+        same = column == digits if complete else begins(column, digits)
+        row_ids = dict.fromkeys(conn.execute(rows.where(same).order_by(*current_first())).scalars())
+        if row_ids:
+            return [_origin_of(conn, row, None) for row in row_ids]
     return []
 
 
@@ -107,7 +107,7 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
         if len(digest.rpartition(":")[2]) == _DIGEST_LENGTH
         else begins(CheckpointFile.digest, digest)
     )
-    wanted = (
+    query = (
         select(
             Checkpoint.id,
             CheckpointFile.path,
@@ -119,18 +119,18 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
         .where(same)
         .order_by(*current_first(), CheckpointFile.path)
     )
-    return [_origin_of(conn, row.id, file_row(row)) for row in conn.execute(wanted).all()]
+    return [_origin_of(conn, row.id, file_row(row)) for row in conn.execute(query).all()]
 
 
 def _by_place(conn: Connection, uris: Sequence[str]) -> list[Origin]:
-    here = select(Checkpoint.id, Checkpoint.uri, Checkpoint.state).order_by(*current_first())
-    exact = conn.execute(here.where(Checkpoint.uri.in_(uris))).first()
+    query = select(Checkpoint.id, Checkpoint.uri, Checkpoint.state).order_by(*current_first())
+    exact = conn.execute(query.where(Checkpoint.uri.in_(uris))).first()
     if exact is not None:
         return [_origin_of(conn, exact.id, _only_file(conn, exact.id, exact.uri))]
     path = {above: uri[len(above) :].lstrip("/") for uri in uris for above in parents(uri)}
-    found = conn.execute(here.where(Checkpoint.uri.in_(path))).all()
+    enclosing = conn.execute(query.where(Checkpoint.uri.in_(path))).all()
     # The innermost folder first; within it, the current checkpoint before replaced ones.
-    for row in sorted(found, key=lambda row: (len(path[row.uri]), row.state == State.REPLACED)):
+    for row in sorted(enclosing, key=lambda row: (len(path[row.uri]), row.state == State.REPLACED)):
         inside = path[row.uri]
         file = conn.execute(
             select(CheckpointFile).where(
@@ -166,22 +166,22 @@ def _origin_of(conn: Connection, checkpoint: int, file: FileRow | None) -> Origi
 def _steps(conn: Connection, start: int, near: Direction, far: Direction) -> tuple[LineageStep, ...]:
     """Return the conversions reached by going from the `near` end of each to its `far` end."""
     edges = _edges(conn, start, near, far)
-    ids = {edge.here for edge in edges} | {edge.there for edge in edges}
+    ids = {edge.near_row for edge in edges} | {edge.far_row for edge in edges}
     rows = {
         row.id: checkpoint_row(row)
         for part in _parts(ids)
         for row in conn.execute(checkpoint_rows().where(Checkpoint.id.in_(part)))
     }
-    made = {
+    conversions = {
         row.id: conversion_row(row)
         for part in _parts({edge.conversion for edge in edges})
         for row in conn.execute(select(Conversion).where(Conversion.id.in_(part)))
     }
     steps = []
     for edge in edges:
-        ends = rows[edge.here], rows[edge.there]
+        ends = rows[edge.near_row], rows[edge.far_row]
         derived, source = ends if near is Direction.OUT else ends[::-1]
-        steps.append(LineageStep(edge.depth, source, made[edge.conversion], derived))
+        steps.append(LineageStep(edge.depth, source, conversions[edge.conversion], derived))
     return tuple(sorted(steps, key=lambda step: (step.depth, step.conversion.started_at)))
 
 
@@ -189,9 +189,9 @@ class _Edge(NamedTuple):
     """A conversion between two checkpoints, by row ids. depth: how many conversions away from the start."""
 
     depth: int
-    here: int
+    near_row: int
     conversion: int
-    there: int
+    far_row: int
 
 
 def _edges(conn: Connection, start: int, near: Direction, far: Direction) -> list[_Edge]:
@@ -201,24 +201,26 @@ def _edges(conn: Connection, start: int, near: Direction, far: Direction) -> lis
     for 40 ms (it builds a Bloom filter over them), where a level takes 0.1 ms.
     """
     near_ends, far_ends = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
-    here, there = near_ends.c, far_ends.c
-    wanted = (
-        select(here.checkpoint_id, here.conversion_id, there.checkpoint_id.label("other"))
-        .join(far_ends, there.conversion_id == here.conversion_id)
-        .where(here.direction == near.value, there.direction == far.value)
-        .order_by(here.conversion_id)
+    near_io, far_io = near_ends.c, far_ends.c
+    query = (
+        select(near_io.checkpoint_id, near_io.conversion_id, far_io.checkpoint_id.label("other"))
+        .join(far_ends, far_io.conversion_id == near_io.conversion_id)
+        .where(near_io.direction == near.value, far_io.direction == far.value)
+        .order_by(near_io.conversion_id)
     )
-    reached, level, found = {start}, {start}, list[_Edge]()
+    reached, level, edges = {start}, {start}, list[_Edge]()
     depth = 0
     while level:  # each checkpoint is in one level: one that was converted onto itself does not loop forever
         depth += 1
         rows = [
-            row for part in _parts(level) for row in conn.execute(wanted.where(here.checkpoint_id.in_(part)))
+            row
+            for part in _parts(level)
+            for row in conn.execute(query.where(near_io.checkpoint_id.in_(part)))
         ]
-        found += [_Edge(depth, row.checkpoint_id, row.conversion_id, row.other) for row in rows]
+        edges += [_Edge(depth, row.checkpoint_id, row.conversion_id, row.other) for row in rows]
         level = {row.other for row in rows} - reached
         reached |= level
-    return found
+    return edges
 
 
 def _parts(ids: Iterable[int]) -> Iterator[list[int]]:

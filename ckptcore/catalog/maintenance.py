@@ -41,20 +41,20 @@ class Ties:
     holds: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
 
-    def with_those(self, other: Ties, note: str = "") -> Ties:
+    def with_those(self, added: Ties, note: str = "") -> Ties:
         """Return these reasons and others, each of those once and with a note behind it."""
         mine = (self.tags, self.aliases, self.holds, self.readers)
-        theirs = (other.tags, other.aliases, other.holds, other.readers)
+        theirs = (added.tags, added.aliases, added.holds, added.readers)
         new = [(set(a), b) for a, b in zip(mine, theirs, strict=True)]
-        more = [tuple(f"{x}{note}" for x in b if x not in known) for known, b in new]
-        return Ties(*((*a, *b) for a, b in zip(mine, more, strict=True)))
+        noted = [tuple(f"{x}{note}" for x in b if x not in present) for present, b in new]
+        return Ties(*((*a, *b) for a, b in zip(mine, noted, strict=True)))
 
 
 def due(conn: Connection) -> tuple[CheckpointRow, ...]:
     """Return the checkpoints that should exist, the longest unverified first."""
     last = func.coalesce(Checkpoint.checked_at, Checkpoint.verified_at)
-    wanted = checkpoint_rows().where(Checkpoint.state.in_(_ALIVE))
-    ordered = wanted.order_by(last.is_not(None), last, Checkpoint.id)
+    alive = checkpoint_rows().where(Checkpoint.state.in_(_ALIVE))
+    ordered = alive.order_by(last.is_not(None), last, Checkpoint.id)
     return tuple(checkpoint_row(row) for row in conn.execute(ordered))
 
 
@@ -68,8 +68,8 @@ def checked(conn: Connection, now: datetime, public: str, level: str, findings: 
 def gone(conn: Connection, now: datetime, public: str) -> None:
     """Record that nothing is at the checkpoint's URI any more. The row stays."""
     values = {"state": State.GONE.value, "verified_at": None, "verified_level": None, "checked_at": now}
-    here = (Checkpoint.uuid == public, Checkpoint.state.in_(_ALIVE))
-    conn.execute(update(Checkpoint).where(*here).values(values))
+    still_alive = (Checkpoint.uuid == public, Checkpoint.state.in_(_ALIVE))
+    conn.execute(update(Checkpoint).where(*still_alive).values(values))
 
 
 def looked(conn: Connection, now: datetime, public: str) -> None:
@@ -97,21 +97,21 @@ def sources(
     Raises:
         UsageError: There is no checkpoint ``after``.
     """
-    wanted = checkpoint_rows().where(
+    query = checkpoint_rows().where(
         Checkpoint.kind == Kind.SOURCE.value, Checkpoint.state == State.PRESENT.value
     )
     if roots:
-        wanted = wanted.where(or_(*(_below(conn, root) for root in roots)))
+        query = query.where(or_(*(_below(conn, root) for root in roots)))
     if run is not None:
-        wanted = wanted.where(TrainingRun.name == run)
+        query = query.where(TrainingRun.name == run)
     if after is not None:
         row = resolve_checkpoint(conn, after)
         uri = conn.execute(select(Checkpoint.uri).where(Checkpoint.id == row)).scalar_one()
         behind = or_(Checkpoint.uri > uri, Checkpoint.id > row)
-        wanted = wanted.where(Checkpoint.uri >= uri, behind)
+        query = query.where(Checkpoint.uri >= uri, behind)
     order = (Checkpoint.id,) if limit is None else (Checkpoint.uri, Checkpoint.id)
-    found = conn.execute(wanted.order_by(*order).limit(limit))
-    return tuple(checkpoint_row(row) for row in found)
+    rows = conn.execute(query.order_by(*order).limit(limit))
+    return tuple(checkpoint_row(row) for row in rows)
 
 
 def newest_steps(
@@ -127,26 +127,28 @@ def newest_steps(
     Returns:
         Run -> its newest steps.
     """
-    here = [
+    present_sources = [
         Checkpoint.kind == Kind.SOURCE.value,
         Checkpoint.state == State.PRESENT.value,
         Checkpoint.step.between(-(1 << 63), (1 << 63) - 1),  # not NULL, and no odd text
     ]
     if roots:
-        here.append(or_(*(_below(conn, root) for root in roots)))
-    found = {}
+        present_sources.append(or_(*(_below(conn, root) for root in roots)))
+    steps_by_run = {}
     for key, count in keys.items():
         run = select(TrainingRun.id).where(TrainingRun.name == key).scalar_subquery()
-        named = select(Checkpoint.step).where(Checkpoint.run_id == run, *here)
+        named = select(Checkpoint.step).where(Checkpoint.run_id == run, *present_sources)
         newest = named.distinct().order_by(Checkpoint.step.desc()).limit(count)
         steps = {step for step in conn.execute(newest).scalars() if step is not None}
         if "/" in key:
-            bare = select(Checkpoint.uri, Checkpoint.step).where(Checkpoint.run_id.is_(None), *here)
+            bare = select(Checkpoint.uri, Checkpoint.step).where(
+                Checkpoint.run_id.is_(None), *present_sources
+            )
             for uri, step in conn.execute(bare.where(_below(conn, key))):
                 if step is not None and uri.rpartition("/")[0] == key.rstrip("/"):
                     steps.add(step)
-        found[key] = tuple(sorted(steps)[-count:])
-    return found
+        steps_by_run[key] = tuple(sorted(steps)[-count:])
+    return steps_by_run
 
 
 def _below(conn: Connection, folder: str) -> ColumnElement[bool]:
@@ -163,7 +165,7 @@ def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, Checkp
     read = select(ConversionIO.conversion_id).where(
         ConversionIO.checkpoint_id == row, ConversionIO.direction == Direction.IN.value
     )
-    made = {
+    conversions = {
         c.id: conversion_row(c)
         for c in conn.execute(
             select(Conversion).where(Conversion.id.in_(read), Conversion.state == Outcome.SUCCEEDED.value)
@@ -174,14 +176,14 @@ def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, Checkp
         .add_columns(ConversionIO.conversion_id.label("made_by"))
         .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
         .where(
-            ConversionIO.conversion_id.in_(list(made)),
+            ConversionIO.conversion_id.in_(list(conversions)),
             ConversionIO.direction == Direction.OUT.value,
             Checkpoint.state == State.PRESENT.value,
             Checkpoint.id != row,
         )
         .order_by(Checkpoint.id.desc())
     )
-    return tuple((made[r.made_by], checkpoint_row(r)) for r in conn.execute(wrote))
+    return tuple((conversions[r.made_by], checkpoint_row(r)) for r in conn.execute(wrote))
 
 
 def ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, Ties]:
@@ -190,11 +192,11 @@ def ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, T
     Raises:
         UsageError: One of them is not in the catalog.
     """
-    found: dict[str, Ties] = {}
+    ties_by_id: dict[str, Ties] = {}
     reading = _by_source(running(conn))
-    for at in range(0, len(publics), _AT_ONCE):
-        found |= _ties(conn, now, publics[at : at + _AT_ONCE], reading)
-    return found
+    for start in range(0, len(publics), _AT_ONCE):
+        ties_by_id |= _ties(conn, now, publics[start : start + _AT_ONCE], reading)
+    return ties_by_id
 
 
 def _ties(
@@ -202,14 +204,14 @@ def _ties(
 ) -> dict[str, Ties]:
     these = Checkpoint.uuid.in_(publics)
 
-    def grouped(wanted: Select[tuple[str, str]]) -> dict[str, list[str]]:
+    def grouped(query: Select[tuple[str, str]]) -> dict[str, list[str]]:
         values: dict[str, list[str]] = {}
-        for public, value in conn.execute(wanted.where(these)):
+        for public, value in conn.execute(query.where(these)):
             values.setdefault(public, []).append(value)
         return values
 
-    known = {row.uuid: row.uri for row in conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(these))}
-    if missing := sorted(set(publics) - known.keys()):
+    uri_of = {row.uuid: row.uri for row in conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(these))}
+    if missing := sorted(set(publics) - uri_of.keys()):
         raise UsageError(f"the catalog has no checkpoint {missing[0]}")
     public = Checkpoint.uuid
     tags = grouped(select(public, Tag.key).join(Tag, Tag.checkpoint_id == Checkpoint.id).order_by(Tag.key))
@@ -229,23 +231,23 @@ def _ties(
         .order_by(Claim.id)
     )
     return {
-        each: Ties(
-            tuple(tags.get(each, ())),
-            tuple(names.get(each, ())),
-            tuple(on_hold.get(each, ())),
-            (*reading.get(known[each], ()), *_at_work(claimed.get(each, ()))),
+        public_id: Ties(
+            tuple(tags.get(public_id, ())),
+            tuple(names.get(public_id, ())),
+            tuple(on_hold.get(public_id, ())),
+            (*reading.get(uri_of[public_id], ()), *_at_work(claimed.get(public_id, ()))),
         )
-        for each in publics
+        for public_id in publics
     }
 
 
 def aliases_below(conn: Connection, publics: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the aliases of what was made from checkpoints, directly or in several steps, by public id."""
-    read, made = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
+    read, wrote = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
     children = (
-        select(read.c.checkpoint_id, made.c.checkpoint_id.label("child"))
-        .join(made, made.c.conversion_id == read.c.conversion_id)
-        .where(read.c.direction == Direction.IN.value, made.c.direction == Direction.OUT.value)
+        select(read.c.checkpoint_id, wrote.c.checkpoint_id.label("child"))
+        .join(wrote, wrote.c.conversion_id == read.c.conversion_id)
+        .where(read.c.direction == Direction.IN.value, wrote.c.direction == Direction.OUT.value)
     )
     level: dict[int, set[str]] = {}  # row id -> the checkpoints that it was made from
     for public_ids in _parts(publics):
@@ -261,13 +263,13 @@ def aliases_below(conn: Connection, publics: Sequence[str]) -> dict[str, tuple[s
         for child, sources in new.items():
             below.setdefault(child, set()).update(sources)
         level = new
-    found: dict[str, set[str]] = {}
+    alias_names: dict[str, set[str]] = {}
     for child_ids in _parts(below):
         named = select(Alias.checkpoint_id, Alias.name).where(Alias.checkpoint_id.in_(child_ids))
         for child, name in conn.execute(named):
             for public in below[child]:
-                found.setdefault(public, set()).add(name)
-    return {public: tuple(sorted(names)) for public, names in found.items()}
+                alias_names.setdefault(public, set()).add(name)
+    return {public: tuple(sorted(names)) for public, names in alias_names.items()}
 
 
 def _parts(values: Iterable[_Value]) -> Iterator[list[_Value]]:
@@ -280,9 +282,9 @@ def _parts(values: Iterable[_Value]) -> Iterator[list[_Value]]:
 def tied(conn: Connection, now: datetime) -> tuple[str, ...]:
     """Return the URIs of everything that may have to stay at this moment: `ties_at` says why."""
     on_hold = select(Hold.checkpoint_id).where(*in_force(now))
-    kept = union(on_hold, select(Tag.checkpoint_id), select(Alias.checkpoint_id))
+    reserved_rows = union(on_hold, select(Tag.checkpoint_id), select(Alias.checkpoint_id))
     places = union(
-        select(Checkpoint.uri).where(Checkpoint.id.in_(kept), Checkpoint.state.in_(_ALIVE)),
+        select(Checkpoint.uri).where(Checkpoint.id.in_(reserved_rows), Checkpoint.state.in_(_ALIVE)),
         select(Claim.source_uri).where(*_claimed(now)),
     )
     return tuple(sorted({*conn.execute(places).scalars(), *_by_source(running(conn))}))
@@ -291,25 +293,27 @@ def tied(conn: Connection, now: datetime) -> tuple[str, ...]:
 def ties_at(conn: Connection, now: datetime, uris: Sequence[str]) -> dict[str, Ties]:
     """Return why these URIs must stay at this moment, without those that need not."""
     reading, joined = _by_source(running(conn)), dict[str, Ties]()
-    for at in range(0, len(uris), _AT_ONCE):
-        some = uris[at : at + _AT_ONCE]
-        here = Checkpoint.uri.in_(some), Checkpoint.state.in_(_ALIVE)
-        rows = conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(*here).order_by(Checkpoint.id))
-        known = {row.uuid: row.uri for row in rows}
-        every = [(known[public], found) for public, found in ties(conn, now, list(known)).items()]
-        every += [(uri, Ties(readers=reading[uri])) for uri in some if uri in reading]
-        claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now), Claim.source_uri.in_(some))
-        every += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
-        for uri, found in every:
-            joined[uri] = joined.get(uri, Ties()).with_those(found)
-    return {uri: found for uri, found in joined.items() if found != Ties()}
+    for start in range(0, len(uris), _AT_ONCE):
+        batch = uris[start : start + _AT_ONCE]
+        alive_here = Checkpoint.uri.in_(batch), Checkpoint.state.in_(_ALIVE)
+        rows = conn.execute(
+            select(Checkpoint.uuid, Checkpoint.uri).where(*alive_here).order_by(Checkpoint.id)
+        )
+        uri_of = {row.uuid: row.uri for row in rows}
+        reasons = [(uri_of[public], of_row) for public, of_row in ties(conn, now, list(uri_of)).items()]
+        reasons += [(uri, Ties(readers=reading[uri])) for uri in batch if uri in reading]
+        claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now), Claim.source_uri.in_(batch))
+        reasons += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
+        for uri, reason in reasons:
+            joined[uri] = joined.get(uri, Ties()).with_those(reason)
+    return {uri: of_uri for uri, of_uri in joined.items() if of_uri != Ties()}
 
 
 def _by_source(conversions: Iterable[Running]) -> dict[str, tuple[str, ...]]:
     """Return source -> ids of the conversions that read it."""
     readers: dict[str, tuple[str, ...]] = {}
-    for each in conversions:
-        readers[each.source_uri] = (*readers.get(each.source_uri, ()), each.id)
+    for conversion in conversions:
+        readers[conversion.source_uri] = (*readers.get(conversion.source_uri, ()), conversion.id)
     return readers
 
 
@@ -326,13 +330,13 @@ def _at_work(owners: Iterable[str]) -> Iterator[str]:
 
 def replacing(conn: Connection, uri: str) -> tuple[str, ...]:
     """Return the ids of conversions that are now writing to a URI, or to a folder around it."""
-    here = {place for each in same_places(uri) for place in (each, *parents(each))}
-    return tuple(each.id for each in running(conn) if each.destination_uri in here)
+    targets = {place for spelling in same_places(uri) for place in (spelling, *parents(spelling))}
+    return tuple(conversion.id for conversion in running(conn) if conversion.destination_uri in targets)
 
 
 def destinations(conn: Connection) -> dict[str, str]:
     """Return the URIs to which conversions are now writing, each with the id of one of them."""
-    return {each.destination_uri: each.id for each in running(conn)}
+    return {conversion.destination_uri: conversion.id for conversion in running(conn)}
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
@@ -343,17 +347,17 @@ def inside(conn: Connection, uri: str) -> tuple[str, ...]:
         select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
     )
     return tuple(
-        each
-        for each in rows.scalars()
-        if not is_merged(each)
-        or any(f"{root}/".startswith(top) or top.startswith(f"{root}/") for root in roots_of(each))
+        place
+        for place in rows.scalars()
+        if not is_merged(place)
+        or any(f"{root}/".startswith(top) or top.startswith(f"{root}/") for root in roots_of(place))
     )
 
 
 def existing(conn: Connection) -> tuple[str, ...]:
     """Return the URIs of all checkpoints that should exist."""
-    wanted = select(Checkpoint.uri).where(Checkpoint.state.in_(_ALIVE))
-    return tuple(conn.execute(wanted.distinct().order_by(Checkpoint.uri)).scalars())
+    query = select(Checkpoint.uri).where(Checkpoint.state.in_(_ALIVE))
+    return tuple(conn.execute(query.distinct().order_by(Checkpoint.uri)).scalars())
 
 
 def state_of(conn: Connection, public: str) -> str | None:
@@ -365,5 +369,6 @@ def known_below(conn: Connection, root: str) -> tuple[str, ...]:
     """Return the URIs below a root where sources are or were."""
     above = root.rstrip("/") + "/"
     below = Checkpoint.uri.startswith(above, autoescape=True)
-    wanted = select(Checkpoint.uri).where(below, Checkpoint.kind == Kind.SOURCE.value).distinct()
-    return tuple(uri for uri in conn.execute(wanted).scalars() if uri.startswith(above))
+    # SQLite's LIKE ignores case: Python compares the URIs once more.
+    query = select(Checkpoint.uri).where(below, Checkpoint.kind == Kind.SOURCE.value).distinct()
+    return tuple(uri for uri in conn.execute(query).scalars() if uri.startswith(above))

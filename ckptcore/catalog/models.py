@@ -101,13 +101,13 @@ def _make(cls: Any) -> None:
         for item in items:
             if isinstance(item, ForeignKey):  # the column gets the type of the other one
                 _Declared._of[item.target_fullname.partition(".")[0]].__table__  # noqa: B018
-        made: Column[Any] = Column(
+        table_column: Column[Any] = Column(
             name, *(items or (_TYPES[kind[1]],)), nullable=kind[2] is not None, **settings
         )
-        columns.append(made)
+        columns.append(table_column)
     table = Table(cls.__tablename__, _Declared._metadata, *columns, *cls.__table_args__)
-    for made in columns:
-        setattr(cls, made.name, made)
+    for table_column in columns:
+        setattr(cls, table_column.name, table_column)
     cls.__table__ = table  # last: other threads may look for it
 
 

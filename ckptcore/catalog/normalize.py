@@ -71,10 +71,10 @@ def normal_uri(uri: str) -> str:
     if is_merged(uri):
         roots, inner = split_merged(uri)
         return merged_url(map(normal_uri, roots)) + (f"/{storable(inner)}" if inner else "")
-    scheme, found, rest = uri.partition("://")
-    if not found or scheme in ("file", "local"):
-        path = rest if found else uri
-        if found and path.startswith("localhost/"):  # this machine, as `ckptcore.store.local_path` has it
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme in ("file", "local"):
+        path = rest if separator else uri
+        if separator and path.startswith("localhost/"):  # this machine, as `ckptcore.store.local_path` has it
             path = path.removeprefix("localhost")
         try:
             # Stores open a name with ~ as it is: where one is there, it is that, and not the home folder.
@@ -95,9 +95,11 @@ def same_places(uri: str) -> tuple[str, ...]:
     (('s3a://bucket/run', 's3://bucket/run'), ('/nowhere',))
     """
     uri = normal_uri(uri)
-    scheme, found, rest = uri.partition("://")
-    others = next((each for each in _ONE_STORE if scheme in each), ()) if found and "::" not in uri else ()
-    return uri, *(f"{other}://{rest}" for other in others if other != scheme)
+    scheme, separator, rest = uri.partition("://")
+    # A URL that fsspec chains (`zip://a::s3://b`) is compared as it is written.
+    is_plain = separator and "::" not in uri
+    aliases = next((schemes for schemes in _ONE_STORE if scheme in schemes), ()) if is_plain else ()
+    return uri, *(f"{alias}://{rest}" for alias in aliases if alias != scheme)
 
 
 def parents(uri: str) -> list[str]:
@@ -112,9 +114,9 @@ def parents(uri: str) -> list[str]:
     """
     if is_merged(uri):  # it is in several folders, and all of it in none
         return []
-    scheme, found, rest = uri.partition("://")
-    head = scheme + found if found else ""
-    path = rest if found else uri
+    scheme, separator, rest = uri.partition("://")
+    head = scheme + separator if separator else ""
+    path = rest if separator else uri
     above = []
     while "/" in path.rstrip("/"):
         path = path.rstrip("/").rpartition("/")[0] or "/"

@@ -94,12 +94,12 @@ def every(conn: Connection) -> tuple[ObligationRow, ...]:
 
 def contents_of(conn: Connection, public: str) -> bytes:
     """Return the packed contents of an obligation. Raises `UsageError` for an unknown id."""
-    found = conn.execute(select(Obligation.contents).where(Obligation.uuid == public)).scalar()
-    if found is None:
+    contents = conn.execute(select(Obligation.contents).where(Obligation.uuid == public)).scalar()
+    if contents is None:
         raise UsageError(
             f"there is no obligation {public}", hint="`ckptcore catalog obligation list` lists all"
         )
-    return found
+    return contents
 
 
 def put(conn: Connection, row: ObligationRow, contents: bytes) -> None:
@@ -144,10 +144,10 @@ def reduce(
     conn: Connection, now: datetime, public: str, specs: bytes, contents: bytes, names: Sequence[str]
 ) -> None:
     """Record what is left of an obligation, with an audit row. names: contents that a user gave up."""
-    here = Obligation.uuid == public
-    source = conn.execute(select(Obligation.source).where(here)).scalar()
+    this_obligation = Obligation.uuid == public
+    source = conn.execute(select(Obligation.source).where(this_obligation)).scalar()
     audit.note(conn, now, "obligation.reduce", public, {"source": source, "names": list(names[:_MOST])})
-    conn.execute(update(Obligation).where(here).values(specs=specs, contents=contents))
+    conn.execute(update(Obligation).where(this_obligation).values(specs=specs, contents=contents))
 
 
 def end(conn: Connection, now: datetime, public: str, why: str, names: Sequence[str] = ()) -> None:

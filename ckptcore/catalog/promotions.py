@@ -38,10 +38,10 @@ def unannounced(
         return ()
     key = literal("audit:", Text) + cast(AuditRecord.id, Text)
     announced = exists().where(Outbox.endpoint == endpoint, Outbox.key == key)
-    wanted = select(AuditRecord).where(
+    query = select(AuditRecord).where(
         AuditRecord.at >= now - WINDOW, AuditRecord.action.in_(actions), ~announced
     )
-    return tuple(map(row_of, conn.execute(wanted.order_by(AuditRecord.id))))
+    return tuple(map(row_of, conn.execute(query.order_by(AuditRecord.id))))
 
 
 def announce(conn: Connection, now: datetime, endpoint: str, change: AuditRow) -> bool:
@@ -74,5 +74,5 @@ def _data(conn: Connection, change: AuditRow) -> dict[str, Any]:
             **export_of(conn, subject.id),
         }
     if odd:  # the change is announced, without what cannot be read of it
-        data["error"] = "; ".join(f"{each.code}: {each.message}" for each in odd)
+        data["error"] = "; ".join(f"{row_finding.code}: {row_finding.message}" for row_finding in odd)
     return data

@@ -51,14 +51,14 @@ def list_checkpoints(
     conn: Connection, limit: int | None, kind: str | None, state: str | None, run: str | None
 ) -> tuple[CheckpointRow, ...]:
     """Return checkpoints, newest first."""
-    wanted = checkpoint_rows()
+    rows = checkpoint_rows()
     if kind is not None:
-        wanted = wanted.where(Checkpoint.kind == _member_value(Kind, kind))
+        rows = rows.where(Checkpoint.kind == _member_value(Kind, kind))
     if state is not None:
-        wanted = wanted.where(Checkpoint.state == _member_value(State, state))
+        rows = rows.where(Checkpoint.state == _member_value(State, state))
     if run is not None:
-        wanted = wanted.where(TrainingRun.name == run)
-    newest = wanted.order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc()).limit(limit)
+        rows = rows.where(TrainingRun.name == run)
+    newest = rows.order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc()).limit(limit)
     return with_custody(conn, tuple(checkpoint_row(row) for row in conn.execute(newest)))
 
 
@@ -95,10 +95,10 @@ def _with_custody(row: CheckpointRow, due_at: Any, lost: Any) -> CheckpointRow:
 
 def list_conversions(conn: Connection, limit: int | None, state: str | None) -> tuple[ConversionRow, ...]:
     """Return conversions, newest first."""
-    wanted = select(Conversion)
+    rows = select(Conversion)
     if state is not None:
-        wanted = wanted.where(Conversion.state == _member_value(Outcome, state))
-    newest = wanted.order_by(Conversion.started_at.desc(), Conversion.id.desc()).limit(limit)
+        rows = rows.where(Conversion.state == _member_value(Outcome, state))
+    newest = rows.order_by(Conversion.started_at.desc(), Conversion.id.desc()).limit(limit)
     return tuple(conversion_row(row) for row in conn.execute(newest))
 
 
@@ -112,16 +112,16 @@ def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | Conver
 
 def at(conn: Connection, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
     """Return the current or last checkpoint at a URI with its files, or None."""
-    there = checkpoint_rows().where(Checkpoint.uri.in_(same_places(uri))).order_by(*current_first())
-    row = conn.execute(there).first()
+    rows = checkpoint_rows().where(Checkpoint.uri.in_(same_places(uri))).order_by(*current_first())
+    row = conn.execute(rows).first()
     return None if row is None else (checkpoint_row(row), _files_of(conn, row.id))
 
 
 def files_at(conn: Connection, uri: str) -> tuple[FileRow, ...]:
     """Return the files of every checkpoint that is, or was, recorded at a URI."""
     rows = select(CheckpointFile).join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
-    here = rows.where(Checkpoint.uri.in_(same_places(uri)))
-    return tuple(file_row(r) for r in conn.execute(here))
+    at_uri = rows.where(Checkpoint.uri.in_(same_places(uri)))
+    return tuple(file_row(r) for r in conn.execute(at_uri))
 
 
 def resolve_checkpoint(conn: Connection, ref: str) -> int:
@@ -164,21 +164,21 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
     """
     if PREFIX.fullmatch(ref.lower()):
         tables: tuple[type[Checkpoint | Conversion], ...] = (Checkpoint, Conversion)
-        found = [
+        matches = [
             (table, row.id, row.uuid)
             for table in tables
             for row in conn.execute(
                 select(table.id, table.uuid).where(begins(table.uuid, ref.lower())).limit(6)
             )
         ]
-        if len(found) == 1:
-            return found[0][:2]
-        if found:
+        if len(matches) == 1:
+            return matches[0][:2]
+        if matches:
             raise UsageError(
                 f"{ref} is a prefix of several ids: "
-                + ", ".join(sorted(public for _, _, public in found)[:5]),
+                + ", ".join(sorted(public for _, _, public in matches)[:5]),
                 hint="give more of the id",
-                ids=sorted(public for _, _, public in found),
+                ids=sorted(public for _, _, public in matches),
             )
     named = conn.execute(select(Alias.checkpoint_id).where(Alias.name == ref)).scalar()
     if named is not None:
@@ -292,32 +292,32 @@ def conversion_row(row: Any) -> ConversionRow:
 
 def conversions_of(conn: Connection, checkpoint: int, direction: Direction) -> tuple[ConversionRow, ...]:
     """Return the conversions that wrote (out) or read (in) a checkpoint, newest first."""
-    wanted = (
+    rows = (
         select(Conversion)
         .join(ConversionIO, ConversionIO.conversion_id == Conversion.id)
         .where(ConversionIO.checkpoint_id == checkpoint, ConversionIO.direction == direction.value)
         .order_by(Conversion.id.desc())
     )
-    return tuple(conversion_row(row) for row in conn.execute(wanted))
+    return tuple(conversion_row(row) for row in conn.execute(rows))
 
 
 def checkpoints_of(conn: Connection, conversion: str, direction: Direction) -> tuple[CheckpointRow, ...]:
     """Return the checkpoints that a conversion (public id) read (in) or wrote (out)."""
-    wanted = (
+    rows = (
         checkpoint_rows()
         .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
         .join(Conversion, Conversion.id == ConversionIO.conversion_id)
         .where(Conversion.uuid == conversion, ConversionIO.direction == direction.value)
         .order_by(Checkpoint.id)
     )
-    return tuple(checkpoint_row(row) for row in conn.execute(wanted))
+    return tuple(checkpoint_row(row) for row in conn.execute(rows))
 
 
 def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> CheckpointDetail:
     row = conn.execute(checkpoint_rows().where(Checkpoint.id == row_id)).one()
     named = select(Tensor).where(Tensor.checkpoint_id == row_id)
     tags = select(Tag.key, Tag.value).where(Tag.checkpoint_id == row_id).order_by(Tag.key)
-    found = select(FindingRecord).where(
+    open_findings = select(FindingRecord).where(
         FindingRecord.checkpoint_id == row_id, FindingRecord.resolved_at.is_(None)
     )
     files = _files_of(conn, row_id)
@@ -328,7 +328,7 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
         checkpoint=checkpoint,
         files=files,
         tensors=tuple(listed),
-        findings=(*row_findings([checkpoint, files, listed, written_by]), *_findings(conn, found)),
+        findings=(*row_findings([checkpoint, files, listed, written_by]), *_findings(conn, open_findings)),
         tags={r.key: r.value for r in conn.execute(tags)},
         written_by=written_by,
         used_by=conversions_of(conn, row_id, Direction.IN),
@@ -366,14 +366,14 @@ def _without_config(conn: Connection, exported: Collection[int]) -> set[int]:
     """Return the exported folders without the file by which an engine opens a model."""
     if not exported:
         return set()
-    there: dict[int, set[str]] = {}
+    config_files: dict[int, set[str]] = {}
     for row in conn.execute(
         select(CheckpointFile.checkpoint_id, CheckpointFile.path).where(
             CheckpointFile.checkpoint_id.in_(exported), CheckpointFile.path.in_(("README.md", *OPENED_BY))
         )
     ):
-        there.setdefault(row.checkpoint_id, set()).add(row.path)
-    return {i for i, names in there.items() if "README.md" in names and not names & OPENED_BY}
+        config_files.setdefault(row.checkpoint_id, set()).add(row.path)
+    return {i for i, names in config_files.items() if "README.md" in names and not names & OPENED_BY}
 
 
 def _files_of(conn: Connection, row_id: int) -> tuple[FileRow, ...]:
@@ -394,10 +394,10 @@ def _conversion_detail(conn: Connection, row_id: int) -> ConversionDetail:
     )
 
 
-def _findings(conn: Connection, wanted: Select[Any]) -> tuple[Finding, ...]:
+def _findings(conn: Connection, records: Select[Any]) -> tuple[Finding, ...]:
     return tuple(
         sound_finding(**{field.name: getattr(r, field.name) for field in fields(Finding)})
-        for r in conn.execute(wanted.order_by(FindingRecord.id))
+        for r in conn.execute(records.order_by(FindingRecord.id))
     )
 
 

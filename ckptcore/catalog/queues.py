@@ -264,36 +264,36 @@ class Queue(Generic[Row]):
         table = self._table
         failed = table.state == Stage.FAILED.value
         chosen = failed if ref is None else failed & table.uuid.startswith(ref, autoescape=True)
-        found = conn.execute(select(table.id, table.uuid).where(chosen).order_by(table.id)).all()
-        if ref is not None and (len(found) != 1 or not ref):
+        rows = conn.execute(select(table.id, table.uuid).where(chosen).order_by(table.id)).all()
+        if ref is not None and (len(rows) != 1 or not ref):
             name = table.__tablename__
-            why = "is a prefix of several ids" if found else f"is not a failed row of the {name}"
+            why = "is a prefix of several ids" if rows else f"is not a failed row of the {name}"
             raise UsageError(
                 f"{ref!r} {why}", hint=f"`ckptcore catalog {name} list --state failed` lists them"
             )
         values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **self._on_retry}
-        for row in found:
+        for row in rows:
             conn.execute(
                 update(table)
                 .where(table.id == row.id, failed)
                 .values(attempts_before=table.attempts, **values)
             )
-        return tuple(row.uuid for row in found)
+        return tuple(row.uuid for row in rows)
 
     def listed(self, conn: Connection, state: str | None = None, limit: int = 50) -> tuple[Row, ...]:
         """Return rows of a stage, or all that are not done, newest first. Raises `UsageError`."""
         if state is not None and state not in list(Stage):
             raise UsageError(f"unknown state {state!r}", hint=f"use one of {', '.join(Stage)}")
         table = self._table
-        wanted = table.state != Stage.DONE.value if state is None else table.state == state
-        newest = select(table.__table__).where(wanted).order_by(table.id.desc()).limit(limit)
+        in_stage = table.state != Stage.DONE.value if state is None else table.state == state
+        newest = select(table.__table__).where(in_stage).order_by(table.id.desc()).limit(limit)
         return tuple(map(self._read, conn.execute(newest)))
 
     def depth(self, conn: Connection) -> dict[str, int]:
         """Return the number of rows in each stage."""
         counted = select(self._table.state, func.count()).group_by(self._table.state)
-        found = {row[0]: row[1] for row in conn.execute(counted)}
-        return {stage.value: found.get(stage.value, 0) for stage in Stage}
+        counts = {row[0]: row[1] for row in conn.execute(counted)}
+        return {stage.value: counts.get(stage.value, 0) for stage in Stage}
 
     def forget(self, conn: Connection, before: datetime) -> int:
         """Delete the rows that ended before a time and return how many."""
@@ -303,6 +303,7 @@ class Queue(Generic[Row]):
     def _insert(self, conn: Connection, due_at: datetime, values: Mapping[str, Any]) -> tuple[Row, bool]:
         """Insert a row, or read the one with the same key; also return whether it is new."""
         table = self._table
+        # A sender may repeat an event while it is being stored: the unique key decides which one is new.
         insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
         columns = [getattr(table, name) for name in self._key]
         row = {
@@ -312,11 +313,11 @@ class Queue(Generic[Row]):
             "due_at": due_at,
             **values,
         }
-        made = conn.execute(
+        inserted = conn.execute(
             insert(table).values(**row).on_conflict_do_nothing(index_elements=columns).returning(table.id)
         ).first()
         same = [column == row[name] for name, column in zip(self._key, columns, strict=True)]
-        return self._read(conn.execute(select(table.__table__).where(*same)).one()), made is not None
+        return self._read(conn.execute(select(table.__table__).where(*same)).one()), inserted is not None
 
     def _settle(
         self,

@@ -62,9 +62,9 @@ def totals(given_up: Iterable[GivenUp]) -> dict[str, dict[str, int]]:
     """Return kind -> number of names and known bytes."""
     names: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for each in given_up:
-        names[each.kind] += 1
-        sizes[each.kind] += each.nbytes or 0
+    for content in given_up:
+        names[content.kind] += 1
+        sizes[content.kind] += content.nbytes or 0
     return {kind: {"names": names[kind], "bytes": sizes[kind]} for kind in sorted(names)}
 
 
@@ -98,13 +98,13 @@ def withdraw(conn: Connection, public: str) -> None:
 def of(conn: Connection, public: str) -> RetirementRecord | None:
     """Return how a deleted source was proven; None if that is not recorded."""
     row = _row_id(conn, public)
-    found = conn.execute(select(RetirementRow.__table__).where(RetirementRow.checkpoint_id == row)).first()
-    if found is None:
+    record = conn.execute(select(RetirementRow.__table__).where(RetirementRow.checkpoint_id == row)).first()
+    if record is None:
         return None
-    wanted = select(GivenUpRow.__table__).where(GivenUpRow.checkpoint_id == row)
-    ordered: Sequence[Any] = conn.execute(wanted.order_by(GivenUpRow.kind, GivenUpRow.name)).all()
+    query = select(GivenUpRow.__table__).where(GivenUpRow.checkpoint_id == row)
+    ordered: Sequence[Any] = conn.execute(query.order_by(GivenUpRow.kind, GivenUpRow.name)).all()
     given_up = tuple(GivenUp(r.name, r.kind, r.nbytes) for r in ordered)
-    return RetirementRecord(found.child, found.proof, found.fingerprint, found.freed, given_up, found.at)
+    return RetirementRecord(record.child, record.proof, record.fingerprint, record.freed, given_up, record.at)
 
 
 def _row_id(conn: Connection, public: str) -> int | None:

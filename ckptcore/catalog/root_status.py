@@ -81,10 +81,10 @@ def counts_of(conn: Connection, roots: Sequence[RootRow]) -> dict[str, RootCount
     """Return what sweeps saw below roots, by name."""
     uris = {root.name: normal_uri(root.uri) for root in roots}
     columns = (Sighting.root, Sighting.state, func.count().label("n"), func.max(Sighting.step).label("step"))
-    wanted = select(*columns).where(Sighting.root.in_(set(uris.values())))
+    sightings = select(*columns).where(Sighting.root.in_(set(uris.values())))
     places: dict[str, dict[str, int]] = {}
     steps: dict[str, int] = {}
-    for row in conn.execute(wanted.group_by(Sighting.root, Sighting.state)):
+    for row in conn.execute(sightings.group_by(Sighting.root, Sighting.state)):
         places.setdefault(row.root, {})[str(row.state)] = row.n
         if isinstance(row.step, int):
             steps[row.root] = max(row.step, steps.get(row.root, row.step))
@@ -93,22 +93,22 @@ def counts_of(conn: Connection, roots: Sequence[RootRow]) -> dict[str, RootCount
 
 def status(conn: Connection, root: RootRow) -> RootStatus:
     """Return the state of a root."""
-    here = select(Sighting.__table__).where(Sighting.root == normal_uri(root.uri))
-    finished = here.where(Sighting.state == Condition.COMPLETE.value)
+    of_root = select(Sighting.__table__).where(Sighting.root == normal_uri(root.uri))
+    finished = of_root.where(Sighting.state == Condition.COMPLETE.value)
     # The newest were seen first last: sweeps see lower steps first. By its step, each row would be read.
     newest = Sighting.id.desc()
     complete = [sighting_row(row) for row in conn.execute(finished.order_by(newest).limit(NEWEST))]
     complete.sort(key=_by_step, reverse=True)
     states = [state.value for state in Condition if state is not Condition.COMPLETE]
-    others = here.where(Sighting.state.in_(states)).order_by(newest).limit(MOST_WAITING)
-    unfinished = [sighting_row(row) for row in conn.execute(others)]
+    not_complete = of_root.where(Sighting.state.in_(states)).order_by(newest).limit(MOST_WAITING)
+    unfinished = [sighting_row(row) for row in conn.execute(not_complete)]
     waiting = [
         Waiting(row.uri, row.step, row.state, _why(row), row.changed_at, row.trouble) for row in unfinished
     ] + _announced(conn, root)
-    made = _Made(conn, complete, 1 + len(root.also))
+    outputs = _Made(conn, complete, 1 + len(root.also))
     lag, converted = 0, None
     for row in complete:
-        lacking = made.lacks(row, root)
+        lacking = outputs.lacks(row, root)
         if lacking is not None:
             waiting.append(lacking)
         elif converted is None:
@@ -157,8 +157,8 @@ class _Made:
     def lacks(self, row: SightingRow, root: RootRow) -> Waiting | None:
         """Return why a complete checkpoint has not all its outputs; None if it has."""
         of_row = self._claims.get(row.source_digest or "", [])
-        done = {claim.destination_uri for claim in of_row if claim.state == claims.DONE}
-        outputs = done if of_row else self._destinations.get(row.uri, set())
+        destinations = {claim.destination_uri for claim in of_row if claim.state == claims.DONE}
+        outputs = destinations if of_row else self._destinations.get(row.uri, set())
         if len(outputs) >= self._outputs:
             return None
         last = of_row[-1] if of_row else None
@@ -169,8 +169,8 @@ class _Made:
             why = f"{last.owner.partition(' | ')[0]} converts it"
             return _waiting(row.uri, row.step, "converting", why, last.taken_at)
         part = f"{len(outputs)} of {self._outputs} outputs are made; " if outputs else ""
-        how = "the next sweep converts it" if root.enabled else "the root is paused"
-        return Waiting(row.uri, row.step, "ready", part + how, row.changed_at)
+        next_step = "the next sweep converts it" if root.enabled else "the root is paused"
+        return Waiting(row.uri, row.step, "ready", part + next_step, row.changed_at)
 
 
 def _announced(conn: Connection, root: RootRow) -> list[Waiting]:

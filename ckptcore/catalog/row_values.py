@@ -79,17 +79,17 @@ def require_sound(value: Any) -> None:
 def _findings_of(value: Any, key: str | None) -> Iterator[Finding]:
     """Yield findings about a value. key: its name, if that is not its first field."""
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _findings_of(each, str(name))
+        for name, member in value.items():
+            yield from _findings_of(member, str(name))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _findings_of(each, None)
+        for member in value:
+            yield from _findings_of(member, None)
     elif is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Finding):
         parts = [getattr(value, field.name) for field in fields(value)]
         if trouble := getattr(value, "trouble", ""):
             name = key or ("" if is_dataclass(parts[0]) else str(parts[0]))
-            what = f"{_noun(type(value).__name__)} {name}".rstrip()
-            message = f"the catalog's row of the {what} cannot be used: {trouble}"
+            subject = f"{_noun(type(value).__name__)} {name}".rstrip()
+            message = f"the catalog's row of the {subject} cannot be used: {trouble}"
             yield finding("catalog-row", "files", message)
         for part in parts:
             if part and not isinstance(part, str | int | float):
@@ -123,12 +123,12 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
-def _maps(each: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: type(value) is dict and all(map(each, value.values()))
+def _maps(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is dict and all(map(check, value.values()))
 
 
-def _rows(each: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list | tuple) and all(map(each, value))
+def _rows(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
 
 def _is_check(value: Any) -> bool:
@@ -169,15 +169,15 @@ _MADE_OF_ROWS = ("CheckpointRow", "TrainingFacts", "Mapping[str, Measured]")
 def _checks(cls: Any) -> dict[str, tuple[Callable[[Any], bool], str, Callable[[], Any]]]:
     """Return the check of every field of a row's class."""
     checks = {}
-    for each in fields(cls):
-        kind, _, optional = str(each.type).partition(" | ")
+    for row_field in fields(cls):
+        kind, _, optional = str(row_field.type).partition(" | ")
         if kind in _MADE_OF_ROWS:
             continue
         check, noun, empty = _TYPES[kind]
         if optional:
-            checks[each.name] = (_or_none(check), noun, lambda: None)
+            checks[row_field.name] = (_or_none(check), noun, lambda: None)
         else:
-            checks[each.name] = (check, noun, empty)
+            checks[row_field.name] = (check, noun, empty)
     return checks
 
 

@@ -26,14 +26,15 @@ def outputs_of_run(conn: Connection, flow_run_id: str | None) -> list[dict[str, 
 
 def output_at(conn: Connection, destination: str, source: str) -> list[dict[str, Any]]:
     """Return the current checkpoint at a place as such an output, if it was made from this source."""
-    there = select(Checkpoint.id).where(Checkpoint.uri.in_(same_places(destination)))
-    row = conn.execute(there.order_by(*current_first())).first()
+    rows = select(Checkpoint.id).where(Checkpoint.uri.in_(same_places(destination)))
+    row = conn.execute(rows.order_by(*current_first())).first()
     if row is None:
         return []
-    wanted = same_places(source)
-    for made in conversions_of(conn, row.id, Direction.OUT):
-        if made.state == Outcome.SUCCEEDED.value and made.source_uri in wanted:
-            return [_output(conn, made)]
+    source_uris = same_places(source)
+    # Several conversions may have written one output: only those of this source count.
+    for conversion in conversions_of(conn, row.id, Direction.OUT):
+        if conversion.state == Outcome.SUCCEEDED.value and conversion.source_uri in source_uris:
+            return [_output(conn, conversion)]
     return []
 
 
@@ -42,11 +43,11 @@ def export_of(conn: Connection, checkpoint: int) -> dict[str, Any]:
 
     ``loadable`` is ``yes``, ``no`` or ``unproven`` for an export, otherwise None.
     """
-    made = next((m for m in conversions_of(conn, checkpoint, Direction.OUT) if m.export_verdict), None)
-    return {**_verdicts(made), "loadable": loadable(conn, [checkpoint]).get(checkpoint)}
+    export = next((m for m in conversions_of(conn, checkpoint, Direction.OUT) if m.export_verdict), None)
+    return {**_verdicts(export), "loadable": loadable(conn, [checkpoint]).get(checkpoint)}
 
 
-def _output(conn: Connection, made: ConversionRow) -> dict[str, Any]:
+def _output(conn: Connection, conversion: ConversionRow) -> dict[str, Any]:
     written = conn.execute(
         select(
             Checkpoint.id,
@@ -57,23 +58,25 @@ def _output(conn: Connection, made: ConversionRow) -> dict[str, Any]:
         )
         .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
         .join(Conversion, Conversion.id == ConversionIO.conversion_id)
-        .where(Conversion.uuid == made.id, ConversionIO.direction == Direction.OUT.value)
+        .where(Conversion.uuid == conversion.id, ConversionIO.direction == Direction.OUT.value)
     ).first()
     return {
-        "verb": made.verb,
-        "state": made.state,
-        "destination": made.destination_uri,
-        "conversion": made.id,
+        "verb": conversion.verb,
+        "state": conversion.state,
+        "destination": conversion.destination_uri,
+        "conversion": conversion.id,
         "checkpoint": written.uuid if written else None,
         "bytes": written.total_bytes if written else None,
         "fingerprint": written.fingerprint if written else None,
         "verified_level": written.verified_level if written else None,
-        "error_code": made.error_code,
+        "error_code": conversion.error_code,
         "loadable": loadable(conn, [written.id]).get(written.id) if written else None,
-        **_verdicts(made),
+        **_verdicts(conversion),
     }
 
 
-def _verdicts(made: ConversionRow | None) -> dict[str, Any]:
-    checks = {} if made is None else {name: each["verdict"] for name, each in made.export_checks.items()}
-    return {"export_verdict": None if made is None else made.export_verdict, "export_checks": checks}
+def _verdicts(conversion: ConversionRow | None) -> dict[str, Any]:
+    if conversion is None:
+        return {"export_verdict": None, "export_checks": {}}
+    checks = {name: check["verdict"] for name, check in conversion.export_checks.items()}
+    return {"export_verdict": conversion.export_verdict, "export_checks": checks}

@@ -66,14 +66,14 @@ def search(conn: Connection, text: str) -> SearchResult:
 
 def _exact(conn: Connection, text: str) -> list[SearchHit]:
     """Return what a text names as a whole."""
-    found: list[SearchHit] = []
+    hits: list[SearchHit] = []
 
     def add(look: Callable[[Any, str], Sequence[Origin]], why: Callable[[Origin], str]) -> None:
         try:
             origins = look(conn, text)
         except UsageError:  # no id, alias or place: the words are looked for
             return
-        found.extend(SearchHit(origin.checkpoint, origin.file, why(origin)) for origin in origins[:MOST])
+        hits.extend(SearchHit(origin.checkpoint, origin.file, why(origin)) for origin in origins[:MOST])
 
     if lineage.is_digest(text):
         add(lineage.with_fingerprint, lambda _: "fingerprint")
@@ -81,7 +81,8 @@ def _exact(conn: Connection, text: str) -> list[SearchHit]:
     elif "/" in text:
         add(lineage.which, lambda origin: "file" if origin.file else "place")
     add(_by_reference, lambda _: "id, alias or place")
-    return list({place.row.id: place for place in reversed(found)}.values())[::-1]
+    # Of several reasons for one checkpoint the first one stays: a dict keeps the last that it is given.
+    return list({place.row.id: place for place in reversed(hits)}.values())[::-1]
 
 
 def _by_reference(conn: Connection, text: str) -> list[Origin]:

@@ -63,8 +63,8 @@ def put(conn: Connection, row: SetAsideEntry) -> None:
 
 def purging(conn: Connection, record: str) -> bool:
     """Record that the removal is decided. Return False if it is not set aside any more."""
-    here = update(SetAsideRow).where(SetAsideRow.record == record).values(purging=True)
-    return conn.execute(here).rowcount == 1
+    change = update(SetAsideRow).where(SetAsideRow.record == record).values(purging=True)
+    return conn.execute(change).rowcount == 1
 
 
 def get(conn: Connection, record: str) -> SetAsideEntry | None:
@@ -95,7 +95,7 @@ def _entry(row: Any) -> SetAsideEntry:
 
 def retired(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
     """Mark a checkpoint as retired. Return False if its row has changed since it was read."""
-    here = (
+    unchanged = (
         Checkpoint.uuid == row.id,
         Checkpoint.uri == row.uri,
         Checkpoint.kind == row.kind,
@@ -103,19 +103,22 @@ def retired(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
         Checkpoint.state == State.PRESENT.value,
     )
     values = {"state": State.RETIRED.value, "checked_at": now}
-    return conn.execute(update(Checkpoint).where(*here).values(values)).rowcount == 1
+    return conn.execute(update(Checkpoint).where(*unchanged).values(values)).rowcount == 1
 
 
 def deleted(conn: Connection, now: datetime, public: str) -> None:
     """Mark a retired checkpoint as deleted. One that was recorded again at its place meanwhile stays."""
-    here = (Checkpoint.uuid == public, Checkpoint.state == State.RETIRED.value)
-    conn.execute(update(Checkpoint).where(*here).values(state=State.DELETED.value, deleted_at=now))
+    still_retired = (Checkpoint.uuid == public, Checkpoint.state == State.RETIRED.value)
+    conn.execute(update(Checkpoint).where(*still_retired).values(state=State.DELETED.value, deleted_at=now))
 
 
 def restored(conn: Connection, public: str, uri: str | None = None) -> None:
     """Mark a retired or deleted checkpoint as present again: nothing of it is gone. uri: its new place."""
-    here = (Checkpoint.uuid == public, Checkpoint.state.in_([State.RETIRED.value, State.DELETED.value]))
+    retired_or_deleted = (
+        Checkpoint.uuid == public,
+        Checkpoint.state.in_([State.RETIRED.value, State.DELETED.value]),
+    )
     values: dict[str, object] = {"state": State.PRESENT.value, "deleted_at": None}
     if uri is not None:
         values["uri"] = normal_uri(uri)
-    conn.execute(update(Checkpoint).where(*here).values(values))
+    conn.execute(update(Checkpoint).where(*retired_or_deleted).values(values))

@@ -58,49 +58,51 @@ class SightingRow:
     trouble: str = ""
 
 
-def note(conn: Connection, seen: SightingRow) -> None:
+def note(conn: Connection, sighting: SightingRow) -> None:
     """Record a sighting. It replaces the last one of its URI, except for the time of the first."""
     values = {
-        "root": normal_uri(seen.root),
-        "step": seen.step,
-        "state": seen.state,
-        "stamp": seen.stamp,
-        "source_digest": seen.source_digest,
-        "manifest_digest": seen.manifest_digest,
-        "findings": clean_json([asdict(f) for f in seen.findings]),
-        "last_seen_at": seen.last_seen_at,
-        "changed_at": seen.changed_at,
+        "root": normal_uri(sighting.root),
+        "step": sighting.step,
+        "state": sighting.state,
+        "stamp": sighting.stamp,
+        "source_digest": sighting.source_digest,
+        "manifest_digest": sighting.manifest_digest,
+        "findings": clean_json([asdict(f) for f in sighting.findings]),
+        "last_seen_at": sighting.last_seen_at,
+        "changed_at": sighting.changed_at,
     }
-    uri = normal_uri(seen.uri)
+    uri = normal_uri(sighting.uri)
     if conn.execute(update(Sighting).where(Sighting.uri == uri).values(values)).rowcount == 0:
-        conn.execute(insert(Sighting).values(uri=uri, first_seen_at=seen.first_seen_at, **values))
+        conn.execute(insert(Sighting).values(uri=uri, first_seen_at=sighting.first_seen_at, **values))
 
 
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:
     """Return the sightings below a root, by URI."""
-    wanted = select(Sighting.__table__).where(is_below(Sighting.uri, normal_uri(root)))
+    query = select(Sighting.__table__).where(is_below(Sighting.uri, normal_uri(root)))
     # An odd row counts as none: what is there is looked at, and recorded anew.
-    return {r.uri: sighting for r in conn.execute(wanted) if not (sighting := sighting_row(r)).trouble}
+    return {r.uri: sighting for r in conn.execute(query) if not (sighting := sighting_row(r)).trouble}
 
 
 def outputs_below(conn: Connection, root: str) -> frozenset[str]:
     """Return the URIs below a root where conversions write, or have written, in the root's spelling."""
-    found = set[str]()
-    top, *others = same_places(root)
-    for each in (top, *others):
-        begun = select(Conversion.destination_uri).where(is_below(Conversion.destination_uri, each))
-        known = select(Checkpoint.uri).where(
-            is_below(Checkpoint.uri, each), Checkpoint.kind == Kind.DERIVED.value
+    outputs = set[str]()
+    top, *spellings = same_places(root)
+    for spelling in (top, *spellings):
+        destinations = select(Conversion.destination_uri).where(
+            is_below(Conversion.destination_uri, spelling)
         )
-        uris = (*conn.execute(begun).scalars(), *conn.execute(known).scalars())
-        found.update(f"{top}{uri.removeprefix(each)}" for uri in uris)
-    return frozenset(found)
+        derived = select(Checkpoint.uri).where(
+            is_below(Checkpoint.uri, spelling), Checkpoint.kind == Kind.DERIVED.value
+        )
+        uris = (*conn.execute(destinations).scalars(), *conn.execute(derived).scalars())
+        outputs.update(f"{top}{uri.removeprefix(spelling)}" for uri in uris)
+    return frozenset(outputs)
 
 
 def outputs(conn: Connection) -> tuple[str, ...]:
     """Return the URIs where conversions write, or have written."""
-    known = select(Checkpoint.uri).where(Checkpoint.kind == Kind.DERIVED.value)
-    return tuple(conn.execute(union(select(Conversion.destination_uri), known)).scalars())
+    derived = select(Checkpoint.uri).where(Checkpoint.kind == Kind.DERIVED.value)
+    return tuple(conn.execute(union(select(Conversion.destination_uri), derived)).scalars())
 
 
 def is_below(column: Any, root: str) -> ColumnElement[bool]:
@@ -125,8 +127,8 @@ def sighting_row(row: Any) -> SightingRow:
         last_seen_at=row.last_seen_at,
         changed_at=row.changed_at,
     )
-    known = sighting.state in list(Condition)
-    return sighting if known else replace(sighting, trouble=f"state holds {row.state!r}")
+    is_recognised = sighting.state in list(Condition)
+    return sighting if is_recognised else replace(sighting, trouble=f"state holds {row.state!r}")
 
 
 def _findings(forms: Any) -> Any:

@@ -118,7 +118,7 @@ def _ask_worker(
     command = [sys.executable, "-I", "-S", sqlworker.__file__]
     most = seconds + patience + sqlworker.GRACE
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             input=json.dumps(asked),
             capture_output=True,
@@ -128,18 +128,18 @@ def _ask_worker(
         )
     except subprocess.TimeoutExpired as error:
         raise _stopped(seconds) from error
-    if done.returncode == -signal.SIGALRM:
+    if process.returncode == -signal.SIGALRM:
         raise _stopped(seconds)
     try:
-        found = json.loads(done.stdout)
+        answer = json.loads(process.stdout)
     except ValueError as error:  # out of memory, without enough left for Python to report it
-        raise _refusal(f"its process ended with status {done.returncode}, out of memory") from error
-    if "error" in found:
-        raise _error_of(found["kind"], found["error"], seconds, label)
-    if found["columns"] is None:
+        raise _refusal(f"its process ended with status {process.returncode}, out of memory") from error
+    if "error" in answer:
+        raise _error_of(answer["kind"], answer["error"], seconds, label)
+    if answer["columns"] is None:
         raise UsageError("the statement is not a query", hint="for example SELECT 1")
-    rows = tuple(tuple(sqlworker.unpacked(value) for value in row) for row in found["rows"])
-    return Answer(tuple(found["columns"]), rows[:limit], len(rows) > limit)
+    rows = tuple(tuple(sqlworker.unpacked(value) for value in row) for row in answer["rows"])
+    return Answer(tuple(answer["columns"]), rows[:limit], len(rows) > limit)
 
 
 def _postgresql(url: URL, statement: str, limit: int, seconds: float, explain: bool) -> Answer:

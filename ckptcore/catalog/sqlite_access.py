@@ -42,9 +42,9 @@ def refusal(error: BaseException | None, path: Path) -> Refusal | None:
         )
     free = _free_bytes(path.parent)
     if name == "SQLITE_FULL" or (name.startswith("SQLITE_IOERR") and free is not None and free < _LEAST):
-        found = "" if free is None else f": {free} bytes are free"
+        free_text = "" if free is None else f": {free} bytes are free"
         values |= {"reason": "disk-full", "free": free}
-        return Refusal(f"the disk of the catalog {path} is full{found}", FREE_SPACE, values)
+        return Refusal(f"the disk of the catalog {path} is full{free_text}", FREE_SPACE, values)
     if not name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
         return None
     folder, file = _read_only(path.parent), _read_only(path)
@@ -58,7 +58,7 @@ def refusal(error: BaseException | None, path: Path) -> Refusal | None:
         hint = f"ask its owner for the right, or {_ELSEWHERE}"
         return Refusal(f"this user may not read the catalog {path}", hint, values)
     beside = [Path(f"{path}{end}") for end in ("-wal", "-shm")]
-    if folder is not None and _logs_ahead(path) and not all(each.exists() for each in beside):
+    if folder is not None and _logs_ahead(path) and not all(log.exists() for log in beside):
         return Refusal(
             f"cannot open the catalog {path}: {folder}; it is in SQLite's WAL mode, and even readers need "
             f"{beside[1].name} beside it",
@@ -66,7 +66,7 @@ def refusal(error: BaseException | None, path: Path) -> Refusal | None:
             "with --catalog URL",
             values,
         )
-    why = file or folder or next(filter(None, (_read_only(each) for each in beside)), None)
+    why = file or folder or next(filter(None, (_read_only(log) for log in beside)), None)
     if why is None:
         return None
     return Refusal(
@@ -78,8 +78,8 @@ def refusal(error: BaseException | None, path: Path) -> Refusal | None:
 
 def _free_bytes(folder: Path) -> int | None:
     with suppress(OSError):
-        seen = os.statvfs(folder)
-        return seen.f_bavail * seen.f_frsize
+        filesystem = os.statvfs(folder)
+        return filesystem.f_bavail * filesystem.f_frsize
     return None
 
 

@@ -172,15 +172,15 @@ def _read_all_times(connection: Any) -> None:
     from psycopg.adapt import Loader
     from psycopg.pq import Format
 
-    def also_text(known: type[Any]) -> type[Any]:
+    def also_text(loader: type[Any]) -> type[Any]:
         class AlsoText(Loader):
             def __init__(self, oid: int, context: Any = None) -> None:
                 super().__init__(oid, context)
-                self._known = known(oid, context)
+                self._loader = loader(oid, context)
 
             def load(self, data: Any) -> Any:
                 try:
-                    return self._known.load(data)
+                    return self._loader.load(data)
                 except DataError:
                     return bytes(data).decode()
 
@@ -188,8 +188,8 @@ def _read_all_times(connection: Any) -> None:
 
     for name in ("date", "time", "timetz", "timestamp", "timestamptz", "interval"):
         oid = connection.adapters.types[name].oid
-        known = connection.adapters.get_loader(oid, Format.TEXT)
-        connection.adapters.register_loader(oid, also_text(known))
+        stock_loader = connection.adapters.get_loader(oid, Format.TEXT)
+        connection.adapters.register_loader(oid, also_text(stock_loader))
 
 
 def _in_transaction(connection: Any, asked: Asked) -> dict[str, Any]:
@@ -203,12 +203,12 @@ def _in_transaction(connection: Any, asked: Asked) -> dict[str, Any]:
         query = asked["statement"].strip().rstrip(";")
         if asked["explain"]:
             cursor.execute(f"EXPLAIN {query}".encode(), prepare=True)
-            found: Iterable[Any] = cursor if cursor.description else ()
+            fetched: Iterable[Any] = cursor if cursor.description else ()
         else:
             cursor.execute(f"DECLARE asked NO SCROLL CURSOR FOR {query}".encode(), prepare=True)
             # Row by row: rows that are not fetched yet stay at the server.
-            found = cursor.stream(f"FETCH {asked['rows']} FROM asked")
-        rows = _packed_rows(found, asked["rows"])
+            fetched = cursor.stream(f"FETCH {asked['rows']} FROM asked")
+        rows = _packed_rows(fetched, asked["rows"])
         # A stream of no rows has no description: fetch the column names separately.
         if cursor.description is None and not asked["explain"]:
             cursor.execute("FETCH 0 FROM asked")
@@ -227,30 +227,30 @@ def _require_plain_role(cursor: Any) -> None:
         (list(ADMINISTRATORS),),
     )
     name, superuser, replication, member = cursor.fetchone()
-    found = [
+    roles = [
         *(["a superuser"] if superuser else []),
         *(["a replication role"] if replication else []),
         *(() if superuser else member),
     ]
-    if found:
+    if roles:
         raise _Failed(
-            f"cannot query as {name} ({', '.join(found)}): a read-only transaction would not prevent changes",
+            f"cannot query as {name} ({', '.join(roles)}): a read-only transaction would not prevent changes",
             ADMINISTRATOR,
         )
 
 
-def _packed_rows(given: Iterable[Any], rows: int) -> list[list[Any]]:
-    found: list[list[Any]] = []
+def _packed_rows(fetched: Iterable[Any], rows: int) -> list[list[Any]]:
+    packed_rows: list[list[Any]] = []
     size = 0
-    for row in given:
+    for row in fetched:
         packed = [_packed(value) for value in row]
         size += sum(map(_packed_size, row, packed))
         if size > ANSWER:
             raise _Failed(TOO_LARGE)
-        found.append(packed)
-        if len(found) == rows:
+        packed_rows.append(packed)
+        if len(packed_rows) == rows:
             break
-    return found
+    return packed_rows
 
 
 def _packed_size(value: Any, packed: Any) -> int:

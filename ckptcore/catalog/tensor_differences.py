@@ -62,14 +62,14 @@ class NameMapping:
     Attributes:
         source: The side of the source: 0 for left, 1 for right.
         renamed: Name in the source -> name in the output, of tensors that stay as they are.
-        made: Name in the output -> the source's names that it is made of.
+        composed: Name in the output -> the source's names that it is made of.
         dropped: Name in the source -> the rule that leaves it out.
         unmapped: Why there is no mapping.
     """
 
     source: int = 0
     renamed: Mapping[str, str] = field(default_factory=dict)
-    made: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    composed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     unmapped: str = ""
 
@@ -103,40 +103,42 @@ def compare(
     for change in _taken_out(sides, mapping):
         note(change)
     renamed = _called_alike(sides, mapping)
-    found = _with_equal_prints(*sides)
-    for old, new in found.items():
+    same_prints = _with_equal_prints(*sides)
+    for old, new in same_prints.items():
         sides[0][new] = sides[0].pop(old)
     equal = 0
     for fqn in sorted(sides[0].keys() | sides[1].keys()):
         a, b = sides[0].get(fqn), sides[1].get(fqn)
-        what = _difference(a, b)
-        if what is None:
+        difference = _difference(a, b)
+        if difference is None:
             equal += 1
         else:
-            note(TensorChange(fqn, what, a, b))
-    named_by = "mapping" if renamed else "fingerprints" if found else ""
+            note(TensorChange(fqn, difference, a, b))
+    named_by = "mapping" if renamed else "fingerprints" if same_prints else ""
     changes.sort(key=lambda change: change.fqn)
-    return CatalogComparison(counts, equal, tuple(changes), renamed + len(found), named_by, mapping.unmapped)
+    return CatalogComparison(
+        counts, equal, tuple(changes), renamed + len(same_prints), named_by, mapping.unmapped
+    )
 
 
 def _taken_out(sides: list[dict[str, TensorRow]], mapping: NameMapping) -> list[TensorChange]:
     """Remove what a conversion made of several tensors, or left out, from both sides; return it."""
     source, output = sides[mapping.source], sides[1 - mapping.source]
     taken = []
-    for name, sources in mapping.made.items():
-        if name in output and all(each in source for each in sources):
+    for name, sources in mapping.composed.items():
+        if name in output and all(fqn in source for fqn in sources):
             taken.append(_change(name, "made", source[sources[0]], output.pop(name), mapping))
-    for name in {each for sources in mapping.made.values() for each in sources}:
+    for name in {fqn for sources in mapping.composed.values() for fqn in sources}:
         source.pop(name, None)
     gone = [name for name in mapping.dropped if name in source]
     return taken + [_change(name, "dropped", source.pop(name), None, mapping) for name in gone]
 
 
 def _change(
-    name: str, what: str, source: TensorRow, output: TensorRow | None, mapping: NameMapping
+    name: str, difference: str, source: TensorRow, output: TensorRow | None, mapping: NameMapping
 ) -> TensorChange:
     left, right = (source, output) if mapping.source == 0 else (output, source)
-    return TensorChange(name, what, left, right)
+    return TensorChange(name, difference, left, right)
 
 
 def _called_alike(sides: list[dict[str, TensorRow]], mapping: NameMapping) -> int:
@@ -151,12 +153,13 @@ def _called_alike(sides: list[dict[str, TensorRow]], mapping: NameMapping) -> in
 def _with_equal_prints(left: Mapping[str, TensorRow], right: Mapping[str, TensorRow]) -> dict[str, str]:
     """Return left name -> right name of tensors that one side has each, with a fingerprint of their own."""
     prints: list[dict[tuple[Any, ...], str | None]] = []
-    for side, other in ((left, right), (right, left)):
+    for side, opposite in ((left, right), (right, left)):
         names: dict[tuple[Any, ...], str | None] = {}
         for name, row in side.items():
             if row.fingerprint is not None:
                 key = (row.fingerprint, row.dtype, row.shape)
-                names[key] = None if key in names or name in other else name
+                # None: several tensors (of zeros, say) have the fingerprint, which then pairs none of them.
+                names[key] = None if key in names or name in opposite else name
         prints.append(names)
     pairs = ((name, prints[1].get(key)) for key, name in prints[0].items() if name is not None)
     return {old: new for old, new in pairs if new is not None}

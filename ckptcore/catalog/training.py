@@ -171,7 +171,7 @@ def read_facts(form: Any) -> tuple[TrainingFacts, tuple[str, ...]]:
     if not isinstance(form, Mapping):
         return TrainingFacts(), (f"meta must be an object (got {type(form).__name__})",)
     left_out: list[str] = []
-    known: dict[str, Any] = {}
+    recognised: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     nested = form.get("extra")
     for key, value in form.items():
@@ -179,16 +179,16 @@ def read_facts(form: Any) -> tuple[TrainingFacts, tuple[str, ...]]:
         if name == "extra" and isinstance(nested, Mapping):
             rest |= nested
         elif name in TEXTS:
-            _put(known, name, _text(name, value, left_out))
+            _put(recognised, name, _text(name, value, left_out))
         elif name in COUNTS:
-            _put(known, name, _count(name, value, left_out))
+            _put(recognised, name, _count(name, value, left_out))
         elif name == "epoch":
-            _put(known, name, _finite(name, value, left_out))
+            _put(recognised, name, _finite(name, value, left_out))
         elif name not in ("metrics", "config"):
             rest[str(key)] = value
     return (
         TrainingFacts(
-            **known,
+            **recognised,
             metrics=_metrics(form.get("metrics"), left_out),
             config=bounded("config", form.get("config"), left_out),
             extra=bounded("other facts", rest, left_out),
@@ -269,7 +269,7 @@ def _is_measured(name: str, value: Any) -> bool:
     return name.lower() in _STEPS or _METRIC_WORD.search(name) is not None
 
 
-def bounded(what: str, tree: Any, left_out: list[str]) -> dict[str, Any]:
+def bounded(label: str, tree: Any, left_out: list[str]) -> dict[str, Any]:
     """Return the entries of a tree that can be stored, as plain JSON values without credentials.
 
     Entries are taken in order until `MAX_JSON` bytes are full.
@@ -277,9 +277,9 @@ def bounded(what: str, tree: Any, left_out: list[str]) -> dict[str, Any]:
     if tree is None or tree == {}:
         return {}
     if not isinstance(tree, Mapping):
-        left_out.append(f"{what} must be an object (got {type(tree).__name__})")
+        left_out.append(f"{label} must be an object (got {type(tree).__name__})")
         return {}
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     size, dropped, nodes = 2, 0, [MAX_NODES]
     for key, value in tree.items():
         name = _name(str(key))
@@ -288,15 +288,15 @@ def bounded(what: str, tree: Any, left_out: list[str]) -> dict[str, Any]:
         except _TooLarge:
             dropped += 1
             continue
-        more = len(json.dumps({name: plain}, allow_nan=False).encode())
-        if size + more > MAX_JSON:
+        nbytes = len(json.dumps({name: plain}, allow_nan=False).encode())
+        if size + nbytes > MAX_JSON:
             dropped += 1
             continue
-        found[name] = plain
-        size += more
+        entries[name] = plain
+        size += nbytes
     if dropped:
-        left_out.append(f"{what}: {dropped} of its entries, beyond {MAX_JSON >> 10} KiB")
-    return found
+        left_out.append(f"{label}: {dropped} of its entries, beyond {MAX_JSON >> 10} KiB")
+    return entries
 
 
 def measured(value: Any) -> Measured | None:
@@ -307,9 +307,11 @@ def measured(value: Any) -> Measured | None:
     """
     step = None
     if isinstance(value, Mapping):
-        given = value.get("step")
+        own_step = value.get("step")
         step = (
-            given if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= _MOST else None
+            own_step
+            if isinstance(own_step, int) and not isinstance(own_step, bool) and 0 <= own_step <= _MOST
+            else None
         )
         value = value.get("value")
     if isinstance(value, str):
@@ -343,30 +345,30 @@ def _metrics(form: Any, left_out: list[str]) -> dict[str, Measured]:
     if not isinstance(form, Mapping):
         left_out.append(f"metrics must be an object of numbers by name (got {type(form).__name__})")
         return {}
-    found: dict[str, Measured] = {}
+    metrics: dict[str, Measured] = {}
     no_number, too_many = list[str](), 0
     for key, value in form.items():
         if isinstance(value, str) and _PLACEHOLDER.search(value):
             continue
-        one = measured(value)
-        if one is None:
+        measurement = measured(value)
+        if measurement is None:
             no_number.append(f"metrics.{_name(str(key))}")
-        elif len(found) >= MAX_METRICS:
+        elif len(metrics) >= MAX_METRICS:
             too_many += 1
         else:
-            found[_name(str(key))] = one
+            metrics[_name(str(key))] = measurement
     if no_number:
-        more = f", and {len(no_number) - 3} more" if no_number[3:] else ""
-        left_out.append(f"{', '.join(no_number[:3])}{more} must be a number")
+        omitted_text = f", and {len(no_number) - 3} more" if no_number[3:] else ""
+        left_out.append(f"{', '.join(no_number[:3])}{omitted_text} must be a number")
     if too_many:
         left_out.append(f"metrics: {too_many} beyond the first {MAX_METRICS}")
-    return found
+    return metrics
 
 
-def _put(known: dict[str, Any], name: str, value: Any) -> None:
+def _put(facts: dict[str, Any], name: str, value: Any) -> None:
     """Add a value unless it is None: a fact under two names keeps the one that could be read."""
     if value is not None:
-        known[name] = value
+        facts[name] = value
 
 
 def _text(name: str, value: Any, left_out: list[str]) -> str | None:
@@ -385,10 +387,10 @@ def _text(name: str, value: Any, left_out: list[str]) -> str | None:
 
 
 def _count(name: str, value: Any, left_out: list[str]) -> int | None:
-    found = _finite(name, value, left_out)
-    if found is None:
+    number = _finite(name, value, left_out)
+    if number is None:
         return None
-    exact = value if isinstance(value, int) else int(found)
+    exact = value if isinstance(value, int) else int(number)
     if not 0 <= exact <= _MOST:
         left_out.append(f"{name} must be from 0 to 2**63 - 1")
         return None
@@ -398,11 +400,11 @@ def _count(name: str, value: Any, left_out: list[str]) -> int | None:
 def _finite(name: str, value: Any, left_out: list[str]) -> float | None:
     if value is None or (isinstance(value, str) and (not value or _PLACEHOLDER.fullmatch(value))):
         return None
-    one = measured(value)
-    if one is None or one.value is None:
+    measurement = measured(value)
+    if measurement is None or measurement.value is None:
         left_out.append(f"{name} must be a finite number")
         return None
-    return one.value
+    return measurement.value
 
 
 def _plain(key: str, value: Any, depth: int, nodes: list[int]) -> Any:

@@ -77,28 +77,30 @@ def put(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, 
 
 def inherit(conn: Connection, now: datetime, source: int, derived: int) -> None:
     """Pass the facts of a source on to an output."""
-    known = read(conn, source)
-    if known is not None:
-        _put_one(conn, now, derived, known.facts, INHERITED)
+    source_facts = read(conn, source)
+    if source_facts is not None:
+        _put_one(conn, now, derived, source_facts.facts, INHERITED)
 
 
 def read(conn: Connection, checkpoint: int) -> Training | None:
     """Return the facts of a checkpoint (row id), or None if there are none."""
     row = conn.execute(select(TrainingFactsRow).where(TrainingFactsRow.checkpoint_id == checkpoint)).first()
-    found = conn.execute(select(Metric).where(Metric.checkpoint_id == checkpoint).order_by(Metric.name)).all()
-    if row is None and not found:
+    metric_rows = conn.execute(
+        select(Metric).where(Metric.checkpoint_id == checkpoint).order_by(Metric.name)
+    ).all()
+    if row is None and not metric_rows:
         return None
     columns = {} if row is None else {f: _stored(f, getattr(row, c)) for f, c in _COLUMNS.items()}
-    known, odd = checked(TrainingFacts, columns)
-    times = [*(m.updated_at for m in found), *([] if row is None else [row.updated_at])]
+    facts, odd = checked(TrainingFacts, columns)
+    times = [*(m.updated_at for m in metric_rows), *([] if row is None else [row.updated_at])]
     stored = {
         "sources": {} if row is None else parsed(row.sources),
         "updated_at": max((time for time in times if isinstance(time, datetime)), default=None),
     }
     right, odd_sources = checked(Training, stored)
     return Training(
-        TrainingFacts(**known, metrics={m.name: _measured(m) for m in found}),
-        right["sources"] | {f"metrics.{m.name}": str(m.source) for m in found},
+        TrainingFacts(**facts, metrics={m.name: _measured(m) for m in metric_rows}),
+        right["sources"] | {f"metrics.{m.name}": str(m.source) for m in metric_rows},
         right["updated_at"],
         "; ".join(filter(None, (odd, odd_sources))),
     )
@@ -110,13 +112,13 @@ def metrics_of(
     """Return metrics by row id of checkpoint and by name. names: only these; () means all."""
     if not checkpoints:
         return {}
-    wanted = select(Metric).where(Metric.checkpoint_id.in_(checkpoints)).order_by(Metric.name)
+    query = select(Metric).where(Metric.checkpoint_id.in_(checkpoints)).order_by(Metric.name)
     if names:
-        wanted = wanted.where(Metric.name.in_(names))
-    found: dict[int, dict[str, Measured]] = {}
-    for m in conn.execute(wanted):
-        found.setdefault(m.checkpoint_id, {})[m.name] = _measured(m)
-    return found
+        query = query.where(Metric.name.in_(names))
+    by_checkpoint: dict[int, dict[str, Measured]] = {}
+    for m in conn.execute(query):
+        by_checkpoint.setdefault(m.checkpoint_id, {})[m.name] = _measured(m)
+    return by_checkpoint
 
 
 def _measured(row: Any) -> Measured:
@@ -133,13 +135,13 @@ def names_of_metrics(conn: Connection, run: int | None = None, limit: int = 200)
     names: list[str] = []
     last = ""
     while len(names) < limit:
-        found = conn.execute(
+        next_name = conn.execute(
             select(Metric.name).where(Metric.name > last).order_by(Metric.name).limit(1)
         ).scalar()
-        if found is None:
+        if next_name is None:
             break
-        names.append(found)
-        last = found
+        names.append(next_name)
+        last = next_name
     return tuple(names)
 
 
@@ -166,11 +168,11 @@ def over_steps(
         .subquery()
     )
     columns = (Metric.name, Metric.value, Metric.step, newest.c.step.label("of_step"))
-    wanted = select(*columns).join(newest, newest.c.id == Metric.checkpoint_id)
+    query = select(*columns).join(newest, newest.c.id == Metric.checkpoint_id)
     if names:
-        wanted = wanted.where(Metric.name.in_([storable(name) for name in names]))
+        query = query.where(Metric.name.in_([storable(name) for name in names]))
     series: dict[str, dict[int, float | None]] = {}
-    for name, value, own_step, of_step in conn.execute(wanted.order_by(Metric.checkpoint_id)):
+    for name, value, own_step, of_step in conn.execute(query.order_by(Metric.checkpoint_id)):
         step = of_step if own_step is None else own_step
         if isinstance(step, int) and isinstance(value, float | None):  # lists name odd rows
             series.setdefault(name, {}).setdefault(step, value)
@@ -217,10 +219,11 @@ def best(
         ranked = rows if kind is not None else _one_of_each_step(rows)
         if len(ranked) >= limit or len(rows) < number:
             break
+        # Outputs inherit metrics: many of the best rows may be of one step. Read until enough steps differ.
         number *= 4
     if not ranked and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None:
-        known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
-        raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
+        metric_names = ", ".join(names_of_metrics(conn, limit=10)) or "none"
+        raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {metric_names}")
     return ranked[:limit] if kind is None else ranked
 
 
@@ -245,34 +248,34 @@ def _best_rows(
 ) -> tuple[Ranked, ...]:
     """Return the best rows of checkpoints, then those with an odd value, at most ``limit`` of each."""
     order = Metric.value if goal == "min" else Metric.value.desc()
-    among = [*of_these, Metric.value >= -_LARGEST, Metric.value <= _LARGEST]
+    conditions = [*of_these, Metric.value >= -_LARGEST, Metric.value <= _LARGEST]
     if not of_run:
         # First the last value of the list, along the index of values; then only the rows up to it are sorted.
         # The rows of one run are few, and found by their run.
         values = select(Metric.value).join(Checkpoint, Checkpoint.id == Metric.checkpoint_id)
-        last = conn.execute(values.where(*among).order_by(order).offset(limit - 1).limit(1)).scalar()
+        last = conn.execute(values.where(*conditions).order_by(order).offset(limit - 1).limit(1)).scalar()
         if last is not None:
-            among.append(Metric.value <= last if goal == "min" else Metric.value >= last)
+            conditions.append(Metric.value <= last if goal == "min" else Metric.value >= last)
     odd = or_(Metric.value > _LARGEST, Metric.value < -_LARGEST)
     return (
-        *_ranked(conn, metric, among, order, limit),
+        *_ranked(conn, metric, conditions, order, limit),
         *_ranked(conn, metric, [*of_these, odd], order, limit),
     )
 
 
 def _ranked(
-    conn: Connection, metric: str, among: Sequence[ColumnElement[bool]], order: Any, limit: int
+    conn: Connection, metric: str, conditions: Sequence[ColumnElement[bool]], order: Any, limit: int
 ) -> tuple[Ranked, ...]:
-    wanted = (
+    query = (
         checkpoint_rows()
         .add_columns(Metric.value.label("metric_value"), Metric.step.label("metric_step"))
         .join(Metric, Metric.checkpoint_id == Checkpoint.id)
-        .where(*among)
+        .where(*conditions)
         .order_by(order, func.coalesce(Checkpoint.step, -1), Checkpoint.id)
         .limit(limit)
     )
     rows = []
-    for row in conn.execute(wanted):
+    for row in conn.execute(query):
         checkpoint = checkpoint_row(row)
         step = checkpoint.step if row.metric_step is None else row.metric_step
         rows.append(sound(Ranked, metric=metric, value=row.metric_value, step=step, checkpoint=checkpoint))
@@ -280,22 +283,22 @@ def _ranked(
 
 
 def _put_one(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, source: str) -> None:
-    given = {f: v for f in _COLUMNS if (v := getattr(facts, f)) not in (None, {})}
-    if given:
-        _put_columns(conn, now, checkpoint, given, source)
+    facts_by_name = {f: v for f in _COLUMNS if (v := getattr(facts, f)) not in (None, {})}
+    if facts_by_name:
+        _put_columns(conn, now, checkpoint, facts_by_name, source)
     if facts.metrics:
         _put_metrics(conn, now, checkpoint, facts.metrics, source)
 
 
 def _put_columns(
-    conn: Connection, now: datetime, checkpoint: int, given: Mapping[str, Any], source: str
+    conn: Connection, now: datetime, checkpoint: int, facts_by_name: Mapping[str, Any], source: str
 ) -> None:
-    here = TrainingFactsRow.checkpoint_id == checkpoint
-    row = conn.execute(select(TrainingFactsRow).where(here)).first()
+    of_checkpoint = TrainingFactsRow.checkpoint_id == checkpoint
+    row = conn.execute(select(TrainingFactsRow).where(of_checkpoint)).first()
     stored = {} if row is None else {"sources": parsed(row.sources)}
     sources: dict[str, str] = checked(Training, stored)[0].get("sources", {})
     changes: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in facts_by_name.items():
         column = _COLUMNS[name]
         wins = _rank(source) <= _rank(sources.get(name))
         old = None if row is None else _value(name, getattr(row, column))
@@ -318,22 +321,24 @@ def _put_columns(
             )
         )
     else:
-        conn.execute(update(TrainingFactsRow).where(here).values(changes))
+        conn.execute(update(TrainingFactsRow).where(of_checkpoint).values(changes))
 
 
 def _put_metrics(
     conn: Connection, now: datetime, checkpoint: int, metrics: Mapping[str, Measured], source: str
 ) -> None:
-    here = Metric.checkpoint_id == checkpoint
-    known = {r.name: r.source for r in conn.execute(select(Metric.name, Metric.source).where(here))}
-    wanted = {n: m for n, m in metrics.items() if _rank(source) <= _rank(known.get(n))}
-    free = MAX_METRICS - len(known)
-    new = [n for n in wanted if n not in known]
+    of_checkpoint = Metric.checkpoint_id == checkpoint
+    stored_sources = {
+        r.name: r.source for r in conn.execute(select(Metric.name, Metric.source).where(of_checkpoint))
+    }
+    accepted = {n: m for n, m in metrics.items() if _rank(source) <= _rank(stored_sources.get(n))}
+    free = MAX_METRICS - len(stored_sources)
+    new = [n for n in accepted if n not in stored_sources]
     for name in new[max(free, 0) :]:
-        del wanted[name]
-    if not wanted:
+        del accepted[name]
+    if not accepted:
         return
-    conn.execute(delete(Metric).where(here, Metric.name.in_(list(wanted))))
+    conn.execute(delete(Metric).where(of_checkpoint, Metric.name.in_(list(accepted))))
     conn.execute(
         insert(Metric),
         [
@@ -346,7 +351,7 @@ def _put_metrics(
                 "source": source,
                 "updated_at": now,
             }
-            for name, m in wanted.items()
+            for name, m in accepted.items()
         ],
     )
 

@@ -339,7 +339,7 @@ def as_dict(value: Any) -> Any:
     """
     if is_dataclass(value) and not isinstance(value, type):
         named = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return {name: as_dict(one) for name, one in named if name != "trouble" or one}
+        return {name: as_dict(part) for name, part in named if name != "trouble" or part}
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Mapping):

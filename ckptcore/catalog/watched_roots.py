@@ -131,12 +131,12 @@ def swept(conn: Connection, now: datetime, name: str, note: str = "") -> None:
 
 def get(conn: Connection, name: str) -> RootRow:
     """Return the watched root with this name. Raises `UsageError` if it does not exist."""
-    found = _root_rows(conn, name)
-    if not found:
+    rows = _root_rows(conn, name)
+    if not rows:
         raise UsageError(
             f"there is no watched root {name}", hint="`ckptcore catalog root list` lists all watched roots"
         )
-    return found[0]
+    return rows[0]
 
 
 def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ...]:
@@ -146,8 +146,8 @@ def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ..
 
 def enabled_uris(conn: Connection) -> tuple[str, ...]:
     """Return the URIs of the enabled roots, sorted by name; their settings, right or wrong, do not matter."""
-    wanted = select(WatchedRoot.uri).where(WatchedRoot.enabled).order_by(WatchedRoot.name)
-    return tuple(conn.execute(wanted).scalars())
+    query = select(WatchedRoot.uri).where(WatchedRoot.enabled).order_by(WatchedRoot.name)
+    return tuple(conn.execute(query).scalars())
 
 
 def _stored(
@@ -156,17 +156,17 @@ def _stored(
     """Return the JSON form of a root's settings; without the others it is that of its target."""
     form = dict(target)
     if also:
-        form[_ALSO] = [dict(each) for each in also]
+        form[_ALSO] = [dict(target_settings) for target_settings in also]
     if retention:
         form[_RETENTION] = dict(retention)
     return form
 
 
 def _root_rows(conn: Connection, name: str | None) -> list[RootRow]:
-    wanted = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
+    query = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
     if name is not None:
-        wanted = wanted.where(WatchedRoot.name == storable(name))
-    return [_root_row(row) for row in conn.execute(wanted)]
+        query = query.where(WatchedRoot.name == storable(name))
+    return [_root_row(row) for row in conn.execute(query)]
 
 
 def _root_row(row: Any) -> RootRow:
