@@ -34,22 +34,22 @@ def files_of(uri: str, manifest: Manifest, paths: Iterable[str] = ()) -> dict[st
         UsageError: One of the files does not exist.
         CkptError: An error of `contents`.
     """
-    found = contents(uri, follow=True)
+    files = contents(uri, follow=True)
     root = local_path(manifest.root)
     if root is None or local_path(uri) is None:
-        return found
+        return files
     named = [os.path.join(root, file.path) for file in manifest.files if file.size is not None]
     named += [os.path.join(uri, path) for path in paths if os.path.isdir(uri)]
-    known = {os.path.join(uri, name) if name else uri for name in found}
+    listed_paths = {os.path.join(uri, name) if name else uri for name in files}
     if manifest.origin.get("file") is not None:
         named = [uri]  # the files beside it are not its own
     for path in named:
-        if path not in known:
+        if path not in listed_paths:
             try:
-                found[os.path.relpath(path, uri)] = of_stat(os.stat(path))
+                files[os.path.relpath(path, uri)] = of_stat(os.stat(path))
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    return found
+    return files
 
 
 def require_apart(
@@ -72,16 +72,19 @@ def require_apart(
     for name in (source, child):
         if "::" in name:  # a cache may return bytes that exist nowhere else any more
             raise UsageError(f"cannot prove anything through {name}: it is a chain of file systems")
-    one, two = identify(source), identify(child)
-    found = relation(two, one)
-    if found is Relation.SAME:
+    source_place, child_place = identify(source), identify(child)
+    nesting = relation(child_place, source_place)
+    if nesting is Relation.SAME:
         raise UsageError(f"{child} is {source}: both names lead to one place")
-    if found is not Relation.APART:
-        inner, outer = (child, source) if found is Relation.INSIDE else (source, child)
+    if nesting is not Relation.APART:
+        inner, outer = (child, source) if nesting is Relation.INSIDE else (source, child)
         raise UsageError(f"{inner} is inside {outer}")
-    if one.family == two.family == "file":
+    if source_place.family == child_place.family == "file":
         _require_other_files(source, things, child, files)
-    elif local_path(source) is None and (one.family, one.endpoint) != (two.family, two.endpoint):
+    elif local_path(source) is None and (source_place.family, source_place.endpoint) != (
+        child_place.family,
+        child_place.endpoint,
+    ):
         # One server may have several names. A local source is set aside when its child is read.
         _require_other_names(source, things, child, files)
 
@@ -96,7 +99,7 @@ def _require_other_files(
         if thing.kind is not NameKind.LINK:
             mine.update(dict.fromkeys(_identities(thing), name))
     for name, thing in files.items():
-        twin = next((mine[each] for each in _identities(thing) if each in mine), None)
+        twin = next((mine[identity] for identity in _identities(thing) if identity in mine), None)
         if twin is not None:
             raise UsageError(
                 f"{_full(child, name)} and {_full(source, twin)} are one {thing.kind.value}",

@@ -55,18 +55,18 @@ def existing_catalog(catalog: str | bool | None) -> Iterator[Catalog | None]:
     """
     from ckptcore.catalog import open_catalog
 
-    known = None
+    opened = None
     if catalog is not False:
         try:
-            known = open_catalog(catalog if isinstance(catalog, str) else None, create=False)
+            opened = open_catalog(catalog if isinstance(catalog, str) else None, create=False)
         except CatalogError as error:
             if not error.values.get("missing"):
                 raise
-    if known is None:
+    if opened is None:
         yield None
         return
-    with known:
-        yield known
+    with opened:
+        yield opened
 
 
 def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tuple[Duty, ...]:
@@ -77,25 +77,26 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     """
     inside = {place_of(join_url(place, name.rstrip("/"))) for name in names if name.endswith("/")}
     inside |= {place_of(join_url(place, name.rpartition("/")[0])) for name in names if "/" in name}
-    read = [duties_beside(place), *(read_duties(each) for each in sorted(filter(None, inside)))]
-    known = {duty.row.id: duty for duties in read for duty in duties}
+    read = [duties_beside(place), *(read_duties(folder) for folder in sorted(filter(None, inside)))]
+    duty_of = {duty.row.id: duty for duties in read for duty in duties}
     if catalog is not None:
         with catalog.reading() as conn:
-            tried = {
-                row.id: attempt(recorded_duty, conn, row, known.get(row.id))
+            from_catalog = {
+                row.id: attempt(recorded_duty, conn, row, duty_of.get(row.id))
                 for row in obligations.every(conn)
             }
         listed = dict[str, Duty]()
-        for key, duty in tried.items():
-            if isinstance(duty, CkptError) and key not in known:  # not even beside the copy
+        for key, duty in from_catalog.items():
+            # A broken row counts as the record beside the copy has it; without that, nothing may be replaced.
+            if isinstance(duty, CkptError) and key not in duty_of:  # not even beside the copy
                 raise duty
-            listed[key] = known[key] if isinstance(duty, CkptError) else duty
-        if forgotten := [known[key] for key in known.keys() - listed.keys()]:  # it was lost, or restored
+            listed[key] = duty_of[key] if isinstance(duty, CkptError) else duty
+        if forgotten := [duty_of[key] for key in duty_of.keys() - listed.keys()]:  # it was lost, or restored
             with catalog.writing() as conn:
                 for duty in forgotten:
                     obligations.put(conn, duty.row, duty.packed)
-        known |= listed
-    return tuple(known.values())
+        duty_of |= listed
+    return tuple(duty_of.values())
 
 
 def duties_beside(place: str) -> tuple[Duty, ...]:
@@ -123,11 +124,11 @@ def judge(catalog: Catalog | None, place: str, settings: Settings, called: str =
     duties = duties_at(catalog, place, things)
     if not duties:
         return Judged()
-    wanted = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
-    there = contents_at(place, things, wanted, settings, catalog)
-    matched = {duty.row.id: _matched(duty, there, place) for duty in duties}
+    specs = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
+    read_contents = contents_at(place, things, specs, settings, catalog)
+    matched = {duty.row.id: _matched(duty, read_contents, place) for duty in duties}
     needed = frozenset[bytes]().union(*matched.values())
-    proven = _elsewhere(catalog, place, things, needed, wanted, there.manifests, settings)
+    proven = _elsewhere(catalog, place, things, needed, specs, read_contents.manifests, settings)
     missing = needed.difference(*proven.values())
     if missing:
         raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
@@ -198,12 +199,16 @@ def _read_apart(
     return contents_at(row.uri, files, specs, settings).ids
 
 
-def _matched(duty: Duty, there: PlaceContents, place: str) -> Ids:
+def _matched(duty: Duty, place_contents: PlaceContents, place: str) -> Ids:
     """Return the contents of an obligation that a place holds, or may hold where it cannot be read."""
+    # What cannot be read may be the very copy that the obligation counts on.
     duty_ids = ids_of(duty.contents)
-    if not there.readable and relation(identify(duty.row.place), identify(place)) is not Relation.APART:
+    if (
+        not place_contents.readable
+        and relation(identify(duty.row.place), identify(place)) is not Relation.APART
+    ):
         return duty_ids
-    return duty_ids & there.ids
+    return duty_ids & place_contents.ids
 
 
 def _around(place: str) -> Iterator[str]:
@@ -230,10 +235,10 @@ def _only_copy(place: str, missing: Ids, duties: list[Duty]) -> DestinationExist
     rows = (row for duty in duties for row in duty.contents if row.id in missing)
     names = [row.name for row in {row.id: row for row in rows}.values()]
     sources = list(dict.fromkeys(duty.row.source for duty in duties))
-    more = f" and {len(sources) - 1} more" if sources[1:] else ""
+    others_text = f" and {len(sources) - 1} more" if sources[1:] else ""
     return DestinationExists(
         f"cannot replace {place}: it holds the only proven copy of {len(missing)} contents of "
-        f"{sources[0]}{more}, deleted because this copy exists: {some(names)}",
+        f"{sources[0]}{others_text}, deleted because this copy exists: {some(names)}",
         hint=_HINT.format(duties[0].row.id),
         sources=sources[:100],
         contents=names[:100],

@@ -56,10 +56,10 @@ _COMPLETE = frozenset(
 
 
 def tensors_read(
-    manifest: Manifest, settings: Settings, wanted: Callable[[str], bool] = lambda _spec: True
+    manifest: Manifest, settings: Settings, is_wanted: Callable[[str], bool] = lambda _spec: True
 ) -> list[Holding]:
     """Read tensors, and return their holdings, not numbered. wanted: whether to read those of a spec."""
-    rows = [n for n, t in enumerate(manifest.tensors) if wanted(tensor_spec(t.dtype, t.shape))]
+    rows = [n for n, t in enumerate(manifest.tensors) if is_wanted(tensor_spec(t.dtype, t.shape))]
     if not rows:
         return []
     part = manifest if len(rows) == len(manifest.tensors) else select(manifest, rows)
@@ -154,13 +154,15 @@ def descriptions_last(manifest: Manifest, uri: str, things: Mapping[str, FileSta
 
 def _unused(manifest: Manifest, accounted: Collection[str]) -> dict[str, int]:
     """Return how many bytes of each accounted file belong to nothing, between items and inside of them."""
-    own = manifest.without_copies()
+    originals = manifest.without_copies()
     with closing(open_store(manifest.root)) as store:
-        inside = unused_in_items(own, store, _LOCAL if store.local is not None else _REMOTE)
+        inside = unused_in_items(originals, store, _LOCAL if store.local is not None else _REMOTE)
     nbytes: dict[str, int] = {}
-    for one in dict.fromkeys((*(unused_bytes(manifest) or ()), *inside)):
-        if one.file in accounted:
-            nbytes[one.file] = nbytes.get(one.file, 0) + one.end - one.start
+    for unused_range in dict.fromkeys((*(unused_bytes(manifest) or ()), *inside)):
+        if unused_range.file in accounted:
+            nbytes[unused_range.file] = (
+                nbytes.get(unused_range.file, 0) + unused_range.end - unused_range.start
+            )
     return nbytes
 
 

@@ -181,33 +181,34 @@ def drop_duties(place: str, ids: Iterable[str]) -> None:
 
 def _put_local(home: str, record: str, data: bytes) -> None:
     parent, name = os.path.split(os.path.abspath(home))
+    # Written elsewhere and renamed: a reader finds a complete record or none.
     draft = f".{record}.{os.getpid()}.part"
     with closing_fd(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as above:
         with suppress(FileExistsError):
             host.mkdir(name, 0o755, dir_fd=above)
-        with closing_fd(os.open(name, FOLDER, dir_fd=above)) as at:  # follows no link
-            if os.fstat(at).st_uid != os.geteuid():
+        with closing_fd(os.open(name, FOLDER, dir_fd=above)) as folder:  # follows no link
+            if os.fstat(folder).st_uid != os.geteuid():
                 raise UsageError(f"cannot write {home}/{record}: the folder is another user's")
             with suppress(FileNotFoundError):  # a killed run's
-                host.unlink(draft, dir_fd=at)
-            with os.fdopen(os.open(draft, _NEW, 0o644, dir_fd=at), "wb") as file:
+                host.unlink(draft, dir_fd=folder)
+            with os.fdopen(os.open(draft, _NEW, 0o644, dir_fd=folder), "wb") as file:
                 file.write(data)
                 file.flush()
                 host.fsync(file.fileno())
-            host.rename(draft, record, src_dir_fd=at, dst_dir_fd=at)
-            host.fsync(at)
+            host.rename(draft, record, src_dir_fd=folder, dst_dir_fd=folder)
+            host.fsync(folder)
         host.fsync(above)
 
 
-def _dumped(each: Duty) -> dict[str, str]:
-    row = each.row
+def _dumped(duty: Duty) -> dict[str, str]:
+    row = duty.row
     return {
         "id": row.id,
         "checkpoint": row.checkpoint or "",
         "source": row.source,
         "place": row.place,
         "created_at": row.created_at.isoformat(),
-        "contents": base64.b64encode(each.packed).decode(),
+        "contents": base64.b64encode(duty.packed).decode(),
     }
 
 

@@ -56,11 +56,7 @@ class _Walk:
 
 
 def contents_at(
-    url: str,
-    things: Mapping[str, FileStatus],
-    wanted: Ids,
-    settings: Settings,
-    catalog: Catalog | None = None,
+    url: str, things: Mapping[str, FileStatus], specs: Ids, settings: Settings, catalog: Catalog | None = None
 ) -> PlaceContents:
     """Find the contents of a place that have one of the specs.
 
@@ -69,7 +65,7 @@ def contents_at(
     Args:
         url: The place.
         things: Everything there, links not followed.
-        wanted: Digests of specs (`ckptcore.fingerprints.holdings.pack_specs`).
+        specs: Digests of specs (`ckptcore.fingerprints.holdings.pack_specs`).
         settings: Memory and threads for reading.
         catalog: The catalog with the sums; None to read everything.
 
@@ -78,7 +74,7 @@ def contents_at(
     """
 
     def is_wanted(spec: str) -> bool:
-        return spec_digest(TENSOR, spec) in wanted
+        return spec_digest(TENSOR, spec) in specs
 
     walk, ids = _walked(url, things), frozenset[bytes]()
     for place, manifest in walk.opened:
@@ -95,7 +91,7 @@ def contents_at(
                 walk.readable = False
         ids |= ids_of(objects_of(manifest))
         walk.readable &= not manifest.unread
-    sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in wanted}
+    sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in specs}
     ids |= ids_of(file_holdings(url, things, sizes)) if sizes else frozenset()
     return PlaceContents(ids, walk.readable, tuple(manifest for _, manifest in walk.opened))
 
@@ -144,14 +140,14 @@ def _opened_at(walk: _Walk, place: str) -> Iterator[Manifest] | tuple[Manifest, 
 
 def _recorded_prints(catalog: Catalog, place: str, manifest: Manifest) -> Mapping[str, str] | None:
     """Return recorded fingerprints of a checkpoint whose files are unchanged since it was published."""
-    known = catalog.at(place)
-    if known is None or known[0].state != State.PRESENT.value:
+    recorded_row = catalog.at(place)
+    if recorded_row is None or recorded_row[0].state != State.PRESENT.value:
         return None
     with catalog.reading() as conn:
-        stamp = recorded.stamp_of(conn, known[0].id)
+        stamp = recorded.stamp_of(conn, recorded_row[0].id)
     if stamp is None or stamp != published_stamp(manifest):
         return None
-    if known[0].manifest_digest != hex_digest(manifest.digest):
+    if recorded_row[0].manifest_digest != hex_digest(manifest.digest):
         return None
     with catalog.reading() as conn:
-        return recorded.fingerprints_of(conn, known[0].id)
+        return recorded.fingerprints_of(conn, recorded_row[0].id)

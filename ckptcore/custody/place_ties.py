@@ -12,7 +12,7 @@ from datetime import datetime
 from itertools import chain
 from typing import Any
 
-from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog import maintenance
 from ckptcore.catalog.maintenance import Ties
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.store.place import Relation, Spellings, perhaps_within
@@ -30,20 +30,24 @@ def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> d
     Raises:
         UsageError: One of them is not in the catalog.
     """
-    found = tending.ties(conn, now, [row.id for row in rows])
-    tied = tending.tied(conn, now)
+    ties_by_id = maintenance.ties(conn, now, [row.id for row in rows])
+    tied = maintenance.tied(conn, now)
     if len(rows) == 1:  # the gate of each deletion: an index of all would take longer than the rest of it
         tied = perhaps_within(rows[0].uri, tied)
     spellings = Spellings(tied)
     close = {  # without what contains it, which is no reason under its own name, either
-        row.id: [other for other, how in spellings.of(row.uri).items() if how is not Relation.AROUND]
+        row.id: [
+            spelling for spelling, nesting in spellings.of(row.uri).items() if nesting is not Relation.AROUND
+        ]
         for row in rows
     }
-    reasons = tending.ties_at(conn, now, list(dict.fromkeys(chain.from_iterable(close.values()))))
-    for public, others in close.items():
-        for other in others:
-            found[public] = found[public].with_those(reasons.get(other, Ties()), f" (as {other})")
-    return found
+    reasons = maintenance.ties_at(conn, now, list(dict.fromkeys(chain.from_iterable(close.values()))))
+    for public, spellings_of_row in close.items():
+        for spelling in spellings_of_row:
+            ties_by_id[public] = ties_by_id[public].with_those(
+                reasons.get(spelling, Ties()), f" (as {spelling})"
+            )
+    return ties_by_id
 
 
 def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
@@ -51,20 +55,22 @@ def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
 
     A merged checkpoint has files in the folders around its parts, too: its part may be this folder.
     """
-    found = tending.inside(conn, uri)
-    if found:
-        return found
-    every = tending.existing(conn)
-    merged = Spellings(each for each in every if is_merged(each)).of(uri)
+    inside_by_name = maintenance.inside(conn, uri)
+    # The catalog's own spelling first: resolving every other name reads file systems.
+    if inside_by_name:
+        return inside_by_name
+    existing = maintenance.existing(conn)
+    merged = Spellings(place for place in existing if is_merged(place)).of(uri)
     # One that is at the place itself, under another name, is no other one.
-    return tuple(dict.fromkeys((*Spellings(every).inside(uri), *merged)))
+    return tuple(dict.fromkeys((*Spellings(existing).inside(uri), *merged)))
 
 
 def writer_of_place(conn: Any, uri: str) -> str | None:
     """Return the id of a conversion that now writes to a place or around it, whatever its name, or None."""
-    found = tending.replacing(conn, uri)
-    if found:
-        return found[0]
-    writing = tending.destinations(conn)
-    others = Spellings(writing).of(uri).items()
-    return next((writing[each] for each, how in others if how in (Relation.SAME, Relation.AROUND)), None)
+    writers = maintenance.replacing(conn, uri)
+    if writers:
+        return writers[0]
+    writing = maintenance.destinations(conn)
+    spellings = Spellings(writing).of(uri).items()
+    blocking = (Relation.SAME, Relation.AROUND)
+    return next((writing[place] for place, nesting in spellings if nesting in blocking), None)

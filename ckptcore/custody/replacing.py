@@ -46,10 +46,10 @@ def purge_frees(catalog: str | bool | None, place: str) -> int:
     path = local_path(place)
     if path is None:
         return 0
-    with existing_catalog(catalog) as known:
-        if known is None:
+    with existing_catalog(catalog) as opened:
+        if opened is None:
             return 0
-        with known.reading() as conn:
+        with opened.reading() as conn:
             rows = set_aside.every(conn)
     device = _device_of(os.fspath(path))
     return sum(row.nbytes for row in rows if local_path(row.uri) and _device_of(row.record) == device)
@@ -137,8 +137,8 @@ def _set_aside(catalog: Catalog, place: str) -> str:
     uri = normal_uri(place)
     things, now = contents(place), catalog.now()
     nbytes = sum(thing.nbytes for thing in things.values() if thing.kind is NameKind.FILE)
-    known = catalog.at(place)
-    checkpoint = known[0].id if known is not None else ""
+    old_output = catalog.at(place)
+    checkpoint = old_output[0].id if old_output is not None else ""
     record = SetAsideRecord(REPLACED, checkpoint, uri, "", "", (), (), now, now + GRACE, things)
     try:
         above = os.open(os.path.dirname(uri), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -81,7 +81,7 @@ class SetAsideRecord:
         form = {name: getattr(self, name) for name in ("why", "checkpoint", "uri", "child", "proof")}
         form |= {"at": self.at.isoformat(), "due_at": self.due_at.isoformat()}
         form["expects"] = base64.b64encode(pack(self.expects)).decode()
-        form["given_up"] = [each.as_dict() for each in self.given_up]
+        form["given_up"] = [content.as_dict() for content in self.given_up]
         form["things"] = [[name, thing.as_list()] for name, thing in self.things.items()]
         return canonical_json({"version": 2, **form})
 
@@ -156,15 +156,15 @@ class SetAside(Protocol):
         """Leave the rest to other processes."""
 
 
-def begin(record: SetAsideRecord, above: int = -1) -> SetAside:
+def begin(record: SetAsideRecord, parent_fd: int = -1) -> SetAside:
     """Write a record beside a checkpoint; nothing is moved yet.
 
     Args:
         record: What is about to be set aside.
-        above: On this machine, the open folder that contains it; it is closed with the result.
+        parent_fd: On this machine, the open folder that contains it; it is closed with the result.
     """
     if local_path(record.uri) is not None:
-        return LocalSetAside.begin(record, above)
+        return LocalSetAside.begin(record, parent_fd)
     return RemoteSetAside.begin(record)
 
 
@@ -205,12 +205,12 @@ def place_of(home: str) -> str | None:
     return None if matched is None else join_url(parent, matched["name"])
 
 
-def open_set_aside(home: str, above: int = -1) -> SetAside | None:
+def open_set_aside(home: str, parent_fd: int = -1) -> SetAside | None:
     """Open a folder of `homes_in`.
 
     Args:
         home: Its path or URL.
-        above: On this machine, the open folder that contains it; it is closed with the result, or here.
+        parent_fd: On this machine, the open folder that contains it; it is closed with the result, or here.
 
     Returns:
         What is set aside; None for a folder without a record, which is removed.
@@ -220,58 +220,62 @@ def open_set_aside(home: str, above: int = -1) -> SetAside | None:
         UsageError: It is no such folder, or it belongs to another user.
     """
     if local_path(home) is not None:
-        return LocalSetAside.opened(home, above)
+        return LocalSetAside.opened(home, parent_fd)
     return RemoteSetAside.opened(home)
 
 
 class LocalSetAside:
     """See `SetAside`; on this machine, the checkpoint is moved into the folder of the record."""
 
-    def __init__(self, record: SetAsideRecord, home: str, above: int, at: int, lock: int) -> None:
+    def __init__(
+        self, record: SetAsideRecord, home: str, parent_fd: int, folder_fd: int, lock_fd: int
+    ) -> None:
         self.record, self.home = record, home
-        self._above, self._at, self._lock = above, at, lock
+        self._parent_fd, self._folder_fd, self._lock_fd = parent_fd, folder_fd, lock_fd
         self._name = os.path.basename(record.uri)
         # Of one that is one file: moving it changed its status, as its record says, or a publication did it.
         self._arrived: FileStatus | None = None
 
     @classmethod
-    def begin(cls, record: SetAsideRecord, above: int) -> LocalSetAside:
+    def begin(cls, record: SetAsideRecord, parent_fd: int) -> LocalSetAside:
         """See `begin`."""
         parent, name = os.path.split(record.uri)
         home = f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore"
-        at = lock = -1
+        folder_fd = lock_fd = -1
         try:
-            host.mkdir(home, 0o700, dir_fd=above)
-            at = os.open(home, FOLDER, dir_fd=above)
-            lock = _written(record, at)
-            host.fsync(above)
+            host.mkdir(home, 0o700, dir_fd=parent_fd)
+            folder_fd = os.open(home, FOLDER, dir_fd=parent_fd)
+            lock_fd = _written(record, folder_fd)
+            host.fsync(parent_fd)
         except OSError as error:
-            _forget(home, at, above)
-            _close(lock, at, above)
+            _forget(home, folder_fd, parent_fd)
+            _close(lock_fd, folder_fd, parent_fd)
             raise UsageError(f"cannot set {record.uri} aside: {error.strerror}") from error
-        return cls(record, f"{parent.rstrip('/')}/{home}", above, at, lock)
+        return cls(record, f"{parent.rstrip('/')}/{home}", parent_fd, folder_fd, lock_fd)
 
     @classmethod
-    def opened(cls, path: str, above: int) -> LocalSetAside | None:
+    def opened(cls, path: str, parent_fd: int) -> LocalSetAside | None:
         """See `open_set_aside`."""
-        home, at, lock = os.path.basename(path), -1, -1
+        home, folder_fd, lock_fd = os.path.basename(path), -1, -1
         try:
-            at = os.open(home, FOLDER, dir_fd=above)
-            lock = os.open(RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
-            host.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return cls(_own_record(path, at, lock), path, above, at, lock)
+            folder_fd = os.open(home, FOLDER, dir_fd=parent_fd)
+            lock_fd = os.open(
+                RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd
+            )
+            host.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(_own_record(path, folder_fd, lock_fd), path, parent_fd, folder_fd, lock_fd)
         except BlockingIOError as error:
-            _close(lock, at, above)
+            _close(lock_fd, folder_fd, parent_fd)
             raise Busy(f"another process works on {path}") from error
         except FileNotFoundError:  # killed before it was written, or after all was removed
-            _forget(home, at, above)
-            rest = _exists(home, above)
-            _close(lock, at, above)
+            _forget(home, folder_fd, parent_fd)
+            rest = _exists(home, parent_fd)
+            _close(lock_fd, folder_fd, parent_fd)
             if rest:
                 raise UsageError(f"cannot use {path}: it has no record") from None
             return None
         except (OSError, ValueError) as error:
-            _close(lock, at, above)
+            _close(lock_fd, folder_fd, parent_fd)
             raise UsageError(f"cannot use {path}: {_reason(error)}") from error
 
     @property
@@ -282,7 +286,7 @@ class LocalSetAside:
     @property
     def holds(self) -> bool:
         """See `SetAside`."""
-        return _exists(self._name, self._at)
+        return _exists(self._name, self._folder_fd)
 
     def look(self) -> dict[str, FileStatus]:
         """See `SetAside`."""
@@ -294,7 +298,7 @@ class LocalSetAside:
     @property
     def inside(self) -> DirEntryAt:
         """The name of the checkpoint in the folder, for a publication that moves it there itself."""
-        return DirEntryAt(self._at, self._name, self.place)
+        return Spot(self._folder_fd, self._name, self.place)
 
     def move_in(self) -> None:
         """Move it here in one step, through the open folder, not by its path.
@@ -303,15 +307,17 @@ class LocalSetAside:
         still can write to it, and reset its time, but not its status.
         """
         try:
-            host.rename(self._name, self._name, src_dir_fd=self._above, dst_dir_fd=self._at)
+            host.rename(self._name, self._name, src_dir_fd=self._parent_fd, dst_dir_fd=self._folder_fd)
             if "" in self.record.things:
-                self._arrived, before = self.look()[""], self._lock
+                self._arrived, before = self.look()[""], self._lock_fd
                 require_files(self.record.uri, self.record.things, {"": self._arrived}, status=False)
                 self.record = replace(self.record, things={"": self._arrived})
-                self._lock = _written(self.record, self._at)
+                self._lock_fd = _written(self.record, self._folder_fd)
+                # Only now: the new record is locked, and no other process comes between them.
                 _close(before)
-            host.fsync(self._at)
-            host.fsync(self._above)
+            # A rename survives a power cut only when both of its folders are flushed.
+            host.fsync(self._folder_fd)
+            host.fsync(self._parent_fd)
         except OSError as error:
             raise UsageError(f"cannot set {self.record.uri} aside: {error.strerror}") from error
 
@@ -320,16 +326,16 @@ class LocalSetAside:
         name = os.path.basename(uri) if uri else self._name
         if self.holds:
             try:
-                rename_new(self.inside, DirEntryAt(self._above, name, uri or self.record.uri))
-                host.fsync(self._above)
+                rename_new(self.inside, Spot(self._parent_fd, name, uri or self.record.uri))
+                host.fsync(self._parent_fd)
             except OSError as error:
-                there = _exists(name, self._above)
-                why = "something else is there now" if there else error.strerror
+                taken = _exists(name, self._parent_fd)
+                why = "something else is there now" if taken else error.strerror
                 raise UsageError(
                     f"cannot restore {uri or self.record.uri}: {why}; it is complete in {self.place}",
                     hint="name another place in the same folder: ckptcore catalog restore ... --to NAME",
                 ) from error
-        _forget(os.path.basename(self.home), self._at, self._above)
+        _forget(os.path.basename(self.home), self._folder_fd, self._parent_fd)
 
     def require_approved(self) -> None:
         """See `SetAside`."""
@@ -347,25 +353,25 @@ class LocalSetAside:
         left: list[str] = []
         try:
             if "" in self.record.things:
-                _unlink(self._name, self._at, "", {"": self._arrived or self.record.things[""]}, left)
+                _unlink(self._name, self._folder_fd, "", {"": self._arrived or self.record.things[""]}, left)
             else:
-                below = open_folder(self._name, self._at, self.place)
+                below = open_folder(self._name, self._folder_fd, self.place)
                 try:
                     _remove_approved(below, "", self.record.things, left)
                     if not left:
-                        _remove_folder(self._name, self._at, below, "", left)
+                        _remove_folder(self._name, self._folder_fd, below, "", left)
                 finally:
                     os.close(below)
         except (OSError, UsageError) as error:
             return tuple(left), _reason(error)
         if not left:
-            _forget(os.path.basename(self.home), self._at, self._above)
+            _forget(os.path.basename(self.home), self._folder_fd, self._parent_fd)
         return tuple(left), ""
 
     def close(self) -> None:
         """See `SetAside`."""
-        _close(self._lock, self._at, self._above)
-        self._lock = self._at = self._above = -1
+        _close(self._lock_fd, self._folder_fd, self._parent_fd)
+        self._lock_fd = self._folder_fd = self._parent_fd = -1
 
 
 class RemoteSetAside:
@@ -415,19 +421,20 @@ class RemoteSetAside:
     @property
     def holds(self) -> bool:
         """Whether an object of the record is there, as it was."""
-        there = self.look()
+        objects = self.look()
         return any(
-            name in there and same_content(thing, there[name]) for name, thing in self.record.things.items()
+            name in objects and same_content(thing, objects[name])
+            for name, thing in self.record.things.items()
         )
 
     def look(self) -> dict[str, FileStatus]:
         """Return its objects, also those that are hidden."""
         try:
-            there = contents(self.record.uri)
+            visible = contents(self.record.uri)
         except SourceUnreadable:  # there is no object of that name, nor below it
-            there = {}
+            visible = {}
         hidden = {} if self._versions is None else self._versions.hidden()
-        return {name: version.status for name, version in hidden.items()} | there
+        return {name: version.status for name, version in hidden.items()} | visible
 
     def move_in(self) -> None:
         """Do nothing: the objects stay."""
@@ -469,9 +476,11 @@ class RemoteSetAside:
         folder, itself = split_url(self.record.uri) if single else (self.record.uri, "")
         with closing(open_store(folder)) as store:
             stamps = {name: store.stamp(name or itself) for name in self.record.things}
-            there = self.look()  # an object that is unchanged now was unchanged when its stamp was read
+            objects = self.look()  # an object that is unchanged now was unchanged when its stamp was read
             for name, thing in self.record.things.items():
-                unchanged = name in there and same_content(thing, there[name]) and stamps[name] is not None
+                unchanged = (
+                    name in objects and same_content(thing, objects[name]) and stamps[name] is not None
+                )
                 if unchanged and store.stamp(name or itself) == stamps[name]:
                     store.remove(name or itself)
 
@@ -482,38 +491,40 @@ class RemoteSetAside:
 
 def partly_gone(set_aside: SetAside) -> bool:
     """Return whether a file of the record is gone: its removal had begun."""
-    there = set_aside.look() if set_aside.holds else {}
-    return not set_aside.record.things.keys() <= there.keys()
+    remaining = set_aside.look() if set_aside.holds else {}
+    return not set_aside.record.things.keys() <= remaining.keys()
 
 
-def _own_record(path: str, at: int, lock: int) -> SetAsideRecord:
+def _own_record(path: str, folder_fd: int, lock_fd: int) -> SetAsideRecord:
     """Read a record; raise `OSError`, and `ValueError` for another user's, or one of another place."""
-    seen = os.fstat(at), os.fstat(lock)
-    if {each.st_uid for each in seen} != {os.geteuid()} or not stat.S_ISREG(seen[1].st_mode):
+    folder_stat, record_stat = os.fstat(folder_fd), os.fstat(lock_fd)
+    owners = {folder_stat.st_uid, record_stat.st_uid}
+    if owners != {os.geteuid()} or not stat.S_ISREG(record_stat.st_mode):
         raise ValueError("it is another user's")
-    if seen[1].st_size > _MOST_BYTES:
-        raise ValueError(f"its record has {seen[1].st_size} bytes")
-    record = SetAsideRecord.load(os.pread(lock, seen[1].st_size, 0))
+    # Bounded before it is read: the record of another program could be of any size.
+    if record_stat.st_size > _MOST_BYTES:
+        raise ValueError(f"its record has {record_stat.st_size} bytes")
+    record = SetAsideRecord.load(os.pread(lock_fd, record_stat.st_size, 0))
     if record.uri != place_of(path):
         raise ValueError(f"its record is of {record.uri}")
     return record
 
 
-def _written(record: SetAsideRecord, at: int) -> int:
+def _written(record: SetAsideRecord, folder_fd: int) -> int:
     """Write a record into its open folder, in the place of an earlier one; return it, locked."""
-    lock = os.open(_DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+    lock_fd = os.open(_DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder_fd)
     try:
-        host.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with os.fdopen(os.dup(lock), "wb") as file:
+        host.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with os.fdopen(os.dup(lock_fd), "wb") as file:
             file.write(record.dump())
             file.flush()
             host.fsync(file.fileno())
-        host.rename(_DRAFT, RECORD, src_dir_fd=at, dst_dir_fd=at)
-        host.fsync(at)
+        host.rename(_DRAFT, RECORD, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+        host.fsync(folder_fd)
     except BaseException:
-        _close(lock)
+        _close(lock_fd)
         raise
-    return lock
+    return lock_fd
 
 
 def require_files(
@@ -539,63 +550,64 @@ def _changed(uri: str, name: str) -> SourceChanged:
     )
 
 
-def _remove_approved(at: int, prefix: str, things: Mapping[str, FileStatus], left: list[str]) -> None:
+def _remove_approved(folder_fd: int, prefix: str, things: Mapping[str, FileStatus], left: list[str]) -> None:
     """Remove approved names below a descriptor, depth first. No link is followed, no mount crossed."""
-    for name in os.listdir(at):
+    for name in os.listdir(folder_fd):
         approved = things.get(f"{prefix}{name}/")
         if approved is None:
-            _unlink(name, at, prefix + name, things, left)
+            _unlink(name, folder_fd, prefix + name, things, left)
             continue
         try:
-            below = open_folder(name, at, prefix + name)
+            subfolder_fd = open_folder(name, folder_fd, prefix + name)
         except UsageError:  # no folder any more
             left.append(prefix + name)
             continue
         try:
-            if not same_content(approved, of_stat(os.fstat(below))):
+            # By the open descriptor: the name may lead to another folder by now.
+            if not same_content(approved, of_stat(os.fstat(subfolder_fd))):
                 left.append(f"{prefix}{name}/")
                 continue
             before = len(left)
-            _remove_approved(below, f"{prefix}{name}/", things, left)
+            _remove_approved(subfolder_fd, f"{prefix}{name}/", things, left)
             if len(left) == before:
-                _remove_folder(name, at, below, f"{prefix}{name}/", left)
+                _remove_folder(name, folder_fd, subfolder_fd, f"{prefix}{name}/", left)
         finally:
-            os.close(below)
+            os.close(subfolder_fd)
 
 
-def _remove_folder(name: str, at: int, below: int, prefix: str, left: list[str]) -> None:
+def _remove_folder(name: str, parent_fd: int, folder_fd: int, prefix: str, left: list[str]) -> None:
     """Remove a folder, unless files appeared in it meanwhile."""
     try:
-        host.rmdir(name, dir_fd=at)
+        host.rmdir(name, dir_fd=parent_fd)
     except OSError as error:
-        came = sorted(os.listdir(below))
+        came = sorted(os.listdir(folder_fd))
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not came:
             raise
-        left += [prefix + each for each in came]
+        left += [prefix + name_inside for name_inside in came]
 
 
-def _unlink(name: str, at: int, full: str, things: Mapping[str, FileStatus], left: list[str]) -> None:
-    seen = os.stat(name, dir_fd=at, follow_symlinks=False)
+def _unlink(name: str, folder_fd: int, full: str, things: Mapping[str, FileStatus], left: list[str]) -> None:
+    file_stat = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     approved = things.get(full)
-    target = os.readlink(name, dir_fd=at) if stat.S_ISLNK(seen.st_mode) else ""
+    target = os.readlink(name, dir_fd=folder_fd) if stat.S_ISLNK(file_stat.st_mode) else ""
     # The status of a file with several names changes when another of its names is removed.
-    if approved is None or not same_content(approved, of_stat(seen, target), status=approved.links == 1):
+    if approved is None or not same_content(approved, of_stat(file_stat, target), status=approved.links == 1):
         left.append(full)
         return
-    host.unlink(name, dir_fd=at)
+    host.unlink(name, dir_fd=folder_fd)
 
 
-def _removed_empty(name: str, at: int) -> bool:
+def _removed_empty(name: str, parent_fd: int) -> bool:
     try:
-        host.rmdir(name, dir_fd=at)
+        host.rmdir(name, dir_fd=parent_fd)
     except OSError:
         return False
     return True
 
 
-def _exists(name: str, at: int) -> bool:
+def _exists(name: str, folder_fd: int) -> bool:
     try:
-        os.stat(name, dir_fd=at, follow_symlinks=False)
+        os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:
         return False
     return True
@@ -605,14 +617,14 @@ def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
-def _forget(home: str, at: int, above: int) -> None:
+def _forget(home: str, folder_fd: int, parent_fd: int) -> None:
     """Remove the record and its folder, unless another process has a file there."""
     for name in (_DRAFT, RECORD):
         with contextlib.suppress(OSError):
-            if at >= 0:
-                host.unlink(name, dir_fd=at)
+            if folder_fd >= 0:
+                host.unlink(name, dir_fd=folder_fd)
     with contextlib.suppress(OSError):
-        host.rmdir(home, dir_fd=above)
+        host.rmdir(home, dir_fd=parent_fd)
 
 
 def _close(*descriptors: int) -> None:

@@ -98,8 +98,8 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
                 f"obligation {row.id} has no contents of these names (got {', '.join(globs)})",
                 hint="see ckptcore catalog obligation list --output json",
             )
-        left = tuple(each for each in contents if not is_named(each))
-        names = [each.name for each in named]
+        left = tuple(holding for holding in contents if not is_named(holding))
+        names = [holding.name for holding in named]
         if left:
             rest = Duty.of(row, left)
             obligations.reduce(conn, now, row.id, pack_specs(left), rest.packed, names)
@@ -134,22 +134,24 @@ def look_after(catalog: Catalog) -> int:
 def _look_after(catalog: Catalog, duty: Duty, cache: dict[str, Ids]) -> int:
     """Record what of the contents of one obligation is lost; return how many. cache: ids by checkpoint."""
     row, contents = duty.row, duty.contents
-    wanted, by_place, in_part = ids_of(contents), dict[str, Ids](), False
+    duty_ids, by_place, in_part = ids_of(contents), dict[str, Ids](), False
     with catalog.reading() as conn:
-        for holder in holdings.may_hold(conn, wanted):
+        for holder in holdings.may_hold(conn, duty_ids):
             if holder.state != State.GONE.value:
                 ids = cache.setdefault(holder.id, recorded_ids(conn, holder))
-                by_place[holder.uri] = ids & wanted
+                by_place[holder.uri] = ids & duty_ids
                 # Only tensors have recorded sums before something reads all of a checkpoint.
                 in_part |= holdings.ids_of_row(conn, holder.id) is None
     lost = [
-        each.name
-        for each in contents
-        if not (in_part and each.kind != TENSOR) and not any(each.id in ids for ids in by_place.values())
+        content.name
+        for content in contents
+        if not (in_part and content.kind != TENSOR)
+        and not any(content.id in ids for ids in by_place.values())
     ]
     if len(lost) != row.lost:
         with catalog.writing() as conn:
             obligations.note_lost(conn, clock(conn), row, lost)
+    # The copy it counts on is gone: the place that holds most of the contents takes over.
     most = max(by_place, key=lambda uri: len(by_place[uri]), default=row.place)
     if row.place not in by_place and by_place.get(most):
         _move(catalog, duty, most)
@@ -169,9 +171,9 @@ def _move(catalog: Catalog, duty: Duty, place: str) -> None:
 
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
     """Return the content ids that a checkpoint holds by its records."""
-    kept = holdings.ids_of_row(conn, row.id)
+    packed_ids = holdings.ids_of_row(conn, row.id)
     tensors = ids_of_tensors((holdings.fingerprints_of(conn, row.id) or {}).values())
-    return tensors | (unpack_ids(kept) if kept else frozenset())
+    return tensors | (unpack_ids(packed_ids) if packed_ids else frozenset())
 
 
 def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[str, ...]]:
@@ -183,11 +185,11 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
         How many were recorded, and messages about records that cannot be read.
     """
     count, unread = 0, []
-    every = dict.fromkeys(normal_uri(place) for place in places)
-    for folder in dict.fromkeys([*every, *(split_url(place)[0] for place in every)]):
+    all_places = dict.fromkeys(normal_uri(place) for place in places)
+    for folder in dict.fromkeys([*all_places, *(split_url(place)[0] for place in all_places)]):
         with suppress(CkptError):  # a file, or a folder that is not ours to list
-            every |= dict.fromkeys(places_with_records(folder))
-    for place in every:
+            all_places |= dict.fromkeys(places_with_records(folder))
+    for place in all_places:
         duties = attempt(read_duties, place)
         if isinstance(duties, CkptError):
             unread.append(duties.message)
@@ -196,9 +198,9 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
             continue
         with catalog.writing() as conn:
             rows = obligations.every(conn)
-            known = {row.id for row in rows if isinstance(attempt(recorded_duty, conn, row), Duty)}
+            stored_ids = {row.id for row in rows if isinstance(attempt(recorded_duty, conn, row), Duty)}
             for duty in duties:
-                if duty.row.id not in known:
+                if duty.row.id not in stored_ids:
                     obligations.put(conn, duty.row, duty.packed)
                     count += 1
     return count, tuple(unread)

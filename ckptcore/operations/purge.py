@@ -18,9 +18,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import CheckpointDetail, obligations, retirements, set_aside
+from ckptcore.catalog import CheckpointDetail, maintenance, obligations, retirements, set_aside
 from ckptcore.catalog import holdings as recorded
-from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import normal_uri
@@ -128,7 +127,7 @@ def purge(
     with catalog.reading() as conn:
         rows = set_aside.every(conn)
         above = roots.every(conn)
-        known = {uri for root in above for uri in tending.known_below(conn, root.uri)}
+        known = {uri for root in above for uri in maintenance.known_below(conn, root.uri)}
     listed = {row.record: row for row in rows if row.record}
     for odd in (row for row in rows if not row.record):
         if places is None or _is_below(odd.uri, places):
@@ -243,7 +242,7 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
             if row is not None and row.purging:
                 raise UsageError(f"cannot restore {uri}: its removal is decided, and the next purge ends it")
             set_aside.drop(conn, home)
-            state = tending.state_of(conn, aside.record.checkpoint)
+            state = maintenance.state_of(conn, aside.record.checkpoint)
             back = aside.record.why == RETIRED and state in (State.RETIRED, State.DELETED)
             if back:
                 set_aside.restored(conn, aside.record.checkpoint, target or None)
@@ -368,11 +367,11 @@ def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) ->
             _log.warning("nothing of %s is left, and no run of retire removed it", row.uri)
     with catalog.writing() as conn:
         set_aside.drop(conn, home)
-        if public and tending.state_of(conn, public) == State.RETIRED:
+        if public and maintenance.state_of(conn, public) == State.RETIRED:
             set_aside.restored(conn, public)
             if not back:
-                tending.gone(conn, clock(conn), public)
-        return tending.state_of(conn, row.checkpoint) if row is not None and row.checkpoint else None
+                maintenance.gone(conn, clock(conn), public)
+        return maintenance.state_of(conn, row.checkpoint) if row is not None and row.checkpoint else None
 
 
 def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None:
@@ -435,7 +434,7 @@ def _decide(conn: Any, aside: SetAside) -> None:
 
 def _require_at_rest(conn: Any, child: CheckpointRow) -> None:
     """Raise `UsageError` unless a child is present, and no conversion writes to it."""
-    state = tending.state_of(conn, child.id)
+    state = maintenance.state_of(conn, child.id)
     if state != State.PRESENT.value:
         raise UsageError(f"{child.uri} is {state}")
     if writer := writer_of_place(conn, child.uri):

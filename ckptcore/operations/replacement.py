@@ -15,9 +15,8 @@ from dataclasses import field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from ckptcore.catalog import CheckpointDetail
+from ckptcore.catalog import CheckpointDetail, maintenance
 from ckptcore.catalog import holdings as recorded
-from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.retirements import FULL, PART, GivenUp
 from ckptcore.catalog.row_values import require_sound
@@ -160,7 +159,7 @@ def find_replacement(
         CkptError: The source cannot be read.
     """
     with catalog.reading() as conn:
-        made = tending.children(conn, source.id)
+        made = maintenance.children(conn, source.id)
     if not made:
         return Replacement(None, "it has no child")
     things, manifest = contents(source.uri), inspect(source.uri, observe=take is not None)

@@ -18,8 +18,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import maintenance as tending
-from ckptcore.catalog import retirements, training_rows
+from ckptcore.catalog import maintenance, retirements, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.retirements import GivenUp
@@ -271,7 +270,7 @@ def plan(
         now = clock(conn)
         above = roots.every(conn)
         below, run = _scope(above, scope)
-        rows = tending.sources(conn, below, run, after=after, limit=limit) if below else ()
+        rows = maintenance.sources(conn, below, run, after=after, limit=limit) if below else ()
         if not rows and run is not None and after is None:
             raise UsageError(
                 f"there is no watched root or run {run} with checkpoints below a watched root",
@@ -279,7 +278,7 @@ def plan(
             )
         rules = {row.id: attempt(_rules, row, above, of_root, (policy, allowed or Allowed())) for row in rows}
         ties = ties_of_places(conn, now, rows)
-        promoted = tending.aliases_below(conn, [row.id for row in rows])
+        promoted = maintenance.aliases_below(conn, [row.id for row in rows])
         entries = [
             replace(entry, promoted=promoted.get(entry.id, ()))
             for entry in (retention_entry(row, ties[row.id]) for row in rows)
@@ -295,7 +294,7 @@ def plan(
             most: dict[str, int] = {}
             for entry in entries:
                 most[entry.run] = max(most.get(entry.run, 0), own[entry.id].keep_last)
-            steps = tending.newest_steps(conn, most, below)
+            steps = maintenance.newest_steps(conn, most, below)
     verdicts = decide(entries, policy, own, steps, best)
     for row, verdict in zip(rows, verdicts, strict=True):
         if verdict.keep:

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import CheckpointDetail
-from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog import CheckpointDetail, maintenance
 from ckptcore.catalog.database import clock as catalog_clock
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.upkeep import look_after
@@ -100,7 +99,7 @@ def scrub(
         raise UsageError(f"--share must be above 0 and up to 1 (got {share})")
     end = clock() + budget_s
     with catalog.reading() as conn:
-        rows = tending.due(conn)
+        rows = maintenance.due(conn)
     wanted = rows[: math.ceil(share * len(rows))]
     looked: list[Looked] = []
     for row in wanted:
@@ -139,7 +138,7 @@ def _unread(catalog: Catalog, row: CheckpointRow, message: str) -> Looked:
     """Record the time of a check that came to no result, so that the next run begins with another one."""
     try:
         with catalog.writing() as conn:
-            tending.looked(conn, catalog_clock(conn), row.id)
+            maintenance.looked(conn, catalog_clock(conn), row.id)
     except Exception as error:
         message += f"; and the time of the check could not be recorded: {error_of(error).message}"
     return Looked(row, Proven(Proof.UNREAD, message=message))
@@ -153,8 +152,8 @@ def _record_look(catalog: Catalog, found: Looked) -> None:
         return
     with catalog.writing() as conn:
         if proven.proof in (Proof.PROVEN, Proof.TENSORS, Proof.UNPROVEN, Proof.DAMAGED):
-            tending.checked(conn, now, id, "bytes", proven.findings)
+            maintenance.checked(conn, now, id, "bytes", proven.findings)
         elif proven.proof is Proof.GONE:
-            tending.gone(conn, now, id)
+            maintenance.gone(conn, now, id)
         elif proven.proof is Proof.UNREAD:
-            tending.looked(conn, now, id)
+            maintenance.looked(conn, now, id)

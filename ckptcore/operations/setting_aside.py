@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import maintenance as tending
-from ckptcore.catalog import set_aside
+from ckptcore.catalog import maintenance, set_aside
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.types import CheckpointRow
@@ -172,7 +171,7 @@ def root_above(above: Iterable[roots.RootRow], uri: str) -> str:
     raise error or UsageError(f"cannot delete {uri}: it is not below a watched root")
 
 
-def retention_entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
+def retention_entry(row: CheckpointRow, ties: maintenance.Ties) -> RetentionEntry:
     """Return a source as a retention policy sees it."""
     readers = tuple(f"{reader} reads it" for reader in ties.readers)
     run = row.run or os.path.dirname(row.uri)

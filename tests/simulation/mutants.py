@@ -42,7 +42,7 @@ PUBLICATION, STAGING = "conversion.local_publication", "conversion.local_staging
 WRITER, GATE, PURGE = "store.local_writer", "custody.gate", "operations.purge"
 ASIDE, REPLACING = "custody.set_aside", "custody.replacing"
 
-UNLOCKED = (f"{ASIDE}:LocalSetAside.opened", "host.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")
+UNLOCKED = (f"{ASIDE}:LocalSetAside.opened", "host.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")
 
 MUTANTS = {
     # Durability.
@@ -77,13 +77,13 @@ MUTANTS = {
     "purged-without-flush": Mutant(
         "what is set aside is moved without syncing either folder",
         f"{ASIDE}:LocalSetAside.move_in",
-        "host.fsync(self._at)\n        host.fsync(self._above)",
+        "host.fsync(self._folder_fd)\n        host.fsync(self._parent_fd)",
         "pass",
     ),
     "unsynced-name-of-an-obligation": Mutant(
         "no folder is synced after the record of an obligation is put there",
         "custody.obligation_records:_put_local",
-        "host.fsync(at)",
+        "host.fsync(folder)",
         "pass",
         also=(("custody.obligation_records:_put_local", "host.fsync(above)", "pass"),),
         seed=12,
@@ -204,14 +204,14 @@ MUTANTS = {
     "gate-without-records": Mutant(
         "obligations in records beside a place are not read",
         f"{GATE}:duties_at",
-        "read = [duties_beside(place), *(read_duties(each) for each in sorted(filter(None, inside)))]",
+        "read = [duties_beside(place), *(read_duties(folder) for folder in sorted(filter(None, inside)))]",
         "read = []",
         seed=58,
     ),
     "gate-without-catalog": Mutant(
         "obligations of the catalog count only where they were recorded",
         f"{GATE}:duties_at",
-        "listed[key] = known[key] if isinstance(duty, CkptError) else duty",
+        "listed[key] = duty_of[key] if isinstance(duty, CkptError) else duty",
         "pass",
         seed=19,
     ),
@@ -328,7 +328,7 @@ MUTANTS = {
     "restored-over-another": Mutant(
         "what is set aside is restored over what is at its place now",
         f"{ASIDE}:LocalSetAside.restore",
-        "rename_new(self.inside, DirEntryAt(self._above, name, uri or self.record.uri))",
+        "rename_new(self.inside, Spot(self._parent_fd, name, uri or self.record.uri))",
         "host.rename(self._name, name, src_dir_fd=self._at, dst_dir_fd=self._above)",
         seed=27,
     ),

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 import sqlalchemy as sa
 
-from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog import maintenance
 from ckptcore.errors import UsageError
 
 
@@ -74,7 +74,7 @@ def test_missing_or_unverified_exports_are_not_the_newest(made, ask, catalog):
     made("/exports/10", 10)
     lost = made("/exports/20", 20)
     with catalog.writing() as conn:
-        tending.gone(conn, datetime.now(UTC), lost)
+        maintenance.gone(conn, datetime.now(UTC), lost)
     made("/exports/30", 30, verified=None)
     assert ask(EXPORTS) == [("llama", 10, "float32", "/exports/10")]
 

@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ckptcore.catalog import CheckpointFacts, aliases, open_catalog
+from ckptcore.catalog import CheckpointFacts, aliases, maintenance, open_catalog
 from ckptcore.catalog import holds as kept
-from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.retention import Policy
@@ -111,15 +110,15 @@ def test_what_one_root_says_does_not_hold_for_another(url):
 def test_ties_of_many_are_those_of_each(url, monkeypatch):
     with open_catalog(url) as catalog:
         with catalog.reading() as conn:
-            ids = [row.id for row in tending.sources(conn)]
-            full = tending.ties(conn, NOW, ids)
-            monkeypatch.setattr(tending, "_AT_ONCE", 3)
-            assert tending.ties(conn, NOW, ids) == full
-            assert {id: tending.ties(conn, NOW, [id])[id] for id in ids} == full
+            ids = [row.id for row in maintenance.sources(conn)]
+            full = maintenance.ties(conn, NOW, ids)
+            monkeypatch.setattr(maintenance, "_AT_ONCE", 3)
+            assert maintenance.ties(conn, NOW, ids) == full
+            assert {id: maintenance.ties(conn, NOW, [id])[id] for id in ids} == full
             assert sum(bool(each.tags) for each in full.values()) == 10
             assert sum(bool(each.aliases) for each in full.values()) == 10
             assert sum(bool(each.holds) for each in full.values()) == 10
-            later = tending.ties(conn, NOW + timedelta(days=1), ids)
+            later = maintenance.ties(conn, NOW + timedelta(days=1), ids)
         assert later == full
         with pytest.raises(Exception, match="no checkpoint"), catalog.reading() as conn:
-            tending.ties(conn, NOW, [*ids, "0" * 36])
+            maintenance.ties(conn, NOW, [*ids, "0" * 36])

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import save
 from torch import ones
 
-from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog import maintenance
 from ckptcore.catalog.types import State
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_needs_more_than_the_budget_is_verified(made, catalog)
 
 def catalog_uris(catalog):
     with catalog.reading() as conn:
-        return [row.uri for row in tending.due(conn)]
+        return [row.uri for row in maintenance.due(conn)]
 
 
 def test_the_command_line(made, url, capsys):
