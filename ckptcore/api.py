@@ -9,7 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ckptcore.checking.check import Report
-from ckptcore.conversion.pipeline import Prepared, Result, finish, inspect, settle, validate
+from ckptcore.conversion.pipeline import Prepared, Result, finish, inspect, remove_staging, validate
 from ckptcore.conversion.pipeline import convert as run_all
 from ckptcore.conversion.pipeline import execute as run_files
 from ckptcore.conversion.pipeline import prepare as run_prepare
@@ -519,7 +519,7 @@ def publish(plan: Prepared | str) -> Result:
         OutputMismatch: A file is missing, or differs from its plan.
     """
     result = finish(_uri(plan))
-    settle(result.plan_uri)
+    remove_staging(result.plan_uri)
     return result
 
 

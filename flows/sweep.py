@@ -31,7 +31,7 @@ from ckptcore.operations.sweep import (
     of_root,
     watched,
 )
-from ckptcore.operations.sweep_items import Standing, SweepItem, Swept
+from ckptcore.operations.sweep_items import SweepItem, SweepState, Swept
 from ckptcore.planning.options import MEANS, Option, options_of, read_options
 from ckptcore.planning.request import Request
 from ckptcore.utils.isolation import attempt, error_of
@@ -143,8 +143,8 @@ def _outcome(swept: Swept) -> State[Any]:
     summary = (
         ", ".join(f"{n} {name}" for name, n in sorted(swept.counts.items())) or "no checkpoint was found"
     )
-    counted = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED}
-    counted |= {Standing.BROKEN} if swept.strict else set()
+    counted = {SweepState.FAILED, SweepState.UNREAD, SweepState.REFUSED}
+    counted |= {SweepState.BROKEN} if swept.strict else set()
     wrong = [i for i in swept.items if i.standing in counted]
     if not wrong:
         return Completed(message=summary, data=swept)

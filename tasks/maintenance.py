@@ -13,7 +13,7 @@ from ckptcore.catalog.retirements import totals
 from ckptcore.custody.replacing import GRACE
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import OfRoot, Retired, Retirement
+from ckptcore.operations.retire import OfRoot, RetireDecision, RetireReport
 from ckptcore.operations.retire import retire as run_retire
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
@@ -60,13 +60,13 @@ def retire(
     *,
     purging: bool = False,
     grace: timedelta = GRACE,
-) -> Retirement:
+) -> RetireReport:
     """Retire the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
 
-    def note(decision: Retired) -> None:
-        log.info("%s is %s: %s", decision.source.uri, decision.fate.value, "; ".join(decision.why))
-        for name, kind in decision.unproven[:MAX_ROWS]:
-            log.info("unproven in %s: %s (%s)", decision.source.uri, name, kind)
+    def note(each: RetireDecision) -> None:
+        log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
+        for name, kind in each.unproven[:MAX_ROWS]:
+            log.info("unproven in %s: %s (%s)", each.source.uri, name, kind)
 
     with open_catalog(catalog, create=False) as catalog_db:
         report = run_retire(
@@ -77,8 +77,8 @@ def retire(
             purging=purging,
             grace=grace,
             allowed=allowed,
-            take=take,
-            means=means,
+            fingerprint_settings=take,
+            verify_settings=means,
             on_retired=note,
             of_root=of_root,
         )

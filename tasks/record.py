@@ -8,7 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.assets import add_asset_metadata
 from prefect.tasks import MaterializingTask
 
-from ckptcore.conversion.pipeline import settle
+from ckptcore.conversion.pipeline import remove_staging
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, register
 from ckptcore.core.manifest import Manifest
@@ -20,8 +20,8 @@ from tasks.retry import STEP
 
 def _record(registration: Registration | None, result: Result, manifest: Manifest) -> Result:
     """Return the result with its catalog id. After that, the staging folder is not needed any more."""
-    registered = register(registration, result, manifest)
-    settle(result.plan_uri)
+    known = register(registration, result, manifest)
+    remove_staging(result.plan_uri)
     for key in asset_keys(result.destination):
         add_asset_metadata(
             key, {"format": result.format, "bytes": result.nbytes, "conversion": registered.conversion}

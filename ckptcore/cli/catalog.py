@@ -321,9 +321,9 @@ def rebuild(
         report = run(
             catalog_db,
             roots,
-            made=output_folders or (),
+            output_roots=made or (),
             digests=digests,
-            take=take,
+            fingerprint_settings=take,
             on_place=lambda line: terminal.line(line, err=True),
         )
     if output is Output.JSON:

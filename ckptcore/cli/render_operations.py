@@ -10,7 +10,7 @@ from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
     from ckptcore.errors import CkptError
-    from ckptcore.operations.retire import Retired, Retirement
+    from ckptcore.operations.retire import RetireDecision, RetireReport
     from ckptcore.operations.scrub import Looked, Scrubbed
     from ckptcore.operations.sweep_items import SweepItem, Swept
 
@@ -74,12 +74,12 @@ def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
     terminal.line(f"{_counts(value.counts)}; {len(value.looked)} of {value.due} due, of {value.known} known")
 
 
-def fate(as_json: bool) -> Callable[[Retired], None]:
+def fate(as_json: bool) -> Callable[[RetireDecision], None]:
     """Return a callback that prints what becomes of each source."""
 
-    def line(decision: Retired) -> None:
-        lines = [f"{decision.fate:<9} {decision.source.uri}: {'; '.join(decision.why)}"]
-        named = [f"unproven: {name} ({kind})" for name, kind in decision.unproven]
+    def line(each: RetireDecision) -> None:
+        lines = [f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}"]
+        named = [f"unproven: {name} ({kind})" for name, kind in each.unproven]
         word = "unproven"
         if decision.given_up:
             word = "given up"
@@ -94,7 +94,7 @@ def fate(as_json: bool) -> Callable[[Retired], None]:
     return line
 
 
-def retired(value: Retirement, *, as_json: bool) -> None:
+def retired(value: RetireReport, *, as_json: bool) -> None:
     """Print the answer of `retire`."""
     if as_json:
         terminal.write_json(value.as_dict(), indent=2)
@@ -107,7 +107,7 @@ def retired(value: Retirement, *, as_json: bool) -> None:
     terminal.line(counted if value.done else f"{counted}; no source was changed, --yes sets them aside")
 
 
-def files_line(value: Retirement) -> str:
+def files_line(value: RetireReport) -> str:
     """Return the bytes of files before and after, and what was freed, or would be, now and by a purge."""
     freed = f"{show_size(value.freed)} {'freed' if value.done else 'would be freed'}"
     if value.purged:

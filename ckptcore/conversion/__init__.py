@@ -4,7 +4,8 @@ It uses formats, checks, plans and execution, the store and the catalog. It know
 and no folders of many checkpoints. All state between its stages is in a staging folder beside the
 destination, so each stage can run in another process, and the next run resumes a killed one.
 
-    pipeline         `convert`, and its stages `prepare`, `execute`, `finish`, `settle`; `inspect`, `validate`
+    pipeline         `convert`, and its stages `prepare`, `execute`, `finish`, `remove_staging`; `inspect`,
+                     `validate`
     saved_plan       `plan_into`, `load_request`: plans saved for later
     destination      `refuse_existing`, `require_place`: checks whether a place may be written
     registration     `start`, `register`, `fail`: records conversions in the catalog

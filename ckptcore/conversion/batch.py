@@ -48,7 +48,7 @@ class _Conversion:
 
     registration: Registration
     lock: ExitStack = field(default_factory=ExitStack)  # keeps the destination locked
-    seen: list[Manifest] = field(default_factory=list)
+    manifests: list[Manifest] = field(default_factory=list)
     result: Result | None = None
     error: BaseException | None = None
 
@@ -112,7 +112,7 @@ def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> N
     try:
         with log_fields(**about), span("conversion", verb=request.verb, **about):
             stage = publishing(
-                request, settings, None, catalog_url, seen=row.seen, registration=row.registration
+                request, settings, None, catalog_url, manifests=row.manifests, registration=row.registration
             )
             row.result = lock.enter_context(stage)
             row.lock = lock
@@ -126,12 +126,14 @@ def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> N
 def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
     """Record what was published in one transaction, then the failures; free every destination."""
     published = [row for row in rows if row.result is not None]
-    recorded = register_each([(row.registration, row.result, row.seen[0]) for row in published if row.result])
-    for row, kept in zip(published, recorded, strict=True):
-        if isinstance(kept, CkptError):  # the staging folder stays, as after any error
-            row.error = kept
+    recorded = register_each(
+        [(row.registration, row.result, row.manifests[0]) for row in published if row.result]
+    )
+    for row, outcome in zip(published, recorded, strict=True):
+        if isinstance(outcome, CkptError):  # the staging folder stays, as after any error
+            row.error = outcome
         else:
-            row.result = kept
+            row.result = outcome
         error = row.error
         try:
             row.lock.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
@@ -141,7 +143,7 @@ def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
         if row.result is None and row.error is None:
             row.error = stop or Interrupted("the batch was stopped before it began")
         if row.error is not None:
-            fail(row.registration, row.error, row.seen[0] if row.seen else None)
+            fail(row.registration, row.error, row.manifests[0] if row.manifests else None)
 
 
 def _outcome(row: _Conversion) -> Result | CkptError:

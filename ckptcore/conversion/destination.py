@@ -115,26 +115,26 @@ def require_place(
     path = _require_plain(destination)
     parent, name = split_url(destination)
     staging = identify(join_url(parent, f".{name}.ckptcore"))
-    here = identify(destination)
-    if here.is_bucket:
+    target = identify(destination)
+    if target.is_bucket:
         raise UsageError(f"{destination} is an entire bucket", hint="name a folder in it")
-    others = {
+    inputs = {
         "source": source,
         "--config folder": _named_folder(config),
         "--tokenizer folder": _named_folder(tokenizer),
         "saved plan": os.fspath(plan) if plan is not None else None,
     }
-    for what, url in others.items():
+    for label, url in inputs.items():
         if url is None:
             continue
         place = identify(url)
-        how = relation(here, place)
+        nesting = relation(target, place)
         # Only the files at the top of these folders are read: a folder inside is apart from them.
-        if how is not Relation.APART and not (what.startswith("--") and how is Relation.INSIDE):
-            raise UsageError(f"{destination} {_VERBS[how]} the {what}, {url}", hint=_ELSEWHERE)
+        if nesting is not Relation.APART and not (label.startswith("--") and nesting is Relation.INSIDE):
+            raise UsageError(f"{destination} {_VERBS[nesting]} the {label}, {url}", hint=_ELSEWHERE)
         if relation(staging, place) in (Relation.SAME, Relation.AROUND):
             raise UsageError(
-                f"the {what}, {url}, is inside the staging folder of {destination}", hint=_ELSEWHERE
+                f"the {label}, {url}, is inside the staging folder of {destination}", hint=_ELSEWHERE
             )
     if path is not None:
         _require_replaceable_kind(destination, path)
@@ -142,17 +142,17 @@ def require_place(
 
 def require_apart(place: str, request: Request) -> None:
     """Raise `UsageError` if a plan would be saved in, around or at a place that its request uses."""
-    here = identify(place)
-    others = {
+    target = identify(place)
+    inputs = {
         "source": request.source,
         "destination": request.destination,
         "--config folder": _named_folder(request.config),
         "--tokenizer folder": _named_folder(request.tokenizer),
     }
-    for what, url in others.items():
-        if url is not None and (how := relation(here, identify(url))) is not Relation.APART:
+    for label, url in inputs.items():
+        if url is not None and (nesting := relation(target, identify(url))) is not Relation.APART:
             raise UsageError(
-                f"{place} {_VERBS[how]} the {what}, {url}", hint="name another folder for the plan"
+                f"{place} {_VERBS[nesting]} the {label}, {url}", hint="name another folder for the plan"
             )
 
 
@@ -243,9 +243,9 @@ def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     yield sys.prefix, "the Python that this runs in"
     with contextlib.suppress(FileNotFoundError):  # it was removed: there is nothing to protect
         yield os.getcwd(), "the working folder"
-    for what, path in catalogs.items():
+    for label, path in catalogs.items():
         for suffix in ("", "-wal", "-shm", "-journal"):
-            yield f"{path}{suffix}", what
+            yield f"{path}{suffix}", label
 
 
 def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
@@ -259,21 +259,21 @@ def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
         UsageError: It is or contains a `protected` path, or is inside a tree of the system or of the running
             program.
     """
-    here = identify(destination)
-    if not here.exists:  # on this machine
+    target = identify(destination)
+    if not target.exists:  # on this machine
         return
     package = os.path.dirname(os.path.dirname(__file__))
     program = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     for tree in filter(os.path.isdir, (*SYSTEM_TREES, *program)):
-        if relation(here, identify(tree)) is Relation.INSIDE and not _is_ram(destination):
+        if relation(target, identify(tree)) is Relation.INSIDE and not _is_ram(destination):
             raise UsageError(
                 f"cannot replace {destination}: it is inside {tree}, which is part of the system or program",
                 hint=_ELSEWHERE,
             )
-    for path, what in protected(catalogs):
-        how = relation(here, identify(path))
-        if how is Relation.SAME or (how is Relation.AROUND and os.path.lexists(path)):
-            raise UsageError(f"{destination} {_VERBS[how]} {what}, {path}", hint=_ELSEWHERE)
+    for path, label in protected(catalogs):
+        nesting = relation(target, identify(path))
+        if nesting is Relation.SAME or (nesting is Relation.AROUND and os.path.lexists(path)):
+            raise UsageError(f"{destination} {_VERBS[nesting]} {label}, {path}", hint=_ELSEWHERE)
 
 
 def _homes() -> Iterator[str]:

@@ -49,14 +49,18 @@ def find_source(
     registered = _registered(export, catalog) if catalog is not False else None
     if registered is None:
         return _found(export, against, options, None)
-    known = _found(export, against, options, registered)
-    made, detail = registered.made, registered.export
+    export_source = _found(export, against, options, registered)
+    conversion, detail = registered.conversion, registered.export
     files = {f.path: (f.nbytes, f.digest) for f in detail.files if f.digest is not None}
     return replace(
-        known,
-        conversion=made.id,
+        export_source,
+        conversion=conversion.id,
         record=ExportRecord(
-            made.ended_at, files, detail.checkpoint.fingerprint, made.export_verdict, made.export_verified_at
+            conversion.ended_at,
+            files,
+            detail.checkpoint.fingerprint,
+            conversion.export_verdict,
+            conversion.export_verified_at,
         ),
     )
 
@@ -69,9 +73,9 @@ def _found(
     if registered is not None and against is None and registered.source.gone:
         return KnownExport(None, registered.source.gone)
     if registered is not None and not options:
-        found = _by_catalog(registered, export, against)
-        if found is not None:
-            return KnownExport(found)
+        by_catalog = _by_catalog(registered, export, against)
+        if by_catalog is not None:
+            return KnownExport(by_catalog)
     if against is not None:
         request = Request(against, export, verb="export", **options)
         return KnownExport(ExportSource(request, "--against", exact, asked=True))
@@ -88,19 +92,19 @@ def _found(
     return KnownExport(ExportSource(request, by, exact, digest or None))
 
 
-def record_verdict(known: KnownExport, proof: ExportProof, catalog: str | bool | None) -> ExportProof:
+def record_verdict(export: KnownExport, proof: ExportProof, catalog: str | bool | None) -> ExportProof:
     """Store the verdict with the conversion that wrote the export, if a catalog has one.
 
     Returns:
         The proof with the conversion's id.
     """
-    if known.conversion is None or catalog is False:
+    if export.conversion is None or catalog is False:
         return proof
     from ckptcore.catalog import open_catalog
 
     with open_catalog(catalog if isinstance(catalog, str) else None) as opened:
-        keep(opened, known.conversion, proof)
-    return replace(proof, conversion=known.conversion)
+        keep(opened, export.conversion, proof)
+    return replace(proof, conversion=export.conversion)
 
 
 def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
@@ -130,7 +134,7 @@ class _SourceNow:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    made: ConversionRow
+    conversion: ConversionRow
     source: _SourceNow
     export: CheckpointDetail
 
@@ -141,21 +145,21 @@ def _registered(export: str, catalog: str | bool | None) -> _Registered | None:
     from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 
     with open_catalog(catalog if isinstance(catalog, str) else None) as opened:
-        there = opened.at(export)
-        detail = opened.show(there[0].id, tensors=False) if there is not None else None
+        registered = opened.at(export)
+        detail = opened.show(registered[0].id, tensors=False) if registered is not None else None
         if (
             not isinstance(detail, CheckpointDetail)
             or not detail.written_by
             or not _is_recorded(export, detail)
         ):
             return None
-        made = detail.written_by[0]
-        conversion = opened.show(made.id)
+        conversion_row = detail.written_by[0]
+        conversion = opened.show(conversion_row.id)
         sources = conversion.sources if isinstance(conversion, ConversionDetail) else ()
-        source = _SourceNow(made.source_uri, sources[0].manifest_digest if sources else "")
+        source = _SourceNow(conversion_row.source_uri, sources[0].manifest_digest if sources else "")
         if len(sources) == 1:
             source = _source_now(opened, sources[0], detail.checkpoint) or source
-    return _Registered(made, source, detail)
+    return _Registered(conversion_row, source, detail)
 
 
 def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) -> _SourceNow | None:
@@ -184,25 +188,25 @@ def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) 
     return _SourceNow(place, copy.checkpoint.manifest_digest, by)
 
 
-def _is_recorded(export: str, known: CheckpointDetail) -> bool:
+def _is_recorded(export: str, registered: CheckpointDetail) -> bool:
     """Return whether an export has the recorded manifest, or is damaged and cannot be opened any more."""
     try:
-        found = {inspect(export).digest, inspect(export, keep_quantized=True).digest}
+        digests = {inspect(export).digest, inspect(export, keep_quantized=True).digest}
     except CkptError as error:
         return error.exit_code == 1
-    return known.checkpoint.manifest_digest in found
+    return registered.checkpoint.manifest_digest in digests
 
 
 def _by_catalog(registered: _Registered, export: str, against: str | None) -> ExportSource | None:
     """Return the source by the request of a conversion; None if this version cannot read the request."""
     source = registered.source
     try:
-        request = Request.from_dict(dict(registered.made.request))
+        request = Request.from_dict(dict(registered.conversion.request))
     except (UsageError, TypeError, AttributeError):  # of a newer version, or of a catalog that was rebuilt
         return None
     if request.verb != "export":
         return None
-    as_requested = source.place == registered.made.source_uri
+    as_requested = source.place == registered.conversion.source_uri
     place = against if against is not None else request.source if as_requested else source.place
     return ExportSource(
         replace(request, source=place, destination=export),

@@ -42,33 +42,37 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     specs: list[tuple[str, Shape]] = []
     rows, sums, files = [], [], []
     for number, (plan, receipt) in enumerate(zip(plans, receipts, strict=True)):
-        own = plan.columns
-        for name, source, rank, full in zip(own.names, own.source_dtype, own.rank, own.full, strict=True):
+        columns = plan.columns
+        for name, source, rank, full in zip(
+            columns.names, columns.source_dtype, columns.rank, columns.full, strict=True
+        ):
             if names.setdefault(name, len(specs)) == len(specs):
-                specs.append((own.dtypes[source], tuple(full[:rank].tolist())))
-        tensor = np.array([names[name] for name in own.names], np.int64)
+                specs.append((columns.dtypes[source], tuple(full[:rank].tolist())))
+        tensor = np.array([names[name] for name in columns.names], np.int64)
         # Copies: views would keep the plans of all files in memory at once.
-        rows.append((tensor, own.offset.copy(), own.shape.copy()))
-        sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(own), 2))
-        files.append(np.full(len(own), number))
+        rows.append((tensor, columns.offset.copy(), columns.shape.copy()))
+        sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(columns), 2))
+        files.append(np.full(len(columns), number))
     boxes, added = _columns(rows), np.concatenate(sums)
-    kept = _distinct_rows(boxes, added, np.concatenate(files), list(names), receipts)
+    distinct_rows = _distinct_rows(boxes, added, np.concatenate(files), list(names), receipts)
     volume, total = np.zeros(len(specs), np.int64), np.zeros((len(specs), 2), np.uint64)
-    np.add.at(volume, boxes[kept, 0], np.prod(boxes[kept, 1 + boxes.shape[1] // 2 :], axis=1))
-    np.add.at(total, boxes[kept, 0], added[kept])
-    found = []
-    for name, (dtype, full), elements, (one, two) in zip(
+    np.add.at(
+        volume, boxes[distinct_rows, 0], np.prod(boxes[distinct_rows, 1 + boxes.shape[1] // 2 :], axis=1)
+    )
+    np.add.at(total, boxes[distinct_rows, 0], added[distinct_rows])
+    fingerprinted = []
+    for name, (dtype, full), elements, (low, high) in zip(
         names, specs, volume.tolist(), total.tolist(), strict=True
     ):
         if elements != Box.full(full).numel:
             _log.warning("no fingerprint: the boxes of %s in the files are not a partition of it", name)
             return None
-        found.append((name, dtype, full, tensor_fingerprint(dtype, full, (one, two))))
-    return tuple(found)
+        fingerprinted.append((name, dtype, full, tensor_fingerprint(dtype, full, (low, high))))
+    return tuple(fingerprinted)
 
 
 def matching(
-    manifest: Manifest, found: Iterable[Fingerprinted], names: Mapping[str, str]
+    manifest: Manifest, fingerprinted: Iterable[Fingerprinted], names: Mapping[str, str]
 ) -> tuple[str | None, dict[str, str]]:
     """Select the fingerprints that belong to a checkpoint's tensors.
 
@@ -76,17 +80,17 @@ def matching(
 
     Args:
         manifest: The checkpoint.
-        found: Fingerprinted tensors.
-        names: FQN in the checkpoint -> name in ``found``, where they differ.
+        fingerprinted: Fingerprinted tensors.
+        names: FQN in the checkpoint -> name in ``fingerprinted``, where they differ.
 
     Returns:
         (fingerprint of the checkpoint, fingerprints of its tensors by FQN). The first is None unless all its
         tensors are known.
     """
-    known = {name: (dtype, shape, each) for name, dtype, shape, each in found}
+    by_name = {name: (dtype, shape, digest) for name, dtype, shape, digest in fingerprinted}
     mine: dict[str, str] = {}
-    for spec in manifest.tensors if known else ():
-        row = known.get(names.get(spec.fqn, spec.fqn))
+    for spec in manifest.tensors if by_name else ():
+        row = by_name.get(names.get(spec.fqn, spec.fqn))
         if row is not None and row[:2] == (spec.dtype, spec.shape):
             mine[spec.fqn] = row[2]
     if len(mine) < len(manifest.tensors) or not mine:
@@ -111,9 +115,9 @@ def _distinct_rows(
     order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files
     duplicate = np.zeros(len(order), np.bool_)
     duplicate[1:] = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
-    other = np.flatnonzero(duplicate[1:] & (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
-    if len(other):
-        first, second = order[other[0]], order[other[0] + 1]
+    differing = np.flatnonzero(duplicate[1:] & (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
+    if len(differing):
+        first, second = order[differing[0]], order[differing[0] + 1]
         raise OutputMismatch(
             f"{receipts[files[first]].path} and {receipts[files[second]].path} contain the same box of "
             f"{names[boxes[first, 0]]} with different elements",

@@ -44,7 +44,7 @@ def require_accounted(
     request: Request,
     extra: Mapping[str, bytes],
     catalog: str | bool | None = False,
-    begun: Publication | None = None,
+    unfinished: Publication | None = None,
 ) -> Replaced:
     """List what a request replaces at its destination, and account for every file of it.
 
@@ -52,7 +52,7 @@ def require_accounted(
         request: The request.
         extra: Path -> bytes of the small files that are about to be written.
         catalog: URL of the catalog whose rows count, None for the default one, False for none.
-        begun: The publication that a killed run left unfinished.
+        unfinished: The publication that a killed run left unfinished.
 
     Returns:
         What may be replaced; empty if the destination is free.
@@ -61,21 +61,21 @@ def require_accounted(
         DestinationExists: There are foreign files, and the request does not replace them.
         UsageError: Something there is never replaced.
     """
-    there = list_settled_destination(request.destination)
-    if not there:
+    inventory = list_settled_destination(request.destination)
+    if not inventory:
         return Replaced()
     require_unprotected(request.destination, _catalog_files(catalog))
-    _require_ours_to_replace(request, there)
-    if list(there) == [""] and there[""].kind is not NameKind.FOLDER:
-        return Replaced(there)
+    _require_ours_to_replace(request, inventory)
+    if list(inventory) == [""] and inventory[""].kind is not NameKind.FOLDER:
+        return Replaced(inventory)
     use = _used(request.destination)
-    names = [n for n, e in there.items() if e.kind is not NameKind.FOLDER and n not in use.read]
-    if begun is not None:
-        names = [n for n in names if begun.replaces.inventory.get(n) != there[n]]
+    names = [n for n, e in inventory.items() if e.kind is not NameKind.FOLDER and n not in use.read]
+    if unfinished is not None:
+        names = [n for n in names if unfinished.replaces.inventory.get(n) != inventory[n]]
     if names and not request.overwrite_foreign:
-        proofs = _proofs(request.destination, extra, catalog, begun)
+        proofs = _proofs(request.destination, extra, catalog, unfinished)
         with closing(open_store(request.destination)) as store:
-            names = [n for n in names if not _is_known(store, n, there[n], proofs, request)]
+            names = [n for n in names if not _is_known(store, n, inventory[n], proofs, request)]
         if names:
             raise DestinationExists(
                 f"cannot replace {request.destination}: nothing accounts for {len(names)} of its files: "
@@ -85,8 +85,8 @@ def require_accounted(
                 strangers=names[:100],
                 count=len(names),
             )
-    files = (name for name, status in there.items() if status.kind is not NameKind.FOLDER)
-    return Replaced(there, tuple(name for name in files if name not in use.data))
+    files = (name for name, status in inventory.items() if status.kind is not NameKind.FOLDER)
+    return Replaced(inventory, tuple(name for name in files if name not in use.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +120,19 @@ def _prefix_below(url: str, destination: str) -> str:
 
 
 def _proofs(
-    destination: str, extra: Mapping[str, bytes], catalog: str | bool | None, begun: Publication | None
+    destination: str, extra: Mapping[str, bytes], catalog: str | bool | None, unfinished: Publication | None
 ) -> _Proofs:
-    found: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    proofs: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for name, data in extra.items():
-        found[name].add((len(data), blake3(data).hexdigest()))
-    if begun is not None:
-        for name, (nbytes, digest) in begun.puts.items():
+        proofs[name].add((len(data), blake3(data).hexdigest()))
+    if unfinished is not None:
+        for name, (nbytes, digest) in unfinished.puts.items():
             if digest is not None:
-                found[name].add((nbytes, digest))
+                proofs[name].add((nbytes, digest))
     if catalog is not False:
         for name, nbytes, digest in _recorded(destination, catalog):
-            found[name].add((nbytes, digest))
-    return found
+            proofs[name].add((nbytes, digest))
+    return proofs
 
 
 def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, int, str]]:
@@ -146,7 +146,7 @@ def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, i
         if error.values.get("missing"):
             return []
         raise
-    with opened as known, known.reading() as conn:
+    with opened as reader, reader.reading() as conn:
         rows = files_at(conn, destination)
     return [(row.path, row.nbytes, row.digest) for row in rows if row.digest]
 
@@ -162,11 +162,11 @@ def _is_known(store: Readable, name: str, entry: FileStatus, proofs: _Proofs, re
     return is_untouched(store.read(name, 0, entry.nbytes), split_url(request.destination)[1])
 
 
-def _require_ours_to_replace(request: Request, there: Inventory) -> None:
+def _require_ours_to_replace(request: Request, inventory: Inventory) -> None:
     """Raise `UsageError` for what no option replaces."""
     special = [
         f"{name or request.destination} (a {status.kind.value})"
-        for name, status in there.items()
+        for name, status in inventory.items()
         if status.kind not in (NameKind.FILE, NameKind.FOLDER, NameKind.LINK)
     ]
     if special:
@@ -175,25 +175,25 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
             f"are never replaced: {some(special)}",
             hint="choose another destination",
         )
-    kept = [name for name in there if any(map(is_of_custody, name.split("/")))]
-    if kept:
+    custody_names = [name for name in inventory if any(map(is_of_custody, name.split("/")))]
+    if custody_names:
         raise UsageError(
             f"cannot replace {request.destination}: something in it is set aside, or has obligations: "
-            f"{some(kept)}",
+            f"{some(custody_names)}",
             hint="see ckptcore retire, and ckptcore catalog obligation list; or choose another destination",
         )
     if local_path(request.destination) is None:
         return
     named = [url for url in (request.config, request.tokenizer) if url is not None and url != NONE]
     read = inodes_of(request.source).union(*map(inodes_of, named))
-    shared = [name or request.destination for name, e in there.items() if e.identity in read]
+    shared = [name or request.destination for name, e in inventory.items() if e.identity in read]
     if shared:
         raise UsageError(
             f"cannot replace {request.destination}: {len(shared)} of its files are those of the source, "
             f"--config or --tokenizer under another name: {some(shared)}",
             hint="choose another destination",
         )
-    top = there[""]
+    top = inventory[""]
     if top.kind is NameKind.FILE and top.nbytes >= len(_SQLITE):
         parent, name = split_url(request.destination)
         with closing(open_store(parent)) as store:
@@ -211,18 +211,18 @@ def inodes_of(url: str) -> set[tuple[int, int] | None]:
     path = local_path(url)
     if path is None:
         return set()
-    found: set[tuple[int, int] | None] = set()
+    inodes: set[tuple[int, int] | None] = set()
     for name, entry in list_destination(os.path.realpath(path)).items():
         if entry.kind in (NameKind.FILE, NameKind.FOLDER, NameKind.MOUNT):
-            found.add(entry.identity)
+            inodes.add(entry.identity)
         elif entry.kind is NameKind.LINK:
             try:
-                seen = os.stat(os.path.join(path, name))
+                target_stat = os.stat(os.path.join(path, name))
             except OSError:  # a broken link: nothing can be lost through it
                 continue
-            if stat.S_ISREG(seen.st_mode) or stat.S_ISDIR(seen.st_mode):
-                found.add((seen.st_dev, seen.st_ino))
-    return found
+            if stat.S_ISREG(target_stat.st_mode) or stat.S_ISDIR(target_stat.st_mode):
+                inodes.add((target_stat.st_dev, target_stat.st_ino))
+    return inodes
 
 
 def _catalog_files(catalog: str | bool | None) -> dict[str, Path]:
@@ -230,9 +230,9 @@ def _catalog_files(catalog: str | bool | None) -> dict[str, Path]:
     from ckptcore.catalog import default_url
     from ckptcore.catalog.database import parse, sqlite_path
 
-    found = {}
-    for what, url in {"the catalog": catalog, "the default catalog": default_url()}.items():
+    files = {}
+    for label, url in {"the catalog": catalog, "the default catalog": default_url()}.items():
         path = sqlite_path(parse(url)) if isinstance(url, str) else None
         if path is not None:
-            found[what] = path
-    return found
+            files[label] = path
+    return files

@@ -122,14 +122,14 @@ def old_output(paths: PublishPaths, record: Publication | None) -> DirEntryAt | 
 
 def _is_empty(spot: DirEntryAt) -> bool:
     """Return whether a name does not exist or is an empty folder."""
-    seen = spot.look()
-    if seen is None or not stat.S_ISDIR(seen.st_mode):
-        return seen is None
-    with closing_fd(os.open(spot.name, OPEN_FOLDER, dir_fd=spot.folder_fd)) as below:
+    status = spot.look()
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        return status is None
+    with closing_fd(os.open(spot.name, OPEN_FOLDER, dir_fd=spot.at)) as below:
         return not os.listdir(below)
 
 
-def conclude(paths: PublishPaths, old: DirEntryAt, record: Publication) -> None:
+def finish_interrupted_publish(paths: PublishPaths, old: Spot, record: Publication) -> None:
     """Remove the old output if the new one is in its place, otherwise restore it."""
     target, top = paths.target, record.replaces.inventory.get("")
     with _reporting(paths):
@@ -192,9 +192,9 @@ def _changed(
     )
 
 
-def _is_folder(spot: DirEntryAt) -> bool:
-    seen = spot.look()
-    return seen is not None and stat.S_ISDIR(seen.st_mode)
+def _is_folder(spot: Spot) -> bool:
+    status = spot.look()
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def _worth_keeping(inventory: Inventory) -> bool:
@@ -265,19 +265,19 @@ def _keep_aside(paths: PublishPaths, home: str) -> None:
     """Move what was replaced into the folder with its record, from which it can be restored."""
     aside = paths.aside
     path = os.path.join(os.path.dirname(paths.target.path), home)
-    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.folder_fd)) as at:
-        rename_new(aside, DirEntryAt(at, paths.target.name, os.path.join(path, paths.target.name)))
-        sync_folder(".", at)
+    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.at)) as home_fd:
+        rename_new(aside, Spot(home_fd, paths.target.name, os.path.join(path, paths.target.name)))
+        sync_folder(".", home_fd)
     _log.warning("%s is replaced; what was there can be restored from %s", paths.target.path, path)
 
 
 def _discard(paths: PublishPaths, inventory: Inventory) -> None:
     """Remove what was replaced, name by name; names that are not recorded are kept beside the destination."""
     aside = paths.aside
-    seen = aside.look()
-    if seen is None:
+    status = aside.look()
+    if status is None:
         return
-    if stat.S_ISDIR(seen.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         # The status of a file with several names changes when another of its names is removed.
         names = Counter(entry.identity for entry in inventory.values())
         with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.folder_fd)) as below:
@@ -285,34 +285,36 @@ def _discard(paths: PublishPaths, inventory: Inventory) -> None:
         with contextlib.suppress(OSError):  # it is not empty
             host.rmdir(aside.name, dir_fd=aside.folder_fd)
             return
-    elif same_content(inventory.get(""), status_at(aside, seen), status=False):
-        host.unlink(aside.name, dir_fd=aside.folder_fd)
+    elif same_content(inventory.get(""), status_at(aside, status), status=False):
+        host.unlink(aside.name, dir_fd=aside.at)
         return
-    kept = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{host.now_ns():x}")
-    rename_new(aside, kept)
-    _log.warning("files that appeared in %s while it was replaced are in %s", paths.target.path, kept.path)
+    kept_beside = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{host.now_ns():x}")
+    rename_new(aside, kept_beside)
+    _log.warning(
+        "files that appeared in %s while it was replaced are in %s", paths.target.path, kept_beside.path
+    )
 
 
 def _remove_recorded(
-    at: int, path: str, prefix: str, inventory: Inventory, twins: Collection[_Inode]
+    folder_fd: int, path: str, prefix: str, inventory: Inventory, twins: Collection[_Inode]
 ) -> None:
     """Remove recorded names below a descriptor, depth first; each is checked right before."""
-    for name in os.listdir(at):
-        spot, was = DirEntryAt(at, name, f"{path}/{name}"), inventory.get(prefix + name)
+    for name in os.listdir(folder_fd):
+        spot, was = Spot(folder_fd, name, f"{path}/{name}"), inventory.get(prefix + name)
         try:
-            seen = spot.look()
-            if seen is None or was is None:
+            status = spot.look()
+            if status is None or was is None:
                 continue
-            now = status_at(spot, seen)
+            now = status_at(spot, status)
             if not same_content(was, now, status=was.identity not in twins):
                 continue
             if was.kind is not NameKind.FOLDER:
-                host.unlink(name, dir_fd=at)
+                host.unlink(name, dir_fd=folder_fd)
                 continue
-            with closing_fd(os.open(name, OPEN_FOLDER, dir_fd=at)) as below:
-                if os.path.samestat(os.fstat(below), seen):
+            with closing_fd(os.open(name, OPEN_FOLDER, dir_fd=folder_fd)) as below:
+                if os.path.samestat(os.fstat(below), status):
                     _remove_recorded(below, spot.path, f"{prefix}{name}/", inventory, twins)
-            host.rmdir(name, dir_fd=at)
+            host.rmdir(name, dir_fd=folder_fd)
         except OSError as error:  # not empty, or not removable: it is kept
             _log.debug("%s is kept: %s", spot.path, error.strerror)
 

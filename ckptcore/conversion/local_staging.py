@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptcore.conversion.local_publication import (
     PublishPaths,
-    conclude,
+    finish_interrupted_publish,
     is_in_place,
     is_moved_out,
     old_output,
@@ -144,7 +144,7 @@ class LocalStaging(Staging):
                     hint="move it to where it belongs; nothing of it was removed",
                     path=old.path,
                 )
-            conclude(paths, old, record)
+            finish_interrupted_publish(paths, old, record)
 
     def publish(self, publication: Publication, commit: Collection[str], *, single: bool) -> None:
         """Move the staged files to the destination in one step.
@@ -275,7 +275,7 @@ class LocalStaging(Staging):
     def _remove_but_odd(self) -> bool:
         """Remove only the run's own files if the folder has foreign ones; return whether it has."""
         fd = self._home.open()
-        odd = [] if fd is None or not self._home.in_place() else _odd(names_in(fd))
+        odd = [] if fd is None or not self._home.in_place() else _unexpected_names(names_in(fd))
         # An old output that a version without lists replaced is removed with its folder.
         odd = [name for name in odd if name != REPLACED or self.root.size(PUBLISHING) is None]
         if not odd:
@@ -316,7 +316,7 @@ class LocalStaging(Staging):
             if fd is None:
                 return
             with closing_fd(fd):
-                refuse_odd(Path(path), [n for n in _odd(names_in(fd)) if n != REPLACED])
+                refuse_odd(Path(path), [n for n in _unexpected_names(names_in(fd)) if n != REPLACED])
             remove_tree(parent, name, path, self._home.owners)
 
     def _require_parent(self) -> None:
@@ -406,15 +406,15 @@ class LocalStaging(Staging):
 
     def _unwritable(self, error: OSError) -> DestinationUnwritable:
         why = error.strerror or str(error)
-        for at in map(str, (Path(self.parent), *Path(self.parent).parents)):
-            if os.path.islink(at) and not os.path.exists(at):
-                why = f"{at} is a broken link"
+        for folder in map(str, (Path(self.parent), *Path(self.parent).parents)):
+            if os.path.islink(folder) and not os.path.exists(folder):
+                why = f"{folder} is a broken link"
         return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
 
 
-def _odd(names: Names) -> list[str]:
+def _unexpected_names(names: Names) -> list[str]:
     """Return the names in a staging folder that no run creates, sorted."""
-    ours = {name for name, seen in names.items() if _is_ours(name, seen.st_mode)}
+    ours = {name for name, status in names.items() if _is_ours(name, status.st_mode)}
     return sorted(names.keys() - ours)
 
 
@@ -424,6 +424,8 @@ def _is_ours(name: str, mode: int) -> bool:
 
 def _refuse_foreign(path: Path, names: Names) -> None:
     """Raise `StagingForeign` for a folder that no run of ours can have left."""
-    refuse_odd(path, [name for name in _odd(names) if name != REPLACED or PUBLISHING not in names])
+    refuse_odd(
+        path, [name for name in _unexpected_names(names) if name != REPLACED or PUBLISHING not in names]
+    )
     if names and LOCK not in names:
         raise untrusted_entry(str(path), "no run has used it: it has files, but no lock")

@@ -76,8 +76,12 @@ class DestinationClaim:
         from ckptcore.catalog import claims, open_catalog
         from ckptcore.catalog.database import clock
 
-        given = self._catalog
-        catalog = open_catalog(given) if given is None or isinstance(given, str) else given
+        url_or_catalog = self._catalog
+        catalog = (
+            open_catalog(url_or_catalog)
+            if url_or_catalog is None or isinstance(url_or_catalog, str)
+            else url_or_catalog
+        )
         key = claims.Key("", self._destination, _OPTIONS)
         name = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex[:8]}"
         claim = None
@@ -85,7 +89,7 @@ class DestinationClaim:
             with catalog.writing() as conn:
                 claim = claims.take(conn, clock(conn), key, self._destination, name, retry=True)
         finally:
-            if catalog is not given and (claim is None or not claim.mine):
+            if catalog is not url_or_catalog and (claim is None or not claim.mine):
                 catalog.close()
         if not claim.mine:
             holder = claim.owner.rpartition(" ")[0]

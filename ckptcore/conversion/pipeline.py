@@ -4,7 +4,7 @@
     execute   write some or all files of the plan                 -> Receipts
               (or `execute_part` and `join`, for a file that several machines write)
     finish    verify the written files, and publish them          -> Result
-    register  record the result in the catalog; `settle` removes the staging folder
+    register  record the result in the catalog; `remove_staging` removes the staging folder
 
 `convert` runs all of them. All state between the stages is in a folder beside the destination, so each can
 run in another process, and the next run resumes a killed one.
@@ -84,9 +84,9 @@ __all__ = [
     "prepare",
     "publishing",
     "register",
-    "settle",
+    "remove_leftover_staging",
+    "remove_staging",
     "stopped",
-    "tidy",
     "validate",
 ]
 _log = logging.getLogger("ckptcore")
@@ -255,7 +255,7 @@ def finish(
 ) -> Result:
     """Verify that every file exists and that the output reads back as planned, then publish it.
 
-    The staging folder stays, for `register`; `settle` removes it. The catalog is that of `prepare`;
+    The staging folder stays, for `register`; `remove_staging` removes it. The catalog is that of `prepare`;
     ``conversion`` is its id there, if this process began it.
     """
     staging = staging_of_plan(plan_uri, catalog_url)
@@ -263,14 +263,14 @@ def finish(
         return finish_staged(staging, settings or Settings(), progress, Replacer(catalog_url, conversion))
 
 
-def settle(plan_uri: str) -> None:
+def remove_staging(plan_uri: str) -> None:
     """Remove the staging folder of a published plan."""
     staging = staging_of_plan(plan_uri)
     staging.finish_interrupted_publish()
     staging.remove()
 
 
-def tidy(destination: str, catalog: Catalog | bool = False) -> None:
+def remove_leftover_staging(destination: str, catalog: Catalog | bool = False) -> None:
     """Remove the staging folder that a killed run left beside a published destination.
 
     The caller has the claim on the destination, and found it in the catalog. Raises `Busy`.
@@ -325,20 +325,20 @@ def _convert(
     catalog_url: str | bool | None,
     topology: Layouts | None,
 ) -> Result:
-    seen: list[Manifest] = []
+    manifests: list[Manifest] = []
     try:
         stages = publishing(
-            request, settings, progress, catalog_url, topology, seen=seen, registration=registration
+            request, settings, progress, catalog_url, topology, manifests=manifests, registration=registration
         )
         with stages as result:
             (progress or _silent)("register", result.nbytes, result.nbytes)
             with span("register", destination=request.destination):
-                result = register(registration, result, seen[0])
+                result = register(registration, result, manifests[0])
     except BaseException as error:
-        known = stopped(error)
-        fail(registration, known, seen[0] if seen else None)
-        if known is not error:
-            raise known from error
+        stop = stopped(error)
+        fail(registration, stop, manifests[0] if manifests else None)
+        if stop is not error:
+            raise stop from error
         raise
     return result
 
@@ -351,7 +351,7 @@ def publishing(
     catalog_url: str | bool | None = None,
     topology: Layouts | None = None,
     *,
-    seen: list[Manifest],
+    manifests: list[Manifest],
     registration: Registration | None = None,
 ) -> Iterator[Result]:
     """Run the stages of a conversion up to publishing, and keep the destination while the block runs.
@@ -364,7 +364,7 @@ def publishing(
         progress: See `convert`.
         catalog_url: The catalog that accounts for files of a destination that is replaced; see `prepare`.
         topology: See `ckptcore.planning.compose.compose`.
-        seen: Receives the source's manifest, as soon as it is read.
+        manifests: Receives the source's manifest, as soon as it is read.
         registration: The conversion in the catalog, which records the digests of the source's files; None
             without a catalog.
 
@@ -380,7 +380,7 @@ def publishing(
         manifest = inspect(
             request.source, request.recover, request.keep_quantized, request.weights, observe=observe
         )
-    seen.append(manifest)
+    manifests.append(manifest)
     inspected = time.perf_counter() - began
     report("inspect", manifest.nbytes, manifest.nbytes)
     report("validate", 0, manifest.nbytes)
@@ -395,10 +395,10 @@ def publishing(
             receipts = _execute(staging, None, settings, progress, just_planned=True, sums=manifest.sums)
             digests = digests_of_source(manifest)
         wrote = time.perf_counter() - began
-        own, recorded = (registration.id, registration.source) if registration else (None, None)
+        conversion_id, recorded = (registration.id, registration.source) if registration else (None, None)
         require_as_recorded(manifest, digests, recorded)
         with span("publish", destination=request.destination):
-            result = finish_staged(staging, settings, progress, Replacer(catalog_url, own))
+            result = finish_staged(staging, settings, progress, Replacer(catalog_url, conversion_id))
         timings = {"inspect": inspected, **prepared.timings, "write": wrote}
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
         warnings = (*prepared.warnings, *result.warnings)
@@ -529,10 +529,10 @@ def _resume(
     """
     plan = composed.plan
     same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
-    own = earlier.record if earlier.plan == plan.digest else None
+    resumed = earlier.record if earlier.plan == plan.digest else None
     staging.sweep_parts()
-    if own is not None and own.step == DONE:
-        restore(staging, composed, stamps, own, same=same)
+    if resumed is not None and resumed.step == DONE:
+        restore(staging, composed, stamps, resumed, same=same)
     elif not (keep and same):
         # Only the record knows what a killed run began to replace on an object store. It stays until the next
         # publication takes it over.
@@ -540,7 +540,7 @@ def _resume(
         return None, True
     elif earlier.published != plan.digest:
         staging.check_staged_plan(composed, stamps)
-    return own, False
+    return resumed, False
 
 
 def _replaced(
@@ -632,9 +632,9 @@ def _execute(
     sums: FileSums | None = None,
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
-    wanted = [f.index for f in plan.files] if indices is None else list(indices)
+    file_indices = [f.index for f in plan.files] if indices is None else list(indices)
     if staging.published_plan(noted(staging)) == plan.digest:
-        return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in wanted))
+        return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in file_indices))
     stamps = load_stamps(staging.plan) or {}
     settings = settings_for(plan, settings)
     with closing(open_source_store(plan.source, stamps)) as source, closing(staging.files):
@@ -643,13 +643,13 @@ def _execute(
         run = plan_run(staging, plan, source, stamps, settings)
         beside = staging.beside_uploads(plan, settings)
         if part is None:
-            count = _processes_for(plan, settings, [plan.files[index].nbytes for index in wanted])
+            count = _processes_for(plan, settings, [plan.files[index].nbytes for index in file_indices])
             if count > 1:
                 from ckptcore.conversion.file_process import elsewhere
 
-                run = replace(run, elsewhere=elsewhere(staging, plan, wanted, settings, sums, count))
+                run = replace(run, elsewhere=elsewhere(staging, plan, file_indices, settings, sums, count))
         try:
-            return execute_files(run, wanted, beside, part=part, progress=progress)
+            return execute_files(run, file_indices, beside, part=part, progress=progress)
         except DamagedCheckpoint as error:
             untied = _untied(plan, error)
             if untied is None:
@@ -663,10 +663,11 @@ def _untied(plan: Plan, error: DamagedCheckpoint) -> NameMismatch | None:
     tied = next(((a, b) for a, b in plan.ties for f in differing if f.fqn == b), None)
     if tied is None:
         return None
-    gone, kept = tied
+    gone, tied_to = tied
     where = differing[0].message.rpartition(" differ in ")[2]
     return NameMismatch(
-        f"{gone} is tied to {kept}, by the config (tie_word_embeddings) or --tie, and they differ in {where}",
+        f"{gone} is tied to {tied_to}, by the config (tie_word_embeddings) or --tie, and they differ in "
+        f"{where}",
         hint='if it was trained so, set "tie_word_embeddings": false in the config of this model; else leave '
         f"one out: --exclude '*{gone}'",
         missing=[],
@@ -682,8 +683,8 @@ def digests_of_source(manifest: Manifest, read: Iterable[FileSums] = ()) -> dict
     """
     if manifest.sums is None:
         return {}
-    for each in read:
-        manifest.sums.add(each)
+    for file_sums in read:
+        manifest.sums.add(file_sums)
     with closing(open_source_store(manifest.root, manifest.versions)) as source:
         return file_digests(manifest, source)
 

@@ -231,7 +231,7 @@ def finish_staged(
     is_published = staging.published_plan(record) == plan.digest
     resumed = staging.publishing_plan(record) == plan.digest
     if fingerprint is not None:
-        plan = with_fingerprint(staging, plan, fingerprint, published=is_published, begun=resumed)
+        plan = with_fingerprint(staging, plan, fingerprint, published=is_published, is_resumed=resumed)
     publishing = _Publishing(staging, plan, receipts, record, resumed, settings, progress, writer)
     if is_published:
         output = _published_output(publishing)
@@ -411,10 +411,10 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
     specs: set[tuple[str, str, tuple[int, ...]]] = set()
     commit = []
     for file in plan.files:
-        one = load_file_plan(staging.plan, file.index)
-        specs.update(one.columns.specs())
-        if one.commit:
-            commit.append(one.path)
+        file_plan = load_file_plan(staging.plan, file.index)
+        specs.update(file_plan.columns.specs())
+        if file_plan.commit:
+            commit.append(file_plan.path)
     if plan.target.single is not None:
         return sorted(specs), [ITSELF]
     # These make a folder loadable, too: they are written last, with the index.
@@ -433,7 +433,7 @@ def _publication(publishing: _Publishing) -> Publication:
             # A late import: most conversions replace nothing.
             from ckptcore.conversion.foreign_files import require_accounted
 
-            replaced = require_accounted(request, {}, begun=record)
+            replaced = require_accounted(request, {}, unfinished=record)
     single = plan.target.single is not None
     puts: dict[str, tuple[int, str | None]] = {
         ITSELF if single else r.path: (r.nbytes, r.digest) for r in publishing.receipts
@@ -554,13 +554,17 @@ def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set
             items.setdefault(written.files[item.file].path, []).append(row)
     index = {f.path: f.index for f in plan.files}
     for path, rows in items.items():
-        one = load_file_plan(staging.plan, index[path]) if path in index else None
-        spans = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
+        file_plan = load_file_plan(staging.plan, index[path]) if path in index else None
+        spans = [
+            (x.start, x.start + len(x.data)) for x in (file_plan.literals if file_plan is not None else ())
+        ]
         in_literals -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in spans)}
     return in_literals
 
 
-def with_fingerprint(staging: Staging, plan: Plan, fingerprint: str, *, published: bool, begun: bool) -> Plan:
+def with_fingerprint(
+    staging: Staging, plan: Plan, fingerprint: str, *, published: bool, is_resumed: bool
+) -> Plan:
     """Add the last line to the staged card, and return the plan with the digest of the result.
 
     If the card is neither the planned one nor the planned one with its line, the plan stays as it is; the
@@ -571,7 +575,8 @@ def with_fingerprint(staging: Staging, plan: Plan, fingerprint: str, *, publishe
         plan: The plan of the conversion.
         fingerprint: The fingerprint of all tensors.
         published: The output is already at the destination, and nothing is written.
-        begun: A killed run began to copy the output to an object store; the card must be the recorded one.
+        is_resumed: A killed run began to copy the output to an object store; the card must be the recorded
+            one.
     """
     planned = dict(plan.extra).get(CARD)
     if planned is None:
@@ -589,7 +594,7 @@ def with_fingerprint(staging: Staging, plan: Plan, fingerprint: str, *, publishe
         full = data
     elif published or _blake3(data) != planned:
         return plan
-    if begun:
+    if is_resumed:
         record = noted(staging)
         if record is None or record.puts.get(CARD) != (len(full), _blake3(full)):
             return plan

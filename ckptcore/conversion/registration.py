@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptcore.conversion.publish import Result
 
 _MOST = (1 << 63) - 1  # a forged shape can claim more than a database integer can store
-Prints = tuple[str | None, Mapping[str, str]]
+StoredFingerprints = tuple[str | None, Mapping[str, str]]
 Published = tuple[str, int, str | None]
 _log = logging.getLogger("ckptcore")
 
@@ -90,8 +90,8 @@ def start(
 
     # No connection stays open while files are written, nor where it may not begin; the next use opens one.
     with open_catalog(catalog_url if isinstance(catalog_url, str) else None) as catalog:
-        found, recorded = catalog.begin(**_begun(request, flow_run_id)), catalog.at(request.source)
-    return Registration(catalog, found, request, announcement, recorded)
+        conversion_id, recorded = catalog.begin(**_begun(request, flow_run_id)), catalog.at(request.source)
+    return Registration(catalog, conversion_id, request, announcement, recorded)
 
 
 def start_each(
@@ -149,36 +149,40 @@ def register(registration: Registration | None, result: Result, source: Manifest
     return replace(result, conversion=registration.id)
 
 
-def register_each(done: Sequence[tuple[Registration, Result, Manifest]]) -> list[Result | CkptError]:
+def register_each(published: Sequence[tuple[Registration, Result, Manifest]]) -> list[Result | CkptError]:
     """Record several published results in one transaction that a power cut cannot undo.
 
     If the transaction fails, each result is recorded in one of its own, so that no result is lost by another.
 
     Args:
-        done: The running conversions of one catalog, with their results and the manifests of their sources.
+        published: The running conversions of one catalog, with their results and the manifests of their
+            sources.
 
     Returns:
         The results with their conversions' ids, or the error of `register`.
     """
-    if not done:
+    if not published:
         return []
     try:
-        done[0][0].catalog.succeed_each(
-            [(about.id, _made(about, result, source)) for about, result, source in done]
+        published[0][0].catalog.succeed_each(
+            [
+                (registration.id, _made(registration, result, source))
+                for registration, result, source in published
+            ]
         )
     except Exception as error:
         ended = error_of(error)
-        if ended.transient or len(done) == 1:  # the next try would wait as long
-            return [not_recorded(result, ended) for _, result, _ in done]
-        return [kept for one in done for kept in register_each([one])]
-    found: list[Result | CkptError] = []
-    for about, result, _ in done:
+        if ended.transient or len(published) == 1:  # the next try would wait as long
+            return [not_recorded(result, ended) for _, result, _ in published]
+        return [outcome for row in published for outcome in register_each([row])]
+    outcomes: list[Result | CkptError] = []
+    for registration, result, _ in published:
         try:
-            _keep_proof(about, result)
-            found.append(replace(result, conversion=about.id))
+            _keep_proof(registration, result)
+            outcomes.append(replace(result, conversion=registration.id))
         except Exception as error:
-            found.append(not_recorded(result, error_of(error)))
-    return found
+            outcomes.append(not_recorded(result, error_of(error)))
+    return outcomes
 
 
 def not_recorded(result: Result, error: CkptError) -> CkptError:
@@ -203,7 +207,9 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
     digests = {r.path: r.digest for r in result.files}
     numbers = result.fingerprints
     # A tensor that a name map split, merged or permuted is another tensor than its sources.
-    old = dict(result.renamed) | {s: "" for made in result.made if not made.same for s in made.sources}
+    old = dict(result.renamed) | {
+        s: "" for derived in result.made if not derived.same for s in derived.sources
+    }
     read = facts(
         source,
         registration.request.source,
@@ -213,7 +219,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         prints=matching(source, numbers, old),
         training=True,
     )
-    made = facts(
+    derived = facts(
         result.written,
         result.destination,
         digests,
@@ -221,8 +227,10 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         prints=matching(result.written, numbers, {}),
         published=result.published,
     )
-    made = replace(made, stamp=published_stamp(result.written) if made.fingerprint is not None else None)
-    done = ConversionFacts(
+    derived = replace(
+        derived, stamp=published_stamp(result.written) if derived.fingerprint is not None else None
+    )
+    conversion_facts = ConversionFacts(
         plan_digest=result.plan_digest,
         bytes_in=result.bytes_in,
         bytes_out=result.nbytes,
@@ -233,7 +241,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         source_stamp=result.source_stamp,
         source_ctime=result.source_ctime,
     )
-    return {"facts": done, "source": read, "derived": made, "findings": result.warnings}
+    return {"facts": conversion_facts, "source": read, "derived": derived, "findings": result.warnings}
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
@@ -252,11 +260,11 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
     request, announcement = registration.request, registration.announcement
     findings = tuple(ended.values.get("findings", ()))
     try:
-        known = None
+        source_facts = None
         if source is not None and ended.values.get("recorded", True):  # damage replaces no row with digests
-            known = facts(source, request.source, announcement=announcement, training=True)
+            source_facts = facts(source, request.source, announcement=announcement, training=True)
         registration.catalog.fail(
-            registration.id, code=ended.code, message=ended.message, findings=findings, source=known
+            registration.id, code=ended.code, message=ended.message, findings=findings, source=source_facts
         )
     except Exception as second:
         _log.warning("the failure could not be registered: %s", ended_by(second).message)
@@ -267,18 +275,18 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
 def record_fingerprint(
     manifest: Manifest,
     uri: str,
-    found: Sequence[Fingerprinted],
+    fingerprinted: Sequence[Fingerprinted],
     names: Mapping[str, str],
     catalog_url: str | None,
 ) -> None:
-    """Record the fingerprints of tensors that were read. names: FQN -> its name in ``found``."""
+    """Record the fingerprints of tensors that were read. names: FQN -> its name in ``fingerprinted``."""
     from ckptcore.catalog import open_catalog
 
-    prints = matching(manifest, found, names)
+    prints = matching(manifest, fingerprinted, names)
     warnings = [f for f in manifest.findings if f.severity == "warning"]
-    known = facts(manifest, uri, verified="coverage", prints=prints)
+    checkpoint_facts = facts(manifest, uri, verified="coverage", prints=prints)
     with open_catalog(catalog_url) as catalog:
-        catalog.record_validation(known, warnings, level="coverage")
+        catalog.record_validation(checkpoint_facts, warnings, level="coverage")
 
 
 def facts(
@@ -287,7 +295,7 @@ def facts(
     digests: Mapping[str, str | None] | None = None,
     *,
     verified: str | None = None,
-    prints: Prints = (None, {}),
+    prints: StoredFingerprints = (None, {}),
     announcement: Announcement = UNANNOUNCED,
     published: Sequence[Published] = (),
     training: bool = False,
@@ -313,19 +321,19 @@ def facts(
     if step is None:
         step = announcement.step
     name = manifest.origin.get("file")
-    known = digests or {}
+    digest_of = digests or {}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     files = [
-        (f.path, f.size or 0, known.get(f.path))
+        (f.path, f.size or 0, digest_of.get(f.path))
         for f in manifest.without_copies().files
         if name is None or f.path == name
     ]
     named = {path for path, _, _ in files}
-    others = [row for row in published if row[0] not in named]
+    other_files = [row for row in published if row[0] not in named]
     if name is None:
-        named |= {path for path, _, _ in others}
-        others += [
-            (f.path, f.size or 0, known.get(f.path)) for f in manifest.described if f.path not in named
+        named |= {path for path, _, _ in other_files}
+        other_files += [
+            (f.path, f.size or 0, digest_of.get(f.path)) for f in manifest.described if f.path not in named
         ]
     return CheckpointFacts(
         uri,
@@ -339,7 +347,7 @@ def facts(
         origin,
         verified,
         *prints,
-        others,
+        other_files,
         tuple(_training(manifest, announcement, training)),
     )
 
@@ -368,12 +376,12 @@ def _training(
     if not stored:
         return
     try:
-        found = stored_facts(manifest)
+        training_facts = stored_facts(manifest)
     except Exception as error:  # facts about a training never cost the record of an output
         _log.warning("facts about the training are left out: %s", error_of(error).message)
         return
-    if found:
-        yield STORED, found
+    if training_facts:
+        yield STORED, training_facts
 
 
 def _step_and_run(uri: str) -> tuple[int | None, str | None]:

@@ -179,128 +179,133 @@ def publish_remote(
             then; the same command resumes.
         OutputMismatch: A written object is missing or has another size.
     """
-    with closing(destination) as here:
-        publication, url = here.publication, here.staging.destination
-        old, puts, uploaded = publication.replaces, publication.puts, here.handles
+    with closing(destination) as target:
+        publication, url = target.publication, target.staging.destination
+        old, puts, uploaded = publication.replaces, publication.puts, target.handles
         beside = [name for name in puts if name not in commit and name not in uploaded]
         tensors = [name for name in puts if name not in commit and name in uploaded]
         last = [name for name in puts if name in commit and name in uploaded]
         end = [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]
         alone = False  # whether the destination was seen to have only ours
         if publication.step not in (REMOVING, PUTTING):
-            _require_as_judged(here, list_destination(url) if inventory is None else inventory)
+            _require_as_judged(target, list_destination(url) if inventory is None else inventory)
             first = REMOVING if old.inventory else PUTTING  # there is nothing to remove
             publication = replace(publication, step=first)
             begin = tensors if uploaded else beside
             alone = first == PUTTING and not begin
-            _begin(here, publication, () if first == REMOVING else begin or last, alone=alone)
+            _begin(target, publication, () if first == REMOVING else begin or last, alone=alone)
         if publication.step == REMOVING:
             for name in old.first:
-                _remove(here, name)
+                _remove(target, name)
             before, publication = publication, replace(publication, step=PUTTING)
-            note(here.staging, publication, before)
-        _put_all(here, tensors if uploaded else beside)
+            note(target.staging, publication, before)
+        _put_all(target, tensors if uploaded else beside)
         for name in old.inventory:
             if name not in old.first and name not in puts:
-                _remove(here, name)
+                _remove(target, name)
         if not alone:
-            _require_only_ours(here)
+            _require_only_ours(target)
         listed: list[Inventory] = []  # after the last change, if that is a Complete
         for name in last:
             ends = name == last[-1] and not end
-            here.put(name, (lambda: listed.append(list_destination(url))) if ends else None)
+            target.put(name, (lambda: listed.append(list_destination(url))) if ends else None)
         if read is not None:
             read()
         if uploaded:
-            _put_all(here, beside)
+            _put_all(target, beside)
         for name in puts:
             if name in commit and name not in uploaded:
-                here.put(name)
+                target.put(name)
         now = listed[-1] if listed else list_destination(url)
         lost = [n for n, (nbytes, _) in puts.items() if n not in now or now[n].nbytes != nbytes]
         if lost:
-            raise OutputMismatch(f"{here.url_of(lost[0])} was written, but is missing", hint="run again")
-        _end(here, replace(publication, step=DONE, there={n: now[n] for n in puts}), publication)
+            raise OutputMismatch(f"{target.url_of(lost[0])} was written, but is missing", hint="run again")
+        _end(target, replace(publication, step=DONE, there={n: now[n] for n in puts}), publication)
 
 
 def is_published(destination: Destination) -> bool:
     """Return whether all written objects are unchanged, by size and version, or else by their bytes."""
     publication, now = destination.publication, list_destination(destination.staging.destination)
-    with closing(destination) as here:
+    with closing(destination) as target:
         return all(
             name in now
-            and (same_object(now[name], publication.there.get(name)) or here.holds(name, now[name]))
+            and (same_object(now[name], publication.there.get(name)) or target.holds(name, now[name]))
             for name in publication.puts
         )
 
 
-def _begin(here: Destination, publication: Publication, names: Sequence[str], *, alone: bool) -> None:
+def _begin(destination: Destination, publication: Publication, names: Sequence[str], *, alone: bool) -> None:
     """Record the first step of a publication, and look meanwhile at what it will find.
 
     Args:
-        here: The destination.
+        destination: The destination.
         publication: What is recorded.
         names: What is put into place first, if it is uploaded.
         alone: Require that only its own objects are there, because nothing is changed before that is asked.
     """
-    calls: list[Callable[[], object]] = [partial(note, here.staging, publication), *here.looks(names)]
+    calls: list[Callable[[], object]] = [
+        partial(note, destination.staging, publication),
+        *destination.looks(names),
+    ]
     if alone:
-        calls.append(partial(_require_only_ours, here))
-    here.together(calls)
+        calls.append(partial(_require_only_ours, destination))
+    destination.together(calls)
 
 
-def _end(here: Destination, publication: Publication, before: Publication) -> None:
+def _end(destination: Destination, publication: Publication, before: Publication) -> None:
     """Record that a publication is done; forget its uploads and list what is left to remove meanwhile.
 
     None of these needs the others: an upload that was completed is found without its entry, too.
 
     Args:
-        here: The destination.
+        destination: The destination.
         publication: What is recorded.
         before: What was recorded last.
     """
-    here.together([partial(note, here.staging, publication, before), *here.ends(publication)])
+    destination.together(
+        [partial(note, destination.staging, publication, before), *destination.ends(publication)]
+    )
 
 
-def _require_as_judged(here: Destination, inventory: Inventory) -> None:
-    old = here.publication.replaces.inventory
+def _require_as_judged(destination: Destination, inventory: Inventory) -> None:
+    old = destination.publication.replaces.inventory
     for name, entry in inventory.items():
-        if not same_object(old.get(name), entry) and not here.holds(name, entry):
-            raise DestinationExists(f"{here.url_of(name)} appeared meanwhile", hint=HINT)
+        if not same_object(old.get(name), entry) and not destination.holds(name, entry):
+            raise DestinationExists(f"{destination.url_of(name)} appeared meanwhile", hint=HINT)
 
 
-def _remove(here: Destination, name: str) -> None:
+def _remove(destination: Destination, name: str) -> None:
     """Remove one object, if it is still the recorded one; do nothing if it no longer exists."""
-    now = here.look(name)
+    now = destination.look(name)
     if now is None:
         return
-    if not same_object(now, here.publication.replaces.inventory.get(name)):
-        raise here.written_meanwhile(name)
-    here.remove(name, now)
+    if not same_object(now, destination.publication.replaces.inventory.get(name)):
+        raise destination.written_meanwhile(name)
+    destination.remove(name, now)
 
 
-def _put_all(here: Destination, names: Collection[str]) -> None:
+def _put_all(destination: Destination, names: Collection[str]) -> None:
     """Put files into place that no reader accepts alone.
 
     One whose bytes were altered on their way to the store is removed; the others are tried, too, so that one
     more run mends all of them. Raises `OutputMismatch` for the first.
     """
-    for altered in list(here.each(partial(_tried, here), names)):
+    for altered in list(destination.each(partial(_tried, destination), names)):
         if altered is not None:
             raise altered
 
 
-def _tried(here: Destination, name: str) -> OutputMismatch | None:
+def _tried(destination: Destination, name: str) -> OutputMismatch | None:
     """Put one file into place; return the error if its bytes were altered."""
     try:
-        here.put(name)
+        destination.put(name)
     except OutputMismatch as error:
         return error
     return None
 
 
-def _require_only_ours(here: Destination) -> None:
+def _require_only_ours(destination: Destination) -> None:
     """Refuse other objects before the folder becomes loadable: a loader could read them, too."""
-    for name in list_destination(here.staging.destination):
-        if name not in here.publication.puts:
-            raise DestinationExists(f"{here.url_of(name)} appeared meanwhile", hint=HINT)
+    for name in list_destination(destination.staging.destination):
+        if name not in destination.publication.puts:
+            raise DestinationExists(f"{destination.url_of(name)} appeared meanwhile", hint=HINT)

@@ -110,13 +110,13 @@ def _parts(file: PlannedFile) -> int:
 
 
 def _prices() -> dict[str, float]:
-    found, text = dict(_PRICES), os.environ.get(PRICES_VARIABLE, "")
-    for each in filter(None, text.split(",")):
-        name, _, value = each.strip().partition("=")
+    prices, text = dict(_PRICES), os.environ.get(PRICES_VARIABLE, "")
+    for assignment in filter(None, text.split(",")):
+        name, _, value = assignment.strip().partition("=")
         try:
-            found[name] = float(value)
+            prices[name] = float(value)
         except ValueError:
-            found["?"] = 0.0
-    if found.keys() != _PRICES.keys() or not all(0 <= price < 1e6 for price in found.values()):
+            prices["?"] = 0.0
+    if prices.keys() != _PRICES.keys() or not all(0 <= price < 1e6 for price in prices.values()):
         raise UsageError(f"{PRICES_VARIABLE} must be like get=0.0004,put=0.005 (got {text!r})")
-    return found
+    return prices

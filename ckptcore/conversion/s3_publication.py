@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptcore.conversion.publication_record import Publication
 from ckptcore.conversion.remote_publication import Destination, publish_remote
-from ckptcore.conversion.staged_uploads import ObjectPlaces
+from ckptcore.conversion.staged_uploads import DestinationKeys
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.reading.file_digests import has_digest
@@ -31,7 +31,7 @@ class S3Destination(Destination):
         self,
         staging: Staging,
         publication: Publication,
-        places: ObjectPlaces,
+        places: DestinationKeys,
         handles: Mapping[str, Uploaded] | None = None,
     ) -> None:
         super().__init__(staging, publication, handles)
@@ -39,8 +39,8 @@ class S3Destination(Destination):
 
     def look(self, name: str) -> FileStatus | None:
         """Return the current object of a name, or None."""
-        seen = self.client.head(self.places.key_of(name))
-        return None if seen is None else of_object(seen)
+        head = self.client.head(self.places.key_of(name))
+        return None if head is None else of_object(head)
 
     def each(self, call: Callable[[str], Any], names: Collection[str]) -> Iterable[Any]:
         """Return what a call returns for each name, with several requests at once."""
@@ -78,24 +78,26 @@ class S3Destination(Destination):
         client, staged = self.client, name or self.staging.name
         source, target = f"{self.places.staging}/files/{staged}", self.places.key_of(name)
         nbytes, digest = self.publication.puts[name]
-        seen = client.head(source)
+        staged_object = client.head(source)
         is_proven = digest is None or has_digest(self.staging.files, staged, nbytes, (digest,))
-        if seen is None or not is_proven:
+        if staged_object is None or not is_proven:
             raise self.staged_changed(name)
         try:
-            etag = _copied(client, source, target, seen.etag or None, old)
+            etag = _copied(client, source, target, staged_object.etag or None, old)
         except CkptError as error:
-            if kind_of(error) not in (Kind.CHANGED, Kind.MISSING) or _is_now(client, source, seen.etag):
+            if kind_of(error) not in (Kind.CHANGED, Kind.MISSING) or _is_now(
+                client, source, staged_object.etag
+            ):
                 raise  # also where the name has another object by now
             raise self.staged_changed(name) from error
-        if not _is_now(client, source, seen.etag):  # some stores take the condition, and ignore it
+        if not _is_now(client, source, staged_object.etag):  # some stores take the condition, and ignore it
             _remove_copy(client, target, etag)
             raise self.staged_changed(name)
 
 
 def complete_uploads(
     staging: Staging,
-    places: ObjectPlaces,
+    places: DestinationKeys,
     uploads: Uploads,
     handles: Mapping[str, Uploaded],
     list_leftovers: Callable[[], object],
@@ -125,7 +127,11 @@ def complete_uploads(
     destination = _UploadedDestination(staging, publication, places, handles, uploads, list_leftovers)
     publish_remote(destination, commit, lambda: read(destination.as_published(staged)), inventory)
     completed = destination.completed
-    without = [name for name, seen in completed.items() if not require_checksum(seen, handles[name])]
+    without = [
+        name
+        for name, completed_object in completed.items()
+        if not require_checksum(completed_object, handles[name])
+    ]
     if not without:
         return ()
     message = f"the store keeps no checksum of {len(without)} uploaded files"
@@ -144,7 +150,7 @@ class _UploadedDestination(S3Destination):
         self,
         staging: Staging,
         publication: Publication,
-        places: ObjectPlaces,
+        places: DestinationKeys,
         handles: Mapping[str, Uploaded],
         uploads: Uploads,
         list_leftovers: Callable[[], object],
@@ -192,7 +198,9 @@ class _UploadedDestination(S3Destination):
 
     def as_published(self, staged: Mapping[str, int]) -> Readable:
         """Return the output: completed objects, by their ETags, and the files that are still staged."""
-        completed = {name or self.staging.name: seen for name, seen in self.completed.items()}
+        completed = {
+            name or self.staging.name: completed_object for name, completed_object in self.completed.items()
+        }
         return PinnedFiles(self.client, completed, self.staging.files, staged)
 
 
@@ -212,8 +220,8 @@ def _copied(client: ObjectClient, source: str, target: str, match: str | None, o
 
 
 def _is_now(client: ObjectClient, key: str, etag: str) -> bool:
-    seen = client.head(key)
-    return seen is not None and seen.etag == etag
+    head = client.head(key)
+    return head is not None and head.etag == etag
 
 
 def _remove_copy(client: ObjectClient, key: str, etag: str) -> None:

@@ -200,7 +200,10 @@ class S3Staging(ObjectStaging):
     def staged(self) -> dict[str, int]:
         """Return the files that are staged as a whole: path -> size. With uploads there may be none."""
         prefix = f"{self.places.staging}/files/"
-        return {each.key[len(prefix) :]: each.nbytes for each in self.places.client.list(prefix)}
+        return {
+            staged_object.key[len(prefix) :]: staged_object.nbytes
+            for staged_object in self.places.client.list(prefix)
+        }
 
     def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
         """Remove everything but the lease from the prefix, and abort its uploads."""
@@ -235,16 +238,18 @@ class S3Staging(ObjectStaging):
         left = places.staged_names() if self._leftovers is None else self._leftovers
         self._leftovers = None
         for first in (True, False):
-            kept = [name for name in left if not is_of_staging(name)]
+            foreign_names = [name for name in left if not is_of_staging(name)]
             if any(name.startswith(f"{UPLOADS}/") for name in left):
                 places.journal.abort_all()
             # The journal removes its own entries: one that its list lacked has an upload that is still open.
             places.remove_staged(
-                name for name in left if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
+                name
+                for name in left
+                if name not in (*last, *foreign_names) and not name.startswith(f"{UPLOADS}/")
             )
             if first:  # a list may lack names: there is another one, while the record is removed
                 _, left = places.client.each(lambda call: call(), (remove_record, places.staged_names))
         if self._lease is not None:
             self._lease.release()
-        if kept:
-            _log.warning("%s is kept: no conversion writes %s", self.url, some(kept))
+        if foreign_names:
+            _log.warning("%s is kept: no conversion writes %s", self.url, some(foreign_names))

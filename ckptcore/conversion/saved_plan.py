@@ -54,7 +54,7 @@ def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
     home, store = _sealed(folder)
     try:
         fd = home.open()
-        there = fd is not None
+        existed = fd is not None
         if fd is not None and os.listdir(fd):
             raise DestinationExists(f"{folder} exists", hint="name a new folder for the plan")
         home.open(make=True)
@@ -68,7 +68,7 @@ def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
             stamps.save(store, stamps.stamp_files(manifest, source))
         save_head(store, composed.plan)
     except BaseException:
-        _take_back(home, store, there=there)
+        _take_back(home, store, existed=existed)
         raise
     return composed
 
@@ -130,9 +130,9 @@ def _require_own(home: SealedFolder, folder: Path) -> None:
         )
 
 
-def _take_back(home: SealedFolder, store: SealedStore, *, there: bool) -> None:
+def _take_back(home: SealedFolder, store: SealedStore, *, existed: bool) -> None:
     """Remove the saved part of a plan, and the folder unless it existed before."""
     for path in store.list():
         store.remove(path)
-    if not there:
+    if not existed:
         home.parent.joinpath(home.name).rmdir()

@@ -81,22 +81,22 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
     if recorded is None or recorded[0].state in NOT_THERE:
         return
     row, files = recorded
-    other, sizes = (
+    is_another, sizes = (
         hex_digest(manifest.digest) != row.manifest_digest,
         {f.path: f.size for f in manifest.files},
     )
-    if other and any(sizes.get(f.path) != f.nbytes for f in files if f.role == Role.DATA):
+    if is_another and any(sizes.get(f.path) != f.nbytes for f in files if f.role == Role.DATA):
         return  # else it may be damaged: headers with a flipped byte, or of exchanged files, read as others
     files = tuple(f for f in files if f.path in digests)
-    found = [wrong for f in files if (wrong := differs(f, digests[f.path]))]
-    same = {f.path for f in files if digests[f.path] == f.digest and not other}
-    if not found or is_resaved(manifest.root, files, same, row.created_at):
+    differing = [wrong for f in files if (wrong := differs(f, digests[f.path]))]
+    same = {f.path for f in files if digests[f.path] == f.digest and not is_another}
+    if not differing or is_resaved(manifest.root, files, same, row.created_at):
         return
-    more = f" and {len(found) - 1} more" if found[1:] else ""
+    others_text = f" and {len(differing) - 1} more" if differing[1:] else ""
     raise DamagedCheckpoint(
         f"{manifest.root} is not what the catalog recorded on {row.created_at:%Y-%m-%d}: "
-        f"{found[0].message}{more}",
+        f"{differing[0].message}{others_text}",
         hint=RESTORE_HINT,
-        findings=tuple(found),
-        recorded=not other,
+        findings=tuple(differing),
+        recorded=not is_another,
     )

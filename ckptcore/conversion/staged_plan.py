@@ -76,7 +76,12 @@ def planned_paths(plan: Plan) -> set[str]:
 
 
 def restore(
-    staging: Staging, composed: Composed, stamps: dict[str, str | None], done: Publication, *, same: bool
+    staging: Staging,
+    composed: Composed,
+    stamps: dict[str, str | None],
+    publication: Publication,
+    *,
+    same: bool,
 ) -> None:
     """Restore the plan and the receipts of a finished publication, to verify the published files.
 
@@ -84,9 +89,9 @@ def restore(
     """
     if not same:
         save_plan(staging.plan, composed.plan, composed.files, packed_stamps(stamps))
-    for receipt in done.receipts:
-        if read_receipt(staging.receipts, done.plan, receipt.index) is None:
-            write_receipt(staging.receipts, done.plan, receipt)
+    for receipt in publication.receipts:
+        if read_receipt(staging.receipts, publication.plan, receipt.index) is None:
+            write_receipt(staging.receipts, publication.plan, receipt)
 
 
 def plan_run(

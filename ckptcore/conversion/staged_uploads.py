@@ -27,7 +27,7 @@ _LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.planning.tiles`)
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectPlaces:
+class DestinationKeys:
     """The keys of a destination and of its staging prefix on a store with upload handles.
 
     Attributes:
@@ -55,7 +55,7 @@ class ObjectPlaces:
         """Return the names of all objects below the staging prefix; raises `DestinationUnwritable`."""
         prefix = f"{self.staging}/"
         try:
-            return [seen.key[len(prefix) :] for seen in self.client.list(prefix)]
+            return [staged_object.key[len(prefix) :] for staged_object in self.client.list(prefix)]
         except SourceUnreadable as error:
             raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
 
@@ -85,9 +85,9 @@ class ObjectPlaces:
         )
 
 
-def object_places(destination: str, staging: str) -> ObjectPlaces:
+def object_places(destination: str, staging: str) -> DestinationKeys:
     """Return the keys of a destination and of its staging prefix, by their URLs."""
-    return ObjectPlaces(client_of(destination), destination, key_of(destination), key_of(staging))
+    return DestinationKeys(client_of(destination), destination, key_of(destination), key_of(staging))
 
 
 def is_uploaded(file: PlannedFile) -> bool:
@@ -107,7 +107,7 @@ def beside_uploads(files: tuple[PlannedFile, ...], settings: Settings) -> Settin
 
 
 def cut_file(
-    places: ObjectPlaces, plan: Plan, file: FilePlan, nbytes: int, settings: Settings
+    places: DestinationKeys, plan: Plan, file: FilePlan, nbytes: int, settings: Settings
 ) -> tuple[FilePart, ...]:
     """Cut a file into parts of its upload, for workers that write them at once, and begin the upload.
 
@@ -117,7 +117,7 @@ def cut_file(
     if not file.tensors:
         return ()
     budget = Budget.of(beside_uploads(plan.files, settings))
-    found = cut_upload(file, nbytes, plan_parts(file.nbytes, file.path).part, budget)
-    if len(found) > 1:  # before any worker starts, so that all of them find the same upload
+    parts = cut_upload(file, nbytes, plan_parts(file.nbytes, file.path).part, budget)
+    if len(parts) > 1:  # before any worker starts, so that all of them find the same upload
         places.uploads(plan).entry(file.index, file.path, file.nbytes)
-    return found
+    return parts

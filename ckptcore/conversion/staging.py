@@ -265,18 +265,18 @@ def note(staging: Staging, publication: Publication, before: Publication | None 
     except AlteredInTransit as error:
         if before is None:
             raise
-        kept = _has_record(staging)
-        if not kept:
+        has_record = _has_record(staging)
+        if not has_record:
             with suppress(CkptError):  # the error that is raised says what to do without it
                 note(staging, before)
-                kept = True
+                has_record = True
         if publication.step != DONE:
             raise
         compare = f"compare it with its source (ckptcore diff SRC {staging.destination}), then remove "
         compare += f"what is left of the conversion: ckptcore gc {staging.parent}"
         raise AlteredInTransit(
             f"{staging.destination} is complete, but that cannot be recorded: {error.message}",
-            hint=f"{_RERUN if kept else compare}. Check this machine's memory and network",
+            hint=f"{_RERUN if has_record else compare}. Check this machine's memory and network",
         ) from error
 
 

@@ -57,12 +57,12 @@ def _parts(manifest: Manifest) -> Iterator[Form]:
     for name, read in _OBJECTS:
         try:
             with parsing(name):
-                found = read(_Objects(manifest))
+                facts = read(_Objects(manifest))
         except (CkptError, InvalidText) as error:
             _log.warning("cannot read %s of %s: %s", name, manifest.root, error)
             continue
-        if found:
-            yield found
+        if facts:
+            yield facts
     for path, read_bytes in _FILES:
         data = _file(manifest, path)
         if data is None:
@@ -167,8 +167,8 @@ def _megatron(of: _Objects) -> Form:
     if not isinstance(args, Mapping) or not {"num_layers", "hidden_size"} & set(args):
         return {}
     samples, length = args.get("consumed_train_samples"), args.get("seq_length")
-    known = isinstance(samples, int) and isinstance(length, int)
-    tokens = samples * length if known else 0  # type: ignore[operator]  # both are integers
+    is_countable = isinstance(samples, int) and isinstance(length, int)
+    tokens = samples * length if is_countable else 0  # type: ignore[operator]  # both are integers
     data = args.get("data_path")
     return {
         "framework": "megatron",
@@ -207,8 +207,8 @@ def _deepspeed(of: _Objects) -> Form:
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    for name, each in value.items() if isinstance(value, Mapping) else ():
-        yield str(name), each
+    for name, stored in value.items() if isinstance(value, Mapping) else ():
+        yield str(name), stored
 
 
 def _json_state(data: bytes) -> Form:
@@ -219,8 +219,8 @@ def _json_state(data: bytes) -> Form:
 def _olmo_core_config(data: bytes) -> Form:
     """OLMo-core, train/callbacks/config_saver.py. A hub's config has the same name, and none of its keys."""
     config = load_json(data)
-    known = isinstance(config, dict) and {"trainer", "train_module", "data_loader"} & set(config)
-    return {"config": config} if known else {}
+    is_config = isinstance(config, dict) and {"trainer", "train_module", "data_loader"} & set(config)
+    return {"config": config} if is_config else {}
 
 
 def _yaml_config(data: bytes) -> Form:

@@ -99,12 +99,12 @@ def collect(
             f"cannot collect in {url!r}: it is not on an S3 store",
             hint="elsewhere the same conversion, run again, resumes or removes what a killed run left",
         )
-    found = []
+    leftovers = []
     for item in _each(client_of(url), url, older_than_s, dry_run, catalog):
-        found.append(item)
+        leftovers.append(item)
         if on_item is not None:
             on_item(item)
-    return tuple(found)
+    return tuple(leftovers)
 
 
 def _each(
@@ -113,28 +113,28 @@ def _each(
     _, _, key = url.partition("://")[2].strip("/").partition("/")
     prefix = f"{key}/" if key else ""
     folders: dict[str, dict[str, ObjectSeen]] = defaultdict(dict)
-    for seen in client.list(prefix):
-        inside = _STAGING.fullmatch(seen.key)
+    for stored_object in client.list(prefix):
+        inside = _STAGING.fullmatch(stored_object.key)
         if inside is not None:
-            folders[inside[1]][inside[3]] = seen
+            folders[inside[1]][inside[3]] = stored_object
     uploads = list(client.list_uploads(prefix))
-    known: set[tuple[str, str]] = set()
+    recorded_uploads: set[tuple[str, str]] = set()
     why = "no conversion recorded it; abort it by hand if it is yours"
     for folder, objects in sorted(folders.items()):
-        own = attempt(_uploads_of, client, folder, uploads)
-        if isinstance(own, CkptError):
+        folder_uploads = attempt(_uploads_of, client, folder, uploads)
+        if isinstance(folder_uploads, CkptError):
             why = "whether a conversion recorded it is not known: a staging prefix cannot be read"
-            item: Left | CkptError = own
+            item: Left | CkptError = folder_uploads
         else:
-            known |= {(upload.key, upload.upload_id) for upload in own}
-            item = attempt(_staging, client, folder, objects, own, older_than_s, dry_run, catalog)
+            recorded_uploads |= {(upload.key, upload.upload_id) for upload in folder_uploads}
+            item = attempt(_staging, client, folder, objects, folder_uploads, older_than_s, dry_run, catalog)
         if isinstance(item, CkptError):
-            nbytes = sum(seen.nbytes for seen in objects.values())
+            nbytes = sum(stored_object.nbytes for stored_object in objects.values())
             reason = f"{item.code}: {item.message}"
             item = Left(f"{client.url}/{folder}", "staging", LeftFate.UNREAD, reason, nbytes, 0, None)
         yield item
     for upload in uploads:
-        if (upload.key, upload.upload_id) not in known:
+        if (upload.key, upload.upload_id) not in recorded_uploads:
             age = _age(upload.started)
             yield Left(f"{client.url}/{upload.key}", "upload", LeftFate.FOREIGN, why, 0, 1, age)
 
@@ -157,17 +157,19 @@ def _staging(
     dry_run: bool,
     catalog: str | bool | None,
 ) -> Left:
-    times = [seen.modified for seen in objects.values() if seen.modified is not None]
+    times = [
+        stored_object.modified for stored_object in objects.values() if stored_object.modified is not None
+    ]
     times += [upload.started for upload in uploads if upload.started is not None]
     age = _age(max(times, default=None))
-    nbytes = sum(seen.nbytes for seen in objects.values())
+    nbytes = sum(stored_object.nbytes for stored_object in objects.values())
 
     def left(fate: LeftFate, why: str) -> Left:
         return Left(f"{client.url}/{folder}", "staging", fate, why, nbytes, len(uploads), age)
 
-    strange = sorted(name for name in objects if not is_of_staging(name))
-    if strange:
-        return left(LeftFate.FOREIGN, f"it has objects that no conversion writes: {strange[0]!r}")
+    untrusted_names = sorted(name for name in objects if not is_of_staging(name))
+    if untrusted_names:
+        return left(LeftFate.FOREIGN, f"it has objects that no conversion writes: {untrusted_names[0]!r}")
     if age is None or age < older_than_s:
         return left(LeftFate.YOUNG, "it changed lately")
     above, _, name = folder.rpartition("/")
@@ -182,21 +184,23 @@ def _staging(
 def _removed(
     staging: Staging, left: Callable[[LeftFate, str], Left], *, has_record: bool, dry_run: bool
 ) -> Left:
-    begun = noted(staging) if has_record else None
-    if begun is not None and begun.step != DONE:
+    publication = noted(staging) if has_record else None
+    if publication is not None and publication.step != DONE:
         return left(
             LeftFate.PUBLISHING,
             "its output is partly published; run the same conversion again to complete it",
         )
-    what = (
-        "left by a run that published its output" if begun is not None else "left by a run that ended early"
+    origin = (
+        "left by a run that published its output"
+        if publication is not None
+        else "left by a run that ended early"
     )
     if dry_run:
         with staging.lock(shared=True):
-            return left(LeftFate.WOULD_REMOVE, what)
+            return left(LeftFate.WOULD_REMOVE, origin)
     with staging.lock():
         staging.remove()
-    return left(LeftFate.REMOVED, what)
+    return left(LeftFate.REMOVED, origin)
 
 
 def _age(when: float | None) -> float | None:

@@ -91,9 +91,9 @@ def made_from(
         origins = catalog.which(destination)
     except UsageError:  # the catalog does not know it
         return False
-    wanted = same_places(source)
+    source_uris = same_places(source)
     return any(
-        row.uri in wanted and row.manifest_digest == digest and _has_options(origin.conversion, options)
+        row.uri in source_uris and row.manifest_digest == digest and _has_options(origin.conversion, options)
         for origin in origins
         for row in origin.sources
     )
@@ -109,12 +109,12 @@ def _has_options(conversion: ConversionRow | None, options: str | None) -> bool:
 def rewritten(catalog: Catalog, key: Key, source: str) -> bool:
     """Return whether the key's destination was made from an earlier content of this source."""
     with catalog.reading() as conn:
-        there = claims.of_destination(conn, key.destination)
+        recorded_claims = claims.of_destination(conn, key.destination)
     return any(
         c.state == claims.DONE
         and c.source in same_places(source)
         and c.key.source_digest != key.source_digest
-        for c in there
+        for c in recorded_claims
     )
 
 
@@ -148,13 +148,13 @@ class Claimed:
 
 @contextmanager
 def claimed_each(
-    catalog: Catalog, wanted: Sequence[tuple[Key, str]], who: str, *, redo: bool = False
+    catalog: Catalog, keys_and_sources: Sequence[tuple[Key, str]], who: str, *, redo: bool = False
 ) -> Iterator[Claimed]:
     """Take several claims in one transaction, and end them in another one; see `claimed`.
 
     Args:
         catalog: The catalog.
-        wanted: Key and source of each claim.
+        keys_and_sources: Key and source of each claim.
         who: The worker; it takes its own claims again at once.
         redo: Take claims that are done, too.
 
@@ -164,7 +164,7 @@ def claimed_each(
     """
     with catalog.writing() as conn:
         now = clock(conn)
-        rows = tuple(claims.take(conn, now, key, source, who, retry=redo) for key, source in wanted)
+        rows = tuple(claims.take(conn, now, key, source, who, retry=redo) for key, source in keys_and_sources)
     taken, mine = Claimed(rows), [claim for claim in rows if claim.mine]
     if not mine:
         yield taken
@@ -203,10 +203,12 @@ def _failure(error: BaseException | None) -> tuple[str, str] | None:
 
 
 def _keep(catalog: Catalog, taken: Sequence[ClaimRow], stop: threading.Event) -> None:
-    kept = list(taken)
-    while kept and not stop.wait(claims.LEASE.total_seconds() / 3):
+    renewed = list(taken)
+    while renewed and not stop.wait(claims.LEASE.total_seconds() / 3):
         try:
             with catalog.writing() as conn:
-                kept = [claim for claim in kept if claims.renew(conn, clock(conn), claim)]
+                renewed = [claim for claim in renewed if claims.renew(conn, clock(conn), claim)]
         except Exception as error:  # two more tries fit into the lease
-            _log.warning("cannot renew the claim on %s: %s", kept[0].key.destination, ended_by(error).message)
+            _log.warning(
+                "cannot renew the claim on %s: %s", renewed[0].key.destination, ended_by(error).message
+            )

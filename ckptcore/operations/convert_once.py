@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from ckptcore.catalog.claims import DONE, Key
 from ckptcore.conversion.destination import refuse_existing
-from ckptcore.conversion.pipeline import convert, inspect, tidy
+from ckptcore.conversion.pipeline import convert, inspect, remove_leftover_staging
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, record_announced
 from ckptcore.errors import Busy, DestinationExists
-from ckptcore.operations import claims as claiming
+from ckptcore.operations import claims
 from ckptcore.operations.wait import OnWait, delays, wait_until_complete
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import host
@@ -61,8 +61,8 @@ def convert_once(
     from ckptcore.catalog import open_catalog
 
     with (
-        open_catalog(catalog if isinstance(catalog, str) else None) as known,
-        alone(known, request, manifest.digest, claiming.owner(), looks) as mine,
+        open_catalog(catalog if isinstance(catalog, str) else None) as opened,
+        claim_or_skip(opened, request, manifest.digest, claims.owner(), looks) as mine,
     ):
         if mine:
             return convert(request, settings, progress, catalog, announcement=announcement)
@@ -71,11 +71,13 @@ def convert_once(
 
 
 @contextmanager
-def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequence[float]) -> Iterator[bool]:
+def claim_or_skip(
+    catalog: Catalog, request: Request, digest: str, who: str, looks: Sequence[float]
+) -> Iterator[bool]:
     """Claim a conversion while the block runs, so that no other process does it.
 
     Args:
-        known: The catalog.
+        catalog: The catalog.
         request: What to convert, and how.
         digest: Of the source's manifest.
         who: The worker; it takes its own claim again at once when it is resumed.
@@ -87,21 +89,21 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
     Raises:
         Busy: Another process still has the claim.
     """
-    key = claiming.key_of(request, claiming.source_digest(inspect(request.source, request.recover)))
+    key = claims.key_of(request, claims.source_digest(inspect(request.source, request.recover)))
     for pause in (0.0, *looks):
         host.sleep(pause)
         for redo in (False, True):  # an output that was made and removed since is made again
-            with claiming.claimed(known, key, request.source, who, redo=redo) as claim:
+            with claims.claimed(catalog, key, request.source, who, redo=redo) as claim:
                 if claim.mine:
-                    exists = is_made(known, key, request, digest)
+                    exists = is_made(catalog, key, request, digest)
                     if exists:
-                        tidy(request.destination, known)
+                        remove_leftover_staging(request.destination, catalog)
                     yield not exists
                     return
             if claim.state != DONE:
                 break
             # The output may have been removed since, or replaced by that of another source or other options.
-            if is_there(request) and claiming.made_by(known, request, digest):
+            if is_there(request) and claims.made_by(catalog, request, digest):
                 yield False
                 return
     raise Busy(f"{claim.owner} is converting {request.source}")
@@ -116,10 +118,10 @@ def is_there(request: Request) -> bool:
     return False
 
 
-def is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
+def is_made(catalog: Catalog, key: Key, request: Request, digest: str) -> bool:
     """Return whether the destination is what the request makes of the source as it is, by the catalog."""
     return (
         is_there(request)
-        and not claiming.rewritten(known, key, request.source)
-        and claiming.made_by(known, request, digest)
+        and not claims.rewritten(catalog, key, request.source)
+        and claims.made_by(catalog, request, digest)
     )

@@ -86,19 +86,19 @@ def discover(
         CkptError: An error of `survey`.
     """
     root = root.rstrip("/") or root
-    outputs, known = frozenset(s.rstrip("/") for s in skip), frozenset[str]()
+    outputs, remembered_paths = frozenset(s.rstrip("/") for s in skip), frozenset[str]()
     if local_path(root) is None and not is_merged(root):
-        known = _paths_below(root, remembered)
+        remembered_paths = _paths_below(root, remembered)
         # An output inside a step is among the step's files.
         beside = {p for p in _paths_below(root, outputs) if not any(map(step_of, p.split("/")[:-1]))}
-        files, there = survey_around(root, known | beside)
-        known &= there
+        files, present_paths = survey_around(root, remembered_paths | beside)
+        remembered_paths &= present_paths
     else:
         files = survey(root)
-    looking = _Looking(root, outputs, known)
+    looking = _Looking(root, outputs, remembered_paths)
     looking.into("", files, 0)
-    found = [c for c in looking.found if matches(c.path, include)]
-    return tuple(sorted(found, key=lambda c: (c.step is None, c.step or 0, natural(c.path))))
+    candidates = [c for c in looking.found if matches(c.path, include)]
+    return tuple(sorted(candidates, key=lambda c: (c.step is None, c.step or 0, natural(c.path))))
 
 
 def matches(path: str, include: Sequence[str]) -> bool:
@@ -114,10 +114,10 @@ def step_and_run(root: str, path: str) -> tuple[int | None, str]:
     """
     parts = path.split("/")
     above = root.rstrip("/").rsplit("/", 1)[-1]
-    for at in range(len(parts) - 1, -1, -1):
-        step = step_of(parts[at])
+    for position in range(len(parts) - 1, -1, -1):
+        step = step_of(parts[position])
         if step is not None:
-            return step, parts[at - 1] if at else above
+            return step, parts[position - 1] if position else above
     return None, parts[-2] if len(parts) > 1 else above
 
 
@@ -135,10 +135,10 @@ class _Once(SubStore):
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes."""
-        wanted = (path, start, length)
-        if wanted not in self._kept:
-            self._kept[wanted] = super().read(path, start, length)
-        return self._kept[wanted]
+        byte_range = (path, start, length)
+        if byte_range not in self._kept:
+            self._kept[byte_range] = super().read(path, start, length)
+        return self._kept[byte_range]
 
 
 class _Looking:
@@ -154,10 +154,10 @@ class _Looking:
 
     def into(self, folder: str, files: Mapping[str, FileStatus], depth: int) -> None:
         """Search a folder for candidates. files: paths relative to it."""
-        children, own = self._by_folder(folder, files)
-        for name, seen in own.items():
+        children, direct_files = self._by_folder(folder, files)
+        for name, status in direct_files.items():
             if name.endswith(SUFFIXES) and says_step(name) and not self._skips(_joined_path(folder, name)):
-                self._file(folder, name, seen)
+                self._file(folder, name, status)
         for child in sorted(children, key=natural):
             path = _joined_path(folder, child)
             if not child.startswith(".") and not self._skips(path) and depth < MAX_DEPTH:
@@ -168,23 +168,25 @@ class _Looking:
             step, run = step_and_run(self.root, path)
             self.found.append(Candidate(self.root, path, name, step, run, "", (), {}, remembered=True))
             return
-        kept = {p: f for p, f in files.items() if not any(part.startswith(".") for part in p.split("/")[:-1])}
+        visible = {
+            p: f for p, f in files.items() if not any(part.startswith(".") for part in p.split("/")[:-1])
+        }
         if path in self._above:  # what has checkpoints below it is none
-            self.into(path, kept, depth)
+            self.into(path, visible, depth)
             return
-        children, own = _by_folder(kept)
+        children, direct_files = _by_folder(visible)
         steps = any(step_of(c) is not None for c in children) and step_of(name) is None
-        saves = any(n.endswith(SUFFIXES) and says_step(n) for n in own) and step_of(name) is None
+        saves = any(n.endswith(SUFFIXES) and says_step(n) for n in direct_files) and step_of(name) is None
         if steps or saves:
-            self.into(path, kept, depth)
+            self.into(path, visible, depth)
             return
         recognised, several = self._detect(path, files)
-        loose = bool(children) and step_of(name) is None and _is_loose(own)
+        loose = bool(children) and step_of(name) is None and _is_loose(direct_files)
         if recognised is not None and not loose:
             self._add(path, name, *recognised, files)
             return
         before = len(self.found)
-        self.into(path, kept, depth)
+        self.into(path, visible, depth)
         if recognised is not None and not any(c.format for c in self.found[before:]):
             self.found[before:] = []
             self._add(path, name, *recognised, files)
@@ -199,7 +201,7 @@ class _Looking:
         everything = Source(self._store, None, {f"{path}/{p}": f.nbytes for p, f in files.items()})
         try:
             source, way = located(everything.below(path))
-            found, evidence = detect(source)
+            detected, evidence = detect(source)
         except UnknownFormat:
             return None, False
         except AmbiguousModel:
@@ -209,20 +211,20 @@ class _Looking:
             return (None, True) if name in _SEVERAL else ((name, (error.message,)), False)
         except Exception as error:  # recognised enough to be checked and reported
             return ("", (error_of(error).message,)), False
-        return (found.name, (*way, *evidence.because)), False
+        return (detected.name, (*way, *evidence.because)), False
 
-    def _file(self, folder: str, name: str, seen: FileStatus) -> None:
+    def _file(self, folder: str, name: str, status: FileStatus) -> None:
         path = _joined_path(folder, name)
         self._store.forget()
         try:
-            found, evidence = detect(Source(self._store, path, {path: seen.nbytes}))
+            detected, evidence = detect(Source(self._store, path, {path: status.nbytes}))
         except UnknownFormat:
-            self._add(path, name, "", (), {name: seen})
+            self._add(path, name, "", (), {name: status})
         except Exception as error:
             ended = error_of(error)
-            self._add(path, name, str(ended.values.get("format", "")), (ended.message,), {name: seen})
+            self._add(path, name, str(ended.values.get("format", "")), (ended.message,), {name: status})
         else:
-            self._add(path, name, found.name, evidence.because, {name: seen})
+            self._add(path, name, detected.name, evidence.because, {name: status})
 
     def _add(
         self, path: str, name: str, form: str, because: tuple[str, ...], files: Mapping[str, FileStatus]
@@ -233,8 +235,8 @@ class _Looking:
     def _by_folder(
         self, folder: str, files: Mapping[str, FileStatus]
     ) -> tuple[dict[str, dict[str, FileStatus]], dict[str, FileStatus]]:
-        children, own = _by_folder(files)
-        return {name: {} for name in self._above.get(folder, ())} | children, own
+        children, direct_files = _by_folder(files)
+        return {name: {} for name in self._above.get(folder, ())} | children, direct_files
 
     def _skips(self, path: str) -> bool:
         return join_url(self.root, path) in self._skip
@@ -251,19 +253,19 @@ def _by_folder(
 ) -> tuple[dict[str, dict[str, FileStatus]], dict[str, FileStatus]]:
     """Return the files in the folders below, by folder, and the files right here."""
     children: dict[str, dict[str, FileStatus]] = {}
-    own: dict[str, FileStatus] = {}
-    for path, seen in files.items():
+    direct_files: dict[str, FileStatus] = {}
+    for path, status in files.items():
         top, slash, rest = path.partition("/")
         if slash:
-            children.setdefault(top, {})[rest] = seen
+            children.setdefault(top, {})[rest] = status
         else:
-            own[path] = seen
-    return children, own
+            direct_files[path] = status
+    return children, direct_files
 
 
-def _is_loose(own: Collection[str]) -> bool:
+def _is_loose(direct_files: Collection[str]) -> bool:
     """Return whether a folder has a single file of tensors, such as an average beside its saves."""
-    return "config.json" not in own and sum(n.endswith(SUFFIXES) for n in own) == 1
+    return "config.json" not in direct_files and sum(n.endswith(SUFFIXES) for n in direct_files) == 1
 
 
 def _joined_path(folder: str, name: str) -> str:

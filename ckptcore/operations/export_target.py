@@ -83,7 +83,7 @@ class ExportTarget:
 
     def fill(self, place: TemplateFields) -> str:
         """Return the destination of one checkpoint; raise `UsageError` if it needs a step and has none."""
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "root": place.root.rstrip("/"),
             "run": place.run,
             "step": place.step,
@@ -95,7 +95,7 @@ class ExportTarget:
                 f"cannot fill {{step}}: no step number in {place.path!r}",
                 hint="use {name} or {path} in the template",
             )
-        return _normal(self.destination.format_map(given))
+        return _normal(self.destination.format_map(fields))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, which `target_of` reads."""
@@ -128,9 +128,9 @@ def target_of(form: Mapping[str, Any]) -> ExportTarget:
 def targets_of(root: RootRow) -> tuple[ExportTarget, ...]:
     """Return all targets of a root, its first one first. Raises `UsageError`, as `target_of`."""
     _require_usable(root)
-    found = tuple(target_of(form) for form in (root.target, *root.also))
-    require_apart_targets(found)
-    return found
+    targets = tuple(target_of(form) for form in (root.target, *root.also))
+    require_apart_targets(targets)
+    return targets
 
 
 def _require_usable(root: RootRow) -> None:
@@ -172,14 +172,16 @@ def announced_request(
         UsageError: The target cannot be used for the source.
     """
     with catalog.reading() as conn:
-        every = roots.every(conn)
-    for root in sorted(every, key=lambda r: (-len(r.uri), r.name)):
+        watched_roots = roots.every(conn)
+    for root in sorted(watched_roots, key=lambda r: (-len(r.uri), r.name)):
         path = _relative_path(source, root.uri)
         if path is None or not matches(path, root.include):
             continue
         _require_usable(root)
-        found, run = step_and_run(root.uri, path)
-        place = TemplateFields(root.uri, run, step if found is None else found, path.rsplit("/", 1)[-1], path)
+        path_step, run = step_and_run(root.uri, path)
+        place = TemplateFields(
+            root.uri, run, step if path_step is None else path_step, path.rsplit("/", 1)[-1], path
+        )
         # Use the name that a sweep uses, even if the announcement's path has links.
         return root, target_of(root.target).request(join_url(root.uri, path), place)
     return None
@@ -222,15 +224,20 @@ def sources_among(
     Returns:
         Positions of the sources, and (checkpoint, target) of the targets.
     """
-    places = [[set(same_places(each)) if each else set() for each in made] for made in destinations]
+    places = [
+        [set(same_places(output_uri)) if output_uri else set() for output_uri in outputs]
+        for outputs in destinations
+    ]
     writers: dict[str, set[int]] = {}
-    for n, made in enumerate(places):
-        for place in set().union(*made):
+    for n, outputs in enumerate(places):
+        for place in set().union(*outputs):
             writers.setdefault(place, set()).add(n)
-    own = [normal_uri(uri) for uri in uris]
-    sources = [n for n, uri in enumerate(own) if writers.get(uri, set()) <= {n}] or [*range(len(own))]
-    taken = {own[n] for n in sources}
-    back = {(n, k) for n in sources for k, made in enumerate(places[n]) if made & taken}
+    source_uris = [normal_uri(uri) for uri in uris]
+    sources = [n for n, uri in enumerate(source_uris) if writers.get(uri, set()) <= {n}] or [
+        *range(len(source_uris))
+    ]
+    taken = {source_uris[n] for n in sources}
+    back = {(n, k) for n in sources for k, outputs in enumerate(places[n]) if outputs & taken}
     return sources, frozenset(back)
 
 
@@ -238,13 +245,13 @@ def colliding(destinations: Iterable[str]) -> frozenset[str]:
     """Return the destinations that occur more than once, or that are inside one another."""
     once: set[str] = set()
     doubled: set[str] = set()
-    for each in destinations:
-        (doubled if each in once else once).add(each)
-    for each in once:
-        above = posixpath.dirname(each)
+    for destination in destinations:
+        (doubled if destination in once else once).add(destination)
+    for destination in once:
+        above = posixpath.dirname(destination)
         while above not in ("", "/") and not above.endswith(":/") and above != posixpath.dirname(above):
             if above in once:
-                doubled |= {each, above}
+                doubled |= {destination, above}
             above = posixpath.dirname(above)
     return frozenset(doubled)
 
@@ -301,5 +308,7 @@ def _normal(url: str) -> str:
 
 def _relative_path(source: str, root: str) -> str | None:
     """Return the path of a source below a root, or None; links are resolved."""
-    here, inside = normal_uri(source), normal_uri(root).rstrip("/") + "/"
-    return here[len(inside) :] if here.startswith(inside) and len(here) > len(inside) else None
+    source_uri, inside = normal_uri(source), normal_uri(root).rstrip("/") + "/"
+    return (
+        source_uri[len(inside) :] if source_uri.startswith(inside) and len(source_uri) > len(inside) else None
+    )

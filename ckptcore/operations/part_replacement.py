@@ -45,14 +45,14 @@ class ProvenPart:
     Attributes:
         fingerprint: Of the export's tensors.
         cast: Whether the export is cast.
-        fresh: Whether both sides were read for this.
+        recomputed: Whether both sides were read for this.
         losses: Tensors and objects that the export lacks; of cast ones, the precision.
         proof: The comparison.
     """
 
     fingerprint: str
     cast: bool
-    fresh: bool
+    recomputed: bool
     losses: tuple[GivenUp, ...]
     proof: PartProof
 
@@ -63,7 +63,7 @@ def prove_part(
     conversion: ConversionRow,
     child: CheckpointRow,
     settings: Settings | None,
-    means: Settings,
+    verify_settings: Settings,
 ) -> ProvenPart:
     """Prove that an export holds the model part of its source.
 
@@ -75,7 +75,7 @@ def prove_part(
         conversion: The conversion that made the export.
         child: The export.
         settings: Memory and threads for reading both sides; None for a proof by record, without a cast.
-        means: Memory and threads where a cast has to be computed again.
+        verify_settings: Memory and threads where a cast has to be computed again.
 
     Raises:
         UsageError: It proves nothing; the message says why.
@@ -83,11 +83,11 @@ def prove_part(
     """
     request = replace(Request.from_dict(dict(conversion.request)), source=source.uri)
     if settings is None and (request.dtype or request.dtype_for):
-        settings = means
+        settings = verify_settings
     if settings is None:
         _require_recorded(conversion, child)
-    known = ExportSource(request, "the catalog", exact=True, digest=manifest.digest)
-    proof = compare_part(child.uri, known, settings)
+    export_source = ExportSource(request, "the catalog", exact=True, digest=manifest.digest)
+    proof = compare_part(child.uri, export_source, settings)
     if proof.problems:
         raise UsageError(f"{child.uri} does not hold the model part: {some(list(proof.problems))}")
     if settings is None and proof.map_digest != conversion.map_digest:
@@ -121,20 +121,20 @@ def _casts(proof: PartProof) -> Iterator[GivenUp]:
 
 def _dropped(manifest: Manifest, request: Request, proof: PartProof) -> Iterator[GivenUp]:
     """Yield the tensors of the source that are not in the export."""
-    model, known, kinds = find_model(manifest, request.model_prefix), proof.mapped, StoredKinds(manifest)
+    model, mapped, kinds = find_model(manifest, request.model_prefix), proof.mapped, StoredKinds(manifest)
     strays = frozenset(model.strays)
     # Ties come last (`ckptcore.naming.rename.remap`). Their equality is part of the comparison of values; by
     # record, the conversion proved it.
-    dropped = known.dropped[: len(known.dropped) - len(known.ties)]
-    for each in dropped:
-        if each.only_zero and each.part is None:
+    dropped = mapped.dropped[: len(mapped.dropped) - len(mapped.ties)]
+    for tensor in dropped:
+        if tensor.only_zero and tensor.part is None:
             continue  # proven to be zero, element by element
-        spec = manifest.tensors[manifest.index[each.fqn]]
-        if each.fqn in strays:
-            yield GivenUp(each.fqn, MODEL, spec.nbytes)
+        spec = manifest.tensors[manifest.index[tensor.fqn]]
+        if tensor.fqn in strays:
+            yield GivenUp(tensor.fqn, MODEL, spec.nbytes)
             continue
-        if not model.holds(each.fqn):
-            yield GivenUp(each.fqn, kinds.kind_of(each.fqn) or TENSOR, spec.nbytes)
+        if not model.holds(tensor.fqn):
+            yield GivenUp(tensor.fqn, kinds.kind_of(tensor.fqn) or TENSOR, spec.nbytes)
             continue
-        by_map = bool(known.made) and is_kept(each.fqn, request.include, request.exclude)
-        yield GivenUp(each.fqn, TENSOR if by_map else MODEL, spec.nbytes)
+        by_map = bool(mapped.made) and is_kept(tensor.fqn, request.include, request.exclude)
+        yield GivenUp(tensor.fqn, TENSOR if by_map else MODEL, spec.nbytes)

@@ -110,13 +110,18 @@ PURGED, WAITING, KEPT = "purged", "waiting", "kept"
 
 
 def purge(
-    catalog: Catalog, means: Settings, places: Sequence[str] | None, *, due: datetime, run: str | None = None
+    catalog: Catalog,
+    verify_settings: Settings,
+    places: Sequence[str] | None,
+    *,
+    due: datetime,
+    run: str | None = None,
 ) -> Iterator[Purged]:
     """Purge what was set aside and is due; finish what killed runs left.
 
     Args:
         catalog: The catalog.
-        means: Memory and threads for reading.
+        verify_settings: Memory and threads for reading.
         places: Only what was in one of these folders; None for everything.
         due: Purge what is due at this time.
         run: Only sources of this training run.
@@ -127,13 +132,13 @@ def purge(
     with catalog.reading() as conn:
         rows = set_aside.every(conn)
         above = roots.every(conn)
-        known = {uri for root in above for uri in maintenance.known_below(conn, root.uri)}
+        source_uris = {uri for root in above for uri in maintenance.known_below(conn, root.uri)}
     listed = {row.record: row for row in rows if row.record}
     for odd in (row for row in rows if not row.record):
         if places is None or _is_below(odd.uri, places):
             yield Purged(odd.uri, "", KEPT, odd.trouble, odd.nbytes, odd.due_at)
     homes = dict.fromkeys(listed)
-    for folder in sorted({split_url(uri)[0] for uri in known}):
+    for folder in sorted({split_url(uri)[0] for uri in source_uris}):
         homes_there = attempt(homes_in, folder)
         if isinstance(homes_there, CkptError):
             _log.warning("cannot search %s for what was set aside: %s", folder, homes_there.message)
@@ -146,7 +151,7 @@ def purge(
         row = listed.get(home)
         nbytes, due_at = (row.nbytes, row.due_at) if row else (0, due)
         item = Purged(uri, home, KEPT, "", nbytes, due_at)
-        purged = attempt(_purged, catalog, item, row, above, means, due, run)
+        purged = attempt(_purged, catalog, item, row, above, verify_settings, due, run)
         if isinstance(purged, CkptError):
             yield replace(item, why=purged.message)
         elif purged is not None:
@@ -167,13 +172,13 @@ def waiting(catalog: Catalog, places: Sequence[str] | None, run: str | None = No
         yield replace(item, fate=KEPT, why=row.trouble) if row.trouble else item
 
 
-def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, ...]:
+def purge_one(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> tuple[str, ...]:
     """Purge one thing that is set aside.
 
     Args:
         catalog: The catalog.
         aside: It; it is open.
-        means: Memory and threads for reading.
+        verify_settings: Memory and threads for reading.
 
     Returns:
         Messages about files that are kept.
@@ -182,17 +187,17 @@ def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, 
         CkptError: It is not proven elsewhere any more, or a user wants to keep it. It stays aside.
     """
     record = aside.record
-    begun = partly_gone(aside)
-    if not begun:
+    is_resumed = partly_gone(aside)
+    if not is_resumed:
         aside.require_approved()
     if record.why == RETIRED:
-        _give_to_child(catalog, aside, means)
+        _give_to_child(catalog, aside, verify_settings)
     else:
-        judged = judge(catalog, aside.place, means, record.uri)
+        judged = judge(catalog, aside.place, verify_settings, record.uri)
         move_obligations(catalog, aside.place, judged.moves)
         with catalog.writing() as conn:
             _decide(conn, aside)
-    if not begun:
+    if not is_resumed:
         aside.require_approved()
     left, trouble = aside.remove()
     if trouble:
@@ -257,7 +262,7 @@ def _purged(
     item: Purged,
     row: set_aside.SetAsideEntry | None,
     above: Sequence[roots.RootRow],
-    means: Settings,
+    verify_settings: Settings,
     due: datetime,
     run: str | None,
 ) -> Purged | None:
@@ -295,7 +300,7 @@ def _purged(
         if record.digest != row.digest:
             raise UsageError("its record is not the one that the catalog knows")
         if row.purging or record.due_at <= due:
-            left = purge_one(catalog, aside, means)
+            left = purge_one(catalog, aside, verify_settings)
             return replace(item, fate=KEPT if left else PURGED, why="; ".join(left))
         return replace(item, fate=WAITING, why=_until(record.due_at, catalog.now()))
 
@@ -338,10 +343,10 @@ def _is_awaited(home: str, place: str) -> bool:
     staging = open_staging(place)
     try:
         with staging.lock(shared=True):
-            begun = noted(staging)
+            publication = noted(staging)
     except Busy:
         return True
-    return begun is not None and begun.replaces.home == os.path.basename(home)
+    return publication is not None and publication.replaces.home == os.path.basename(home)
 
 
 def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) -> str | None:
@@ -387,7 +392,7 @@ def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None
     return detail.checkpoint
 
 
-def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
+def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> None:
     """Prove that the child holds everything, put an obligation on that, and mark the source as deleted.
 
     A run that writes to the child has a row in the catalog, or it holds the lock of the child's staging
@@ -397,7 +402,7 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
     detail = child_of(catalog, record.child)
     child, before = detail.checkpoint, files_now(detail)
     require_apart(aside.place, aside.look(), child.uri, before)
-    child_holdings = _read_child(catalog, detail, record.expects, means)
+    child_holdings = _read_child(catalog, detail, record.expects, verify_settings)
     now = catalog.now()
     row = ObligationRow(
         _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
@@ -419,9 +424,10 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
                 retirements.note(conn, now, record.checkpoint, proven)
                 _decide(conn, aside)
     except BaseException:
-        known = row_of(catalog, aside.home)
-        decided = isinstance(known, set_aside.SetAsideEntry) and known.purging  # by an earlier run
-        if not decided and not isinstance(known, CkptError):
+        current_row = row_of(catalog, aside.home)
+        # An earlier run may have decided on the removal: then its record beside the child must stay.
+        decided = isinstance(current_row, set_aside.SetAsideEntry) and current_row.purging
+        if not decided and not isinstance(current_row, CkptError):
             drop_duties(child.uri, [row.id])
         raise
 
@@ -447,16 +453,16 @@ def files_now(detail: CheckpointDetail) -> dict[str, FileStatus]:
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:
         raise UsageError(f"another checkpoint is at {child.uri} now")
-    known = {file.path for file in detail.files if file.digest}
+    registered_paths = {file.path for file in detail.files if file.digest}
     name = manifest.origin.get("file")
-    missing = sorted(used(manifest).data - known - {name}) if known else []
+    missing = sorted(used(manifest).data - registered_paths - {name}) if registered_paths else []
     if missing:
         raise UsageError(f"{child.uri}: the catalog has no digest of {missing[0]}")
     return files_of(child.uri, manifest, [file.path for file in detail.files])
 
 
 def _read_child(
-    catalog: Catalog, detail: CheckpointDetail, expects: Collection[Holding], means: Settings
+    catalog: Catalog, detail: CheckpointDetail, expects: Collection[Holding], verify_settings: Settings
 ) -> tuple[Holding, ...]:
     """Read a child in its own place; return what of it replaces the source.
 
@@ -469,17 +475,17 @@ def _read_child(
         raise UsageError(f"another checkpoint is at {uri} now")
     if not expects:
         _require_proven(uri, prove(detail))
-    sizes = {each.nbytes for each in expects if each.kind == FILE}
+    sizes = {holding.nbytes for holding in expects if holding.kind == FILE}
     things = contents(uri, follow=True) if sizes else {}
-    stamp, tensors = published_stamp(manifest), numbered(tensors_read(manifest, means))
+    stamp, tensors = published_stamp(manifest), numbered(tensors_read(manifest, verify_settings))
     child_holdings = (*tensors, *objects_of(manifest), *file_holdings(uri, things, sizes))
     child_ids = ids_of(child_holdings)
-    missing = [each.name for each in expects if each.id not in child_ids]
+    missing = [holding.name for holding in expects if holding.id not in child_ids]
     if missing:
         raise UsageError(f"{uri} has other tensors or objects now: {some(missing)}")
     data = used(manifest).data
-    others = tuple(file for file in detail.files if file.digest and file.path not in data)
-    for wrong in compare(uri, others).findings if others else ():
+    other_files = tuple(file for file in detail.files if file.digest and file.path not in data)
+    for wrong in compare(uri, other_files).findings if other_files else ():
         raise UsageError(f"{uri}: {wrong.message}")
     with catalog.writing() as conn:
         recorded_prints = recorded.fingerprints_of(conn, detail.checkpoint.id)
@@ -487,8 +493,8 @@ def _read_child(
         is_recorded = ids_of_tensors((recorded_prints or {}).values()) == ids_of(tensors)
         unchanged = stamp if is_recorded and stamp == published_stamp(manifest) else None
         recorded.keep(conn, detail.checkpoint.id, pack_ids(child_ids), unchanged)
-    wanted = ids_of(expects) if expects else child_ids
-    return tuple(each for each in child_holdings if each.id in wanted)
+    replacing_ids = ids_of(expects) if expects else child_ids
+    return tuple(holding for holding in child_holdings if holding.id in replacing_ids)
 
 
 def _require_proven(uri: str, proven: Proven) -> None:
@@ -525,10 +531,10 @@ def _home_of(catalog: Catalog, ref: str) -> str:
     if not homes:  # the catalog may be lost
         homes = [ref] if place_of(ref) else [h for h in homes_in(split_url(uri)[0]) if place_of(h) == uri]
     if len(homes) != 1:
-        what = "nothing" if not homes else f"{len(homes)} checkpoints"
+        number_text = "nothing" if not homes else f"{len(homes)} checkpoints"
         names = f" ({some(homes)})" if homes else ""
         raise UsageError(
-            f"{what} of the name {ref} {'is' if len(homes) < 2 else 'are'} set aside{names}",
+            f"{number_text} of the name {ref} {'is' if len(homes) < 2 else 'are'} set aside{names}",
             hint="name the folder with its record: ckptcore retire lists them",
         )
     return homes[0]

@@ -46,7 +46,7 @@ _ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, Un
 
 
 @dataclass(frozen=True)
-class Look:
+class Readiness:
     """The state of a place.
 
     Attributes:
@@ -79,7 +79,7 @@ def look(
     settle_s: float = SETTLE_S,
     recover: bool = False,
     retry_failed: bool = False,
-) -> Look:
+) -> Readiness:
     """Determine the current state of a place. Errors of the checkpoint are not raised, but returned.
 
     Args:
@@ -91,9 +91,9 @@ def look(
         recover: Accept a save that did not finish.
         retry_failed: Check a broken place again, even if it did not change.
     """
-    own = stamp_of(files)
-    stamp = _judged_stamp(own, recover)
-    changed = _changed_at(files, own, before, now)
+    files_stamp = stamp_of(files)
+    stamp = _judged_stamp(files_stamp, recover)
+    changed = _changed_at(files, files_stamp, before, now)
     retried = retry_failed and before is not None and before.state == Condition.BROKEN
     if before is not None and _is_current(before, stamp) and not retried:
         return _recorded(before, stamp, changed)
@@ -102,11 +102,11 @@ def look(
         message = (
             f"changed {quiet.total_seconds():.0f} s ago; checked after {settle_s:.0f} s without a change"
         )
-        return Look(Condition.WRITING, stamp, changed, message)
+        return Readiness(Condition.WRITING, stamp, changed, message)
     return _look_at(uri, stamp, changed, recover)
 
 
-def recalled(before: SightingRow | None, recover: bool) -> Look | None:
+def recalled(before: SightingRow | None, recover: bool) -> Readiness | None:
     """Return the recorded state of a complete place whose files are not listed now; None if it cannot serve.
 
     Args:
@@ -120,9 +120,9 @@ def recalled(before: SightingRow | None, recover: bool) -> Look | None:
     return _recorded(before, before.stamp, before.changed_at)
 
 
-def _recorded(before: SightingRow, stamp: str, changed: datetime) -> Look:
+def _recorded(before: SightingRow, stamp: str, changed: datetime) -> Readiness:
     message = before.findings[0].message if before.findings else ""
-    return Look(
+    return Readiness(
         Condition(before.state),
         stamp,
         changed,
@@ -133,7 +133,7 @@ def _recorded(before: SightingRow, stamp: str, changed: datetime) -> Look:
     )
 
 
-def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
+def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Readiness:
     manifest: Manifest | None = None
     try:
         manifest = inspect(uri, recover)
@@ -141,10 +141,10 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
         # An unreadable part does not make a checkpoint broken: the target decides whether it is needed.
         errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)
         if not errors:
-            return Look(
+            return Readiness(
                 Condition.COMPLETE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
             )
-        return Look(
+        return Readiness(
             Condition.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest
         )
     except CkptError as error:
@@ -156,7 +156,7 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
         findings = tuple(error.values.get("findings", ())) or (
             Finding(error.code, "files", error.message, hint=error.hint),
         )
-        return Look(state, stamp, changed, error.message, findings, None, None, manifest)
+        return Readiness(state, stamp, changed, error.message, findings, None, None, manifest)
 
 
 def _judged_stamp(stamp: str, recover: bool) -> str:

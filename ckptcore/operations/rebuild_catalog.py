@@ -17,7 +17,7 @@ from ckptcore.catalog import CheckpointDetail, Kind
 from ckptcore.checking.examine import validate
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
-from ckptcore.conversion.registration import Prints, Published, facts
+from ckptcore.conversion.registration import Published, StoredFingerprints, facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
 from ckptcore.custody.upkeep import read_records
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _CARD = "README.md"
 _MAX_CARD = 1 << 20
-NO_PRINTS: Prints = (None, {})
+NO_FINGERPRINTS: StoredFingerprints = (None, {})
 OnPlace = Callable[[str], None]
 
 
@@ -75,22 +75,22 @@ def rebuild(
     catalog: Catalog,
     roots: Sequence[str],
     *,
-    made: Sequence[str] = (),
+    output_roots: Sequence[str] = (),
     digests: bool = False,
-    take: Settings | None = None,
+    fingerprint_settings: Settings | None = None,
     on_place: OnPlace = lambda line: None,
 ) -> Rebuilt:
-    """Record the checkpoints at or below ``roots`` and ``made``.
+    """Record the checkpoints at or below ``roots`` and ``output_roots``.
 
     Damage of a checkpoint is recorded, or the checkpoint is left out; both are reported.
 
     Args:
         catalog: The catalog.
         roots: Folders of checkpoints, or checkpoints.
-        made: Folders of outputs of conversions, or outputs.
+        output_roots: Folders of outputs of conversions, or outputs.
         digests: Read every byte, and record the BLAKE3 digest of every file, also of config and tokenizer.
-        take: Memory and threads for computing fingerprints, which find the sources of outputs; None for no
-            fingerprints.
+        fingerprint_settings: Memory and threads for computing fingerprints, which find the sources of
+            outputs; None for no fingerprints.
         on_place: Called with a line of text for each place.
 
     Returns:
@@ -102,10 +102,10 @@ def rebuild(
     """
     # A file that is written later may differ from what is read.
     began = datetime.fromtimestamp(host.now(), UTC)
-    found: dict[str, tuple[str, str]] = {}  # id -> place and format
+    places_by_id: dict[str, tuple[str, str]] = {}  # id -> place and format
     left_out = []
     kinds: dict[str, Kind] = {}
-    for kind, places in ((Kind.SOURCE, roots), (Kind.DERIVED, made)):
+    for kind, places in ((Kind.SOURCE, roots), (Kind.DERIVED, output_roots)):
         for root in places:
             try:
                 kinds |= dict.fromkeys(_checkpoints_at(root), kind)
@@ -118,8 +118,12 @@ def rebuild(
             manifest = read_manifest(open_source(uri))
             report = validate(manifest)
             files = _digests(catalog, uri, manifest) if digests else []
-            prints = _prints(manifest, take, on_place) if take is not None and report.ok else NO_PRINTS
-            known = facts(
+            prints = (
+                _prints(manifest, fingerprint_settings, on_place)
+                if fingerprint_settings is not None and report.ok
+                else NO_FINGERPRINTS
+            )
+            checkpoint_facts = facts(
                 manifest,
                 uri,
                 {path: digest for path, _, digest in files},
@@ -128,22 +132,22 @@ def rebuild(
                 published=files,
                 training=kind is Kind.SOURCE,
             )
-            public = catalog.record_validation(known, report.findings, level="coverage", kind=kind)
+            public = catalog.record_validation(checkpoint_facts, report.findings, level="coverage", kind=kind)
         except CatalogError:
             raise
         except Exception as error:
             left_out.append(_left_out(uri, error, on_place))
             continue
-        found[public] = uri, manifest.format
+        places_by_id[public] = uri, manifest.format
         on_place(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
-    count, unread = read_records(catalog, [*roots, *made, *kinds])
+    count, unread = read_records(catalog, [*roots, *output_roots, *kinds])
     if count:
         on_place(f"recorded  {count} obligations, from records beside their copies")
     for message in unread:
         on_place(f"left out  {message}")
     # After all of them: a source may be found later than its output.
     recorded = []
-    for public, (uri, form) in found.items():
+    for public, (uri, form) in places_by_id.items():
         try:
             origin = _adopted(catalog, began, public, uri)
             if kinds[uri] is Kind.DERIVED and origin is None:
@@ -186,13 +190,13 @@ def _is_one(source: Source) -> bool:
     return True
 
 
-def _prints(manifest: Manifest, take: Settings, on_place: OnPlace) -> Prints:
+def _prints(manifest: Manifest, fingerprint_settings: Settings, on_place: OnPlace) -> StoredFingerprints:
     try:
-        found = fingerprint(manifest, take)
+        summed = fingerprint(manifest, fingerprint_settings)
     except CkptError as error:  # it is recorded anyway; scrub will report the damage
         on_place(f"no fingerprint of {manifest.root}: {error.message}")
-        return NO_PRINTS
-    return matching(manifest, found.tensors, dict(found.renamed))
+        return NO_FINGERPRINTS
+    return matching(manifest, summed.tensors, dict(summed.renamed))
 
 
 def _digests(catalog: Catalog, uri: str, manifest: Manifest) -> list[Published]:
@@ -201,23 +205,25 @@ def _digests(catalog: Catalog, uri: str, manifest: Manifest) -> list[Published]:
     Digests are of the kind that the catalog has: with others, the same bytes would be another content.
     """
     recorded = catalog.at(uri)
-    known = {(f.path, f.nbytes): f.digest for f in recorded[1] if f.digest} if recorded is not None else {}
+    digest_of_file = (
+        {(f.path, f.nbytes): f.digest for f in recorded[1] if f.digest} if recorded is not None else {}
+    )
     data = used(manifest).data
     with closing(open_store(manifest.root)) as store:
         alone = manifest.origin.get("file")
-        there = store.list() if alone is None else {alone: store.size(alone)}
-        found: list[Published] = []
-        for path, size in there.items():
+        sizes = store.list() if alone is None else {alone: store.size(alone)}
+        published: list[Published] = []
+        for path, size in sizes.items():
             if size is None:
                 continue
-            if (path, size) in known:
-                hasher = hasher_like(known[path, size])
+            if (path, size) in digest_of_file:
+                hasher = hasher_like(digest_of_file[path, size])
             elif path in data and is_s3(uri):  # as its writer digests them
                 hasher = PartHasher(plan_parts(size, path).part)
             else:
                 hasher = hasher_like("")
-            found.append((path, size, digest_of(store, path, size, hasher=hasher)))
-        return found
+            published.append((path, size, digest_of(store, path, size, hasher=hasher)))
+        return published
 
 
 def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | None:

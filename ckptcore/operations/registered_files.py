@@ -77,7 +77,7 @@ def compare(
         recorded: When the files were recorded, if it is known: the hint of those that differ says more then.
         digests: Path -> digest of files that were read just now; they are not read again.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     nbytes, proven = 0, set()
     with closing(open_store(folder)) as store:
         for file in files:
@@ -94,12 +94,12 @@ def compare(
                     continue
                 wrong = differs(file, digest)
             if wrong is not None:
-                found.append(wrong)
+                findings.append(wrong)
     resaved = is_resaved(folder, files, proven, recorded)
     if resaved and recorded is not None and local_path(folder) is not None:
         hint = _REPLACED.format(recorded)
-        found = [replace(f, hint=hint) if f.code in _OTHER_BYTES else f for f in found]
-    return Compared(tuple(found), nbytes, frozenset(proven), resaved)
+        findings = [replace(f, hint=hint) if f.code in _OTHER_BYTES else f for f in findings]
+    return Compared(tuple(findings), nbytes, frozenset(proven), resaved)
 
 
 def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: str | None) -> Report:
@@ -119,14 +119,14 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     Returns:
         The report; unchanged if there is no catalog or the place is not in it.
     """
-    known = _known(uri, catalog_url)
-    if known is None or not any(f.digest for f in known[1]):
+    registered = _known(uri, catalog_url)
+    if registered is None or not any(f.digest for f in registered[1]):
         return report
-    row, files = known
+    row, files = registered
     compared = compare(manifest.root, files, recorded=row.created_at, digests=digests_read(manifest))
     same = same_manifest(uri, row.manifest_digest, manifest) is not None
     data = {f.path for f in files if f.role == Role.DATA}
-    if report.ok and compared.findings and _is_resaved(manifest, known, compared.proven if same else ()):
+    if report.ok and compared.findings and _is_resaved(manifest, registered, compared.proven if same else ()):
         message = (
             f"the catalog has this checkpoint as it was saved before {row.created_at:%Y-%m-%d}; all of its "
             "files were written again, and are not compared with those digests"
@@ -149,8 +149,8 @@ def with_digests(report: Report, compared: Compared) -> Report:
     findings = [f for f in report.findings if f.code != "unproven"]
     if not unproven:
         findings = [f for f in findings if f.code != "no-checksum"]  # digests of entire files prove more
-    known = {(f.code, f.file) for f in findings}
-    findings += [f for f in compared.findings if (f.code, f.file) not in known]
+    reported = {(f.code, f.file) for f in findings}
+    findings += [f for f in compared.findings if (f.code, f.file) not in reported]
     return replace(report, findings=(*findings, *unproven_finding(unproven)), unproven=unproven)
 
 
@@ -183,13 +183,13 @@ def same_manifest(
         return read
     for recover, keep in ((False, False), (False, True), (True, False)):
         try:
-            found = inspect(uri, recover, keep, observe=observe)
+            manifest = inspect(uri, recover, keep, observe=observe)
         except CkptError:
             if not recover and not keep:
                 raise
             continue
-        if hex_digest(found.digest) == digest:
-            return found
+        if hex_digest(manifest.digest) == digest:
+            return manifest
     return None
 
 
@@ -210,11 +210,11 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     recorded as far as the check has read them.
     """
     with open_catalog(catalog_url) as catalog:
-        known = _registered_at(catalog, uri)
-        if known is not None and any(f.digest for f in known[1] if f.role == Role.DATA):
-            row, files = known
-            other = hex_digest(manifest.digest) != row.manifest_digest
-            if other and is_alike(manifest.root, files) and not _is_resaved(manifest, known):
+        registered = _registered_at(catalog, uri)
+        if registered is not None and any(f.digest for f in registered[1] if f.role == Role.DATA):
+            row, files = registered
+            is_another = hex_digest(manifest.digest) != row.manifest_digest
+            if is_another and is_alike(manifest.root, files) and not _is_resaved(manifest, registered):
                 return False
         verified = report.level if report.ok else None
         digests = digests_read(manifest) if report.ok else NONE_READ
@@ -223,9 +223,9 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     return True
 
 
-def _is_resaved(manifest: Manifest, known: Recorded, same: Collection[str] = ()) -> bool:
+def _is_resaved(manifest: Manifest, registered: Recorded, same: Collection[str] = ()) -> bool:
     """Report whether a training has saved a source again at its place; see `is_resaved`."""
-    row, files = known
+    row, files = registered
     return are_of_first_sight(files) and is_resaved(manifest.root, files, same, row.created_at)
 
 
@@ -245,8 +245,8 @@ def _known(uri: str, catalog_url: str | None) -> Recorded | None:
 
 
 def _registered_at(catalog: Catalog, uri: str) -> Recorded | None:
-    found = catalog.at(uri)
-    return None if found is None or found[0].state in NOT_THERE else found
+    registered = catalog.at(uri)
+    return None if registered is None or registered[0].state in NOT_THERE else registered
 
 
 def _size_finding(store: Store, file: FileRow) -> Finding | None:
@@ -261,8 +261,8 @@ def _size_finding(store: Store, file: FileRow) -> Finding | None:
 
 
 def _file_digest(store: Store, file: FileRow, hasher: Hasher, in_time: Callable[[], bool]) -> str:
-    for at in range(0, file.nbytes, _BLOCK):
+    for offset in range(0, file.nbytes, _BLOCK):
         if not in_time():
             raise NoTime
-        hasher.update(store.read(file.path, at, min(_BLOCK, file.nbytes - at)))
+        hasher.update(store.read(file.path, offset, min(_BLOCK, file.nbytes - offset)))
     return hasher.hexdigest()

@@ -96,9 +96,9 @@ class Allowed:
     @classmethod
     def of(cls, names: Iterable[str] | None) -> Allowed:
         """Read names from the command line: ``cast`` and ``optimizer`` are no files; no glob matches them."""
-        given = tuple(names or ())
-        loss = tuple(name for name in given if name not in (CAST, OPTIMIZER))
-        return cls(CAST in given, loss, OPTIMIZER in given)
+        accepted = tuple(names or ())
+        loss = tuple(name for name in accepted if name not in (CAST, OPTIMIZER))
+        return cls(CAST in accepted, loss, OPTIMIZER in accepted)
 
     def accepts(self, loss: GivenUp) -> bool:
         """Return whether one loss is allowed."""
@@ -140,8 +140,8 @@ def find_replacement(
     source: CheckpointRow,
     allowed: Allowed,
     *,
-    take: Settings | None = None,
-    means: Settings | None = None,
+    fingerprint_settings: Settings | None = None,
+    verify_settings: Settings | None = None,
 ) -> Replacement:
     """Find the child that replaces a source.
 
@@ -149,8 +149,8 @@ def find_replacement(
         catalog: The catalog.
         source: The source.
         allowed: What may be lost.
-        take: Memory and threads for reading both sides; None to use the sums in the catalog.
-        means: Memory and threads for computing casts again.
+        fingerprint_settings: Memory and threads for reading both sides; None to use the sums in the catalog.
+        verify_settings: Memory and threads for computing casts again.
 
     Returns:
         The child, or the reason why there is none.
@@ -159,22 +159,30 @@ def find_replacement(
         CkptError: The source cannot be read.
     """
     with catalog.reading() as conn:
-        made = maintenance.children(conn, source.id)
-    if not made:
+        children = maintenance.children(conn, source.id)
+    if not children:
         return Replacement(None, "it has no child")
-    things, manifest = contents(source.uri), inspect(source.uri, observe=take is not None)
+    things, manifest = contents(source.uri), inspect(source.uri, observe=fingerprint_settings is not None)
     if manifest.digest.rpartition(":")[2].lower() != source.manifest_digest:
         return Replacement(None, "another checkpoint is there now")
-    exports = [allowed.optimizer and conversion.verb == "export" for conversion, _ in made]
-    side = _Side(catalog, source, manifest, things, None if all(exports) else take)
+    exports = [allowed.optimizer and conversion.verb == "export" for conversion, _ in children]
+    side = _Side(catalog, source, manifest, things, None if all(exports) else fingerprint_settings)
     if not any(exports) and side.tensors is None:
         return Replacement(None, _UNKNOWN)
     require_as_recorded(manifest, digests_read(manifest), catalog.at(source.uri))
     rejected: Replacement | None = None
     # A child with everything comes first.
-    for export, (conversion, child) in sorted(zip(exports, made, strict=True), key=lambda row: row[0]):
+    for export, (conversion, child) in sorted(zip(exports, children, strict=True), key=lambda row: row[0]):
         try:
-            replacement = _judged(side, conversion, child, allowed, take, means or Settings(), export=export)
+            replacement = _judged(
+                side,
+                conversion,
+                child,
+                allowed,
+                fingerprint_settings,
+                verify_settings or Settings(),
+                export=export,
+            )
         except Exception as error:  # another child may replace it
             replacement = Replacement(None, error_of(error).message)
         if replacement.child is not None:
@@ -248,16 +256,16 @@ class _Side:
         row: CheckpointRow,
         manifest: Manifest,
         things: Mapping[str, FileStatus],
-        take: Settings | None,
+        fingerprint_settings: Settings | None,
     ) -> None:
         self.catalog, self.row, self.manifest, self.things = catalog, row, manifest, things
         self.objects = tuple(objects_of(manifest))
         self.fingerprint = row.fingerprint
-        self.tensors = self._tensors(take)
+        self.tensors = self._tensors(fingerprint_settings)
 
-    def _tensors(self, take: Settings | None) -> tuple[Holding, ...] | None:
-        if take is not None:
-            sums = fingerprint(self.manifest, take).tensors
+    def _tensors(self, fingerprint_settings: Settings | None) -> tuple[Holding, ...] | None:
+        if fingerprint_settings is not None:
+            sums = fingerprint(self.manifest, fingerprint_settings).tensors
             self.record(sums)
             self.fingerprint = checkpoint_fingerprint(sums)
             return numbered(tensor_holdings(sums, {t.fqn: t.nbytes for t in self.manifest.tensors}))
@@ -281,8 +289,8 @@ class _Side:
         """Record sums that were just read."""
         prints = matching(self.manifest, sums, {})
         warnings = [f for f in self.manifest.findings if f.severity == "warning"]
-        known = facts(self.manifest, self.row.uri, verified="coverage", prints=prints)
-        self.catalog.record_validation(known, warnings, level="coverage")
+        checkpoint_facts = facts(self.manifest, self.row.uri, verified="coverage", prints=prints)
+        self.catalog.record_validation(checkpoint_facts, warnings, level="coverage")
 
 
 def _judged(
@@ -290,8 +298,8 @@ def _judged(
     conversion: ConversionRow,
     child: CheckpointRow,
     allowed: Allowed,
-    take: Settings | None,
-    means: Settings,
+    fingerprint_settings: Settings | None,
+    verify_settings: Settings,
     *,
     export: bool,
 ) -> Replacement:
@@ -303,21 +311,23 @@ def _judged(
         raise UsageError(f"another checkpoint is at {child.uri} now")
     files = files_of(child.uri, manifest, [row.path for row in detail.files])
     require_apart(source.row.uri, source.things, child.uri, files)
-    if take is None:
+    if fingerprint_settings is None:
         require_as_converted(source.manifest, conversion)
-    other = _Side(source.catalog, child, manifest, files, None if export else take)
+    child_side = _Side(source.catalog, child, manifest, files, None if export else fingerprint_settings)
     tensor_losses: Iterable[GivenUp]
     if export:
-        part = prove_part(source.row, source.manifest, conversion, child, take, means)
-        if part.fresh:
-            other.record(part.proof.tensors)
-        tensor_losses, relied_tensors, proof = part.losses, _of_part(other, part), PART
+        part = prove_part(
+            source.row, source.manifest, conversion, child, fingerprint_settings, verify_settings
+        )
+        if part.recomputed:
+            child_side.record(part.proof.tensors)
+        tensor_losses, relied_tensors, proof = part.losses, _of_part(child_side, part), PART
     else:
-        tensor_losses, relied_tensors = _tensor_losses(source, other, conversion)
+        tensor_losses, relied_tensors = _tensor_losses(source, child_side, conversion)
         proof = FULL
-    beside_losses, relied_rest = _beside(source, other, detail, classify=allowed.optimizer)
+    beside_losses, relied_rest = _beside(source, child_side, detail, classify=allowed.optimizer)
     losses = (*tensor_losses, *beside_losses)
-    missing = tuple(each for each in losses if not allowed.accepts(each))
+    missing = tuple(loss for loss in losses if not allowed.accepts(loss))
     if missing:
         # What was read of a source that is being written is of two states: it says nothing about the child.
         require_files(source.row.uri, source.things, contents(source.row.uri))
@@ -327,7 +337,7 @@ def _judged(
     expects = (*relied_tensors, *relied_rest) if relied_tensors else ()
     if not all(row.digest for row in detail.files) and not relied_tensors:
         raise UsageError(f"{child.uri} has no digests: --fingerprint reads both")
-    named = tuple({(each.name, each.kind): each for each in losses}.values())
+    named = tuple({(loss.name, loss.kind): loss for loss in losses}.values())
     return Replacement(child, "", things, expects, named, proof if named else FULL)
 
 
@@ -357,13 +367,13 @@ def _tensor_losses(
         if conversion.verb == "export":
             why += f"; --accept-loss {OPTIMIZER} compares the model part alone"
         raise UsageError(why)
-    wanted = ids_of(source.tensors)
-    return [], tuple(each for each in child.tensors if each.id in wanted)
+    source_ids = ids_of(source.tensors)
+    return [], tuple(holding for holding in child.tensors if holding.id in source_ids)
 
 
 def _of_part(child: _Side, part: ProvenPart) -> tuple[Holding, ...]:
     """Return the tensors of an export that are its model part of its source."""
-    if part.fresh:
+    if part.recomputed:
         sizes = {t.fqn: t.nbytes for t in child.manifest.tensors}
         return numbered(tensor_holdings(part.proof.tensors, sizes))
     if child.tensors is None:
@@ -380,16 +390,16 @@ def _beside(
     """
     sizes = {row.nbytes for row in detail.files}
     mine = (*source.objects, *rest_of(source.manifest, source.row.uri, source.things, sizes))
-    files = _recorded_files(detail, child, {each.nbytes for each in mine if each.kind == FILE})
+    files = _recorded_files(detail, child, {holding.nbytes for holding in mine if holding.kind == FILE})
     theirs = (*child.objects, *files)
-    child_ids, wanted = ids_of(theirs), ids_of(mine)
-    lacking = {(each.name, each.kind): each for each in mine if each.id not in child_ids}
+    child_ids, source_ids = ids_of(theirs), ids_of(mine)
+    lacking = {(holding.name, holding.kind): holding for holding in mine if holding.id not in child_ids}
     stored = StoredKinds(source.manifest)
     losses = []
-    for each in lacking.values():
-        of_object = stored.kind_of(each.name) if classify and each.kind not in _IN_FOLDERS else None
-        losses.append(GivenUp(each.name, of_object or each.kind, each.nbytes))
-    return losses, tuple(each for each in theirs if each.id in wanted)
+    for holding in lacking.values():
+        of_object = stored.kind_of(holding.name) if classify and holding.kind not in _IN_FOLDERS else None
+        losses.append(GivenUp(holding.name, of_object or holding.kind, holding.nbytes))
+    return losses, tuple(holding for holding in theirs if holding.id in source_ids)
 
 
 def _recorded_files(
@@ -400,18 +410,20 @@ def _recorded_files(
         return ()
     rows = [row for row in detail.files if row.nbytes in sizes]
     parts = {name: child.things[name] for row in rows if ":" in (row.digest or "") for name in (row.path,)}
-    found = [file_holding(row.path, row.nbytes, row.digest or "") for row in rows if row.path not in parts]
-    return (*found, *file_holdings(child.row.uri, parts, sizes))
+    by_digest = [
+        file_holding(row.path, row.nbytes, row.digest or "") for row in rows if row.path not in parts
+    ]
+    return (*by_digest, *file_holdings(child.row.uri, parts, sizes))
 
 
 def _why_not(child: CheckpointRow, missing: Sequence[GivenUp]) -> str:
     """Return why a child with losses that are not allowed replaces nothing."""
-    if any(each.kind == CAST for each in missing):
+    if any(loss.kind == CAST for loss in missing):
         return (
             f"{child.uri} is cast and does not prove its source; "
             f"--accept-loss {CAST} accepts the loss of precision"
         )
     names = some([e.name if e.kind in _PLAIN else f"{e.name} ({e.kind})" for e in missing])
-    if any(each.kind == MODEL for each in missing):
+    if any(loss.kind == MODEL for loss in missing):
         return f"{child.uri} does not contain {names}: a part of the model is never given up"
     return f"{child.uri} does not contain {names}; --accept-loss GLOB accepts the loss"

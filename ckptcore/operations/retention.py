@@ -99,7 +99,7 @@ class Verdict:
 def decide(
     entries: Iterable[RetentionEntry],
     policy: Policy,
-    own: Mapping[str, Policy] | None = None,
+    own_policies: Mapping[str, Policy] | None = None,
     steps: Mapping[str, Iterable[int]] | None = None,
     best: BestSteps | None = None,
 ) -> tuple[Verdict, ...]:
@@ -110,18 +110,18 @@ def decide(
     Args:
         entries: The checkpoints.
         policy: The policy.
-        own: Id -> its own policy, of checkpoints that have one.
+        own_policies: Id -> its own policy, of checkpoints that have one.
         steps: Run -> its newest steps, if the checkpoints are only a part of it.
         best: The best steps of runs, for all rules of the policies.
     """
     entries = tuple(entries)
     if steps is None:
         steps = steps_of(entries)
-    ordered = {run: sorted(found) for run, found in steps.items()}
+    ordered = {run: sorted(run_steps) for run, run_steps in steps.items()}
     newest: dict[tuple[str, int], frozenset[int]] = {}
     verdicts = []
     for entry in entries:
-        rule = (own or {}).get(entry.id, policy)
+        rule = (own_policies or {}).get(entry.id, policy)
         key = entry.run, rule.keep_last
         if key not in newest:
             newest[key] = frozenset(ordered.get(entry.run, [])[-rule.keep_last :])
@@ -164,6 +164,6 @@ def _verdict(entry: RetentionEntry, policy: Policy, newest: frozenset[int], best
             why.append(f"one of the {rule}")
     if why:
         return Verdict(entry, True, tuple(why))
-    every = f", not of every {policy.keep_every}" if policy.keep_every else ""
+    not_every = f", not of every {policy.keep_every}" if policy.keep_every else ""
     ranked = "".join(f", not one of the {rule}" for rule in policy.keep_best)
-    return Verdict(entry, False, (f"not one of the last {policy.keep_last}{every}{ranked}",))
+    return Verdict(entry, False, (f"not one of the last {policy.keep_last}{not_every}{ranked}",))

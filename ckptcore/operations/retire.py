@@ -71,7 +71,7 @@ _GOES = (Fate.LET_GO, Fate.RETIRED, Fate.DELETED)
 
 
 @dataclass(frozen=True)
-class Retired:
+class RetireDecision:
     """One source.
 
     Attributes:
@@ -103,7 +103,7 @@ class Retired:
             "proof": self.replacement.proof if self.replacement and child else None,
             "files_bytes": self.files,
             "freed_bytes": self.freed,
-            "given_up": [each.as_dict() for each in self.given_up],
+            "given_up": [content.as_dict() for content in self.given_up],
             "given_up_totals": retirements.totals(self.given_up),
             "unproven": [{"name": name, "kind": kind} for name, kind in self.unproven],
         }
@@ -112,7 +112,7 @@ class Retired:
     def unproven(self) -> tuple[tuple[str, str], ...]:
         """(name, kind) of what its child does not prove."""
         losses = self.replacement.losses if self.replacement is not None else ()
-        return tuple((each.name, each.kind) for each in losses if each.kind != CAST)
+        return tuple((loss.name, loss.kind) for loss in losses if loss.kind != CAST)
 
     @property
     def given_up(self) -> tuple[GivenUp, ...]:
@@ -129,7 +129,7 @@ class Retired:
 
 
 @dataclass(frozen=True)
-class Retirement:
+class RetireReport:
     """The result.
 
     Attributes:
@@ -138,7 +138,7 @@ class Retirement:
         set_aside: What was set aside before, and what a purge did with it.
     """
 
-    items: tuple[Retired, ...]
+    items: tuple[RetireDecision, ...]
     done: bool
     set_aside: tuple[Purged, ...] = ()
 
@@ -166,23 +166,23 @@ class Retirement:
     @property
     def waiting(self) -> int:
         """Bytes of files that a purge frees later."""
-        earlier = sum(each.nbytes for each in self.set_aside if each.fate == WAITING)
+        earlier = sum(row.nbytes for row in self.set_aside if row.fate == WAITING)
         return earlier + sum(i.freed for i in self.items if i.fate is Fate.RETIRED)
 
     @property
     def purged(self) -> int:
         """Bytes of files that were set aside before, and were deleted now."""
-        return sum(each.nbytes for each in self.set_aside if each.fate == PURGED)
+        return sum(row.nbytes for row in self.set_aside if row.fate == PURGED)
 
     @property
     def left(self) -> tuple[str, ...]:
         """Messages about what was set aside, and could not be purged."""
-        kept = (each for each in self.set_aside if each.fate == KEPT)
-        return tuple(f"{each.uri} is kept in {each.record}: {each.why}" for each in kept)
+        unpurged = (row for row in self.set_aside if row.fate == KEPT)
+        return tuple(f"{row.uri} is kept in {row.record}: {row.why}" for row in unpurged)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        every = [each for i in self.items if i.freed for each in i.given_up]
+        given_up = [content for i in self.items if i.freed for content in i.given_up]
         return {
             "deleted": self.done,
             "counts": self.counts,
@@ -194,10 +194,10 @@ class Retirement:
                 "after": self.before - self.freed,
                 "waiting": self.waiting,
             },
-            "given_up_totals": retirements.totals(every),
+            "given_up_totals": retirements.totals(given_up),
             "left": list(self.left),
             "checkpoints": [i.as_dict() for i in self.items],
-            "set_aside": [each.as_dict() for each in self.set_aside],
+            "set_aside": [row.as_dict() for row in self.set_aside],
         }
 
 
@@ -210,11 +210,11 @@ def retire(
     purging: bool = False,
     grace: timedelta = GRACE,
     allowed: Allowed | None = None,
-    take: Settings | None = None,
-    means: Settings | None = None,
-    on_retired: Callable[[Retired], None] | None = None,
+    fingerprint_settings: Settings | None = None,
+    verify_settings: Settings | None = None,
+    on_retired: Callable[[RetireDecision], None] | None = None,
     of_root: OfRoot | None = None,
-) -> Retirement:
+) -> RetireReport:
     """Set sources aside by the policy, and purge those whose grace period is over.
 
     Args:
@@ -225,8 +225,9 @@ def retire(
         purging: Purge what is due.
         grace: How long a source can be restored; zero deletes it at once.
         allowed: What may be lost.
-        take: Memory and threads for reading both sides of a proof; None to use the sums in the catalog.
-        means: Memory and threads for reading children.
+        fingerprint_settings: Memory and threads for reading both sides of a proof; None to use the sums in
+            the catalog.
+        verify_settings: Memory and threads for reading children.
         on_retired: Called for each source.
         of_root: Policy and allowed losses of a root's sources; None for ``policy`` and ``allowed``.
 
@@ -236,17 +237,25 @@ def retire(
     Raises:
         UsageError: There is no such root or run.
     """
-    reading = take or means or Settings()
+    reading = fingerprint_settings or verify_settings or Settings()
     earlier = _earlier(catalog, scope, reading, yes=yes, purging=purging)
     items = []
-    for item in plan(catalog, policy, scope, allowed=allowed, take=take, means=means, of_root=of_root):
+    for item in plan(
+        catalog,
+        policy,
+        scope,
+        allowed=allowed,
+        fingerprint_settings=fingerprint_settings,
+        verify_settings=verify_settings,
+        of_root=of_root,
+    ):
         item = replace(item, files=_listed_bytes(item))
         if yes and item.fate is Fate.LET_GO:
             item = carry_out(catalog, item, reading, grace)
         items.append(item)
         if on_retired is not None:
             on_retired(item)
-    return Retirement(tuple(items), yes, earlier)
+    return RetireReport(tuple(items), yes, earlier)
 
 
 def plan(
@@ -255,12 +264,12 @@ def plan(
     scope: str | None = None,
     *,
     allowed: Allowed | None = None,
-    take: Settings | None = None,
-    means: Settings | None = None,
+    fingerprint_settings: Settings | None = None,
+    verify_settings: Settings | None = None,
     of_root: OfRoot | None = None,
     after: str | None = None,
     limit: int | None = None,
-) -> Iterator[Retired]:
+) -> Iterator[RetireDecision]:
     """Yield each source with the policy's verdict, and the child of those that may be deleted.
 
     The arguments are those of `retire`, and two for a part of the plan, with the verdicts of the whole: as
@@ -283,27 +292,33 @@ def plan(
             replace(entry, promoted=promoted.get(entry.id, ()))
             for entry in (retention_entry(row, ties[row.id]) for row in rows)
         ]
-        own = {public: policy if isinstance(rule, CkptError) else rule[0] for public, rule in rules.items()}
+        policies = {
+            public: policy if isinstance(rule, CkptError) else rule[0] for public, rule in rules.items()
+        }
         best = {
             (entry.run, rule): _best_steps(conn, entry.run, rule)
             for entry in {entry.run: entry for entry in entries}.values()
-            for rule in dict.fromkeys(chain.from_iterable(each.keep_best for each in own.values()))
+            for rule in dict.fromkeys(
+                chain.from_iterable(row_policy.keep_best for row_policy in policies.values())
+            )
         }
         steps = None
         if limit is not None:
             most: dict[str, int] = {}
             for entry in entries:
-                most[entry.run] = max(most.get(entry.run, 0), own[entry.id].keep_last)
+                most[entry.run] = max(most.get(entry.run, 0), policies[entry.id].keep_last)
             steps = maintenance.newest_steps(conn, most, below)
-    verdicts = decide(entries, policy, own, steps, best)
+    verdicts = decide(entries, policy, policies, steps, best)
     for row, verdict in zip(rows, verdicts, strict=True):
         if verdict.keep:
-            yield Retired(row, Fate.KEPT, verdict.why)
+            yield RetireDecision(row, Fate.KEPT, verdict.why)
             continue
-        item = attempt(_planned, catalog, row, verdict, rules[row.id], above, take, means)
+        item = attempt(
+            _planned, catalog, row, verdict, rules[row.id], above, fingerprint_settings, verify_settings
+        )
         if isinstance(item, CkptError):
             reason = f"{item.code}: {item.message}"
-            item = Retired(row, Fate.UNSAFE, (reason,), Replacement(None, reason))
+            item = RetireDecision(row, Fate.UNSAFE, (reason,), Replacement(None, reason))
         yield item
 
 
@@ -329,9 +344,9 @@ def _planned(
     verdict: Verdict,
     rule: tuple[Policy, Allowed] | CkptError,
     above: Sequence[roots.RootRow],
-    take: Settings | None,
-    means: Settings | None,
-) -> Retired:
+    fingerprint_settings: Settings | None,
+    verify_settings: Settings | None,
+) -> RetireDecision:
     """Return a source that its policy does not keep, with its child. Raises `CkptError`: it cannot go."""
     if isinstance(rule, CkptError):
         raise rule
@@ -339,38 +354,44 @@ def _planned(
     root_above(above, row.uri)
     if local_path(row.uri) is not None:
         require_no_mount(row.uri)
-    replacement = find_replacement(catalog, row, rule[1], take=take, means=means)
+    replacement = find_replacement(
+        catalog, row, rule[1], fingerprint_settings=fingerprint_settings, verify_settings=verify_settings
+    )
     if replacement.child is None:
-        return Retired(row, Fate.UNSAFE, (replacement.why,), replacement)
+        return RetireDecision(row, Fate.UNSAFE, (replacement.why,), replacement)
     with catalog.reading() as conn:
         inside = inside_of(conn, row)
     if inside:
-        return Retired(row, Fate.KEPT, (inside,), replacement)
-    what = "its model part" if replacement.proof == retirements.PART else "it"
-    why = (*verdict.why, f"{replacement.child.uri} replaces {what}")
-    return Retired(row, Fate.LET_GO, why, replacement)
+        return RetireDecision(row, Fate.KEPT, (inside,), replacement)
+    replaced_text = "its model part" if replacement.proof == retirements.PART else "it"
+    why = (*verdict.why, f"{replacement.child.uri} replaces {replaced_text}")
+    return RetireDecision(row, Fate.LET_GO, why, replacement)
 
 
-def carry_out(catalog: Catalog, item: Retired, means: Settings, grace: timedelta) -> Retired:
+def carry_out(
+    catalog: Catalog, item: RetireDecision, verify_settings: Settings, grace: timedelta
+) -> RetireDecision:
     """Set one source of `plan` aside, after checking again that it may go; purge it without a grace period.
 
     Args:
         catalog: The catalog.
         item: A source with a child that replaces it.
-        means: Memory and threads for reading the child.
+        verify_settings: Memory and threads for reading the child.
         grace: How long it can be restored.
 
     Returns:
         The source with its new fate; errors become reasons.
     """
-    done = attempt(_carried_out, catalog, item, means, grace)
-    if isinstance(done, CkptError):
-        fate = Fate.KEPT if isinstance(done, Conflict) else Fate.UNSAFE
-        return replace(item, fate=fate, why=(done.message,))
-    return done
+    outcome = attempt(_carried_out, catalog, item, verify_settings, grace)
+    if isinstance(outcome, CkptError):
+        fate = Fate.KEPT if isinstance(outcome, Conflict) else Fate.UNSAFE
+        return replace(item, fate=fate, why=(outcome.message,))
+    return outcome
 
 
-def _carried_out(catalog: Catalog, item: Retired, means: Settings, grace: timedelta) -> Retired:
+def _carried_out(
+    catalog: Catalog, item: RetireDecision, verify_settings: Settings, grace: timedelta
+) -> RetireDecision:
     """Set a source aside, and purge it without a grace period. Raises `CkptError`: it stays."""
     replacement = item.replacement
     assert replacement is not None
@@ -381,7 +402,7 @@ def _carried_out(catalog: Catalog, item: Retired, means: Settings, grace: timede
             until = f"it can be restored until {aside.record.due_at:%Y-%m-%d %H:%M} UTC"
             return replace(item, fate=Fate.RETIRED, why=(*item.why, until))
         try:
-            left = purge_one(catalog, aside, means)
+            left = purge_one(catalog, aside, verify_settings)
         except BaseException:
             put_back(catalog, aside)
             raise
@@ -389,7 +410,7 @@ def _carried_out(catalog: Catalog, item: Retired, means: Settings, grace: timede
 
 
 def _earlier(
-    catalog: Catalog, scope: str | None, means: Settings, *, yes: bool, purging: bool
+    catalog: Catalog, scope: str | None, verify_settings: Settings, *, yes: bool, purging: bool
 ) -> tuple[Purged, ...]:
     """Return what was set aside before, purged where that is due and asked for."""
     with catalog.reading() as conn:
@@ -397,13 +418,13 @@ def _earlier(
     if not yes and not purging:
         return tuple(waiting(catalog, places, run))
     due = catalog.now() if purging else datetime.min.replace(tzinfo=UTC)
-    return tuple(purge(catalog, means, places, due=due, run=run))
+    return tuple(purge(catalog, verify_settings, places, due=due, run=run))
 
 
-def _scope(every: Sequence[roots.RootRow], scope: str | None) -> tuple[list[str], str | None]:
+def _scope(watched_roots: Sequence[roots.RootRow], scope: str | None) -> tuple[list[str], str | None]:
     """Return the folders of the roots that a scope is about, and the run in them, if it names one."""
-    named = [root.uri for root in every if root.name == scope]
-    return (named, None) if named else ([root.uri for root in every], scope)
+    named = [root.uri for root in watched_roots if root.name == scope]
+    return (named, None) if named else ([root.uri for root in watched_roots], scope)
 
 
 def _rules(
@@ -418,7 +439,7 @@ def _rules(
     return default if innermost is None or of_root is None else of_root(innermost)
 
 
-def _listed_bytes(item: Retired) -> int | None:
+def _listed_bytes(item: RetireDecision) -> int | None:
     """Return the bytes of a source's files; None if they cannot be listed."""
     if item.replacement is not None and item.replacement.things:
         return freed_bytes(item.replacement.things)

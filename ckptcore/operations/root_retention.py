@@ -33,11 +33,11 @@ def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Al
     """
     if root is not None:
         require_sound(root)
-    own = checked(root.retention) if root is not None else {}
+    root_options = checked(root.retention) if root is not None else {}
 
     def chosen(name: str) -> Any:
-        given = getattr(asked, name)
-        return own.get(name) if given is None else given
+        asked_option = getattr(asked, name)
+        return root_options.get(name) if asked_option is None else asked_option
 
     policy = _policy({name: chosen(name) for name in ("keep_last", "keep_every", "keep_best")})
     rest = chosen("rest") or FULL

@@ -58,12 +58,12 @@ class Scrubbed:
     @property
     def counts(self) -> dict[str, int]:
         """Proof -> number of checkpoints."""
-        return dict(Counter(each.proven.proof.value for each in self.looked))
+        return dict(Counter(check.proven.proof.value for check in self.looked))
 
     @property
     def exit_code(self) -> int:
         """1 if a checkpoint is damaged, changed, gone or unreadable, else 0: unproven is not damaged."""
-        return int(any(each.proven.proof not in FINE for each in self.looked))
+        return int(any(check.proven.proof not in FINE for check in self.looked))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -71,7 +71,7 @@ class Scrubbed:
             "known": self.known,
             "due": self.due,
             "counts": self.counts,
-            "checkpoints": [each.as_dict() for each in self.looked],
+            "checkpoints": [check.as_dict() for check in self.looked],
         }
 
 
@@ -100,9 +100,9 @@ def scrub(
     end = clock() + budget_s
     with catalog.reading() as conn:
         rows = maintenance.due(conn)
-    wanted = rows[: math.ceil(share * len(rows))]
+    due_rows = rows[: math.ceil(share * len(rows))]
     looked: list[Looked] = []
-    for row in wanted:
+    for row in due_rows:
         if looked and clock() >= end:
             break
         in_time = (lambda: clock() < end) if looked else (lambda: True)
@@ -113,7 +113,7 @@ def scrub(
         if checked.proven.proof is Proof.STOPPED:
             break
     look_after(catalog)
-    return Scrubbed(tuple(looked), len(wanted), len(rows))
+    return Scrubbed(tuple(looked), len(due_rows), len(rows))
 
 
 def _check(catalog: Catalog, row: CheckpointRow, in_time: Callable[[], bool]) -> Looked:
@@ -144,8 +144,8 @@ def _unread(catalog: Catalog, row: CheckpointRow, message: str) -> Looked:
     return Looked(row, Proven(Proof.UNREAD, message=message))
 
 
-def _record_look(catalog: Catalog, found: Looked) -> None:
-    proven, id, now = found.proven, found.checkpoint.id, catalog.now()
+def _record_look(catalog: Catalog, check: Looked) -> None:
+    proven, id, now = check.proven, check.checkpoint.id, catalog.now()
     if proven.now is not None:  # it is another one, or its digests were not known
         catalog.record_validation(proven.now, proven.findings, level=proven.now.verified or "files")
     if proven.proof is Proof.CHANGED:

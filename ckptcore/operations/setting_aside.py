@@ -180,8 +180,8 @@ def retention_entry(row: CheckpointRow, ties: maintenance.Ties) -> RetentionEntr
 
 def inside_of(conn: Any, source: CheckpointRow) -> str:
     """Return why a source must stay because of another checkpoint in its folder; empty if none is there."""
-    others = inside_of_place(conn, source.uri)
-    return f"{others[0]} is inside it" if others else ""
+    inner_uris = inside_of_place(conn, source.uri)
+    return f"{inner_uris[0]} is inside it" if inner_uris else ""
 
 
 def require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
@@ -223,4 +223,4 @@ def freed_bytes(things: Mapping[str, FileStatus]) -> int:
             continue
         removed[thing.device, thing.inode] += 1
         linked[thing.device, thing.inode] = thing
-    return total + sum(t.nbytes for each, t in linked.items() if t.links == removed[each])
+    return total + sum(t.nbytes for inode, t in linked.items() if t.links == removed[inode])

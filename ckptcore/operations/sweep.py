@@ -26,7 +26,7 @@ from ckptcore.catalog.normalize import normal_uri, storable
 from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.batch import MOST
-from ckptcore.conversion.pipeline import tidy
+from ckptcore.conversion.pipeline import remove_leftover_staging
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import Busy, CatalogUnavailable, CkptError, Interrupted
 from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
@@ -38,8 +38,8 @@ from ckptcore.operations.export_target import (
     sources_among,
     targets_of,
 )
-from ckptcore.operations.readiness import SETTLE_S, Look, look, recalled
-from ckptcore.operations.sweep_items import Standing, SweepItem, Swept
+from ckptcore.operations.readiness import SETTLE_S, Readiness, look, recalled
+from ckptcore.operations.sweep_items import SweepItem, SweepState, Swept
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path
 from ckptcore.store.listing import survey
@@ -92,7 +92,7 @@ def sweep(
         relist: List every checkpoint on object stores, also those that are complete and converted.
         convert_each: See `convert_ready`.
     """
-    found: list[SweepItem] = []
+    swept_items: list[SweepItem] = []
     who = who or owner()
 
     def pass_over(root: RootRow) -> Iterator[SweepItem]:
@@ -104,16 +104,18 @@ def sweep(
                 (on_item or _ignore)(item)
             yield from items
         else:
-            here = convert_ready(catalog, items, convert, who, on_item=on_item, convert_each=convert_each)
-            yield from here
-            note_swept(catalog, root, here)
+            converted = convert_ready(
+                catalog, items, convert, who, on_item=on_item, convert_each=convert_each
+            )
+            yield from converted
+            note_swept(catalog, root, converted)
 
     for root in watched(catalog, names):
-        found += of_root(root, pass_over(root), on_item)
+        swept_items += of_root(root, pass_over(root), on_item)
     if not dry_run:
         end_interrupted(catalog)
         forget_events(catalog)
-    return Swept(tuple(found), dry_run, strict)
+    return Swept(tuple(swept_items), dry_run, strict)
 
 
 def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[RootRow, ...]:
@@ -142,7 +144,7 @@ def of_root(root: RootRow, items: Iterable[SweepItem], on_item: OnItem | None = 
 
 def _root_in_trouble(root: RootRow, error: Exception) -> SweepItem:
     ended = error_of(error)
-    standing = Standing.UNREAD if ended.transient or ended.exit_code != 2 else Standing.REFUSED
+    standing = SweepState.UNREAD if ended.transient or ended.exit_code != 2 else SweepState.REFUSED
     return SweepItem(root.name, root.uri, None, standing, ended.message)
 
 
@@ -191,35 +193,36 @@ def look_through(
             # Objects cannot be moved: what is retired stays in sight until it is purged.
             outputs |= {row.uri for row in set_aside.every(conn) if local_path(row.uri) is None}
             written = perhaps_within(root.uri, sightings.outputs(conn)) if local_path(root.uri) else ()
-        kept = () if relist else _remembered(before, now)
-        candidates = discover(root.uri, include=root.include, skip=outputs, remembered=kept)
+        remembered = () if relist else _remembered(before, now)
+        candidates = discover(root.uri, include=root.include, skip=outputs, remembered=remembered)
     except Exception as error:
         return (_root_in_trouble(root, error),)
     # An output that was recorded under another name of its place, such as one behind a mount.
-    elsewhere = Spellings(each for each in written if each not in outputs)
-    found = [c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values()]
-    planned = [(c, [_planned(target, c) for target in targets]) for c in found]
-    places = [["" if r is None else r.destination for r, _ in made] for _, made in planned]
+    elsewhere = Spellings(output_uri for output_uri in written if output_uri not in outputs)
+    candidates = tuple(c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values())
+    planned = [(c, [_planned(target, c) for target in targets]) for c in candidates]
+    places = [["" if r is None else r.destination for r, _ in requests] for _, requests in planned]
     sources, back = sources_among([c.uri for c, _ in planned], places)
     planned = [
-        (planned[n][0], [_BACK if (n, k) in back else one for k, one in enumerate(planned[n][1])])
+        (planned[n][0], [_BACK if (n, k) in back else request for k, request in enumerate(planned[n][1])])
         for n in sources
     ]
-    doubled = colliding(r.destination for _, made in planned for r, _ in made if r is not None)
+    doubled = colliding(r.destination for _, requests in planned for r, _ in requests if r is not None)
     looking = _LookThrough(catalog, root, now, dry_run, settle_s, retry_failed)
     items: list[SweepItem] = []
     # SQLite flushes its log once, and not at the end of each transaction.
     with catalog.kept_open():
-        for candidate, made in planned:
-            wanted = [
+        for candidate, requests in planned:
+            # Both are refused: which one would win depends on the order of the sweep.
+            apart = [
                 (None, f"two checkpoints would both go to {request.destination}")
                 if request is not None and request.destination in doubled
                 else (request, why)
-                for request, why in made
+                for request, why in requests
             ]
             try:
-                items += looking.items(candidate, wanted, before.get(normal_uri(candidate.uri)))
-            except CatalogUnavailable:
+                items += looking.items(candidate, apart, before.get(normal_uri(candidate.uri)))
+            except CatalogAway:
                 raise  # as it would be for all of them
             except Exception as error:
                 items.append(looking.unread(candidate.uri, candidate.step, error_of(error)))
@@ -250,22 +253,22 @@ def convert_ready(
     Returns:
         The checkpoints with their new standing, in the same order.
     """
-    ready = [n for n, item in enumerate(items) if item.standing is Standing.READY]
-    found = {n: items[n] for n in set(range(len(items))) - set(ready)}
+    ready = [n for n, item in enumerate(items) if item.standing is SweepState.READY]
+    by_position = {n: items[n] for n in set(range(len(items))) - set(ready)}
     reported = 0
     for batch in batches(items, ready) if convert_each is not None else ([n] for n in ready):
         group = [items[n] for n in batch]
         if len(group) == 1 or convert_each is None:
-            done = [work(catalog, item, convert, who) for item in group]
+            converted = [work(catalog, item, convert, who) for item in group]
         else:
-            done = work_each(catalog, group, convert_each, who)
-        found |= zip(batch, done, strict=True)
-        while reported in found:
-            (on_item or _ignore)(found[reported])
+            converted = work_each(catalog, group, convert_each, who)
+        by_position |= zip(batch, converted, strict=True)
+        while reported in by_position:
+            (on_item or _ignore)(by_position[reported])
             reported += 1
     for n in range(reported, len(items)):
-        (on_item or _ignore)(found[n])
-    return [found[n] for n in range(len(items))]
+        (on_item or _ignore)(by_position[n])
+    return [by_position[n] for n in range(len(items))]
 
 
 @dataclass(frozen=True)
@@ -285,37 +288,41 @@ class _LookThrough:
     unrecorded: list[SightingRow] = field(default_factory=list)
     failures: dict[str, CkptError] = field(default_factory=dict)
 
-    def items(self, candidate: Candidate, wanted: Wanted, before: SightingRow | None) -> list[SweepItem]:
+    def items(self, candidate: Candidate, requests: Wanted, before: SightingRow | None) -> list[SweepItem]:
         """Return the standings of a candidate, one for each wanted request."""
         if storable(candidate.uri) != candidate.uri:
             uri, why = (storable(candidate.uri), "its name is not UTF-8, so no catalog names it: rename it")
-            return [SweepItem(self.root.name, uri, candidate.step, Standing.REFUSED, why)] * len(wanted)
-        recovering = list(dict.fromkeys(_recovers(request) for request, _ in wanted))
+            return [SweepItem(self.root.name, uri, candidate.step, SweepState.REFUSED, why)] * len(requests)
+        recovering = list(dict.fromkeys(_recovers(request) for request, _ in requests))
         if candidate.remembered:
-            known = {r: seen for r in recovering if (seen := recalled(before, r)) is not None}
-            if len(known) == len(recovering):
-                here = self._compared(candidate, wanted, known)
-                if all(item.standing is not Standing.READY for item in here):
-                    return here
+            recalled_looks = {
+                r: recalled_look for r in recovering if (recalled_look := recalled(before, r)) is not None
+            }
+            if len(recalled_looks) == len(recovering):
+                swept_items = self._compared(candidate, requests, recalled_looks)
+                if all(item.standing is not SweepState.READY for item in swept_items):
+                    return swept_items
             files = survey(candidate.uri)
             if not files:
                 return []  # removed meanwhile
             candidate = replace(candidate, files=files, remembered=False)
         # Each once, whatever is made of it.
         looks = {recover: self._looked(candidate, before, recover) for recover in recovering}
-        return self._compared(candidate, wanted, looks)
+        return self._compared(candidate, requests, looks)
 
-    def _compared(self, candidate: Candidate, wanted: Wanted, looks: Mapping[bool, Look]) -> list[SweepItem]:
-        found = []
-        for request, why in wanted:
+    def _compared(
+        self, candidate: Candidate, requests: Wanted, looks: Mapping[bool, Readiness]
+    ) -> list[SweepItem]:
+        swept_items = []
+        for request, why in requests:
             item = _item(self.root, candidate, request, why, looks[_recovers(request)])
-            if request is not None and item.standing is Standing.READY:
+            if request is not None and item.standing is SweepState.READY:
                 item = _compared_with_target(self.catalog, item, request, self.now, self.retry_failed)
-            found.append(item)
-        return found
+            swept_items.append(item)
+        return swept_items
 
-    def _looked(self, candidate: Candidate, before: SightingRow | None, recover: bool) -> Look:
-        seen = look(
+    def _looked(self, candidate: Candidate, before: SightingRow | None, recover: bool) -> Readiness:
+        readiness = look(
             normal_uri(candidate.uri),
             candidate.files,
             before,
@@ -325,14 +332,14 @@ class _LookThrough:
             retry_failed=self.retry_failed,
         )
         if not self.dry_run:
-            self.unrecorded.append(_sighting(self.root, candidate, seen, self.now))
-            if seen.manifest is not None and seen.state is Condition.BROKEN:
+            self.unrecorded.append(_sighting(self.root, candidate, readiness, self.now))
+            if readiness.manifest is not None and readiness.state is Condition.BROKEN:
                 # Recorded like the findings of conversions, where users search for damaged checkpoints.
-                broken = facts(seen.manifest, normal_uri(candidate.uri))
-                self.catalog.record_validation(broken, seen.findings, level="coverage")
+                broken = facts(readiness.manifest, normal_uri(candidate.uri))
+                self.catalog.record_validation(broken, readiness.findings, level="coverage")
             if len(self.unrecorded) >= _NOTED:
                 self.record()
-        return replace(seen, manifest=None)  # thousands of them need not be kept
+        return replace(readiness, manifest=None)  # thousands of them need not be kept
 
     def record(self) -> None:
         """Record the states of checkpoints in one transaction, or where it fails each in one of its own."""
@@ -357,7 +364,7 @@ class _LookThrough:
 
     def unread(self, uri: str, step: int | None, error: CkptError) -> SweepItem:
         """Return the item of a checkpoint that could not be read."""
-        return SweepItem(self.root.name, normal_uri(uri), step, Standing.UNREAD, error.message)
+        return SweepItem(self.root.name, normal_uri(uri), step, SweepState.UNREAD, error.message)
 
 
 def _remembered(before: Mapping[str, SightingRow], now: datetime) -> list[str]:
@@ -397,7 +404,7 @@ def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo:
             convert(request)
     except Exception as error:
         return _failed(item, error_of(error))
-    return replace(item, standing=Standing.MADE, why="")
+    return replace(item, standing=SweepState.MADE, why="")
 
 
 def work_each(
@@ -408,44 +415,46 @@ def work_each(
     Raises:
         Interrupted: The user stopped it. What was converted before is recorded.
     """
-    wanted = [(key_of(_request(item), item.source_digest), item.source) for item in items]
-    done = dict(enumerate(items))
+    keys_and_sources = [(key_of(_request(item), item.source_digest), item.source) for item in items]
+    by_position = dict(enumerate(items))
     stop: Interrupted | None = None
     try:
         # SQLite flushes its log once, when the batch ends, and not in each transaction.
-        with catalog.kept_open(), claimed_each(catalog, wanted, who) as taken:
+        with catalog.kept_open(), claimed_each(catalog, keys_and_sources, who) as taken:
             todo = []
             for n, (item, claim) in enumerate(zip(items, taken.rows, strict=True)):
                 if not claim.mine:
-                    done[n] = _with_claim(item, claim)
+                    by_position[n] = _with_claim(item, claim)
                     continue
                 try:
                     if _made_before(catalog, item):
-                        done[n] = _converted(item)
+                        by_position[n] = _converted(item)
                     else:
                         todo.append(n)
                 except Exception as error:
                     ended = error_of(error)
-                    taken.failures[n], done[n] = ended, _failed(item, ended)
+                    taken.failures[n], by_position[n] = ended, _failed(item, ended)
             results = convert_each([_request(items[n]) for n in todo]) if todo else ()
             for n, result in zip(todo, results, strict=True):
                 if isinstance(result, CkptError):
-                    taken.failures[n], done[n] = result, _failed(items[n], result)
+                    taken.failures[n], by_position[n] = result, _failed(items[n], result)
                     stop = result if isinstance(result, Interrupted) else stop
                 else:
-                    done[n] = replace(items[n], standing=Standing.MADE, why="")
+                    by_position[n] = replace(items[n], standing=SweepState.MADE, why="")
     except Exception as error:
         ended = error_of(error)
-        begun = any(item.standing is Standing.MADE for item in done.values())
-        if len(items) > 1 and not begun and not ended.transient:
+        any_made = any(item.standing is SweepState.MADE for item in by_position.values())
+        if len(items) > 1 and not any_made and not ended.transient:
             # One of them may be at fault, such as by a name that the catalog cannot store. What was published
             # is registered now.
-            return [one for item in items for one in work_each(catalog, [item], convert_each, who)]
-        open_ends = (Standing.READY, Standing.MADE)  # without a claim that is done, nothing is
-        done = {n: _failed(item, ended) if item.standing in open_ends else item for n, item in done.items()}
+            return [retried for item in items for retried in work_each(catalog, [item], convert_each, who)]
+        open_ends = (SweepState.READY, SweepState.MADE)  # without a claim that is done, nothing is
+        by_position = {
+            n: _failed(item, ended) if item.standing in open_ends else item for n, item in by_position.items()
+        }
     if stop is not None:
         raise stop
-    return [done[n] for n in range(len(items))]
+    return [by_position[n] for n in range(len(items))]
 
 
 def _request(item: SweepItem) -> Request:
@@ -460,16 +469,16 @@ def _made_before(catalog: Catalog, item: SweepItem) -> bool:
         catalog, request.destination, item.source, item.manifest_digest
     ):
         return False
-    tidy(request.destination, catalog)
+    remove_leftover_staging(request.destination, catalog)
     return True
 
 
 def _converted(item: SweepItem) -> SweepItem:
-    return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+    return replace(item, standing=SweepState.CONVERTED, why="made from this checkpoint before")
 
 
 def _failed(item: SweepItem, error: CkptError) -> SweepItem:
-    standing = Standing.CLAIMED if isinstance(error, Busy) else Standing.FAILED
+    standing = SweepState.CLAIMED if isinstance(error, Busy) else SweepState.FAILED
     return replace(item, standing=standing, why=f"{error.code}: {error.message}")
 
 
@@ -477,7 +486,7 @@ def _with_failures(items: Iterable[SweepItem], failures: Mapping[str, CkptError]
     """Yield items; one whose state could not be noted is not converted: every sweep would begin it anew."""
     for item in items:
         error = failures.get(item.source)
-        yield item if error is None else replace(item, standing=Standing.UNREAD, why=error.message)
+        yield item if error is None else replace(item, standing=SweepState.UNREAD, why=error.message)
 
 
 def _ignore(item: SweepItem) -> None:
@@ -492,24 +501,26 @@ def _planned(target: ExportTarget, candidate: Candidate) -> tuple[Request | None
         return None, error_of(error).message
 
 
-def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str, seen: Look) -> SweepItem:
+def _item(
+    root: RootRow, candidate: Candidate, request: Request | None, why: str, readiness: Readiness
+) -> SweepItem:
     """Return a checkpoint with the standing of its state. why: the reason if there is no request for it."""
     item = SweepItem(
         root.name,
         normal_uri(candidate.uri),
         candidate.step,
-        Standing.READY,
+        SweepState.READY,
         "",
         request.destination if request else "",
-        seen.findings,
+        readiness.findings,
         request,
-        seen.source_digest or "",
-        seen.manifest_digest or "",
+        readiness.source_digest or "",
+        readiness.manifest_digest or "",
         sum(file.nbytes for file in candidate.files.values()),
     )
-    if seen.state is not Condition.COMPLETE:
-        return replace(item, standing=Standing(seen.state.value), why=seen.message)
-    return item if request is not None else replace(item, standing=Standing.REFUSED, why=why)
+    if readiness.state is not Condition.COMPLETE:
+        return replace(item, standing=SweepState(readiness.state.value), why=readiness.message)
+    return item if request is not None else replace(item, standing=SweepState.REFUSED, why=why)
 
 
 def _compared_with_target(
@@ -523,12 +534,12 @@ def _compared_with_target(
             return _with_claim(item, claim)
         if claim.state == FAILED and not retry_failed and (due := _due(claim)) > now:
             why = f"{claim.error_code}: {claim.error}; retried after {due:%Y-%m-%d %H:%M} UTC"
-            return replace(item, standing=Standing.FAILED, why=why)
+            return replace(item, standing=SweepState.FAILED, why=why)
         return item
     if _outdated(catalog, item) and not request.overwrite:
         return replace(
             item,
-            standing=Standing.OUTDATED,
+            standing=SweepState.OUTDATED,
             why=f"{request.destination} was made from an earlier checkpoint here; remove it, or set "
             '"overwrite": true in the target',
         )
@@ -547,8 +558,8 @@ def _with_claim(item: SweepItem, claim: ClaimRow) -> SweepItem:
     """Return a checkpoint with the standing of its claim."""
     if claim.state == DONE:
         when = claim.ended_at or claim.taken_at
-        return replace(item, standing=Standing.CONVERTED, why=f"made on {when:%Y-%m-%d %H:%M} UTC")
-    return replace(item, standing=Standing.CLAIMED, why=f"{claim.owner} is converting it")
+        return replace(item, standing=SweepState.CONVERTED, why=f"made on {when:%Y-%m-%d %H:%M} UTC")
+    return replace(item, standing=SweepState.CLAIMED, why=f"{claim.owner} is converting it")
 
 
 def _due(claim: ClaimRow) -> datetime:
@@ -556,19 +567,19 @@ def _due(claim: ClaimRow) -> datetime:
     return (claim.ended_at or claim.taken_at) + min(first * (1 << min(claim.attempts - 1, 20)), most)
 
 
-def _sighting(root: RootRow, candidate: Candidate, seen: Look, now: datetime) -> SightingRow:
+def _sighting(root: RootRow, candidate: Candidate, readiness: Readiness, now: datetime) -> SightingRow:
     return SightingRow(
         normal_uri(candidate.uri),
         root.uri,
         candidate.step,
-        seen.state.value,
-        seen.stamp,
-        seen.source_digest,
-        seen.manifest_digest,
-        seen.findings,
+        readiness.state.value,
+        readiness.stamp,
+        readiness.source_digest,
+        readiness.manifest_digest,
+        readiness.findings,
         first_seen_at=now,
         last_seen_at=now,
-        changed_at=seen.changed_at,
+        changed_at=readiness.changed_at,
     )
 
 
@@ -609,5 +620,5 @@ def _place(item: SweepItem) -> str | None:
     return None if path is None else str(path.absolute())
 
 
-def _is_inside(place: str, other: str) -> bool:
-    return place == other or place.startswith(f"{other.rstrip('/')}/")
+def _is_inside(place: str, outer: str) -> bool:
+    return place == outer or place.startswith(f"{outer.rstrip('/')}/")

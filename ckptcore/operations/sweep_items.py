@@ -12,7 +12,7 @@ from ckptcore.planning.request import Request
 from ckptcore.utils.dataclass import dataclass
 
 
-class Standing(StrEnum):
+class SweepState(StrEnum):
     """The state of a checkpoint, or of its conversion."""
 
     READY = "ready"  # complete and not yet converted
@@ -27,8 +27,8 @@ class Standing(StrEnum):
     REFUSED = "refused"  # the target cannot be used for it
 
 
-_OF_SOURCE = {Standing.WRITING, Standing.BROKEN, Standing.UNREAD}
-_WRONG = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
+_OF_SOURCE = {SweepState.WRITING, SweepState.BROKEN, SweepState.UNREAD}
+_WRONG = {SweepState.FAILED, SweepState.UNREAD, SweepState.REFUSED, SweepState.OUTDATED}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SweepItem:
     root: str
     source: str
     step: int | None
-    standing: Standing
+    standing: SweepState
     why: str = ""
     destination: str = ""
     findings: tuple[Finding, ...] = ()
@@ -79,10 +79,10 @@ class Swept:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Standing -> number of outputs; of checkpoints, where it is that of the checkpoint itself."""
+        """SweepState -> number of outputs; of checkpoints, where it is that of the checkpoint itself."""
         of_sources = {(i.standing, i.root, i.source) for i in self.items if i.standing in _OF_SOURCE}
         of_outputs = [i.standing for i in self.items if i.standing not in _OF_SOURCE]
-        return dict(Counter(each.value for each in (*(s for s, _, _ in of_sources), *of_outputs)))
+        return dict(Counter(standing.value for standing in (*(s for s, _, _ in of_sources), *of_outputs)))
 
     @property
     def exit_code(self) -> int:
@@ -91,7 +91,7 @@ class Swept:
         A sweep runs by a schedule: what is still being written is converted by a later one, and a step that a
         killed job left broken stays broken.
         """
-        wrong = _WRONG | ({Standing.BROKEN} if self.strict else set())
+        wrong = _WRONG | ({SweepState.BROKEN} if self.strict else set())
         return int(any(i.standing in wrong for i in self.items))
 
     def as_dict(self) -> dict[str, Any]:

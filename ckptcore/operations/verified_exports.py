@@ -31,11 +31,16 @@ def verify(request: Request, settings: Settings, catalog_url: str | None) -> Non
     # Late imports: a sweep that finds nothing to export needs neither.
     from ckptcore.comparison.verify_export import Wanted, verify_export
 
-    known = find_source(request.destination, None, {}, catalog_url)
+    export_source = find_source(request.destination, None, {}, catalog_url)
     proof = verify_export(
-        request.destination, known.source, Wanted(), settings, missing=known.reason, record=known.record
+        request.destination,
+        export_source.source,
+        Wanted(),
+        settings,
+        missing=export_source.reason,
+        record=export_source.record,
     )
-    require_match(record_verdict(known, proof, catalog_url))
+    require_match(record_verdict(export_source, proof, catalog_url))
 
 
 def verifying(convert: Convert, settings: Settings, catalog_url: str | None) -> Convert:

@@ -82,29 +82,29 @@ class Proven:
     unproven: tuple[str, ...] = ()
 
 
-def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -> Proven:
+def prove(registered: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -> Proven:
     """Read all of a registered checkpoint. in_time: called often; reading stops when it returns False."""
-    uri = known.checkpoint.uri
+    uri = registered.checkpoint.uri
     try:
         if not _is_there(uri):
             return Proven(Proof.GONE, message=f"{uri} does not exist")
-        data = [f for f in known.files if f.role == Role.DATA]
-        if known.checkpoint.kind == Kind.DERIVED and data and all(f.digest for f in data):
-            return _by_digests(known, in_time)
-        return _of_source(known, in_time)
+        data = [f for f in registered.files if f.role == Role.DATA]
+        if registered.checkpoint.kind == Kind.DERIVED and data and all(f.digest for f in data):
+            return _by_digests(registered, in_time)
+        return _of_source(registered, in_time)
     except NoTime:
         return Proven(Proof.STOPPED, message="the time budget was used up")
     except CkptError as error:
         if error.exit_code in (1, 3):
-            found = tuple(error.values.get("findings", ())) or (_as_finding(error),)
-            return Proven(Proof.DAMAGED, found, error.message)
+            findings = tuple(error.values.get("findings", ())) or (_as_finding(error),)
+            return Proven(Proof.DAMAGED, findings, error.message)
         return Proven(Proof.UNREAD, message=f"{error.code}: {error.message}")
 
 
-def _by_digests(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
-    uri, files = known.checkpoint.uri, known.files
+def _by_digests(registered: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
+    uri, files = registered.checkpoint.uri, registered.files
     folder = folder_of(uri, files)
-    compared = compare(folder, files, in_time, known.checkpoint.created_at)
+    compared = compare(folder, files, in_time, registered.checkpoint.created_at)
     recorded = {f.path for f in files}
     listed = [] if recorded == {split_url(uri)[1]} else _paths_in(folder)
     unproven = tuple(p for p in listed if p not in recorded) + tuple(
@@ -113,8 +113,8 @@ def _by_digests(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
     return _proven(compared.findings, unproven, compared.read)
 
 
-def _of_source(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
-    row, files = known.checkpoint, known.files
+def _of_source(registered: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
+    row, files = registered.checkpoint, registered.files
     manifest = same_manifest(row.uri, row.manifest_digest, observe=True)
     if manifest is None:
         now = inspect(row.uri)
@@ -133,11 +133,11 @@ def _of_source(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
             recorded = {f.path for f in files}
             beside = tuple(f.path for f in manifest.beside if f.path not in recorded)
             return _proven((), beside, compared.read)
-    return _by_checksums(known, manifest, compared, in_time)
+    return _by_checksums(registered, manifest, compared, in_time)
 
 
 def _by_checksums(
-    known: CheckpointDetail, manifest: Manifest, compared: Compared | None, in_time: Callable[[], bool]
+    registered: CheckpointDetail, manifest: Manifest, compared: Compared | None, in_time: Callable[[], bool]
 ) -> Proven:
     """Verify the checksums of a format. compared: its files with their digests, if all have one."""
 
@@ -145,7 +145,7 @@ def _by_checksums(
         if not in_time():
             raise NoTime
 
-    row, files = known.checkpoint, known.files
+    row, files = registered.checkpoint, registered.files
     checked = validate(manifest, "bytes", progress=progress)
     digests = digests_read(manifest)
     if compared is None:

@@ -30,16 +30,16 @@ def delays(minutes: float) -> list[float]:
     >>> delays(1), sum(delays(60)) / 60, delays(0.05), delays(0)
     ([10, 20, 30], 60.0, [3.0], [])
     """
-    found: list[float] = []
-    while (left := 60 * minutes - sum(found)) > 0 and len(found) < MAX_LOOKS:
-        found.append(min(STEPS[min(len(found), len(STEPS) - 1)], left))
-    return found
+    pauses: list[float] = []
+    while (left := 60 * minutes - sum(pauses)) > 0 and len(pauses) < MAX_LOOKS:
+        pauses.append(min(STEPS[min(len(pauses), len(STEPS) - 1)], left))
+    return pauses
 
 
 def may_become_complete(error: object) -> bool:
     """Return whether a checkpoint with this error may still become complete."""
     if isinstance(error, DamagedCheckpoint):
-        return any(found.code in PENDING_FINDINGS for found in error.findings)
+        return any(pending.code in PENDING_FINDINGS for pending in error.findings)
     return isinstance(error, PENDING) or (isinstance(error, CkptError) and error.transient)
 
 

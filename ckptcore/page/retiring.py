@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptcore.catalog.retirements import totals
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.retire import Fate, Retired, plan
+from ckptcore.operations.retire import Fate, RetireDecision, plan
 from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.utils.dataclass import dataclass
 
@@ -31,7 +31,7 @@ WAIT_SECONDS = 5.0
 class RetirePart:
     """A part of a plan. next: the public id of its last source, if more follow."""
 
-    items: tuple[Retired, ...]
+    items: tuple[RetireDecision, ...]
     next: str | None = None
 
     @property
@@ -83,8 +83,8 @@ class Retiring:
             self.turn.release()
 
 
-def _part(decisions: Iterable[Retired], limit: int) -> RetirePart:
-    items: list[Retired] = []
+def _part(found: Iterable[RetireDecision], limit: int) -> RetirePart:
+    items: list[RetireDecision] = []
     cpu, clock = time.thread_time() + CPU_SECONDS, time.monotonic() + SECONDS
     for item in decisions:
         late = time.thread_time() > cpu or time.monotonic() > clock

@@ -117,7 +117,9 @@ class Copies:
         return sorted(place.parent.glob(f".{place.name}.retiring-*.ckptcore"))
 
     def rebuilt(self, *made):
-        return rebuild(self.catalog, [], made=[str(each) for each in made], take=MEANS)
+        return rebuild(
+            self.catalog, [], output_roots=[str(each) for each in made], fingerprint_settings=MEANS
+        )
 
     def validated(self, place):
         """`ckptcore validate`, and `ckptcore fingerprint`."""

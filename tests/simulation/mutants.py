@@ -112,7 +112,7 @@ MUTANTS = {
     ),
     "old-output-not-restored": Mutant(
         "a resumed run removes the old output, whether or not the new one is in its place",
-        f"{PUBLICATION}:conclude",
+        f"{PUBLICATION}:finish_interrupted_publish",
         "if record.identity is not None and _inode(target) == record.identity[:2]:",
         "if True:",
     ),
@@ -322,14 +322,14 @@ MUTANTS = {
         "the record of what is set aside is removed before that is restored",
         f"{ASIDE}:LocalSetAside.restore",
         "if self.holds:",
-        "_forget(os.path.basename(self.home), self._at, self._above)\n    if self.holds:",
+        "_forget(os.path.basename(self.home), self._folder_fd, self._parent_fd)\n    if self.holds:",
         seed=83,
     ),
     "restored-over-another": Mutant(
         "what is set aside is restored over what is at its place now",
         f"{ASIDE}:LocalSetAside.restore",
         "rename_new(self.inside, Spot(self._parent_fd, name, uri or self.record.uri))",
-        "host.rename(self._name, name, src_dir_fd=self._at, dst_dir_fd=self._above)",
+        "host.rename(self._name, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._parent_fd)",
         seed=27,
     ),
     "hold-ignored": Mutant(

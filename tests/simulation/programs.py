@@ -388,7 +388,7 @@ class Run:
         url, how = self.disk.url(place), self.draw.choice(ways)
         with suppress(CkptError):
             if how == "rebuild":
-                rebuild(self.catalog, [], made=[url], take=MEANS)
+                rebuild(self.catalog, [], output_roots=[url], fingerprint_settings=MEANS)
                 return
             manifest = inspect(url)
             self.catalog.record_validation(facts(manifest, url, verified="coverage"), (), level="coverage")
@@ -409,7 +409,12 @@ class Run:
         self.on_hold, self.forgot = {}, True
         tops = [top for top in ("out", "disk") if self.disk.exists(top)]
         with suppress(CkptError):
-            rebuild(self.catalog, [self.disk.url("runs")], made=list(map(self.disk.url, tops)), take=MEANS)
+            rebuild(
+                self.catalog,
+                [self.disk.url("runs")],
+                output_roots=list(map(self.disk.url, tops)),
+                fingerprint_settings=MEANS,
+            )
 
     def _release(self) -> None:
         rows = listed(self.catalog)

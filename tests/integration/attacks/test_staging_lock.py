@@ -226,7 +226,7 @@ def test_files_beside_a_published_output_are_kept(source: Path, left: Path, plac
     staging = copied(left, place)
     os.chown(staging, OTHER, OTHER)
     before = picture(staging)
-    stages.tidy(str(place / "out"))
+    stages.remove_leftover_staging(str(place / "out"))
     assert picture(staging) == before
 
 

@@ -426,7 +426,7 @@ def test_a_card_with_its_fingerprint_is_published_in_the_end(
     prepared = pipeline.prepare(Request(str(source), out, "export"), take)
     pipeline.execute(prepared.plan_uri, settings=take)
     result = pipeline.finish(prepared.plan_uri, take)
-    pipeline.settle(prepared.plan_uri)
+    pipeline.remove_staging(prepared.plan_uri)
     with closing(open_store(out)) as store:
         card = store.read("README.md", 0, store.size("README.md") or 0)
         store.remove_all() if remote else None

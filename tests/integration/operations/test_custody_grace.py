@@ -243,7 +243,7 @@ def test_another_catalog_restores_and_purges_nothing_that_it_does_not_know(copie
         copies.catalog, copies.url = catalog, catalog.url
         with catalog.writing() as conn:
             roots.add(conn, datetime.now(UTC), "r", str(copies.runs))
-        rebuild(catalog, [str(copies.runs)], made=[str(copies.out)], take=MEANS)
+        rebuild(catalog, [str(copies.runs)], output_roots=[str(copies.out)], fingerprint_settings=MEANS)
         assert [item.fate for item in copies.due()] == ["kept"]
         assert files_of(home / "step-1") == before
 

@@ -14,7 +14,7 @@ from retiring import MEANS
 
 from ckptcore.catalog import open_catalog
 from ckptcore.conversion import remote_publication
-from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare, settle
+from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare, remove_staging
 from ckptcore.conversion.registration import facts, start
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations.purge import purge, restore
@@ -63,7 +63,7 @@ def test_an_overwrite_in_place_begins_while_retire_reads_the_copy(bucket, monkey
     (done,) = (each for each in bucket.retire().items if each.source.uri == SOURCE)
     assert (done.fate.value, "writes to" in done.why[0]) == ("unsafe", True), done.why
     finish(begun[1], MEANS, None, bucket.url, begun[0].id)
-    settle(begun[1])
+    remove_staging(begun[1])
     assert set(bucket.there("runs/llama/step-1/")) >= {"b/runs/llama/step-1/.metadata"}
 
 
@@ -162,7 +162,7 @@ def test_retire_killed_at_each_change_of_the_bucket(grace, first, bucket):
     copy = bucket.there("out/k/")
 
     def act(catalog):
-        retire(catalog, Policy(1), yes=True, grace=grace, take=MEANS)
+        retire(catalog, Policy(1), yes=True, grace=grace, fingerprint_settings=MEANS)
         if grace:
             tuple(purge(catalog, MEANS, None, due=datetime.now(UTC) + 2 * WEEK))
 

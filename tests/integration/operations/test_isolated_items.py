@@ -17,8 +17,7 @@ from ckptcore.conversion import batch, pipeline, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
 from ckptcore.custody import upkeep
-from ckptcore.operations import claims as claiming
-from ckptcore.operations import purge, readiness, rebuild_catalog, retire, scrub, sweep
+from ckptcore.operations import claims, purge, readiness, rebuild_catalog, retire, scrub, sweep
 from ckptcore.operations.export_target import ExportTarget
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.retention import Policy
@@ -159,7 +158,7 @@ def test_one_root_of_a_sweep(catalog, runs, watch, swept, breaks, case):
 
 def test_a_claim_that_cannot_be_renewed_is_renewed_later(catalog, steps, swept, breaks, monkeypatch):
     monkeypatch.setattr(claim_rows, "LEASE", claim_rows.LEASE / 1e6)
-    breaks(claiming.claims, "renew", odd="")
+    breaks(claims.claims, "renew", odd="")
     assert {i.standing.value for i in swept().values()} == {"made"}
 
 
@@ -244,7 +243,9 @@ NONE, WEEKS = timedelta(0), timedelta(weeks=2)
 
 def retired(catalog, grace=NONE, keep=1):
     """What becomes of each source where only the newest stay; both sides of a proof are read."""
-    report = retire.retire(catalog, Policy(keep), yes=True, grace=grace, take=SETTINGS, means=SETTINGS)
+    report = retire.retire(
+        catalog, Policy(keep), yes=True, grace=grace, fingerprint_settings=SETTINGS, verify_settings=SETTINGS
+    )
     return {item.source.uri.rsplit("/", 1)[-1]: item for item in report.items}
 
 

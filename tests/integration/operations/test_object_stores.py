@@ -199,7 +199,7 @@ def test_a_source_saved_meanwhile_in_a_bucket_is_not_deleted(when, bucket, catal
     assert retire(catalog, Policy(1), yes=True).counts == {"unsafe": 1, "kept": 1}
     monkeypatch.setattr(setting_aside, when, before)
     assert bucket.exists("/tending/runs/llama/step-1/.metadata")
-    retire(catalog, Policy(1), yes=True, take=means)
+    retire(catalog, Policy(1), yes=True, fingerprint_settings=means)
     assert not bucket.exists("/tending/runs/llama/step-1")
 
 

@@ -127,7 +127,9 @@ def test_a_checkpoint_inside_another_keeps_it_in_the_plan_as_in_the_deletion(
     allowed = Allowed(loss=("adapter/*", "adapter"))
     found = []
     for yes in (False, True):
-        items = retire(catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, take=MEANS).items
+        items = retire(
+            catalog, Policy(1), yes=yes, allowed=allowed, verify_settings=MEANS, fingerprint_settings=MEANS
+        ).items
         (item,) = (i for i in items if i.source.uri == str(runs / "llama/step-1"))
         found.append((item.fate.value, item.why))
     assert found[0] == found[1]
@@ -157,7 +159,9 @@ def test_a_checkpoint_inside_another_keeps_it_under_another_name(catalog, url, r
     allowed = Allowed(loss=("adapter/*", "adapter"))
     found = []
     for yes in (False, True):
-        items = retire(catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, take=MEANS).items
+        items = retire(
+            catalog, Policy(1), yes=yes, allowed=allowed, verify_settings=MEANS, fingerprint_settings=MEANS
+        ).items
         (item,) = (i for i in items if i.source.uri == str(step))
         found.append((item.fate.value, item.why))
     assert found[0] == found[1] == ("kept", (f"{inner} is inside it",))
@@ -183,7 +187,14 @@ def test_a_folder_that_is_mounted_in_a_step_keeps_it_in_the_plan_as_in_the_delet
         fates = [
             i.fate.value
             for yes in (False, True)
-            for i in retire(catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, take=MEANS).items
+            for i in retire(
+                catalog,
+                Policy(1),
+                yes=yes,
+                allowed=allowed,
+                verify_settings=MEANS,
+                fingerprint_settings=MEANS,
+            ).items
             if i.source.uri.endswith("step-1")
         ]
     finally:

@@ -191,11 +191,11 @@ def test_rebuild_records_the_same_content(lost: bool, made: Made, catalog: Catal
     catalog.tag(OUT, "eval", "1")
     if lost:
         with open_catalog(str(tmp_path / "new.sqlite")) as other:
-            rebuild(other, ["s3://bucket/runs"], made=[OUT], digests=True, take=MEANS)
+            rebuild(other, ["s3://bucket/runs"], output_roots=[OUT], digests=True, fingerprint_settings=MEANS)
             assert content(other, OUT)[1:] == before[1:]
             assert scrub(other, share=1).counts == {"proven": 3}
         return
-    rebuild(catalog, ["s3://bucket/runs"], made=[OUT], digests=True)
+    rebuild(catalog, ["s3://bucket/runs"], output_roots=[OUT], digests=True)
     assert content(catalog, OUT) == before
     detail = catalog.show(OUT)
     assert isinstance(detail, CheckpointDetail)

@@ -51,7 +51,7 @@ def test_two_workers_write_parts_of_one_file(tmp_path: Path) -> None:
         joined = pipeline.join(prepared.plan_uri, 0)
         result = pipeline.finish(prepared.plan_uri, MEANS)
         assert result.files == (joined,)
-        pipeline.settle(prepared.plan_uri)
+        pipeline.remove_staging(prepared.plan_uri)
         found = server.below("bucket/out/")
         assert sorted(server.below("bucket/")) == ["out/README.md", "out/model.safetensors"]
         assert server.uploads == {}

@@ -191,7 +191,12 @@ def test_outputs_without_a_card_get_their_source_by_fingerprint(outputs: Path) -
     url = str(outputs / "new.sqlite")
     for _ in range(2):
         with open_catalog(url) as catalog:
-            rebuild(catalog, [str(outputs / "llama")], made=[str(outputs / "whole")], take=Settings())
+            rebuild(
+                catalog,
+                [str(outputs / "llama")],
+                output_roots=[str(outputs / "whole")],
+                fingerprint_settings=Settings(),
+            )
             assert sorted(c.verb for c in catalog.conversions()) == ["rebuilt", "rebuilt"]
         after = kinds_and_origins(url, outputs)
         cast, known = after.pop("whole/cast"), {k: v for k, v in before.items() if k != "whole/cast"}
@@ -205,8 +210,8 @@ def test_a_source_written_meanwhile_is_newer_than_its_output(outputs: Path) -> N
         rebuild(
             catalog,
             [str(outputs / "llama")],
-            made=[str(outputs / "whole")],
-            take=Settings(),
+            output_roots=[str(outputs / "whole")],
+            fingerprint_settings=Settings(),
             on_place=lambda line: looks.append(datetime.now(UTC)),
         )
         assert all(c.started_at < looks[0] for c in catalog.conversions())  # retire goes by that
@@ -215,10 +220,10 @@ def test_a_source_written_meanwhile_is_newer_than_its_output(outputs: Path) -> N
 def test_equal_fingerprints_alone_are_not_lineage(outputs: Path) -> None:
     url = str(outputs / "new.sqlite")
     with open_catalog(url) as catalog:
-        rebuild(catalog, [str(outputs)], take=Settings())
+        rebuild(catalog, [str(outputs)], fingerprint_settings=Settings())
     assert all(row[0] == "source" and row[4] == [] for row in kinds_and_origins(url, outputs).values())
     with open_catalog(url) as catalog:
-        rebuild(catalog, [str(outputs)], made=[str(outputs / "whole")])
+        rebuild(catalog, [str(outputs)], output_roots=[str(outputs / "whole")])
     found = kinds_and_origins(url, outputs)
     assert found["whole/ten"][4] == ["llama/step-10"]  # its fingerprint was known
 
@@ -228,7 +233,9 @@ def test_of_several_equal_sources_none_is_guessed(outputs: Path) -> None:
     url = str(outputs / "new.sqlite")
     with open_catalog(url) as catalog:
         roots = [str(outputs / "llama"), str(outputs / "other")]
-        found = rebuild(catalog, roots, made=[str(outputs / "whole")], take=Settings())
+        found = rebuild(
+            catalog, roots, output_roots=[str(outputs / "whole")], fingerprint_settings=Settings()
+        )
     origins = {r.uri: r.made_from for r in found.recorded}
     assert origins[str(outputs / "whole/ten")] is None
     assert origins[str(outputs / "whole/step-20.pt")] == str(outputs / "llama/step-20")

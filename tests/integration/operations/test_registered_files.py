@@ -199,7 +199,7 @@ def test_rows_of_an_older_version_report_unproven_files(
     assert "config.json" in proven.message
     assert {f.code for f in recorded(url, exported).findings} == {"unproven"}
     with open_catalog(url) as catalog:  # and reading them once makes them known
-        rebuild(catalog, [], made=[str(exported)], digests=True)
+        rebuild(catalog, [], output_roots=[str(exported)], digests=True)
     assert scrubbed(url, exported)[1].proof == "proven"
     assert recorded(url, exported).findings == ()
     garble(exported / "tokenizer.json")
@@ -246,7 +246,7 @@ def test_a_staged_file_that_was_swapped_is_not_published(tmp_path: Path, exporte
 
 def test_rebuilt_rows_have_every_file(tmp_path: Path, url: str, exported: Path) -> None:
     with open_catalog(str(tmp_path / "new.sqlite")) as catalog:
-        rebuild(catalog, [str(tmp_path / "step-1.safetensors")], made=[str(exported)], digests=True)
+        rebuild(catalog, [str(tmp_path / "step-1.safetensors")], output_roots=[str(exported)], digests=True)
     new, old = recorded(str(tmp_path / "new.sqlite"), exported), recorded(url, exported)
     assert new.files == old.files
     assert new.checkpoint.content_digest == old.checkpoint.content_digest

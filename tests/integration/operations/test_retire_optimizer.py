@@ -59,7 +59,7 @@ class Steps:
         return convert(request, MEANS, None, self.url)
 
     def retire(self, allowed=WEIGHTS, *, yes=True, **more):
-        self.answer = retire(self.catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, **more)
+        self.answer = retire(self.catalog, Policy(1), yes=yes, allowed=allowed, verify_settings=MEANS, **more)
         return next(i for i in self.answer.items if i.source.step == 1)
 
     def deletes(self, *args, **more):
@@ -95,7 +95,7 @@ def test_the_model_part_is_proven_and_the_rest_given_up_by_name(steps, catalog, 
     steps.make()
     steps.keeps("--accept-loss optimizer" if take else "fingerprint is not known", None, take=take)
     before, own = size(steps.runs), size(steps.source)
-    planned = steps.retire(yes=False, take=take)
+    planned = steps.retire(yes=False, fingerprint_settings=take)
     assert planned.fate is Fate.LET_GO, planned.why
     assert (planned.freed, steps.answer.before, size(steps.runs)) == (own, before, before)
     found = steps.deletes(take=take)
@@ -333,7 +333,7 @@ def test_a_failed_deletion_leaves_no_record(steps, catalog, monkeypatch):
 def test_a_file_with_another_name_frees_nothing(steps, tmp_path):
     steps.make()
     os.link(steps.source / "__0_0.distcp", tmp_path / "kept")
-    found = steps.retire(yes=False, take=MEANS)
+    found = steps.retire(yes=False, fingerprint_settings=MEANS)
     assert found.freed == size(steps.source) - (tmp_path / "kept").stat().st_size
 
 
@@ -390,5 +390,5 @@ def test_several_targets_of_one_root(catalog, runs, swept, url, tmp_path, capsys
     # The whole copy comes first, and nothing is given up.
     dcp.save(state(2), checkpoint_id=runs / "llama/step-2", no_dist=True)
     swept()
-    found = retire(catalog, Policy(1), allowed=WEIGHTS, take=MEANS)
+    found = retire(catalog, Policy(1), allowed=WEIGHTS, fingerprint_settings=MEANS)
     assert next(i for i in found.items if i.source.step == 1).given_up == ()

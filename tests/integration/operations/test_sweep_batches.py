@@ -27,7 +27,7 @@ from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint, DiskFull, Interrupted, UsageError
 from ckptcore.operations.claims import key_of
 from ckptcore.operations.sweep import SMALL, batches, sweep
-from ckptcore.operations.sweep_items import Standing, SweepItem
+from ckptcore.operations.sweep_items import SweepItem, SweepState
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import processes
 
@@ -276,7 +276,7 @@ def test_an_error_of_one_thread_is_returned_and_frees_its_place(catalog, url, st
 def test_what_may_meet_is_not_in_one_batch():
     def item(destination, nbytes=1, **more):
         return SweepItem(
-            "r", "/s", 1, Standing.READY, request=Request("/s", destination, **more), nbytes=nbytes
+            "r", "/s", 1, SweepState.READY, request=Request("/s", destination, **more), nbytes=nbytes
         )
 
     items = [

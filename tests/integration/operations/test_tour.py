@@ -86,7 +86,7 @@ class Runs:
         pipeline.execute(prepared.plan_uri, settings=means)
         result = pipeline.finish(prepared.plan_uri, means)
         pipeline.register(registration, result, manifest)
-        pipeline.settle(prepared.plan_uri)
+        pipeline.remove_staging(prepared.plan_uri)
         self.ended[id] = RunState("COMPLETED", datetime.now(UTC), "")
         return id
 

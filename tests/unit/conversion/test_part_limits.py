@@ -76,7 +76,7 @@ def test_a_file_above_the_limit_gets_larger_equal_parts(
             pipeline.execute_part(prepared.plan_uri, part, MEANS)
         pipeline.join(prepared.plan_uri, 0)
         made = pipeline.finish(prepared.plan_uri, MEANS)
-        pipeline.settle(prepared.plan_uri)
+        pipeline.remove_staging(prepared.plan_uri)
     data = server.below("bucket/models/out/")["model.safetensors"]
     part = 44 << 10  # the 20th of the file in full KiB
     assert (part - 1024) * MOST < len(data) <= part * MOST

@@ -285,7 +285,7 @@ def test_a_swapped_parent_while_a_killed_run_is_finished(
 @pytest.mark.parametrize(
     "whose", ["receipts", *(pytest.param(w, marks=pytest.mark.soak) for w in ("plan", "request.json"))]
 )
-@pytest.mark.parametrize("end", ["convert", "finish", "settle", "tidy"])
+@pytest.mark.parametrize("end", ["convert", "finish", "remove_staging", "remove_leftover_staging"])
 def test_nothing_is_finished_in_a_folder_with_foreign_files(
     end: str, whose: str, place: Path, single: bool, tmp_path: Path
 ) -> None:
@@ -304,10 +304,10 @@ def test_nothing_is_finished_in_a_folder_with_foreign_files(
     calls: dict[str, Callable[[], object]] = {
         "convert": lambda: replaced(place, single),
         "finish": lambda: stages.finish(plan),
-        "settle": lambda: stages.settle(plan),
-        "tidy": lambda: stages.tidy(str(dst)),
+        "remove_staging": lambda: stages.remove_staging(plan),
+        "remove_leftover_staging": lambda: stages.remove_leftover_staging(str(dst)),
     }
-    if end == "tidy":
+    if end == "remove_leftover_staging":
         calls[end]()  # it says so, and leaves it to whoever put it there
     else:
         with pytest.raises(StagingForeign):

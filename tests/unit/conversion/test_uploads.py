@@ -522,7 +522,7 @@ def test_parts_of_one_file_are_uploaded_in_any_order(
         pipeline.finish(prepared.plan_uri, MEANS)
     pipeline.join(prepared.plan_uri, 0)
     result = pipeline.finish(prepared.plan_uri, MEANS)
-    pipeline.settle(prepared.plan_uri)
+    pipeline.remove_staging(prepared.plan_uri)
     assert server.count("PUT", "partNumber") == 3
     assert (result.files[0].digest, result.fingerprint) == (alone.files[0].digest, alone.fingerprint)
     found = server.below("bucket/alone/")

@@ -80,7 +80,7 @@ class World:
 
     def resume(self) -> tuple[str, ...]:
         """Return the messages of a later run that deletes nothing else."""
-        return retire(self.catalog, Policy(9), "r", yes=True, purging=True, means=MEANS).left
+        return retire(self.catalog, Policy(9), "r", yes=True, purging=True, verify_settings=MEANS).left
 
     def state(self) -> str:
         row: Any = self.catalog.show(self.old)
