@@ -126,6 +126,7 @@ def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> N
 def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
     """Record what was published in one transaction, then the failures; free every destination."""
     published = [row for row in rows if row.result is not None]
+    # One commit for the batch: a commit of its own for each would wait for the disk each time.
     recorded = register_each(
         [(row.registration, row.result, row.manifests[0]) for row in published if row.result]
     )

@@ -54,6 +54,7 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
         sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(columns), 2))
         files.append(np.full(len(columns), number))
     boxes, added = _columns(rows), np.concatenate(sums)
+    # Replicas are in several files, and each element counts once.
     distinct_rows = _distinct_rows(boxes, added, np.concatenate(files), list(names), receipts)
     volume, total = np.zeros(len(specs), np.int64), np.zeros((len(specs), 2), np.uint64)
     np.add.at(

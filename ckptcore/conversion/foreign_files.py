@@ -71,6 +71,7 @@ def require_accounted(
     use = _used(request.destination)
     names = [n for n, e in inventory.items() if e.kind is not NameKind.FOLDER and n not in use.read]
     if unfinished is not None:
+        # What the killed run was to replace was accounted for when its record was written.
         names = [n for n in names if unfinished.replaces.inventory.get(n) != inventory[n]]
     if names and not request.overwrite_foreign:
         proofs = _proofs(request.destination, extra, catalog, unfinished)
@@ -185,6 +186,7 @@ def _require_ours_to_replace(request: Request, inventory: Inventory) -> None:
     if local_path(request.destination) is None:
         return
     named = [url for url in (request.config, request.tokenizer) if url is not None and url != NONE]
+    # By device and inode: a hard link of a source file would be lost under whatever name it has.
     read = inodes_of(request.source).union(*map(inodes_of, named))
     shared = [name or request.destination for name, e in inventory.items() if e.identity in read]
     if shared:

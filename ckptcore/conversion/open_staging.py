@@ -89,6 +89,7 @@ class DestinationClaim:
             with catalog.writing() as conn:
                 claim = claims.take(conn, clock(conn), key, self._destination, name, retry=True)
         finally:
+            # A catalog that the caller passed stays open: it is the caller's.
             if catalog is not url_or_catalog and (claim is None or not claim.mine):
                 catalog.close()
         if not claim.mine:

@@ -329,6 +329,7 @@ def facts(
         if name is None or f.path == name
     ]
     named = {path for path, _, _ in files}
+    # Also files without tensors, such as the tokenizer: `which` finds them, and scrub proves them.
     other_files = [row for row in published if row[0] not in named]
     if name is None:
         named |= {path for path, _, _ in other_files}

@@ -88,6 +88,7 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
     if is_another and any(sizes.get(f.path) != f.nbytes for f in files if f.role == Role.DATA):
         return  # else it may be damaged: headers with a flipped byte, or of exchanged files, read as others
     files = tuple(f for f in files if f.path in digests)
+    # Only files that were read completely have a digest to compare; the others prove nothing either way.
     differing = [wrong for f in files if (wrong := differs(f, digests[f.path]))]
     same = {f.path for f in files if digests[f.path] == f.digest and not is_another}
     if not differing or is_resaved(manifest.root, files, same, row.created_at):

@@ -134,6 +134,7 @@ def _each(
             item = Left(f"{client.url}/{folder}", "staging", LeftFate.UNREAD, reason, nbytes, 0, None)
         yield item
     for upload in uploads:
+        # An upload without a staging prefix may be another program's: it is listed, and never aborted.
         if (upload.key, upload.upload_id) not in recorded_uploads:
             age = _age(upload.started)
             yield Left(f"{client.url}/{upload.key}", "upload", LeftFate.FOREIGN, why, 0, 1, age)

@@ -408,6 +408,7 @@ def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings)
         _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
     )
     duty = Duty.of(row, child_holdings)
+    # Before the row: a run that is killed in between leaves a record too many, and never none.
     with catalog.writing():  # records beside copies are changed by one process at a time
         add_duties(child.uri, [duty])
     try:

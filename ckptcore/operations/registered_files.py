@@ -181,6 +181,7 @@ def same_manifest(
     """
     if read is not None and hex_digest(read.digest) == digest:
         return read
+    # The digest depends on how the manifest was read, and the row does not say how: the usual way first.
     for recover, keep in ((False, False), (False, True), (True, False)):
         try:
             manifest = inspect(uri, recover, keep, observe=observe)

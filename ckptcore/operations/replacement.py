@@ -320,6 +320,7 @@ def _judged(
             source.row, source.manifest, conversion, child, fingerprint_settings, verify_settings
         )
         if part.recomputed:
+            # The next gate then finds these sums in the catalog, and need not read the export.
             child_side.record(part.proof.tensors)
         tensor_losses, relied_tensors, proof = part.losses, _of_part(child_side, part), PART
     else:

@@ -304,6 +304,7 @@ def plan(
         }
         steps = None
         if limit is not None:
+            # The rows are a part of the sources: which steps are a run's newest is asked of the catalog.
             most: dict[str, int] = {}
             for entry in entries:
                 most[entry.run] = max(most.get(entry.run, 0), policies[entry.id].keep_last)

@@ -294,7 +294,7 @@ MUTANTS = {
     "purged-unjudged": Mutant(
         "what a conversion has set aside is purged without asking what counts on it",
         f"{PURGE}:purge_one",
-        "judged = judge(catalog, aside.place, means, record.uri)",
+        "judged = judge(catalog, aside.place, verify_settings, record.uri)",
         "from ckptcore.custody.judged import Judged; judged = Judged()",
     ),
     "unlisted-is-removed": Mutant(
