@@ -192,7 +192,7 @@ def publish_remote(
             first = REMOVING if old.inventory else PUTTING  # there is nothing to remove
             publication = replace(publication, step=first)
             begin = tensors if uploaded else beside
-            # Then nothing changes before the last files: the record and the list need not wait for each other.
+            # Then nothing changes before the last files: record and list need not wait for each other.
             alone = first == PUTTING and not begin
             _begin(target, publication, () if first == REMOVING else begin or last, alone=alone)
         if publication.step == REMOVING:
