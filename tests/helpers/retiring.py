@@ -120,7 +120,7 @@ class World:
             yes=True,
             purging=True,
             allowed=allowed,
-            take=MEANS if take else None,
+            fingerprint_settings=MEANS if take else None,
         )
         self.left = found.left
         return next((item for item in found.items if item.source.step == 1), None)

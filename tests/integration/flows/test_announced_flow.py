@@ -218,7 +218,7 @@ def test_leftovers_of_a_killed_run_are_removed(
     from tasks import record
 
     with monkeypatch.context() as patch:
-        patch.setattr(record, "settle", lambda plan_uri: None)  # killed right before
+        patch.setattr(record, "remove_staging", lambda plan_uri: None)  # killed right before
         assert arrived(source).is_completed()
     staging = tmp_path / ".out.ckptcore"
     assert staging.is_dir()

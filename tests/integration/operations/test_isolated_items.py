@@ -370,7 +370,7 @@ def test_an_odd_rule_of_a_root_deletes_nothing(catalog, steps, runs, swept, targ
         conn.execute(text("UPDATE watched_roots SET target = :odd"), {"odd": target})
     policy, allowed = rules(RetireOptions(keep_last=1))
     asked = of_root(RetireOptions(keep_last=1))
-    means = {"take": SETTINGS, "means": SETTINGS}
+    means = {"fingerprint_settings": SETTINGS, "verify_settings": SETTINGS}
     found = retire.retire(catalog, policy, yes=True, grace=NONE, allowed=allowed, of_root=asked, **means)
     assert {item.fate.value for item in found.items} == {"unsafe", "kept"}
     whys = {item.why[0] for item in found.items if item.fate.value == "unsafe"}

@@ -60,7 +60,7 @@ class Steps:
     def keeps(self):
         """Whatever is allowed, read again or not, in a dry run and for good; the reasons."""
         why = []
-        for options in ({}, {"take": MEANS}):
+        for options in ({}, {"fingerprint_settings": MEANS}):
             for allowed in (None, EVERYTHING):
                 for yes in (False, True):
                     found = self.fate(yes=yes, allowed=allowed, **options)

@@ -93,12 +93,14 @@ def size(folder):
 @pytest.mark.parametrize("take", [None, MEANS])
 def test_the_model_part_is_proven_and_the_rest_given_up_by_name(steps, catalog, take):
     steps.make()
-    steps.keeps("--accept-loss optimizer" if take else "fingerprint is not known", None, take=take)
+    steps.keeps(
+        "--accept-loss optimizer" if take else "fingerprint is not known", None, fingerprint_settings=take
+    )
     before, own = size(steps.runs), size(steps.source)
     planned = steps.retire(yes=False, fingerprint_settings=take)
     assert planned.fate is Fate.LET_GO, planned.why
     assert (planned.freed, steps.answer.before, size(steps.runs)) == (own, before, before)
-    found = steps.deletes(take=take)
+    found = steps.deletes(fingerprint_settings=take)
     assert (steps.answer.before, steps.answer.freed) == (before, own)
     assert steps.answer.as_dict()["files"]["after"] == size(steps.runs)
     given = {(g.name, g.kind, g.nbytes) for g in found.given_up}
@@ -129,16 +131,16 @@ def test_the_weights_are_the_only_copy_now(steps):
 @pytest.mark.parametrize("take", [None, MEANS])
 def test_a_cast_needs_its_own_name_and_is_recomputed(steps, catalog, take):
     steps.make(dtype="bf16")
-    steps.keeps("is cast and does not prove its source", take=take)
+    steps.keeps("is cast and does not prove its source", fingerprint_settings=take)
     both = Allowed.of(["optimizer", "cast"])
     (file,) = steps.child.glob("*.safetensors")
     right = file.read_bytes()
     file.write_bytes(right[:-2] + bytes([right[-2] ^ 1]) + right[-1:])  # the last bit of one element
     with catalog.writing() as conn:  # a forged digest, so that the bytes alone speak
         conn.execute(text("UPDATE checkpoint_file SET digest = NULL"))
-    steps.keeps("1 of 4 elements differ from the source, after the cast", both, take=take)
+    steps.keeps("1 of 4 elements differ from the source, after the cast", both, fingerprint_settings=take)
     file.write_bytes(right)
-    steps.deletes(both, take=take)  # what it holds is read, and the cast was computed again
+    steps.deletes(both, fingerprint_settings=take)  # what it holds is read, and the cast was computed again
 
 
 def test_a_proven_cast_replaces_its_source(steps):
@@ -278,12 +280,12 @@ def test_commands_ask_about_what_the_optimizer_trains_elsewhere(commands):
 def test_a_part_of_the_model_is_never_given_up(steps, take):
     steps.make(exclude=("*norm*",))
     everything = Allowed.of(["*", "optimizer", "cast"])
-    steps.keeps("a part of the model is never given up", everything, take=take)
+    steps.keeps("a part of the model is never given up", everything, fingerprint_settings=take)
 
 
 def test_without_the_word_a_star_gives_no_optimizer_up(steps):
     steps.make()
-    steps.keeps("", Allowed.of(["*", "cast"]), take=MEANS)
+    steps.keeps("", Allowed.of(["*", "cast"]), fingerprint_settings=MEANS)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_a_record_that_does_not_fit_proves_nothing(steps, catalog, statement, sa
     with catalog.writing() as conn:
         conn.execute(text(statement))
     steps.keeps(says)
-    steps.deletes(take=MEANS)  # reading both does
+    steps.deletes(fingerprint_settings=MEANS)  # reading both does
 
 
 def test_an_export_of_other_weights_replaces_nothing(steps):
@@ -308,7 +310,7 @@ def test_an_export_of_other_weights_replaces_nothing(steps):
     (file,) = steps.child.glob("*.safetensors")
     (other,) = (steps.out / "step-2").glob("*.safetensors")
     file.write_bytes(other.read_bytes())
-    steps.keeps("differ from the source", take=MEANS)
+    steps.keeps("differ from the source", fingerprint_settings=MEANS)
     steps.keeps("")
 
 

@@ -350,7 +350,7 @@ def something_mounted_below_the_source(w):
     (w.elsewhere / "shared").mkdir()
     (w.elsewhere / "shared" / "a").write_bytes(b"of others")
     w.mount(w.elsewhere / "shared", w.source / "shared")
-    found = w.retire("*", fingerprint_settings=True)
+    found = w.retire("*", take=True)
     assert (found.fate.value, "mounted" in found.why[0]) == ("unsafe", True)
     assert (w.elsewhere / "shared" / "a").exists()
 
