@@ -526,7 +526,7 @@ class Run:
             self.accepted.setdefault(logical(place), set()).update(globs)
         options = {
             "grace": grace,
-            "take": MEANS if self.draw.random() < 0.4 else None,
+            "fingerprint_settings": MEANS if self.draw.random() < 0.4 else None,
             "allowed": Allowed(loss=globs),
             "purging": self.draw.random() < 0.2,
         }

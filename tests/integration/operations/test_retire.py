@@ -167,7 +167,7 @@ def test_sources_without_child_or_fingerprint_are_kept(runs, url, watch, retired
     found = retired()
     assert found[1] == ("unsafe", ("it has no child",))
     assert "--fingerprint" in found[2][1][0]
-    assert fates(retired(take=MEANS)) == {1: "unsafe", 2: "deleted", 3: "kept"}
+    assert fates(retired(fingerprint_settings=MEANS)) == {1: "unsafe", 2: "deleted", 3: "kept"}
 
 
 def test_a_child_that_lacks_a_tensor_replaces_nothing(runs, url, watch, retired, tmp_path):
@@ -176,7 +176,7 @@ def test_a_child_that_lacks_a_tensor_replaces_nothing(runs, url, watch, retired,
         save(runs / "llama" / f"step-{n}", n)
         request = Request(str(runs / f"llama/step-{n}"), str(tmp_path / f"out/step-{n}"), exclude=("scale",))
         convert(request, MEANS, None, url)
-    assert retired(take=MEANS)[1][0] == "unsafe"
+    assert retired(fingerprint_settings=MEANS)[1][0] == "unsafe"
     assert (runs / "llama/step-1").exists()
 
 
@@ -186,7 +186,7 @@ def test_a_cast_child_is_accepted_only_on_request(runs, url, watch, retired, tmp
         save(runs / "llama" / f"step-{n}", n)
         request = Request(str(runs / f"llama/step-{n}"), str(tmp_path / f"out/step-{n}"), dtype="bfloat16")
         convert(request, MEANS, None, url)
-    for options in ({}, {"take": MEANS}):
+    for options in ({}, {"fingerprint_settings": MEANS}):
         found = retired(**options)
         assert (found[1][0], "--accept-loss cast" in found[1][1][0]) == ("unsafe", True)
     assert retired(allowed=Allowed.of(["*"]))[1][0] == "unsafe"  # no glob means it
@@ -208,7 +208,7 @@ def test_a_source_rewritten_since_is_not_deleted(made, retired):
     data.write_bytes(raw)  # equal bytes, but nobody knows
     found = retired()
     assert (found[1][0], "since it was converted; --fingerprint" in found[1][1][0]) == ("unsafe", True)
-    assert retired(take=MEANS)[1][0] == "deleted"
+    assert retired(fingerprint_settings=MEANS)[1][0] == "deleted"
 
 
 def resaved(source):
@@ -228,7 +228,7 @@ def one_file_more(source):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("options", [{}, {"take": MEANS}], ids=["known", "fingerprint"])
+@pytest.mark.parametrize("options", [{}, {"fingerprint_settings": MEANS}], ids=["known", "fingerprint"])
 @pytest.mark.parametrize("happens", [resaved, touched_scale, one_file_more])
 @pytest.mark.parametrize("when", ["_require_same", "_mark_retired"])
 def test_a_source_saved_meanwhile_is_not_deleted(when, happens, options, made, retired, monkeypatch):
@@ -261,7 +261,7 @@ def test_a_source_saved_after_its_fingerprint_is_not_deleted(which, made, retire
 
     for where in (module, holdings):
         monkeypatch.setattr(where, "fingerprint", meanwhile)
-    found = retired(take=MEANS)
+    found = retired(fingerprint_settings=MEANS)
     assert (found[1][0], "while this ran" in found[1][1][0]) == ("unsafe", True)
     assert made[1].exists()
 
@@ -284,7 +284,7 @@ def test_another_checkpoint_at_its_place_is_not_deleted(made, retired):
     shutil.rmtree(made[1])
     save(made[1], 1, extra=ones(3))
     assert retired()[1][0] == "unsafe"
-    assert retired(take=MEANS).get(1, ("unsafe",))[0] == "unsafe"
+    assert retired(fingerprint_settings=MEANS).get(1, ("unsafe",))[0] == "unsafe"
     assert made[1].exists()
 
 
