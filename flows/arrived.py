@@ -35,8 +35,7 @@ from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Announcement, record_announced
 from ckptcore.errors import Busy, CkptError, DestinationExists, UnsafeContent, UsageError
-from ckptcore.operations import claims
-from ckptcore.operations import convert_once as once
+from ckptcore.operations import claims, convert_once
 from ckptcore.operations.export_target import announced_request
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
@@ -214,7 +213,7 @@ def made_from(request: Request, digest: str, catalog: str | None) -> bool:
     with open_catalog(catalog) as catalog_db:
         manifest = inspect(request.source, request.recover)
         key = claims.key_of(request, claims.source_digest(manifest))
-        return once.is_made(known, key, request, digest)
+        return convert_once.is_made(catalog_db, key, request, digest)
 
 
 @contextmanager
@@ -235,7 +234,10 @@ def claim_or_skip(
     Raises:
         Busy: another process still has the claim after the last try.
     """
-    with open_catalog(catalog) as known, once.claim_or_skip(known, request, digest, run, looks) as mine:
+    with (
+        open_catalog(catalog) as catalog_db,
+        convert_once.claim_or_skip(catalog_db, request, digest, run, looks) as mine,
+    ):
         yield mine
 
 

@@ -63,10 +63,10 @@ def retire(
 ) -> RetireReport:
     """Retire the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
 
-    def note(each: RetireDecision) -> None:
-        log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
-        for name, kind in each.unproven[:MAX_ROWS]:
-            log.info("unproven in %s: %s (%s)", each.source.uri, name, kind)
+    def note(decision: RetireDecision) -> None:
+        log.info("%s is %s: %s", decision.source.uri, decision.fate.value, "; ".join(decision.why))
+        for name, kind in decision.unproven[:MAX_ROWS]:
+            log.info("unproven in %s: %s (%s)", decision.source.uri, name, kind)
 
     with open_catalog(catalog, create=False) as catalog_db:
         report = run_retire(

@@ -20,7 +20,7 @@ from tasks.retry import STEP
 
 def _record(registration: Registration | None, result: Result, manifest: Manifest) -> Result:
     """Return the result with its catalog id. After that, the staging folder is not needed any more."""
-    known = register(registration, result, manifest)
+    registered = register(registration, result, manifest)
     remove_staging(result.plan_uri)
     for key in asset_keys(result.destination):
         add_asset_metadata(

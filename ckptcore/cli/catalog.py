@@ -321,7 +321,7 @@ def rebuild(
         report = run(
             catalog_db,
             roots,
-            output_roots=made or (),
+            output_roots=output_folders or (),
             digests=digests,
             fingerprint_settings=take,
             on_place=lambda line: terminal.line(line, err=True),

@@ -77,9 +77,9 @@ def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
 def fate(as_json: bool) -> Callable[[RetireDecision], None]:
     """Return a callback that prints what becomes of each source."""
 
-    def line(each: RetireDecision) -> None:
-        lines = [f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}"]
-        named = [f"unproven: {name} ({kind})" for name, kind in each.unproven]
+    def line(decision: RetireDecision) -> None:
+        lines = [f"{decision.fate:<9} {decision.source.uri}: {'; '.join(decision.why)}"]
+        named = [f"unproven: {name} ({kind})" for name, kind in decision.unproven]
         word = "unproven"
         if decision.given_up:
             word = "given up"

@@ -125,11 +125,11 @@ def _is_empty(spot: DirEntryAt) -> bool:
     status = spot.look()
     if status is None or not stat.S_ISDIR(status.st_mode):
         return status is None
-    with closing_fd(os.open(spot.name, OPEN_FOLDER, dir_fd=spot.at)) as below:
+    with closing_fd(os.open(spot.name, OPEN_FOLDER, dir_fd=spot.folder_fd)) as below:
         return not os.listdir(below)
 
 
-def finish_interrupted_publish(paths: PublishPaths, old: Spot, record: Publication) -> None:
+def finish_interrupted_publish(paths: PublishPaths, old: DirEntryAt, record: Publication) -> None:
     """Remove the old output if the new one is in its place, otherwise restore it."""
     target, top = paths.target, record.replaces.inventory.get("")
     with _reporting(paths):
@@ -192,7 +192,7 @@ def _changed(
     )
 
 
-def _is_folder(spot: Spot) -> bool:
+def _is_folder(spot: DirEntryAt) -> bool:
     status = spot.look()
     return status is not None and stat.S_ISDIR(status.st_mode)
 
@@ -265,8 +265,8 @@ def _keep_aside(paths: PublishPaths, home: str) -> None:
     """Move what was replaced into the folder with its record, from which it can be restored."""
     aside = paths.aside
     path = os.path.join(os.path.dirname(paths.target.path), home)
-    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.at)) as home_fd:
-        rename_new(aside, Spot(home_fd, paths.target.name, os.path.join(path, paths.target.name)))
+    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.folder_fd)) as home_fd:
+        rename_new(aside, DirEntryAt(home_fd, paths.target.name, os.path.join(path, paths.target.name)))
         sync_folder(".", home_fd)
     _log.warning("%s is replaced; what was there can be restored from %s", paths.target.path, path)
 
@@ -286,7 +286,7 @@ def _discard(paths: PublishPaths, inventory: Inventory) -> None:
             host.rmdir(aside.name, dir_fd=aside.folder_fd)
             return
     elif same_content(inventory.get(""), status_at(aside, status), status=False):
-        host.unlink(aside.name, dir_fd=aside.at)
+        host.unlink(aside.name, dir_fd=aside.folder_fd)
         return
     kept_beside = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{host.now_ns():x}")
     rename_new(aside, kept_beside)
@@ -300,7 +300,7 @@ def _remove_recorded(
 ) -> None:
     """Remove recorded names below a descriptor, depth first; each is checked right before."""
     for name in os.listdir(folder_fd):
-        spot, was = Spot(folder_fd, name, f"{path}/{name}"), inventory.get(prefix + name)
+        spot, was = DirEntryAt(folder_fd, name, f"{path}/{name}"), inventory.get(prefix + name)
         try:
             status = spot.look()
             if status is None or was is None:

@@ -298,7 +298,7 @@ class LocalSetAside:
     @property
     def inside(self) -> DirEntryAt:
         """The name of the checkpoint in the folder, for a publication that moves it there itself."""
-        return Spot(self._folder_fd, self._name, self.place)
+        return DirEntryAt(self._folder_fd, self._name, self.place)
 
     def move_in(self) -> None:
         """Move it here in one step, through the open folder, not by its path.
@@ -326,7 +326,7 @@ class LocalSetAside:
         name = os.path.basename(uri) if uri else self._name
         if self.holds:
             try:
-                rename_new(self.inside, Spot(self._parent_fd, name, uri or self.record.uri))
+                rename_new(self.inside, DirEntryAt(self._parent_fd, name, uri or self.record.uri))
                 host.fsync(self._parent_fd)
             except OSError as error:
                 taken = _exists(name, self._parent_fd)

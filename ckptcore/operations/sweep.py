@@ -222,7 +222,7 @@ def look_through(
             ]
             try:
                 items += looking.items(candidate, apart, before.get(normal_uri(candidate.uri)))
-            except CatalogAway:
+            except CatalogUnavailable:
                 raise  # as it would be for all of them
             except Exception as error:
                 items.append(looking.unread(candidate.uri, candidate.step, error_of(error)))

@@ -83,7 +83,7 @@ class Retiring:
             self.turn.release()
 
 
-def _part(found: Iterable[RetireDecision], limit: int) -> RetirePart:
+def _part(decisions: Iterable[RetireDecision], limit: int) -> RetirePart:
     items: list[RetireDecision] = []
     cpu, clock = time.thread_time() + CPU_SECONDS, time.monotonic() + SECONDS
     for item in decisions:

@@ -328,7 +328,7 @@ MUTANTS = {
     "restored-over-another": Mutant(
         "what is set aside is restored over what is at its place now",
         f"{ASIDE}:LocalSetAside.restore",
-        "rename_new(self.inside, Spot(self._parent_fd, name, uri or self.record.uri))",
+        "rename_new(self.inside, DirEntryAt(self._parent_fd, name, uri or self.record.uri))",
         "host.rename(self._name, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._parent_fd)",
         seed=27,
     ),
