@@ -205,13 +205,13 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
                 name=name,
             )
     if row is None:
-        values = {"name": name, "checkpoint_id": checkpoint_row, "version": 1, "updated_at": now}
-        conn.execute(insert(Alias).values(values))
+        alias_columns = {"name": name, "checkpoint_id": checkpoint_row, "version": 1, "updated_at": now}
+        conn.execute(insert(Alias).values(alias_columns))
     else:
         # SQLite has no FOR UPDATE: the version tells whether another process moved the alias.
         same = (of_name, Alias.version == row.version)
-        values = {"checkpoint_id": checkpoint_row, "version": row.version + 1, "updated_at": now}
-        if conn.execute(update(Alias).where(*same).values(values)).rowcount != 1:
+        alias_columns = {"checkpoint_id": checkpoint_row, "version": row.version + 1, "updated_at": now}
+        if conn.execute(update(Alias).where(*same).values(alias_columns)).rowcount != 1:
             raise Conflict(f"cannot set alias {name}: another process moved it at the same time", name=name)
     return get(conn, name)
 

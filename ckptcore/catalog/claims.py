@@ -91,7 +91,7 @@ def take(
     Returns:
         The claim. `mine` tells whether the caller owns it now.
     """
-    values = {
+    claim_columns = {
         "source_digest": key.source_digest,
         "destination_uri": normal_uri(key.destination),
         "options_digest": key.options_digest,
@@ -102,7 +102,7 @@ def take(
         "taken_at": now,
         "due_at": now + lease,
     }
-    elsewhere = (*_is(key), Claim.destination_uri != values["destination_uri"])
+    elsewhere = (*_is(key), Claim.destination_uri != claim_columns["destination_uri"])
     for row in conn.execute(select(Claim.__table__).where(*elsewhere)):  # another scheme of the same place
         claim = _claim_row(row)
         if _is_settled(claim, now, owner, retry=retry):
@@ -111,9 +111,9 @@ def take(
     insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
     columns = [Claim.source_digest, Claim.destination_uri, Claim.options_digest]
     inserted = conn.execute(
-        insert(Claim).values(values).on_conflict_do_nothing(index_elements=columns).returning(Claim.id)
+        insert(Claim).values(claim_columns).on_conflict_do_nothing(index_elements=columns).returning(Claim.id)
     ).first()
-    mine = (*_is(key), Claim.destination_uri == values["destination_uri"])
+    mine = (*_is(key), Claim.destination_uri == claim_columns["destination_uri"])
     row = conn.execute(select(Claim.__table__).where(*mine).with_for_update()).one()
     claim = _claim_row(row, mine=inserted is not None)
     if not claim.mine and _is_settled(claim, now, owner, retry=retry):
@@ -126,8 +126,13 @@ def take(
     )
     if claim.mine:
         return claim
-    values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}
-    conn.execute(update(Claim).where(Claim.id == row.id).values(values))
+    claim_columns |= {
+        "attempts": row.attempts + 1,
+        "ended_at": None,
+        "error_code": None,
+        "error_message": None,
+    }
+    conn.execute(update(Claim).where(Claim.id == row.id).values(claim_columns))
     return _claim_row(conn.execute(select(Claim.__table__).where(Claim.id == row.id)).one(), mine=True)
 
 

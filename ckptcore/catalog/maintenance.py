@@ -67,9 +67,9 @@ def checked(conn: Connection, now: datetime, public: str, level: str, findings: 
 
 def gone(conn: Connection, now: datetime, public: str) -> None:
     """Record that nothing is at the checkpoint's URI any more. The row stays."""
-    values = {"state": State.GONE.value, "verified_at": None, "verified_level": None, "checked_at": now}
+    changes = {"state": State.GONE.value, "verified_at": None, "verified_level": None, "checked_at": now}
     still_alive = (Checkpoint.uuid == public, Checkpoint.state.in_(_ALIVE))
-    conn.execute(update(Checkpoint).where(*still_alive).values(values))
+    conn.execute(update(Checkpoint).where(*still_alive).values(changes))
 
 
 def looked(conn: Connection, now: datetime, public: str) -> None:
@@ -205,10 +205,10 @@ def _ties(
     these = Checkpoint.uuid.in_(publics)
 
     def grouped(query: Select[tuple[str, str]]) -> dict[str, list[str]]:
-        values: dict[str, list[str]] = {}
+        by_checkpoint: dict[str, list[str]] = {}
         for public, value in conn.execute(query.where(these)):
-            values.setdefault(public, []).append(value)
-        return values
+            by_checkpoint.setdefault(public, []).append(value)
+        return by_checkpoint
 
     uri_of = {row.uuid: row.uri for row in conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(these))}
     if missing := sorted(set(publics) - uri_of.keys()):

@@ -271,12 +271,12 @@ class Queue(Generic[Row]):
             raise UsageError(
                 f"{ref!r} {why}", hint=f"`ckptcore catalog {name} list --state failed` lists them"
             )
-        values = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **self._on_retry}
+        reset_columns = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **self._on_retry}
         for row in rows:
             conn.execute(
                 update(table)
                 .where(table.id == row.id, failed)
-                .values(attempts_before=table.attempts, **values)
+                .values(attempts_before=table.attempts, **reset_columns)
             )
         return tuple(row.uuid for row in rows)
 

@@ -102,8 +102,8 @@ def retired(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
         Checkpoint.manifest_digest == row.manifest_digest,
         Checkpoint.state == State.PRESENT.value,
     )
-    values = {"state": State.RETIRED.value, "checked_at": now}
-    return conn.execute(update(Checkpoint).where(*unchanged).values(values)).rowcount == 1
+    changes = {"state": State.RETIRED.value, "checked_at": now}
+    return conn.execute(update(Checkpoint).where(*unchanged).values(changes)).rowcount == 1
 
 
 def deleted(conn: Connection, now: datetime, public: str) -> None:
@@ -118,7 +118,7 @@ def restored(conn: Connection, public: str, uri: str | None = None) -> None:
         Checkpoint.uuid == public,
         Checkpoint.state.in_([State.RETIRED.value, State.DELETED.value]),
     )
-    values: dict[str, object] = {"state": State.PRESENT.value, "deleted_at": None}
+    changes: dict[str, object] = {"state": State.PRESENT.value, "deleted_at": None}
     if uri is not None:
-        values["uri"] = normal_uri(uri)
-    conn.execute(update(Checkpoint).where(*retired_or_deleted).values(values))
+        changes["uri"] = normal_uri(uri)
+    conn.execute(update(Checkpoint).where(*retired_or_deleted).values(changes))

@@ -60,7 +60,7 @@ class SightingRow:
 
 def note(conn: Connection, sighting: SightingRow) -> None:
     """Record a sighting. It replaces the last one of its URI, except for the time of the first."""
-    values = {
+    columns = {
         "root": normal_uri(sighting.root),
         "step": sighting.step,
         "state": sighting.state,
@@ -72,8 +72,8 @@ def note(conn: Connection, sighting: SightingRow) -> None:
         "changed_at": sighting.changed_at,
     }
     uri = normal_uri(sighting.uri)
-    if conn.execute(update(Sighting).where(Sighting.uri == uri).values(values)).rowcount == 0:
-        conn.execute(insert(Sighting).values(uri=uri, first_seen_at=sighting.first_seen_at, **values))
+    if conn.execute(update(Sighting).where(Sighting.uri == uri).values(columns)).rowcount == 0:
+        conn.execute(insert(Sighting).values(uri=uri, first_seen_at=sighting.first_seen_at, **columns))
 
 
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:

@@ -100,10 +100,10 @@ def collect(
             hint="elsewhere the same conversion, run again, resumes or removes what a killed run left",
         )
     leftovers = []
-    for item in _each(client_of(url), url, older_than_s, dry_run, catalog):
-        leftovers.append(item)
+    for leftover in _each(client_of(url), url, older_than_s, dry_run, catalog):
+        leftovers.append(leftover)
         if on_item is not None:
-            on_item(item)
+            on_item(leftover)
     return tuple(leftovers)
 
 
@@ -124,15 +124,17 @@ def _each(
         folder_uploads = attempt(_uploads_of, client, folder, uploads)
         if isinstance(folder_uploads, CkptError):
             why = "whether a conversion recorded it is not known: a staging prefix cannot be read"
-            item: Left | CkptError = folder_uploads
+            leftover: Left | CkptError = folder_uploads
         else:
             recorded_uploads |= {(upload.key, upload.upload_id) for upload in folder_uploads}
-            item = attempt(_staging, client, folder, objects, folder_uploads, older_than_s, dry_run, catalog)
-        if isinstance(item, CkptError):
+            leftover = attempt(
+                _staging, client, folder, objects, folder_uploads, older_than_s, dry_run, catalog
+            )
+        if isinstance(leftover, CkptError):
             nbytes = sum(stored_object.nbytes for stored_object in objects.values())
-            reason = f"{item.code}: {item.message}"
-            item = Left(f"{client.url}/{folder}", "staging", LeftFate.UNREAD, reason, nbytes, 0, None)
-        yield item
+            reason = f"{leftover.code}: {leftover.message}"
+            leftover = Left(f"{client.url}/{folder}", "staging", LeftFate.UNREAD, reason, nbytes, 0, None)
+        yield leftover
     for upload in uploads:
         # An upload without a staging prefix may be another program's: it is listed, and never aborted.
         if (upload.key, upload.upload_id) not in recorded_uploads:
