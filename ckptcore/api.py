@@ -44,7 +44,7 @@ Several = Place | Sequence[Place]  # the folder of a checkpoint, or those of one
 def _arguments() -> tuple[set[str], set[str], set[str]]:
     """Return the names of keyword arguments, those of switches, and the values that some take by name."""
     kinds = {name: kind for name, (kind, *_) in options_of(Options).items()}
-    functions = (fingerprint, diff, verify_export, load_into, open, check)
+    functions = (fingerprint, diff, verify_export, load_into, open, check, merge)
     parameters = {name: p for f in functions for name, p in signature(f).parameters.items()}
     switches = {name for name, kind in kinds.items() if bool in (kind, *get_args(kind))}
     switches |= {name for name, parameter in parameters.items() if isinstance(parameter.default, bool)}
@@ -550,6 +550,50 @@ def convert(
     """
     request = _request(_url_of(source, options), destination, options)
     return run_all(request, settings, progress, _spelled(catalog))
+
+
+def merge(
+    sources: Sequence[Place],
+    destination: Place,
+    *,
+    weights: Sequence[float] | None = None,
+    decay: float | None = None,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    catalog: Place | bool | None = None,
+    **options: Any,
+) -> Result:
+    """Average checkpoints of one model, of any formats, topologies and dtypes, and write the average.
+
+    Each tensor with fractions is ``((x1 * w1) + (x2 * w2)) + ...`` in float32 (float64 where one is stored
+    so), in the order of ``sources``, by weights that are divided by their sum; everything else is the last
+    source's. The optimizers are left out.
+
+    Args:
+        sources: Paths or URLs, two or more.
+        destination: Path or URL of the output.
+        weights: One for each source; None for equal ones.
+        decay: Of an exponential moving average in the order of the sources, instead of weights.
+        settings: Memory budget, threads and device. Memory use is ``settings.memory``, for any number of
+            sources.
+        progress: Called with (stage, bytes done, bytes in total).
+        catalog: URL of the catalog to register in; None for the default one, False for none.
+        options: Fields of `Request`, as for `convert`; but ``weights`` are those of the sum.
+
+    Returns:
+        The published files, tensors and timings.
+
+    Raises:
+        NameMismatch: Names or shapes of the sources differ.
+        UsageError: There are fewer than two sources, or weights do not fit.
+        CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
+    """
+    from ckptcore.operations.averages import weights_for
+    from ckptcore.utils.average_url import average_url
+
+    places = [os.fspath(source) for source in sources]
+    url = average_url(places, weights_for(len(places), weights, decay))
+    return run_all(_request(url, destination, options), settings, progress, _spelled(catalog))
 
 
 def _request(source: str, destination: Place, options: dict[str, Any]) -> Request:

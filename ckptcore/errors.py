@@ -356,8 +356,13 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "left-out": (
         "info",
-        "an export has the model only: training state and other values of its source are left out",
+        "an export has the model only, and an average no optimizer: other state of its source is left out",
         "keep the source, or write everything with consolidate or reshard",
+    ),
+    "of-last-input": (
+        "info",
+        "an average of checkpoints has these tensors and objects from the last of them",
+        "they have no fractions, or are outside of the model: put the checkpoint whose values you want last",
     ),
     "left-out-weights": (
         "warning",

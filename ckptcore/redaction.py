@@ -90,7 +90,7 @@ _PEM = r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)[^-]*"
 # user:password@ of a URL. Users paste passwords with a slash or a question mark in them: everything up to the
 # last @ of the word is removed, unless the colon is followed by the port of a host.
 _USERINFO = (
-    r"(?i)(?P<scheme>(?<![a-z0-9+.-])(?!merged://\[)[a-z][a-z0-9+.-]{0,30})"
+    r"(?i)(?P<scheme>(?<![a-z0-9+.-])(?!(?:merged|average)://\[)[a-z][a-z0-9+.-]{0,30})"
     # A path turns two slashes into one.
     r"(?P<sep>://|%3A%2F%2F|:/(?=[^\s/:@]{1,512}:[^\s@]{1,2048}@))"
     r"(?P<user>[^\s/?#\"'<>]{0,2048}(?:@|%40)"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -224,6 +224,7 @@ class Catalog:
         source: CheckpointFacts,
         derived: CheckpointFacts,
         findings: Iterable[Finding] = (),
+        inputs: Sequence[tuple[float, CheckpointFacts]] = (),
     ) -> str:
         """Record that a conversion published `derived`, made from `source`.
 
@@ -235,13 +236,14 @@ class Catalog:
             source: the checkpoint that was read.
             derived: the checkpoint that was written.
             findings: the warnings and notes about the source or the output.
+            inputs: (weight, checkpoint) of what `source` is the average of.
 
         Returns:
             The id of the derived checkpoint.
         """
         with self.writing() as conn:
             derived_id = conversions.succeed(
-                conn, clock(conn), conversion_id, facts, source, derived, findings
+                conn, clock(conn), conversion_id, facts, source, derived, findings, inputs
             )
         _forget_processes([conversion_id])
         return derived_id

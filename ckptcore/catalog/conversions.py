@@ -181,10 +181,11 @@ def succeed(
     source: CheckpointFacts,
     derived: CheckpointFacts,
     findings: Iterable[Finding] = (),
+    inputs: Sequence[tuple[float, CheckpointFacts]] = (),
 ) -> str:
     """Record the success of a conversion: both checkpoints, the edge between them, and the end.
 
-    A second call (a retried task) changes nothing.
+    A second call (a retried task) changes nothing. inputs: (weight, checkpoint) of an average's inputs.
 
     Returns:
         The public id of the derived checkpoint.
@@ -204,6 +205,8 @@ def succeed(
     note_findings(conn, now, of_source, checkpoint=source_id, conversion=row.id, level=source.verified)
     note_findings(conn, now, of_output, checkpoint=derived_id, conversion=row.id, level=derived.verified)
     _inherit(conn, now, source_id, derived_id)
+    if inputs:
+        _record_average(conn, now, row.id, source_id, inputs)
     conn.execute(
         update(Conversion)
         .where(Conversion.id == row.id)
@@ -321,6 +324,44 @@ def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: 
     if len(candidates) != 1:
         return None
     return _adopted(conn, now, output, candidates[0], "rebuilt", tool_version)
+
+
+def _record_average(
+    conn: Connection,
+    now: datetime,
+    conversion: int,
+    average: int,
+    inputs: Sequence[tuple[float, CheckpointFacts]],
+) -> None:
+    """Record what an average was computed of, as a conversion that wrote it: K edges of lineage.
+
+    An average has no files of its own and is at no place, so its row ends as one of replaced content: no
+    check, sum of bytes or retirement counts it.
+    """
+    ended: dict[str, Any] = {"state": State.REPLACED.value, "replaced_at": now}
+    conn.execute(update(Checkpoint).where(Checkpoint.id == average).values(ended))
+    writers = select(ConversionIO.conversion_id).where(
+        ConversionIO.checkpoint_id == average, ConversionIO.direction == Direction.OUT.value
+    )
+    if conn.execute(writers).first() is not None:
+        return
+    uri = conn.execute(select(Checkpoint.uri).where(Checkpoint.id == average)).scalar_one()
+    version = select(Conversion.tool_version).where(Conversion.id == conversion)
+    public = begin_conversion(
+        conn,
+        now,
+        {"inputs": [[facts.uri, weight] for weight, facts in inputs]},
+        source_uri=uri,
+        destination_uri=uri,
+        verb="average",
+        tool_version=conn.execute(version).scalar_one(),
+        flow_run_id=None,
+    )
+    row = _conversion(conn, public)
+    ends = {(put_checkpoint(conn, now, facts, Kind.SOURCE)[0], Direction.IN) for _, facts in inputs}
+    _link(conn, row.id, {*ends, (average, Direction.OUT)})
+    done = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
+    conn.execute(update(Conversion).where(Conversion.id == row.id).values(done))
 
 
 def _adopted(

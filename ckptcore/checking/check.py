@@ -164,13 +164,24 @@ def require_complete(
     errors = [f for f in report.findings if f.severity == "error" and f.code not in later]
     if errors:
         unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
-        errors = [f for f in errors if not _of_others(f, selected, unused)]
+        used = _used_by(manifest)
+        errors = [f for f in errors if not _of_others(f, lambda name: any(map(selected, used(name))), unused)]
     if errors:
         rest = f" (and {count(len(errors) - 1, 'more finding')})" if len(errors) > 1 else ""
         cls = error_class(errors)
         hint = _leave_out(manifest, errors) if cls is UnreadablePart else errors[0].hint
         raise cls(f"{errors[0].message}{rest}", hint=hint, findings=tuple(errors))
     return report
+
+
+def _used_by(manifest: Manifest) -> Callable[[str], Sequence[str]]:
+    """Return a function from the name of a tensor or object to itself, and to what is computed from it."""
+    owners: dict[str, list[str]] = {}
+    inputs = manifest.inputs.tensors if manifest.inputs is not None else ()
+    for tensor, node in manifest.derived.items():
+        for number in node.inputs:
+            owners.setdefault(inputs[number].fqn, []).append(manifest.tensors[tensor].fqn)
+    return lambda name: (name, *owners.get(name, ()))
 
 
 def _of_others(error: Finding, selected: Callable[[str], bool], unused: frozenset[str]) -> bool:

@@ -30,6 +30,7 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
 from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
 from ckptcore.utils import terminal
+from ckptcore.utils.merged_url import is_average
 
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ANSWER)
@@ -86,7 +87,7 @@ def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
         raise typer.Exit(1) from error
     # The answer comes first: an unusable catalog must not hide a result that took hours.
     show.report(report, as_json=as_json)
-    if not options.no_catalog:
+    if not options.no_catalog and not is_average(url):  # an average is at no place
         from ckptcore.operations.registered_files import record_report
 
         if not record_report(manifest, url, report, options.catalog):
@@ -153,7 +154,7 @@ def fingerprint(src: Srcs, **arguments: Any) -> None:
             progress=progress,
         )
     show.fingerprint(taken, url, as_json=arguments["output"] is Output.JSON)
-    if not options.no_catalog:
+    if not options.no_catalog and not is_average(url):
         from ckptcore.conversion.registration import record_fingerprint
 
         record_fingerprint(manifest, url, taken.tensors, dict(taken.renamed), options.catalog)

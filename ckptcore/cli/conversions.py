@@ -33,6 +33,7 @@ from ckptcore.planning.options import (
     CONTENT,
     MEANS,
     MODEL,
+    OF_MERGE,
     OF_VERB,
     PLACE,
     PROOF,
@@ -87,6 +88,70 @@ def reshard(src: Srcs, dst: Dst, **arguments: Any) -> None:
     Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.
     """
     _convert(_options(arguments).request("reshard", named_places(src, arguments), dst), arguments)
+
+
+@takes(declared(*OF_MERGE), WAIT, ANSWER)
+def merge(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC... DST",
+            help="Two or more checkpoints of one model, of any formats, topologies and dtypes, in the order "
+            "of the sum; then the new folder or file. With --run only DST.",
+        ),
+    ],
+    shares: Annotated[
+        str | None,
+        typer.Option(
+            "--weights", metavar="W,W,...", help="Weight of each SRC; they are divided by their sum."
+        ),
+    ] = None,
+    decay: Annotated[
+        float | None,
+        typer.Option(
+            "--decay",
+            metavar="D",
+            help="Exponential moving average in the order of SRC: D * average + (1 - D) * SRC.",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Take steps of this run, from the catalog.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option("--last", metavar="N", min=2, help="With --run: its last N steps.")
+    ] = None,
+    every: Annotated[
+        int, typer.Option("--every", metavar="STEPS", min=1, help="With --run: multiples of STEPS only.")
+    ] = 1,
+    verb: Annotated[
+        str,
+        typer.Option(
+            "--verb",
+            metavar="VERB",
+            help="consolidate, export or reshard. Default: reshard with --mesh, export with --config or "
+            "--tokenizer, otherwise consolidate.",
+        ),
+    ] = "",
+    **given: Any,
+) -> None:
+    """Average checkpoints of one model, and write the average.
+
+    Each tensor with fractions is the weighted sum of those of all SRC, in float32; all else is the last
+    SRC's. The optimizer is left out. The output is that of consolidate, export or reshard.
+    """
+    from ckptcore.operations.averages import merge_request, numbers, window
+
+    *src, dst = places
+    options = _options(given)
+    if (run is None) != (last is None) or (run is not None and src):
+        raise UsageError(
+            "--run needs --last, and takes no SRC",
+            hint="ckptcore merge --run RUN --last 8 DST; or name every SRC",
+        )
+    if run is not None and last is not None:
+        src = window(options.register_in, run, last=last, every=every)
+    weights = None if shares is None else numbers(shares)
+    _convert(merge_request(options, named_places(src, given), dst, weights, decay, verb), given)
 
 
 @takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ANSWER)

@@ -31,6 +31,7 @@ COMMANDS = {
     "consolidate": ("conversions", "consolidate"),
     "export": ("conversions", "export"),
     "reshard": ("conversions", "reshard"),
+    "merge": ("conversions", "merge"),
     "verify-export": ("checkpoints", "verify_export"),
     "plan": ("conversions", "plan"),
     "apply": ("conversions", "apply"),

@@ -61,6 +61,7 @@ from ckptcore.utils.command_process import process_count
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.memory import reusing_memory
+from ckptcore.utils.merged_url import is_average
 from ckptcore.utils.spans import span
 from ckptcore.utils.workers import Progress
 
@@ -397,6 +398,10 @@ def publishing(
         wrote = time.perf_counter() - began
         conversion_id, recorded = (registration.id, registration.source) if registration else (None, None)
         require_as_recorded(manifest, digests, recorded)
+        if registration is not None and is_average(request.source):
+            from ckptcore.conversion.average_inputs import require_inputs_as_recorded
+
+            require_inputs_as_recorded(request, digests, registration.catalog)
         with span("publish", destination=request.destination):
             result = finish_staged(staging, settings, progress, Replacer(catalog_url, conversion_id))
         timings = {"inspect": inspected, **prepared.timings, "write": wrote}
@@ -660,7 +665,8 @@ def _execute(
 def _untied(plan: Plan, error: DamagedCheckpoint) -> NameMismatch | None:
     """Return the error of a tie between tensors that differ: nothing is damaged; None for any other error."""
     differing = [f for f in error.findings if f.code == "replica-mismatch"]
-    tied = next(((a, b) for a, b in plan.ties for f in differing if f.fqn == b), None)
+    computed = {name: how.partition(" of ")[2].split(", ") for name, how in plan.derived}
+    tied = next(((a, b) for a, b in plan.ties for f in differing if f.fqn in (b, *computed.get(b, ()))), None)
     if tied is None:
         return None
     gone, tied_to = tied

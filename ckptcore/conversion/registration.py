@@ -25,7 +25,7 @@ from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
-from ckptcore.utils.merged_url import roots_of
+from ckptcore.utils.merged_url import is_average, roots_of
 from ckptcore.utils.step_names import step_of
 
 if TYPE_CHECKING:
@@ -241,7 +241,15 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         source_stamp=result.source_stamp,
         source_ctime=result.source_ctime,
     )
-    return {"facts": conversion_facts, "source": read, "derived": derived, "findings": result.warnings}
+    rows = {"facts": conversion_facts, "source": read, "derived": derived, "findings": result.warnings}
+    if is_average(registration.request.source):
+        from ckptcore.conversion.average_inputs import inputs_of  # most sources are no average
+
+        rows["inputs"] = [
+            (each.weight, facts(each.manifest, each.url, each.digests, verified="coverage", training=True))
+            for each in inputs_of(registration.request, result.source_digests)
+        ]
+    return rows
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
@@ -261,7 +269,9 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
     findings = tuple(ended.values.get("findings", ()))
     try:
         source_facts = None
-        if source is not None and ended.values.get("recorded", True):  # damage replaces no row with digests
+        at_a_place = not is_average(request.source)
+        # Damage replaces no row with digests.
+        if source is not None and at_a_place and ended.values.get("recorded", True):
             source_facts = facts(source, request.source, announcement=announcement, training=True)
         registration.catalog.fail(
             registration.id, code=ended.code, message=ended.message, findings=findings, source=source_facts
@@ -393,6 +403,11 @@ def _step_and_run(uri: str) -> tuple[int | None, str | None]:
     >>> _step_and_run("merged://[/node0/llama/step-300,/node1/llama/step-300]")
     (300, 'llama')
     """
+    if is_average(uri):  # the step of the last input, and the run of all
+        from ckptcore.utils.average_url import split_average
+
+        every = [_step_and_run(root) for root in split_average(uri)[0]]
+        return every[-1][0], every[-1][1] if len({run for _, run in every}) == 1 else None
     if roots := roots_of(uri):  # what all of its folders say
         steps, runs = zip(*map(_step_and_run, roots), strict=True)
         return (steps[0] if len({*steps}) == 1 else None), (runs[0] if len({*runs}) == 1 else None)

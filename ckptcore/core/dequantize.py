@@ -29,6 +29,7 @@ cut into boxes changes no bit.
   float64) and rounded once to the dtype, like torch's ``weight + c``.
 - ``sum_DTYPE``, ``mean_DTYPE``: n inputs of that dtype and of one shape; params (n,). out = ((a + b) + c)
   and so on, each sum rounded to the dtype, and divided by n for the mean (convert_neox_to_hf.py of GPT-NeoX).
+- ``weighted_DTYPE``: see `ckptcore.core.weighted_sums`.
 - ``zeros_float32``: no input; params: the shape. Biases that a trainer begins with.
 """
 
@@ -40,7 +41,8 @@ from typing import Any
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.manifest import SUM, TensorSpec
+from ckptcore.core.weighted_sums import SUMMED, fill_sum, sum_shape
 from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
@@ -404,6 +406,17 @@ FUNCTIONS: dict[str, Function] = {
             _fill_sum,
         )
         for dtype in ADDED
+    },
+    **{
+        f"{SUM}{dtype}": Function(
+            "weighted sums of several checkpoints",
+            dtype,
+            sum_shape,
+            lambda box, params: (box,) * len(params),
+            lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+            fill_sum,
+        )
+        for dtype in sorted(set(SUMMED.values()))
     },
     **{
         f"{name}_{dtype}": Function(

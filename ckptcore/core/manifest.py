@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptcore.core.file_sums import FileSums
 
 Ints = npt.NDArray[np.int64]
+SUM = "weighted_"  # what the names of functions of weighted sums begin with
 CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
 
 
@@ -183,6 +184,11 @@ class Derived:
     fn: str
     inputs: tuple[int, ...]
     params: tuple[int, ...] = ()
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a weighted sum of several checkpoints (`ckptcore.core.weighted_sums`)."""
+        return self.fn.startswith(SUM)
 
 
 @dataclass(frozen=True)
@@ -349,6 +355,11 @@ class Manifest:
     def unread(self) -> dict[str, Unread]:
         """Map the name of each tensor that cannot be read to the reason."""
         return {b.key: b.unread for b in self.blobs if b.unread is not None}
+
+    @property
+    def dequantized(self) -> frozenset[int]:
+        """Return the tensors whose values are computed of quantised ones."""
+        return frozenset(tensor for tensor, node in self.derived.items() if not node.is_sum)
 
     @cached_property
     def index(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
     selected = replace(
         manifest,
         tensors=tensors,
-        chunks=_chunks_of_rows(manifest.chunks, rows),
+        chunks=chunks_of_rows(manifest.chunks, rows),
         origin=origin,
         derived={},
         inputs=None,
@@ -40,7 +40,7 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
     place = {old: new for new, old in enumerate(used)}
     nodes = {t: replace(d, inputs=tuple(place[i] for i in d.inputs)) for t, d in nodes.items()}
     specs = tuple(manifest.inputs.tensors[i] for i in used)
-    return selected.deriving(nodes, specs, _chunks_of_rows(manifest.inputs.chunks, used))
+    return selected.deriving(nodes, specs, chunks_of_rows(manifest.inputs.chunks, used))
 
 
 def derive(
@@ -70,10 +70,10 @@ def derive(
             tensors.append(spec)
             spans.append(row)
     rank = max((len(t.shape) for t in tensors), default=0)  # a plan has the chunks of both in one table
-    chunks = _of_rank(_chunks_of_rows(manifest.chunks, spans), rank)
+    chunks = _of_rank(chunks_of_rows(manifest.chunks, spans), rank)
     selected = replace(manifest, tensors=tuple(tensors), chunks=chunks)
     specs = tuple(manifest.tensors[t] for t in inputs)
-    return selected.deriving(nodes, specs, _of_rank(_chunks_of_rows(manifest.chunks, inputs), rank))
+    return selected.deriving(nodes, specs, _of_rank(chunks_of_rows(manifest.chunks, inputs), rank))
 
 
 def describe_derived(manifest: Manifest, tensor: int) -> str:
@@ -94,7 +94,7 @@ def _of_rank(chunks: Chunks, rank: int) -> Chunks:
     )
 
 
-def _chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
+def chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
     """Return the chunks of some tensors; None is a tensor without any."""
     row = np.array([-1 if t is None else t for t in rows], np.int64)
     begin = np.where(row < 0, 0, chunks.first[row])

@@ -159,7 +159,8 @@ class TensorFiller:
         if number < len(tensors):
             return ChunkedTensor(number, tensors[number].name, tensors[number].source_dtype, once=True)
         tensor = self._plan.inputs[number - len(tensors)]
-        return ChunkedTensor(number, tensor.name, tensor.source_dtype)
+        once = number - len(tensors) in self._plan.summed_once
+        return ChunkedTensor(number, tensor.name, tensor.source_dtype, once)
 
     def _derive(self, part: TensorPart, target: Bytes, workspace: Workspace) -> None:
         """Compute a part: its inputs are gathered into the cast buffer, behind room for the result."""
@@ -218,7 +219,10 @@ class _PlannedReads:
         return COPY if self._plan.op[row] == COMPARE else READ
 
     def asked(self, tensor: ChunkedTensor) -> Box:
-        return self._plan.tensors[tensor.number].box
+        own = self._plan.tensors
+        if tensor.number < len(own):
+            return own[tensor.number].box
+        return own[self._plan.summed_once[tensor.number - len(own)]].box  # asked of inputs that are read once
 
     def stored(self, tensor: ChunkedTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
         return _stored_chunk(self._plan, row, shape, tensor.dtype, tensor.fqn)

@@ -20,8 +20,9 @@ known format).
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from ckptcore.core.box import Box
 from ckptcore.core.byte_ledger import ByteLedger
@@ -76,11 +77,12 @@ from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_ranks.format import META, TORCH_CHECKPOINTING
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
-from ckptcore.store import Store, hub_hint, join_url, near_place, open_source_store, split_url
+from ckptcore.store import ReadObserver, Store, hub_hint, join_url, near_place, open_source_store, split_url
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
 from ckptcore.utils.memory import reusing_memory
+from ckptcore.utils.merged_url import is_average
 
 WRAPPED = ".tensor_class"  # what the object of a tensor that wraps others ends with
 # In the order of detection. A format is recognised by its own files, never by elimination.
@@ -185,6 +187,8 @@ def open_source(
         SourceUnreadable: The URL does not exist, is no regular file, or cannot be opened.
     """
     store = open_source_store(url)
+    if is_average(url):  # each input is opened and listed when it is read
+        return _source(store, None, {}, recover, keep_quantized, weights)
     if isinstance(store, MergedStore):
         statuses = store.stamped()
         store.require_equal()
@@ -277,8 +281,22 @@ def read_manifest(source: Source) -> Manifest:
         MetadataTooLarge: The metadata takes more memory than `ckptcore.core.metadata_budget` allows.
         CkptError: What `detect` and the format's reader raise.
     """
+    if is_average(source.store.url):
+        from ckptcore.formats.average import read_average  # most sources are no average
+
+        return read_average(source, partial(_read_input, source))
     with metered(), reusing_memory():
         return _read_manifest(source)
+
+
+def _read_input(average: Source, url: str, observer: ReadObserver | None) -> Manifest:
+    """Read the manifest of one input of an average."""
+    source = open_source(
+        url, recover=average.recover, keep_quantized=average.keep_quantized, weights=average.weights
+    )
+    source.store.observer = observer
+    with closing(source.store):
+        return read_manifest(source)
 
 
 def _read_manifest(source: Source) -> Manifest:

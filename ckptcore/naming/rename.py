@@ -130,7 +130,7 @@ def remap(
             raise NameMismatch(f"{gone} and {stays} are tied but differ in shape")
         if manifest.tensors[row_by_name[gone]].dtype != manifest.tensors[row_by_name[stays]].dtype:
             raise NameMismatch(f"{gone} and {stays} are tied but differ in dtype")
-        if manifest.derived.keys() & {row_by_name[gone], row_by_name[stays]}:
+        if manifest.dequantized & {row_by_name[gone], row_by_name[stays]}:
             raise UsageError(
                 f"{gone} and {stays} cannot be tied: they are computed from quantised values",
                 hint="leave one out with --exclude, or carry the stored values with --keep-quantized",

@@ -92,8 +92,9 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
     for glob, _ in exceptions:
         if not any(matches(t.fqn, [glob]) for t in tensors):
             raise UsageError(f"--dtype-for {glob} matches nothing")
+    usual = _usual_dtypes(mapped.manifest)
     if general is None and not exceptions:
-        return Casts({})
+        return Casts(usual)
     partners = _partners(source, mapped)
     cast_dtypes: dict[str, str] = {}
     quantized: list[str] = []
@@ -102,6 +103,8 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
         # (whether an exception decides, its dtype): the first glob that matches counts, not the narrowest.
         hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
         target_dtype = hit[1]
+        if target_dtype is None and spec.fqn in usual:
+            cast_dtypes[spec.fqn] = usual[spec.fqn]
         if target_dtype is None or target_dtype.name == spec.dtype:
             continue
         if not dtypes.get(spec.dtype).is_float or not target_dtype.is_float:
@@ -135,6 +138,21 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
         ]
         findings += [_rounded(request, rounded)] if rounded else []
     return Casts(cast_dtypes, tuple(findings))
+
+
+def _usual_dtypes(manifest: Manifest) -> dict[str, str]:
+    """Return name -> dtype in which a weighted sum is written unless another is asked: that of all inputs.
+
+    Where these differ it is the dtype of the sum, which holds the values of each.
+    """
+    usual: dict[str, str] = {}
+    for tensor, node in manifest.derived.items():
+        if node.is_sum and manifest.inputs is not None:
+            dtypes = {manifest.inputs.tensors[number].dtype for number in node.inputs}
+            spec = manifest.tensors[tensor]
+            if len(dtypes) == 1 and dtypes != {spec.dtype}:
+                usual[spec.fqn] = dtypes.pop()
+    return usual
 
 
 def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
 
 # Boxes of each rank of a mesh; or a function that returns them for the tensors as they are written.
 Layouts = Topology | Callable[[Manifest], Topology]
+_OF_AVERAGES = frozenset({"of-last-input", "left-out"})  # a reader's notes on what is not averaged
 # Proven when all names and shapes are those of the model's class.
 _BY_CONFIG = frozenset({"unproven-shape", "unproven-parts"})
 
@@ -163,7 +164,7 @@ def compose(
     by_config = beside.config is not None
     report = require_complete(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
-    warnings = [f for f in report.findings if f.severity == "warning"]
+    warnings = [f for f in report.findings if f.severity == "warning" or f.code in _OF_AVERAGES]
     of_diffusers = beside.config is not None and beside.config.of_diffusers
     of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
     layout = _output_layout(request, manifest, writer, of_export)

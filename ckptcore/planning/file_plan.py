@@ -86,6 +86,15 @@ class FilePlan:
         return tuple(self.columns.rows())
 
     @cached_property
+    def summed_once(self) -> dict[int, int]:
+        """Position of an input -> of the one tensor that it is summed for: each element is read once."""
+        users: dict[int, list[int]] = {}
+        for tensor, node in self.derived.items():
+            for number in node.inputs:
+                users.setdefault(number, []).append(tensor)
+        return {n: t[0] for n, t in users.items() if len(t) == 1 and self.derived[t[0]].is_sum}
+
+    @cached_property
     def literals(self) -> tuple[Literal, ...]:
         """Its known bytes, in file order."""
         return tuple(self.literal_columns.rows())

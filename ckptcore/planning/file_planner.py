@@ -25,6 +25,7 @@ from ckptcore.planning.reads import (
     derived_in,
     filled_rows,
     gather_rows,
+    input_followers_of,
     overlapping,
     subset_files,
 )
@@ -66,6 +67,7 @@ class _Planner:
         self._copies = copies_in(manifest)
         self._repeats = bool(self._copies.any())
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
+        self._input_followers = input_followers_of(manifest, twins, followers)
         self._overlaps = Overlaps(manifest.chunks)
         self._items = ItemSubsets(manifest.items)
         self._rank = max((len(t.shape) for t in written), default=0)
@@ -97,12 +99,13 @@ class _Planner:
         manifest, form = self._manifest, self._forms.of(layout)
         planned, boxes = self._tensors(layout, form)
         columns, spread, first, op = self._reads(form, boxes)
-        nodes, specs, spans = derived_in(layout.tensors, manifest)
-        if manifest.inputs is not None and self._copied_inputs is not None and spans:
-            columns = behind(columns, manifest.inputs.chunks, spans)
-            op = np.concatenate([op, *(self._copied_inputs[span].astype(np.int8) for span in spans)])
-            ends = first[-1] + np.cumsum([len(span) for span in spans])
-            first = np.concatenate([first, ends]).astype(np.int64)
+        nodes, used = derived_in(layout.tensors, manifest)
+        specs: list[TensorSpec] = []
+        if manifest.inputs is not None and used:
+            specs = [manifest.inputs.tensors[i] for i in used]
+            more, op_of_inputs, counts = self._reads_of_inputs(manifest.inputs, used)
+            columns, op = behind(columns, more), np.concatenate([op, op_of_inputs])
+            first = np.concatenate([first, first[-1] + np.cumsum(counts)]).astype(np.int64)
         lo, shape, item, view = columns
         items, renumbered, number = self._items.of(item, spread.items)
         files, items = subset_files(manifest.files, items)
@@ -125,6 +128,26 @@ class _Planner:
             inputs,
             None if keys is None else spread.places.sort(keys),
         )
+
+    def _reads_of_inputs(
+        self, inputs: Manifest, used: Sequence[int]
+    ) -> tuple[tuple[Any, ...], npt.NDArray[np.int8], Ints]:
+        """Return columns, use and count of the chunks of inputs; those of their twins are compared."""
+        assert self._copied_inputs is not None  # a manifest with derived tensors has inputs
+        twins = inputs if self._twins is None or self._twins.inputs is None else self._twins.inputs
+        none = np.zeros(0, np.int64)
+        rows = [filled_rows(inputs.chunks, i) for i in used]
+        twin_rows = [
+            np.concatenate([none, *(filled_rows(twins.chunks, f) for f in self._input_followers.get(i, ()))])
+            for i in used
+        ]
+        ops = [
+            op
+            for own, twin in zip(rows, twin_rows, strict=True)
+            for op in (self._copied_inputs[own].astype(np.int8), np.full(len(twin), COMPARE, np.int8))
+        ]
+        counts = np.array([len(a) + len(b) for a, b in zip(rows, twin_rows, strict=True)], np.int64)
+        return gather_rows(inputs.chunks, rows, twins.chunks, twin_rows), np.concatenate(ops), counts
 
     def _alike(self, tensors: Ints) -> Ints:
         """Return a number for each tensor, equal for those of one shape with equal chunks."""

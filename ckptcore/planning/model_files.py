@@ -41,7 +41,7 @@ from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.merged_url import merged_url, split_merged
+from ckptcore.utils.merged_url import is_average, merged_url, split_merged
 from ckptcore.utils.units import show_size
 
 _OWN_LORA = frozenset({"phi4mm"})  # models with LoRA weights of their own
@@ -328,12 +328,17 @@ def _nearest(kind: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
 
 def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubFolder]]:
     root, source = manifest.root, request.source
+    own = placed(manifest)
+    if is_average(root):
+        from ckptcore.utils.average_url import is_of_last, split_average
+
+        root, own = split_average(root)[0][-1], [path for path in own if is_of_last(path)]
     alone = manifest.origin.get("file") is not None
     listed = identify(root).family != "http"  # a page is no folder: it may list nothing, or anything
     if alone:  # its folder has other files, too
         yield _folders_beside(root, request) if listed else []
         return
-    files, top = placed(manifest), _absolute(source)
+    files, top = own, _absolute(source)
     common = posixpath.commonpath([posixpath.dirname(path) for path in files]) if files else ""
     above = _absolute(join_url(root, common) if common else root)
     yield _folders_in(above, request)
@@ -349,6 +354,11 @@ def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubF
 
 
 def _absolute(url: str) -> str:
+    if is_average(url):
+        from ckptcore.utils.average_url import split_average
+
+        # The config and the tokenizer of an average are the last input's.
+        return _absolute(split_average(url)[0][-1])
     roots, inner = split_merged(url)
     if roots:
         top = merged_url(map(_absolute, roots))

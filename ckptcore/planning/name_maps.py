@@ -199,10 +199,10 @@ def _maps(world: str, to: str, generation: str) -> tuple[ArchMap, ...]:
 
 def _require_plain(manifest: Manifest, to: str) -> None:
     """Require weights that are stored as a trainer loads them."""
-    if manifest.derived:
-        first = manifest.tensors[min(manifest.derived)].fqn
+    if computed := manifest.dequantized:
+        first = manifest.tensors[min(computed)].fqn
         raise UsageError(
-            f"cannot map quantised weights to {to} ({first} and {len(manifest.derived) - 1} more): trainers "
+            f"cannot map quantised weights to {to} ({first} and {len(computed) - 1} more): trainers "
             "load plain ones",
             hint="export them in a dtype first: ckptcore export SRC PLAIN --dtype bf16",
         )

@@ -93,6 +93,8 @@ OF_VERB: Mapping[str, tuple[str, ...]] = {
     "export": (*MODEL, *_EVERY),
     "reshard": (*SHARDS, *_EVERY),
 }
+# The weights of a merge are those of the sum, and each checkpoint is read by its own preference.
+OF_MERGE = tuple(name for name in OF_VERB["reshard"] if name != "weights")
 
 
 _OPTIONS: dict[type[Any], Mapping[str, Declaration]] = {}  # of dataclasses that were read

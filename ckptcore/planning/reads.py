@@ -5,7 +5,7 @@ Functions over chunk columns, for `ckptcore.planning.file_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
-from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
+from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile
 from ckptcore.planning.file_forms import SortOrder
 from ckptcore.utils.row_wise import all_rows
 
@@ -62,20 +62,14 @@ class Overlaps:
         return self._kind[tensor]
 
 
-def derived_in(
-    tensors: Sequence[int], manifest: Manifest
-) -> tuple[dict[int, Derived], list[TensorSpec], list[Ints]]:
-    """Return a file's derived tensors by position, their inputs, and the chunk rows of these."""
+def derived_in(tensors: Sequence[int], manifest: Manifest) -> tuple[dict[int, Derived], list[int]]:
+    """Return a file's derived tensors by position, and their inputs by their positions in the manifest's."""
     if not manifest.derived or manifest.inputs is None:
-        return {}, [], []
+        return {}, []
     derived = {n: manifest.derived[t] for n, t in enumerate(tensors) if t in manifest.derived}
-    if not derived:
-        return {}, [], []
     used = list(dict.fromkeys(i for node in derived.values() for i in node.inputs))
     place = {i: n for n, i in enumerate(used)}
-    nodes = {n: replace(d, inputs=tuple(place[i] for i in d.inputs)) for n, d in derived.items()}
-    chunks = manifest.inputs.chunks
-    return nodes, [manifest.inputs.tensors[i] for i in used], [filled_rows(chunks, i) for i in used]
+    return {n: replace(d, inputs=tuple(place[i] for i in d.inputs)) for n, d in derived.items()}, used
 
 
 def filled_rows(chunks: Chunks, tensor: int) -> Ints:
@@ -94,18 +88,9 @@ def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
     return rows[all_rows(common)]
 
 
-def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
-    """Append rows of other chunks of the same source to columns (lo, shape, item, view)."""
-    picked = np.concatenate(spans)
-    appended = (
-        chunks.lo.take(picked, axis=0),
-        chunks.shape.take(picked, axis=0),
-        chunks.item[picked],
-        None if chunks.view is None else chunks.view[picked],
-    )
-    return tuple(
-        None if a is None else np.concatenate([a, b]) for a, b in zip(columns, appended, strict=True)
-    )
+def behind(columns: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Append other columns (lo, shape, item, view) of the same source."""
+    return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
 
 
 def gather_rows(chunks: Chunks, rows: list[Ints], twins: Chunks, twin_rows: list[Ints]) -> tuple[Any, ...]:
@@ -203,3 +188,17 @@ def followers_of(
         for n, (_, stays) in enumerate(ties):
             followers.setdefault(manifest.index[stays], []).append(n)
     return followers
+
+
+def input_followers_of(
+    manifest: Manifest, twins: Manifest | None, followers: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """Return position of an input of a kept computed tensor -> positions of the inputs of its twins."""
+    every: dict[int, list[int]] = {}
+    for kept, gone in followers.items() if twins is not None else ():
+        for twin in gone:
+            if kept in manifest.derived and twins is not None and twin in twins.derived:
+                pairs = zip(manifest.derived[kept].inputs, twins.derived[twin].inputs, strict=True)
+                for own, other in pairs:
+                    every.setdefault(own, []).append(other)
+    return every

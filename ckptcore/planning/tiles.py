@@ -204,8 +204,7 @@ def _parts_of_file(
         of_item = None if strides is None else partial(strides, n)
         limit = budget.step(stored_order(plan.reads, n, len(tensor.shape), of_item), tensor.shape, widest)
         if n in plan.derived:
-            # 64 bytes are for gaps between the inputs, which `TensorFiller` aligns to 16 bytes.
-            limit = min(limit, (budget.tile - 64) // (widest + _input_bytes(plan, n)) * widest)
+            limit = min(limit, _computed_elements(plan, budget, n, widest) * widest)
         for box in tensor.box.tiles(limit // widest):
             offset = flat_start(tensor.shape, box.within(tensor.box).offset) * itemsize
             yield TensorPart(n, box, box.numel * itemsize, offset)
@@ -221,13 +220,23 @@ def _entire(plan: FilePlan, usual: int) -> npt.NDArray[np.bool_]:
     return fits
 
 
-def _input_bytes(plan: FilePlan, tensor: int) -> int:
-    """Return the most bytes that one element of a derived tensor is computed from.
+def _computed_elements(plan: FilePlan, budget: Budget, tensor: int, widest: int) -> int:
+    """Return the most elements of a derived tensor that a buffer of the cast holds, with all of their inputs.
 
-    They are in the buffer of the cast, behind what is cast.
+    The inputs are behind what is cast, each at a multiple of 16 bytes.
+
+    Raises:
+        BudgetTooSmall: It does not hold those of one element.
     """
     node = plan.derived[tensor]
-    return FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
+    each = widest + FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
+    count = (budget.tile - max(64, 16 * (len(node.inputs) + 1))) // each
+    if count < 1:
+        raise BudgetTooSmall(
+            f"memory must be at least {4 * budget.threads * 2 * each} bytes for {budget.threads} workers and "
+            f"{len(node.inputs)} inputs of a tensor (got tiles of {budget.tile} bytes)"
+        )
+    return count
 
 
 def paged_buffer(nbytes: int) -> Bytes:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
 from ckptcore.utils.late_pattern import late_pattern
-from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
+from ckptcore.utils.merged_url import is_average, is_merged, merged_url, roots_of, split_merged
 
 if TYPE_CHECKING:
     from ckptcore.store.file_status import FileStatus
@@ -174,6 +174,10 @@ def open_store(url: str) -> Store:
         from ckptcore.store.local import LocalStore
 
         return LocalStore(path)
+    if is_average(url):
+        from ckptcore.store.average import open_average
+
+        return open_average(url)
     if is_merged(url):
         from ckptcore.store.merged import open_merged
 
@@ -201,6 +205,10 @@ def open_source_store(url: str, versions: Mapping[str, str | None] | None = None
         from ckptcore.store.s3 import S3Store
 
         return S3Store(url, pinned=True, versions=versions)
+    if is_average(url):
+        from ckptcore.store.average import open_average
+
+        return open_average(url, versions)
     if is_merged(url):
         from ckptcore.store.merged import open_merged
 
@@ -281,6 +289,8 @@ def split_url(url: str) -> tuple[str, str]:
     >>> split_url("merged://[/node0/a,/node1/a]/optim"), split_url("merged://[/node0/a,/node1/a]")[1]
     (('merged://[/node0/a,/node1/a]', 'optim'), '')
     """
+    if is_average(url):
+        return url, ""
     if is_merged(url):
         roots, inner = split_merged(url)
         above, _, name = inner.rpartition("/")

@@ -14,13 +14,19 @@ from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
 _SCHEME = "merged://"
+AVERAGE = "average://"  # `ckptcore.utils.average_url` spells it
 _SPELLED = late_pattern(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
 _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 
 
 def is_merged(url: str) -> bool:
-    """Report whether a URL names several folders as one source."""
-    return url.startswith(_SCHEME)
+    """Report whether a URL names several places as one source: of one checkpoint, or of an average."""
+    return url.startswith(_SCHEME) or is_average(url)
+
+
+def is_average(url: str) -> bool:
+    """Report whether a URL names a weighted average of checkpoints."""
+    return url.startswith(AVERAGE)
 
 
 def merged_url(roots: str | Iterable[str]) -> str:
@@ -51,6 +57,8 @@ def merged_url(roots: str | Iterable[str]) -> str:
         }
     if len(folders) == 1:
         return folders.pop()
+    if average := next(filter(is_average, folders), None):
+        raise UsageError(f"cannot read {average} as a folder of a checkpoint: it is an average")
     return f"{_SCHEME}[{','.join(sorted(map(_escaped, folders)))}]"
 
 
@@ -67,7 +75,7 @@ def named_stages(roots: str | Iterable[str]) -> tuple[str, ...]:
 def _folders(roots: Iterable[str]) -> set[str]:
     folders: set[str] = set()
     for root in roots:
-        for folder in roots_of(root) or (root,):
+        for folder in (() if is_average(root) else roots_of(root)) or (root,):
             folders.add(folder if folder.endswith("://") else folder.rstrip("/") or folder)
     if not folders or "" in folders:
         raise UsageError("a source is needed")
@@ -89,7 +97,7 @@ def split_merged(url: str) -> tuple[tuple[str, ...], str]:
     Raises:
         UsageError: The URL begins like one, and is none.
     """
-    if not is_merged(url):
+    if not url.startswith(_SCHEME):
         return (), ""
     match = _SPELLED.fullmatch(url)
     roots = tuple(map(unquote, match[1].split(","))) if match is not None else ()
@@ -104,9 +112,19 @@ def split_merged(url: str) -> tuple[tuple[str, ...], str]:
 def roots_of(url: str) -> tuple[str, ...]:
     """Return the places that the URL of a merged source names, one in each of its folders; else none.
 
+    Of an average they are those of all its inputs.
+
     >>> roots_of("merged://[/node0,s3://runs]/optim"), roots_of("/node0")
     (('/node0/optim', 's3://runs/optim'), ())
+    >>> roots_of("average://[1.0*/run/a,2.0*/run/b]")
+    ('/run/a', '/run/b')
     """
+    if is_average(url):
+        from ckptcore.utils.average_url import file_of_average, split_average  # most sources are no average
+
+        if place := file_of_average(url):
+            return roots_of(place) or (place,)
+        return tuple(place for root in split_average(url)[0] for place in roots_of(root) or (root,))
     roots, inner = split_merged(url)
     return tuple(f"{root.rstrip('/')}/{inner}" for root in roots) if inner else roots
 

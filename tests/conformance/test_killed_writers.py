@@ -27,11 +27,13 @@ LAYERS, ROWS, WIDTH = 6, 301, 256
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A command. arguments: its verb and options. source: one of the sources. suffix: of the destination."""
+    """A command. arguments: its verb and options. source: one of the sources. suffix: of the destination.
+    before: other sources, which the command line has before it."""
 
     arguments: tuple[str, ...]
     source: str = "job"
     suffix: str = ""
+    before: tuple[str, ...] = ()
 
 
 def _consolidate(to: str, source: str = "job", suffix: str = "") -> Job:
@@ -45,6 +47,7 @@ def _mesh(to: str, mesh: str, *options: str, source: str = "job") -> Job:
 CONSOLIDATED = {
     "safetensors": _consolidate("safetensors"),
     "export": Job(("export", "--max-file-size", "2MB")),
+    "merge": Job(("merge", "--decay", "0.75"), "job", before=("trained", "bare")),
     "torch_save": _consolidate("torch_save", suffix=".pt"),
     "dcp": _consolidate("dcp"),
     "torch_ranks": _consolidate("torch_ranks"),
@@ -163,8 +166,8 @@ def run(
 ) -> Outcome:
     job = JOBS[name]
     verb, *options = job.arguments
-    place = output(name, folder)
-    return cli(verb, sources[job.source], place, *options, "--output", "json", *flags, **limits)
+    places = (*(sources[other] for other in job.before), sources[job.source], output(name, folder))
+    return cli(verb, *places, *options, "--output", "json", *flags, **limits)
 
 
 def remove(path: Path) -> None:

@@ -16,6 +16,7 @@ from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.dequantize import ADDED
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Derived, Envelope, Ints, Manifest, TensorSpec, with_dims
+from ckptcore.core.weighted_sums import layers, summed
 from ckptcore.errors import UsageError
 from ckptcore.naming.maps.declaration import ArchMap
 from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
@@ -74,6 +75,8 @@ def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> M
 
 def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
     """Return the manifest after a map that fits it; raise `UsageError` as `convert` does."""
+    if of_sums := layers(manifest):
+        return _converted_sums(manifest, matched, of_sums)
     _require_stored(manifest, matched)
     names = [t.fqn for t in manifest.tensors]
     number = {tensor.name: n for n, tensor in enumerate(matched.tensors)}
@@ -95,6 +98,53 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
         matched.guessed,
         {names[t]: reason for t, reason in matched.only_zero.items()},
     )
+
+
+def _converted_sums(manifest: Manifest, matched: Matched, parts: Sequence[Manifest]) -> MappedManifest:
+    """Return the manifest after a map that is applied to every layer of its sums."""
+    of_sums = [made for made in matched.tensors if any(source in manifest.derived for source in made.sources)]
+    for made in of_sums:
+        if not all(source in manifest.derived for source in made.sources):
+            names = ", ".join(manifest.tensors[source].fqn for source in made.sources)
+            raise UsageError(f"cannot make {made.name} of {names}: only some of them are averaged")
+    if added := next((made for made in of_sums if made.add), None):
+        raise UsageError(
+            f"cannot make {added.name}: a constant is added to it, and an average is of what is stored",
+            hint="export each checkpoint first, and average the exports",
+        )
+    mapped = [converted(part, _with_dtypes(matched, part)) for part in parts]
+    result = summed(
+        [part.manifest for part in mapped],
+        {made.name: manifest.derived[made.sources[0]] for made in of_sums},
+        {made.name: made.dtype for made in of_sums},
+    )
+    items = replace(result.items, holds=_united([part.manifest.items.holds for part in mapped]))
+    inputs = None if result.inputs is None else replace(result.inputs, items=items)
+    return replace(mapped[-1], manifest=replace(result, items=items, inputs=inputs))
+
+
+def _with_dtypes(matched: Matched, part: Manifest) -> Matched:
+    """Return a match with the dtypes of a layer, which those of the sums are not."""
+    every = []
+    for made in matched.tensors:
+        dtypes = sorted({part.tensors[source].dtype for source in made.sources})
+        if len(dtypes) > 1:
+            names = ", ".join(part.tensors[source].fqn for source in made.sources)
+            raise UsageError(
+                f"cannot make {made.name} of {names}: their dtypes differ (got {', '.join(dtypes)})"
+            )
+        every.append(replace(made, dtype=dtypes[0]))
+    return replace(matched, tensors=tuple(every))
+
+
+def _united(tables: Sequence[Ints | None]) -> Ints | None:
+    """Return the promised shapes of all layers: each layer has those of its own items, -1 elsewhere."""
+    known = [table for table in tables if table is not None]
+    if not known:
+        return None
+    columns = max(table.shape[1] for table in known)
+    united: Ints = np.maximum.reduce([with_dims(table, columns, -1) for table in known])
+    return united
 
 
 def with_zeros(mapped: MappedManifest, source: Manifest, numbers: Mapping[str, int]) -> MappedManifest:

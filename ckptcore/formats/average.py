@@ -1,0 +1,309 @@
+"""Read several checkpoints as one: the weighted average of their models.
+
+The inputs may have any formats, topologies and dtypes. Tensors of the model part that have fractions are
+computed (`ckptcore.core.weighted_sums`); all else is the last input's: integers, booleans, objects, and what
+is outside of the model part. The state of optimizers is left out: moments of one step do not belong to an
+average of weights.
+
+The result has the last input's names. Where stored names differ, as between a trainer's wrapper and a bare
+model, those inside the model parts are compared, without wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ckptcore.core.byte_ledger import ByteLedger
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import SUM, Derived, Manifest, StoredFile, TensorSpec
+from ckptcore.core.subset import select
+from ckptcore.core.tree_paths import Paths
+from ckptcore.core.weighted_sums import SUMMED, packed_weights, summed
+from ckptcore.errors import AmbiguousModel, Finding, NameMismatch, UnsupportedDtype, UsageError, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.naming.model_part import find_model
+from ckptcore.naming.quantized_names import bound
+from ckptcore.naming.rename import strip_wrappers
+from ckptcore.naming.training_state import OPTIMIZER, StoredKinds
+from ckptcore.store.average import AverageStore, ObservedInput
+from ckptcore.utils.average_url import average_url, folder_of_input, normalized, split_average
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.text import count, some
+from ckptcore.utils.units import show_size
+
+_FRACTIONS = "fcp"  # kinds of dtypes: floating-point, complex and packed numbers
+
+
+@dataclass(frozen=True)
+class _Input:
+    """One input without its optimizer.
+
+    Attributes:
+        url: Where it is.
+        manifest: Its tensors and objects.
+        inside: Stored name of a tensor of the model part -> its name in it, without wrappers.
+        left_out: Names of the tensors of optimizers.
+        left_bytes: Their bytes.
+    """
+
+    url: str
+    manifest: Manifest
+    inside: Mapping[str, str]
+    left_out: tuple[str, ...]
+    left_bytes: int
+
+    @property
+    def summed(self) -> dict[str, str]:
+        """Name of a tensor in the model, if it has fractions -> its stored name."""
+        found: dict[str, str] = {}
+        for stored, inner in self.inside.items():
+            kind = BY_NAME[self.spec(stored).dtype].kind
+            if kind not in _FRACTIONS:
+                continue
+            if inner in found:
+                raise NameMismatch(f"{found[inner]} and {stored} of {self.url} would both be called {inner}")
+            found[inner] = stored
+        return found
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return the tensor of a stored name."""
+        return self.manifest.tensors[self.manifest.index[name]]
+
+
+def read_average(source: Source, read: Callable[[str, ObservedInput | None], Manifest]) -> Manifest:
+    """Return the manifest of an average.
+
+    Args:
+        source: Its store is an `AverageStore`.
+        read: Reads the manifest of one input, by its URL; the observer receives the reads of it.
+
+    Raises:
+        NameMismatch: Names, shapes or ties of the inputs differ.
+        UsageError: An input has quantised weights.
+        UnsupportedDtype: A tensor of the model has a dtype that is not summed.
+        CkptError: An input cannot be read.
+    """
+    store = source.store
+    assert isinstance(store, AverageStore)  # the caller has checked
+    roots, weights = split_average(store.url)
+    inputs = []
+    for place, root in enumerate(roots):
+        observer = store.observer
+        seen = None if observer is None else ObservedInput(observer, folder_of_input(place, len(roots)))
+        inputs.append(_input(root, read(root, seen)))
+    return _average(inputs, weights)
+
+
+def _input(url: str, manifest: Manifest) -> _Input:
+    """Return an input without the tensors and objects of its optimizers."""
+    manifest = manifest.without_copies()
+    if manifest.inputs is not None:
+        name = manifest.tensors[min(manifest.derived)].fqn
+        raise UsageError(
+            f"cannot average {url}: {name} is computed from several stored tensors",
+            hint="export it in a dtype first: ckptcore export SRC PLAIN --dtype bf16",
+        )
+    if packed := next(iter(bound(manifest.tensors)), None):
+        raise UsageError(
+            f"cannot average {url}: {packed} is a part of a quantised weight",
+            hint="export it in a dtype first: ckptcore export SRC PLAIN --dtype bf16",
+        )
+    kinds = StoredKinds(manifest)
+    try:
+        part = find_model(manifest)
+        inside = {
+            spec.fqn: strip_wrappers(spec.fqn[len(part.prefix) :])
+            for spec in manifest.tensors
+            if part.holds(spec.fqn)
+        }
+    except AmbiguousModel:  # several models: all that no trainer keeps for itself
+        inside = {
+            spec.fqn: strip_wrappers(spec.fqn) for spec in manifest.tensors if kinds.kind_of(spec.fqn) is None
+        }
+    gone = [t.fqn for t in manifest.tensors if t.fqn not in inside and kinds.kind_of(t.fqn) == OPTIMIZER]
+    values = {b.key for b in manifest.blobs if b.key not in inside and kinds.kind_of(b.key) == OPTIMIZER}
+    left_bytes = sum(manifest.tensors[manifest.index[name]].nbytes for name in gone)
+    if gone or values:
+        manifest = _without(manifest, {*gone, *values})
+    return _Input(url, manifest, inside, tuple(gone), left_bytes)
+
+
+def _without(manifest: Manifest, names: set[str]) -> Manifest:
+    """Return a manifest without tensors and objects of these names, and without findings on them."""
+    paths, known = Paths.of(manifest), Paths()
+    for name in paths:
+        if name not in names:
+            known.add(name, paths[name])
+    rows = [row for row, spec in enumerate(manifest.tensors) if spec.fqn not in names]
+    blobs = tuple(blob for blob in manifest.blobs if blob.key not in names)
+    left = select(manifest, rows)
+    form = known.form([spec.fqn for spec in left.tensors], [blob.key for blob in blobs])
+    return replace(
+        left,
+        blobs=blobs,
+        origin=left.origin if form is None else {**left.origin, "paths": form},
+        findings=tuple(found for found in manifest.findings if found.fqn not in names),
+        order=tuple(name for name in manifest.order if name not in names),
+    )
+
+
+def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
+    last, shares = inputs[-1], normalized(weights)
+    stored = [_stored_names(each, last) for each in inputs]
+    specs = {
+        name: [each.spec(names[name]) for each, names in zip(inputs, stored, strict=True)]
+        for name in stored[-1]
+    }
+    for name, several in specs.items():
+        _require_alike(name, several, inputs)
+    # The wider dtype counts: max("float32", "float64").
+    dtypes = {name: max(SUMMED[spec.dtype] for spec in several) for name, several in specs.items()}
+    nodes = {name: Derived(f"{SUM}{dtype}", (), packed_weights(shares)) for name, dtype in dtypes.items()}
+    url = average_url([each.manifest.root for each in inputs], weights)
+    manifest = summed(_layers(url, inputs, stored), nodes, dtypes)
+    evidence = f"the average of {len(inputs)} checkpoints, by the weights {', '.join(map(repr, shares))}"
+    origin = {**last.manifest.origin, "file": None}
+    folders = [folder_of_input(place, len(inputs)) for place in range(len(inputs))]
+    placed = list(zip(folders, (each.manifest for each in inputs), strict=True))
+    return replace(
+        manifest,
+        origin={**origin, "evidence": [*origin.get("evidence", ()), evidence]},
+        findings=(*manifest.findings, *_notes(inputs, specs)),
+        stamps={folder + path: seen for folder, m in placed for path, seen in m.stamps.items()},
+        described=tuple(StoredFile(folder + f.path, f.size) for folder, m in placed for f in m.described),
+        beside=tuple(StoredFile(folder + f.path, f.size) for folder, m in placed for f in m.beside),
+        ledger=_ledger(placed),
+        order=last.manifest.order,
+    )
+
+
+def _stored_names(each: _Input, last: _Input) -> dict[str, str]:
+    """Return for each tensor that is summed its name in the last input -> its name in this one.
+
+    Raises:
+        NameMismatch: The names of the two differ, however they are read.
+    """
+    mine, other = each.summed, last.summed
+    if mine.keys() != other.keys() and set(mine.values()) == set(other.values()):
+        mine = other = {name: name for name in mine.values()}
+    if mine.keys() != other.keys():
+        mine = _without_prefix(mine, other.keys()) or _with_prefix(mine, other.keys()) or mine
+    if mine.keys() == other.keys():
+        return {stored: mine[inner] for inner, stored in other.items()}
+    missing = [name for name in other if name not in mine]
+    unread = [name for name in missing if name in each.manifest.unread]
+    why = f": {each.manifest.unread[unread[0]].reason}" if unread else ""
+    more = [name for name in mine if name not in other]
+    lacks = [f"{each.url} lacks {some(missing)}{why}"] if missing else []
+    lacks += [f"{last.url} lacks {some(more)}"] if more else []
+    raise NameMismatch(
+        f"cannot average checkpoints whose tensors differ: {'; '.join(lacks)}",
+        hint="a tied weight may be stored by some of them only: export each, then average the exports. "
+        "`ckptcore diff A B` shows the names of two",
+        missing=missing,
+        unexpected=more,
+    )
+
+
+def _without_prefix(names: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+    """Return names without one prefix of all of them, if they are the wanted ones then; else nothing.
+
+    What a trainer saved below ``model.`` is the model without it, also where no path records that.
+    """
+    if len(names) != len(wanted) or not wanted:
+        return {}
+    shortest = min(wanted, key=len)
+    for name in names:
+        prefix = name.removesuffix(shortest)
+        if prefix == name or not prefix.endswith(".") or not all(n.startswith(prefix) for n in names):
+            continue
+        bare = {n.removeprefix(prefix): stored for n, stored in names.items()}
+        if bare.keys() == set(wanted):
+            return bare
+    return {}
+
+
+def _with_prefix(names: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+    """Return names below one prefix, if they are the wanted ones then; else nothing."""
+    bare = _without_prefix({name: name for name in wanted}, names.keys())
+    return {longer: names[shorter] for shorter, longer in bare.items()}
+
+
+def _require_alike(name: str, specs: Sequence[TensorSpec], inputs: Sequence[_Input]) -> None:
+    """Require one shape in all inputs, and dtypes that are summed."""
+    for spec, each in zip(specs, inputs, strict=True):
+        if spec.shape != specs[-1].shape:
+            raise NameMismatch(
+                f"cannot average {name}: its shapes differ (got {list(spec.shape)} in {each.url}, "
+                f"{list(specs[-1].shape)} in {inputs[-1].url})",
+                hint="average checkpoints of one model",
+            )
+        if spec.dtype not in SUMMED:
+            raise UnsupportedDtype(
+                f"cannot average {name}: it is {spec.dtype} in {each.url}",
+                hint=f"export the checkpoints in a dtype that is summed first: {', '.join(SUMMED)}",
+            )
+
+
+def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, str]]) -> list[Manifest]:
+    """Return what each input gives to the sums, over the items of all; the last one with all its tensors."""
+    parts, spans = [], []
+    for place, (each, names) in enumerate(zip(inputs, stored, strict=True)):
+        manifest, folder = each.manifest, folder_of_input(place, len(inputs))
+        if folder:
+            rows = [manifest.index[name] for name in names.values()]
+            called = {own: name for name, own in names.items()}
+            findings = tuple(
+                found if found.fqn is None else replace(found, fqn=called[found.fqn])
+                for found in manifest.findings
+                if found.fqn is None or found.fqn in called
+            )
+            manifest = replace(select(manifest, rows, list(names)), blobs=(), findings=findings, order=())
+        spans.append(len(manifest.tensors))
+        parts.append(Part(manifest, folder.rstrip("/"), folder.__add__))
+    whole = join(inputs[-1].manifest.format, url, parts, inputs[-1].manifest.origin)
+    layers, begin = [], 0
+    for part, size in zip(parts, spans, strict=True):
+        own = [spec.fqn for spec in part.manifest.tensors]
+        layers.append(select(whole, range(begin, begin + size), own))
+        begin += size
+    return layers
+
+
+def _notes(inputs: Sequence[_Input], summed_names: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield findings on what is not summed."""
+    last = inputs[-1]
+    others = [spec.fqn for spec in last.manifest.tensors if spec.fqn not in summed_names]
+    trees = [{blob.key: blob.tree for blob in each.manifest.blobs} for each in inputs]
+    differ = [key for key, tree in trees[-1].items() if any(key in t and t[key] != tree for t in trees[:-1])]
+    parts = [f"{count(len(others), 'tensor')} ({some(others)})"] if others else []
+    if trees[-1]:
+        parts.append(
+            count(len(trees[-1]), "object")
+            + (f", of which {some(differ)} differ in another input" if differ else "")
+        )
+    if parts:
+        message = f"not averaged, but taken from the last input, {last.url}: {'; '.join(parts)}"
+        yield finding("of-last-input", "coverage", message)
+    left = [(len(each.left_out), each.left_bytes) for each in inputs]
+    tensors, nbytes = (sum(column) for column in zip(*left, strict=True))
+    if tensors:
+        message = f"left out of the average: the optimizers ({count(tensors, 'tensor')}, {show_size(nbytes)})"
+        yield finding("left-out", "coverage", message)
+
+
+def _ledger(placed: Sequence[tuple[str, Manifest]]) -> ByteLedger | None:
+    """Return the account of all inputs' files, under their names in the average."""
+    whole = ByteLedger()
+    for folder, manifest in placed:
+        own = manifest.ledger
+        if own is None:
+            return None
+        whole.read |= {folder + path for path in own.read}
+        whole.structure |= {folder + path: spans for path, spans in own.structure.items()}
+        whole.left += [replace(one, file=folder + one.file) for one in own.left]
+        whole.odd += [(folder + path, name, key) for path, name, key in own.odd]
+        whole.carried += [(folder + path, name, values) for path, name, values in own.carried]
+    return whole
