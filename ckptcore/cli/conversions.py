@@ -132,7 +132,7 @@ def merge(
             "--tokenizer, otherwise consolidate.",
         ),
     ] = "",
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     """Average checkpoints of one model, and write the average.
 
@@ -142,7 +142,7 @@ def merge(
     from ckptcore.operations.averages import merge_request, numbers, window
 
     *src, dst = places
-    options = _options(given)
+    options = _options(arguments)
     if (run is None) != (last is None) or (run is not None and src):
         raise UsageError(
             "--run needs --last, and takes no SRC",
@@ -151,7 +151,7 @@ def merge(
     if run is not None and last is not None:
         src = window(options.register_in, run, last=last, every=every)
     weights = None if shares is None else numbers(shares)
-    _convert(merge_request(options, named_places(src, given), dst, weights, decay, verb), given)
+    _convert(merge_request(options, named_places(src, arguments), dst, weights, decay, verb), arguments)
 
 
 @takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ANSWER)

@@ -43,8 +43,9 @@ class _Input:
     Attributes:
         url: Where it is.
         manifest: Its tensors and objects.
-        inside: Stored name of a tensor of the model part -> its name in it, without wrappers.
-        left_out: Names of the tensors of optimizers.
+        inside: Stored name of a tensor of the model part -> its name in it, without wrappers; and of what is
+            like a weight, and of no known kind, outside of it -> itself.
+        left_out: Names of the tensors of optimizers, and of copies of the model.
         left_bytes: Their bytes.
     """
 
@@ -57,15 +58,17 @@ class _Input:
     @property
     def summed(self) -> dict[str, str]:
         """Name of a tensor in the model, if it has fractions -> its stored name."""
-        found: dict[str, str] = {}
+        stored_by_name: dict[str, str] = {}
         for stored, inner in self.inside.items():
             kind = BY_NAME[self.spec(stored).dtype].kind
             if kind not in _FRACTIONS:
                 continue
-            if inner in found:
-                raise NameMismatch(f"{found[inner]} and {stored} of {self.url} would both be called {inner}")
-            found[inner] = stored
-        return found
+            if inner in stored_by_name:
+                raise NameMismatch(
+                    f"{stored_by_name[inner]} and {stored} of {self.url} would both be called {inner}"
+                )
+            stored_by_name[inner] = stored
+        return stored_by_name
 
     def spec(self, name: str) -> TensorSpec:
         """Return the tensor of a stored name."""
@@ -91,13 +94,13 @@ def read_average(source: Source, read: Callable[[str, ObservedInput | None], Man
     inputs = []
     for place, root in enumerate(roots):
         observer = store.observer
-        seen = None if observer is None else ObservedInput(observer, folder_of_input(place, len(roots)))
-        inputs.append(_input(root, read(root, seen)))
+        inner = None if observer is None else ObservedInput(observer, folder_of_input(place, len(roots)))
+        inputs.append(_input(root, read(root, inner)))
     return _average(inputs, weights)
 
 
 def _input(url: str, manifest: Manifest) -> _Input:
-    """Return an input without the tensors and objects of its optimizers."""
+    """Return an input without the tensors and objects of its optimizers, and without copies of its model."""
     manifest = manifest.without_copies()
     if manifest.inputs is not None:
         name = manifest.tensors[min(manifest.derived)].fqn
@@ -122,29 +125,37 @@ def _input(url: str, manifest: Manifest) -> _Input:
         inside = {
             spec.fqn: strip_wrappers(spec.fqn) for spec in manifest.tensors if kinds.kind_of(spec.fqn) is None
         }
-    gone = [t.fqn for t in manifest.tensors if t.fqn not in inside and kinds.kind_of(t.fqn) == OPTIMIZER]
+    shapes = {inside[spec.fqn]: spec.shape for spec in manifest.tensors if spec.fqn in inside}
+    left_out = []
+    for spec in (spec for spec in manifest.tensors if spec.fqn not in inside):
+        # DeepSpeed keeps ``lp/<name>``, the weight in low precision, which would not be that of the average.
+        is_copy = shapes.get(spec.fqn.partition("/")[2]) == spec.shape
+        if is_copy or kinds.kind_of(spec.fqn) == OPTIMIZER:
+            left_out.append(spec.fqn)
+        elif kinds.kind_of(spec.fqn) is None and kinds.is_weight_like(spec.fqn):
+            inside[spec.fqn] = spec.fqn  # nothing says that it was not trained
     values = {b.key for b in manifest.blobs if b.key not in inside and kinds.kind_of(b.key) == OPTIMIZER}
-    left_bytes = sum(manifest.tensors[manifest.index[name]].nbytes for name in gone)
-    if gone or values:
-        manifest = _without(manifest, {*gone, *values})
-    return _Input(url, manifest, inside, tuple(gone), left_bytes)
+    left_bytes = sum(manifest.tensors[manifest.index[name]].nbytes for name in left_out)
+    if left_out or values:
+        manifest = _without(manifest, {*left_out, *values})
+    return _Input(url, manifest, inside, tuple(left_out), left_bytes)
 
 
 def _without(manifest: Manifest, names: set[str]) -> Manifest:
     """Return a manifest without tensors and objects of these names, and without findings on them."""
-    paths, known = Paths.of(manifest), Paths()
+    paths, remaining = Paths.of(manifest), Paths()
     for name in paths:
         if name not in names:
-            known.add(name, paths[name])
+            remaining.add(name, paths[name])
     rows = [row for row, spec in enumerate(manifest.tensors) if spec.fqn not in names]
     blobs = tuple(blob for blob in manifest.blobs if blob.key not in names)
     left = select(manifest, rows)
-    form = known.form([spec.fqn for spec in left.tensors], [blob.key for blob in blobs])
+    form = remaining.form([spec.fqn for spec in left.tensors], [blob.key for blob in blobs])
     return replace(
         left,
         blobs=blobs,
         origin=left.origin if form is None else {**left.origin, "paths": form},
-        findings=tuple(found for found in manifest.findings if found.fqn not in names),
+        findings=tuple(one for one in manifest.findings if one.fqn not in names),
         order=tuple(name for name in manifest.order if name not in names),
     )
 
@@ -171,7 +182,7 @@ def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
         manifest,
         origin={**origin, "evidence": [*origin.get("evidence", ()), evidence]},
         findings=(*manifest.findings, *_notes(inputs, specs)),
-        stamps={folder + path: seen for folder, m in placed for path, seen in m.stamps.items()},
+        stamps={folder + path: stamp for folder, m in placed for path, stamp in m.stamps.items()},
         described=tuple(StoredFile(folder + f.path, f.size) for folder, m in placed for f in m.described),
         beside=tuple(StoredFile(folder + f.path, f.size) for folder, m in placed for f in m.beside),
         ledger=_ledger(placed),
@@ -256,9 +267,9 @@ def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, st
             rows = [manifest.index[name] for name in names.values()]
             called = {own: name for name, own in names.items()}
             findings = tuple(
-                found if found.fqn is None else replace(found, fqn=called[found.fqn])
-                for found in manifest.findings
-                if found.fqn is None or found.fqn in called
+                one if one.fqn is None else replace(one, fqn=called[one.fqn])
+                for one in manifest.findings
+                if one.fqn is None or one.fqn in called
             )
             manifest = replace(select(manifest, rows, list(names)), blobs=(), findings=findings, order=())
         spans.append(len(manifest.tensors))

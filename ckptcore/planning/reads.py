@@ -194,11 +194,11 @@ def input_followers_of(
     manifest: Manifest, twins: Manifest | None, followers: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
     """Return position of an input of a kept computed tensor -> positions of the inputs of its twins."""
-    every: dict[int, list[int]] = {}
-    for kept, gone in followers.items() if twins is not None else ():
+    input_followers: dict[int, list[int]] = {}
+    for tensor, gone in followers.items() if twins is not None else ():
         for twin in gone:
-            if kept in manifest.derived and twins is not None and twin in twins.derived:
-                pairs = zip(manifest.derived[kept].inputs, twins.derived[twin].inputs, strict=True)
+            if tensor in manifest.derived and twins is not None and twin in twins.derived:
+                pairs = zip(manifest.derived[tensor].inputs, twins.derived[twin].inputs, strict=True)
                 for own, other in pairs:
-                    every.setdefault(own, []).append(other)
-    return every
+                    input_followers.setdefault(own, []).append(other)
+    return input_followers

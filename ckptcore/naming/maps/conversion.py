@@ -102,12 +102,12 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
 
 def _converted_sums(manifest: Manifest, matched: Matched, parts: Sequence[Manifest]) -> MappedManifest:
     """Return the manifest after a map that is applied to every layer of its sums."""
-    of_sums = [made for made in matched.tensors if any(source in manifest.derived for source in made.sources)]
-    for made in of_sums:
-        if not all(source in manifest.derived for source in made.sources):
-            names = ", ".join(manifest.tensors[source].fqn for source in made.sources)
-            raise UsageError(f"cannot make {made.name} of {names}: only some of them are averaged")
-    if added := next((made for made in of_sums if made.add), None):
+    sums = [tensor for tensor in matched.tensors if not manifest.derived.keys().isdisjoint(tensor.sources)]
+    for tensor in sums:
+        if not manifest.derived.keys() >= set(tensor.sources):
+            names = ", ".join(manifest.tensors[source].fqn for source in tensor.sources)
+            raise UsageError(f"cannot make {tensor.name} of {names}: only some of them are averaged")
+    if added := next((tensor for tensor in sums if tensor.add), None):
         raise UsageError(
             f"cannot make {added.name}: a constant is added to it, and an average is of what is stored",
             hint="export each checkpoint first, and average the exports",
@@ -115,8 +115,8 @@ def _converted_sums(manifest: Manifest, matched: Matched, parts: Sequence[Manife
     mapped = [converted(part, _with_dtypes(matched, part)) for part in parts]
     result = summed(
         [part.manifest for part in mapped],
-        {made.name: manifest.derived[made.sources[0]] for made in of_sums},
-        {made.name: made.dtype for made in of_sums},
+        {tensor.name: manifest.derived[tensor.sources[0]] for tensor in sums},
+        {tensor.name: tensor.dtype for tensor in sums},
     )
     items = replace(result.items, holds=_united([part.manifest.items.holds for part in mapped]))
     inputs = None if result.inputs is None else replace(result.inputs, items=items)
@@ -125,25 +125,25 @@ def _converted_sums(manifest: Manifest, matched: Matched, parts: Sequence[Manife
 
 def _with_dtypes(matched: Matched, part: Manifest) -> Matched:
     """Return a match with the dtypes of a layer, which those of the sums are not."""
-    every = []
-    for made in matched.tensors:
-        dtypes = sorted({part.tensors[source].dtype for source in made.sources})
+    tensors = []
+    for tensor in matched.tensors:
+        dtypes = sorted({part.tensors[source].dtype for source in tensor.sources})
         if len(dtypes) > 1:
-            names = ", ".join(part.tensors[source].fqn for source in made.sources)
+            names = ", ".join(part.tensors[source].fqn for source in tensor.sources)
             raise UsageError(
-                f"cannot make {made.name} of {names}: their dtypes differ (got {', '.join(dtypes)})"
+                f"cannot make {tensor.name} of {names}: their dtypes differ (got {', '.join(dtypes)})"
             )
-        every.append(replace(made, dtype=dtypes[0]))
-    return replace(matched, tensors=tuple(every))
+        tensors.append(replace(tensor, dtype=dtypes[0]))
+    return replace(matched, tensors=tuple(tensors))
 
 
 def _united(tables: Sequence[Ints | None]) -> Ints | None:
     """Return the promised shapes of all layers: each layer has those of its own items, -1 elsewhere."""
-    known = [table for table in tables if table is not None]
-    if not known:
+    promised = [table for table in tables if table is not None]
+    if not promised:
         return None
-    columns = max(table.shape[1] for table in known)
-    united: Ints = np.maximum.reduce([with_dims(table, columns, -1) for table in known])
+    columns = max(table.shape[1] for table in promised)
+    united: Ints = np.maximum.reduce([with_dims(table, columns, -1) for table in promised])
     return united
 
 
