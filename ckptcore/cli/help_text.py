@@ -28,6 +28,7 @@ EXAMPLES = {
     "consolidate": "runs/llama/step-1000 whole/step-1000 --to safetensors",
     "export": "runs/llama/step-1000 exports/step-1000 --config base-model --dtype bf16",
     "reshard": "runs/llama/step-1000 resharded --mesh fsdp=4,tp=2",
+    "merge": "runs/llama/step-1000 runs/llama/step-2000 average --decay 0.9",
     "verify-export": "exports/step-1000 --against runs/llama/step-1000",
     "plan": "runs/llama/step-1000 exports/step-1000 --verb export --save plan",
     "apply": "plan",

@@ -147,7 +147,7 @@ def test_other_outputs(series: tuple[list[str], list[State]], tmp_path: Path) ->
 
 
 def test_dtype_of_the_output(tmp_path: Path) -> None:
-    """Inputs of one dtype give that dtype, and two dtypes the float32 of the sum; float64 is summed as such."""
+    """Inputs of one dtype give that dtype, and two give the float32 of the sum; float64 is summed as such."""
     for dtype, other, wanted in (
         (torch.bfloat16, torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float16, torch.float32),
