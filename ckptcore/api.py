@@ -21,6 +21,7 @@ from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.options import Options, options_of, pairs, read_rules, request_field
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.merged import source_url
+from ckptcore.utils.average_url import average_url, weights_for
 from ckptcore.utils.near_names import did_you_mean
 from ckptcore.utils.python_hints import speaking_python
 from ckptcore.utils.units import parse_size
@@ -588,9 +589,6 @@ def merge(
         UsageError: There are fewer than two sources, or weights do not fit.
         CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
     """
-    from ckptcore.operations.averages import weights_for
-    from ckptcore.utils.average_url import average_url
-
     places = [os.fspath(source) for source in sources]
     url = average_url(places, weights_for(len(places), weights, decay))
     return run_all(_request(url, destination, options), settings, progress, _spelled(catalog))

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.redaction import bare_url, redacted
-from ckptcore.utils.merged_url import is_average, is_merged, merged_url, split_merged
+from ckptcore.utils.average_url import average_url, is_average, split_average
+from ckptcore.utils.merged_url import is_merged, merged_url, split_merged
 
 # Schemes of one file system of fsspec, which takes the options of all of them.
 _ONE_STORE = (("s3", "s3a"), ("gs", "gcs"), ("abfs", "abfss", "az"))
@@ -69,8 +70,6 @@ def normal_uri(uri: str) -> str:
     'merged://[/nowhere/n0,s3://b/n1]'
     """
     if is_average(uri):
-        from ckptcore.utils.average_url import average_url, split_average  # most rows are of no average
-
         inputs, weights = split_average(uri)
         return average_url([normal_uri(root) for root in inputs], weights)
     if is_merged(uri):

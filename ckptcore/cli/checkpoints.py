@@ -30,7 +30,7 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
 from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
 from ckptcore.utils import terminal
-from ckptcore.utils.merged_url import is_average
+from ckptcore.utils.average_url import is_average
 
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ANSWER)

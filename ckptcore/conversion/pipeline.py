@@ -57,11 +57,11 @@ from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.file_digests import file_digests
 from ckptcore.store import local_path, open_source_store, put_each
+from ckptcore.utils.average_url import is_average
 from ckptcore.utils.command_process import process_count
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.memory import reusing_memory
-from ckptcore.utils.merged_url import is_average
 from ckptcore.utils.spans import span
 from ckptcore.utils.workers import Progress
 

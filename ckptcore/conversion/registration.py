@@ -23,9 +23,10 @@ from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, ended_b
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
+from ckptcore.utils.average_url import is_average, split_average
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
-from ckptcore.utils.merged_url import is_average, roots_of
+from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.step_names import step_of
 
 if TYPE_CHECKING:
@@ -404,8 +405,6 @@ def _step_and_run(uri: str) -> tuple[int | None, str | None]:
     (300, 'llama')
     """
     if is_average(uri):  # the step of the last input, and the run of all
-        from ckptcore.utils.average_url import split_average
-
         every = [_step_and_run(root) for root in split_average(uri)[0]]
         return every[-1][0], every[-1][1] if len({run for _, run in every}) == 1 else None
     if roots := roots_of(uri):  # what all of its folders say

@@ -81,8 +81,8 @@ from ckptcore.store import ReadObserver, Store, hub_hint, join_url, near_place, 
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
+from ckptcore.utils.average_url import is_average
 from ckptcore.utils.memory import reusing_memory
-from ckptcore.utils.merged_url import is_average
 
 WRAPPED = ".tensor_class"  # what the object of a tensor that wraps others ends with
 # In the order of detection. A format is recognised by its own files, never by elimination.

@@ -274,11 +274,11 @@ def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, st
             manifest = replace(select(manifest, rows, list(names)), blobs=(), findings=findings, order=())
         spans.append(len(manifest.tensors))
         parts.append(Part(manifest, folder.rstrip("/"), folder.__add__))
-    whole = join(inputs[-1].manifest.format, url, parts, inputs[-1].manifest.origin)
+    joined = join(inputs[-1].manifest.format, url, parts, inputs[-1].manifest.origin)
     layers, begin = [], 0
     for part, size in zip(parts, spans, strict=True):
         own = [spec.fqn for spec in part.manifest.tensors]
-        layers.append(select(whole, range(begin, begin + size), own))
+        layers.append(select(joined, range(begin, begin + size), own))
         begin += size
     return layers
 
@@ -307,14 +307,14 @@ def _notes(inputs: Sequence[_Input], summed_names: Mapping[str, object]) -> Iter
 
 def _ledger(placed: Sequence[tuple[str, Manifest]]) -> ByteLedger | None:
     """Return the account of all inputs' files, under their names in the average."""
-    whole = ByteLedger()
+    ledger = ByteLedger()
     for folder, manifest in placed:
         own = manifest.ledger
         if own is None:
             return None
-        whole.read |= {folder + path for path in own.read}
-        whole.structure |= {folder + path: spans for path, spans in own.structure.items()}
-        whole.left += [replace(one, file=folder + one.file) for one in own.left]
-        whole.odd += [(folder + path, name, key) for path, name, key in own.odd]
-        whole.carried += [(folder + path, name, values) for path, name, values in own.carried]
-    return whole
+        ledger.read |= {folder + path for path in own.read}
+        ledger.structure |= {folder + path: spans for path, spans in own.structure.items()}
+        ledger.left += [replace(one, file=folder + one.file) for one in own.left]
+        ledger.odd += [(folder + path, name, key) for path, name, key in own.odd]
+        ledger.carried += [(folder + path, name, values) for path, name, values in own.carried]
+    return ledger

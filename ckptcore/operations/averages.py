@@ -12,8 +12,7 @@ from ckptcore.custody.gate import existing_catalog
 from ckptcore.errors import UsageError
 from ckptcore.planning.options import Options
 from ckptcore.planning.request import Request
-from ckptcore.utils.average_url import average_url, decaying
-from ckptcore.utils.merged_url import is_average
+from ckptcore.utils.average_url import average_url, is_average, weights_for
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -32,24 +31,6 @@ def numbers(text: str) -> tuple[float, ...]:
             f"--weights must be numbers with commas between them (got {text!r})",
             hint="such as --weights 1,2,3",
         ) from None
-
-
-def weights_for(count: int, weights: Sequence[float] | None, decay: float | None) -> tuple[float, ...]:
-    """Return the weights of so many inputs: those that are given, those of a decay, or equal ones.
-
-    >>> weights_for(2, None, None), weights_for(2, None, 0.75)
-    ((1.0, 1.0), (0.75, 0.25))
-
-    Raises:
-        UsageError: Both are given.
-    """
-    if weights is not None and decay is not None:
-        raise UsageError(
-            "--weights and --decay both say how much a checkpoint counts", hint="name one of them"
-        )
-    if weights is not None:
-        return tuple(map(float, weights))
-    return (1.0,) * count if decay is None else decaying(decay, count)
 
 
 def merge_request(

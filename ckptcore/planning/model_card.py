@@ -18,9 +18,10 @@ from ckptcore.planning.model_files import ModelFiles
 from ckptcore.planning.request import Request
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.store import local_path, split_url
+from ckptcore.utils.average_url import average_url, is_average, split_average
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.markdown import code, prose, uncoded, yaml_text
-from ckptcore.utils.merged_url import is_average, merged_url, roots_of
+from ckptcore.utils.merged_url import merged_url, roots_of
 
 _PROVENANCE = late_pattern(
     r"^- source: `(?P<source>[^`\n]{1,4096})` \(.*\)\n"
@@ -164,8 +165,6 @@ def _major(version: object) -> int:
 def _clean_url(url: str) -> str:
     """Return a full path or URL, without credentials."""
     if is_average(url):
-        from ckptcore.utils.average_url import average_url, split_average
-
         inputs, weights = split_average(url)
         return average_url([_clean_url(root) for root in inputs], weights)
     if roots := roots_of(url):

@@ -40,8 +40,9 @@ from ckptcore.planning.stored_configs import TRAINER_FOLDERS
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.average_url import is_average, is_of_last, split_average
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.merged_url import is_average, merged_url, split_merged
+from ckptcore.utils.merged_url import merged_url, split_merged
 from ckptcore.utils.units import show_size
 
 _OWN_LORA = frozenset({"phi4mm"})  # models with LoRA weights of their own
@@ -330,8 +331,6 @@ def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubF
     root, source = manifest.root, request.source
     own = placed(manifest)
     if is_average(root):
-        from ckptcore.utils.average_url import is_of_last, split_average
-
         root, own = split_average(root)[0][-1], [path for path in own if is_of_last(path)]
     alone = manifest.origin.get("file") is not None
     listed = identify(root).family != "http"  # a page is no folder: it may list nothing, or anything
@@ -355,8 +354,6 @@ def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubF
 
 def _absolute(url: str) -> str:
     if is_average(url):
-        from ckptcore.utils.average_url import split_average
-
         # The config and the tokenizer of an average are the last input's.
         return _absolute(split_average(url)[0][-1])
     roots, inner = split_merged(url)

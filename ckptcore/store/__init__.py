@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
+from ckptcore.utils.average_url import is_average
 from ckptcore.utils.late_pattern import late_pattern
-from ckptcore.utils.merged_url import is_average, is_merged, merged_url, roots_of, split_merged
+from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
 
 if TYPE_CHECKING:
     from ckptcore.store.file_status import FileStatus

@@ -13,11 +13,16 @@ from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
 from ckptcore.utils.late_pattern import late_pattern
-from ckptcore.utils.merged_url import AVERAGE, is_average
 
+_SCHEME = "average://"
 _SPELLED = late_pattern(r"average://\[([^\[\]]+)\](?:/(.*))?", re.DOTALL)
 _FOLDER = late_pattern(r"@\d+/")
 _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
+
+
+def is_average(url: str) -> bool:
+    """Report whether a URL names a weighted average of checkpoints."""
+    return url.startswith(_SCHEME)
 
 
 def average_url(roots: Sequence[str], weights: Sequence[float]) -> str:
@@ -31,7 +36,7 @@ def average_url(roots: Sequence[str], weights: Sequence[float]) -> str:
     """
     require_weights(weights, len(roots))
     parts = (f"{weight!r}*{_escaped(root)}" for weight, root in zip(map(float, weights), roots, strict=True))
-    return f"{AVERAGE}[{','.join(parts)}]"
+    return f"{_SCHEME}[{','.join(parts)}]"
 
 
 def split_average(url: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -149,6 +154,24 @@ def folder_of_input(place: int, inputs: int) -> str:
 def is_of_last(path: str) -> bool:
     """Report whether a file's name in an average is one of the last input."""
     return _FOLDER.match(path) is None
+
+
+def weights_for(count: int, weights: Sequence[float] | None, decay: float | None) -> tuple[float, ...]:
+    """Return the weights of so many inputs: those that are given, those of a decay, or equal ones.
+
+    >>> weights_for(2, None, None), weights_for(2, None, 0.75)
+    ((1.0, 1.0), (0.75, 0.25))
+
+    Raises:
+        UsageError: Both are given.
+    """
+    if weights is not None and decay is not None:
+        raise UsageError(
+            "--weights and --decay both say how much a checkpoint counts", hint="name one of them"
+        )
+    if weights is not None:
+        return tuple(map(float, weights))
+    return (1.0,) * count if decay is None else decaying(decay, count)
 
 
 def _escaped(root: str) -> str:

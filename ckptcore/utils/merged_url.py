@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.average_url import file_of_average, is_average, split_average
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
 _SCHEME = "merged://"
-AVERAGE = "average://"  # `ckptcore.utils.average_url` spells it
 _SPELLED = late_pattern(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
 _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 
@@ -22,11 +22,6 @@ _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 def is_merged(url: str) -> bool:
     """Report whether a URL names several places as one source: of one checkpoint, or of an average."""
     return url.startswith(_SCHEME) or is_average(url)
-
-
-def is_average(url: str) -> bool:
-    """Report whether a URL names a weighted average of checkpoints."""
-    return url.startswith(AVERAGE)
 
 
 def merged_url(roots: str | Iterable[str]) -> str:
@@ -120,8 +115,6 @@ def roots_of(url: str) -> tuple[str, ...]:
     ('/run/a', '/run/b')
     """
     if is_average(url):
-        from ckptcore.utils.average_url import file_of_average, split_average  # most sources are no average
-
         if place := file_of_average(url):
             return roots_of(place) or (place,)
         return tuple(place for root in split_average(url)[0] for place in roots_of(root) or (root,))

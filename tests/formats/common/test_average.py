@@ -270,10 +270,10 @@ def test_damage_in_any_input_is_found(series: tuple[list[str], list[State]], tmp
         row = next(n for n, t in enumerate(manifest.tensors) if t.fqn.endswith("blocks.1.up.weight"))
         item = manifest.items[next(manifest.chunks_of(row)).item]
         data = copy / manifest.files[item.file].path
-        whole = data.read_bytes()
-        flipped = bytearray(whole)
+        complete = data.read_bytes()
+        flipped = bytearray(complete)
         flipped[item.start + item.length // 2] ^= 4
-        for damaged in (whole[: len(whole) // 2], bytes(flipped)):
+        for damaged in (complete[: len(complete) // 2], bytes(flipped)):
             data.write_bytes(damaged)
             with pytest.raises((DamagedCheckpoint, SourceUnreadable)):
                 merged(several, tmp_path / "out.safetensors")
