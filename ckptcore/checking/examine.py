@@ -17,6 +17,7 @@ from ckptcore.errors import LEVELS, DamagedCheckpoint, UnknownFormat, UnsafeCont
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.redaction import bare_url
 from ckptcore.store import is_s3, join_url, open_source_store
+from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.utils.memory import reusing_memory
 from ckptcore.utils.workers import Progress
 
@@ -75,9 +76,7 @@ def inspect(
         if all(f.severity != "error" for f in manifest.findings):
             return manifest
     # A bit may have flipped on the way, and what was received is kept: all of it is asked for again.
-    from ckptcore.store.objects import small_reads  # a late import: local checkpoints need no object store
-
-    small_reads.SHARED.clear()
+    forget_small_reads()
     return read()
 
 

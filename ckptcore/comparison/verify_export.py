@@ -79,6 +79,7 @@ from ckptcore.planning.zero_tensors import not_zero
 from ckptcore.reading.file_digests import has_digest
 from ckptcore.reading.rereading import rereading
 from ckptcore.store import open_store
+from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import folder_at
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
@@ -128,6 +129,7 @@ def verify_export(
         The proof. Damage of the export is a failed check, not an error.
 
     """
+    forget_small_reads()
     found_by = source.by if source is not None else ""
     place = source.request.source if source is not None else None
     try:

@@ -30,6 +30,7 @@ from ckptcore.fingerprints.holdings import Ids, ids_of, unpack_specs
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, split_url
 from ckptcore.store.file_status import FileStatus
+from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import contents
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.place import Relation, identify, relation
@@ -196,6 +197,7 @@ def _read_apart(
             return frozenset()
     files = contents(row.uri, follow=True)
     require_apart(place, things, row.uri, files)
+    forget_small_reads()
     return contents_at(row.uri, files, specs, settings).ids
 
 

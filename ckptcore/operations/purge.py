@@ -69,6 +69,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.below import open_below
 from ckptcore.store.file_status import FileStatus
+from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import contents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
@@ -471,6 +472,7 @@ def _read_child(
         UsageError: It does not hold what it must.
     """
     uri = detail.checkpoint.uri
+    forget_small_reads()
     manifest = same_manifest(uri, detail.checkpoint.manifest_digest)
     if manifest is None:
         raise UsageError(f"another checkpoint is at {uri} now")

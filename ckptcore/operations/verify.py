@@ -34,6 +34,7 @@ from ckptcore.operations.registered_files import (
     with_digests,
 )
 from ckptcore.store import local_path, open_store, split_url
+from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
@@ -85,6 +86,7 @@ class Proven:
 def prove(registered: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -> Proven:
     """Read all of a registered checkpoint. in_time: called often; reading stops when it returns False."""
     uri = registered.checkpoint.uri
+    forget_small_reads()
     try:
         if not _is_there(uri):
             return Proven(Proof.GONE, message=f"{uri} does not exist")

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 
 import fault_s3
 import pytest
-from custody_buckets import IN_PLACE, OTHER, SOURCE, Bucket
+from custody_buckets import COPY, IN_PLACE, OTHER, SOURCE, Bucket
 from custody_copies import WEEK, Copies, files_of, save
 from retiring import MEANS
 from sqlalchemy import text
@@ -128,6 +128,16 @@ def test_a_resumed_purge_heeds_what_it_finds(copies, monkeypatch):
 
 
 # What is deleted, or shown, and must not.
+
+
+def test_a_copy_that_rots_below_its_store_is_read_again(bucket):
+    """This process has read the copy before, under the ETag that it still has."""
+    inspect(COPY)
+    copy = next(obj for name, obj in bucket.server.objects.items() if name.endswith("model.safetensors"))
+    copy.data = copy.data[:-1] + bytes([copy.data[-1] ^ 1])
+    before = bucket.there("runs/llama/step-1/")
+    assert bucket.retire().counts == {"kept": 1, "unsafe": 1}
+    assert bucket.there("runs/llama/step-1/") == before
 
 
 def test_a_source_on_s3_that_is_restored_while_a_purge_reads_stays(bucket, monkeypatch):
