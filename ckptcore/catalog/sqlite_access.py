@@ -48,10 +48,9 @@ def refusal(error: BaseException | None, path: Path) -> Refusal | None:
     if not name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
         return None
     folder, file = _read_only(path.parent), _read_only(path)
-    if not path.exists():
-        if folder is None:
-            return None
-        return Refusal(f"cannot create the catalog {path}: {folder}", _ELSEWHERE, values)
+    if not os.path.exists(path):
+        why = folder or _lookup_error(path)
+        return Refusal(f"cannot create the catalog {path}: {why}", _ELSEWHERE, values) if why else None
     if path.is_dir():
         return Refusal(f"{path} is a folder", "name the catalog's file with --catalog URL", values)
     if not os.access(path, os.R_OK, effective_ids=True):
@@ -83,12 +82,24 @@ def _free_bytes(folder: Path) -> int | None:
     return None
 
 
+def _lookup_error(path: Path) -> str | None:
+    """Return why the file system cannot look for a file, such as a name that is too long; None if it can."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror
+    return None
+
+
 def _read_only(path: Path) -> str | None:
     """Return why a file or folder cannot be written; None if it can, or is not there."""
     with suppress(OSError):
         if os.statvfs(path).f_flag & os.ST_RDONLY:
             return f"the file system of {path} is read-only"
-    if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
+    # `Path.exists` raises for a name that is too long.
+    if os.path.exists(path) and not os.access(path, os.W_OK, effective_ids=True):
         return f"this user may not {'create files in' if path.is_dir() else 'write'} {path}"
     return None
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.catalog import open_catalog
+from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.conversion import registration
 from ckptcore.errors import CatalogError
 
@@ -183,6 +183,11 @@ def test_another_users_folder(modes: tuple[int, int | None], text: str) -> None:
         assert error.message.startswith(text.format(url=url, folder=folder))
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    error = refused(lambda: upgrade(str(tmp_path / ("c" * 300))))
+    assert error.message.startswith("cannot create the catalog ") and "File name too long" in error.message
 
 
 def test_what_is_no_catalog(tmp_path: Path) -> None:
