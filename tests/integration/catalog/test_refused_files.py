@@ -187,7 +187,8 @@ def test_another_users_folder(modes: tuple[int, int | None], text: str) -> None:
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     error = refused(lambda: upgrade(str(tmp_path / ("c" * 300))))
-    assert error.message.startswith("cannot create the catalog ") and "File name too long" in error.message
+    assert error.message.startswith("cannot create the catalog ")
+    assert "File name too long" in error.message
 
 
 def test_what_is_no_catalog(tmp_path: Path) -> None:
