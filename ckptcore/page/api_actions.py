@@ -17,7 +17,7 @@ from ckptcore.catalog import as_dict
 from ckptcore.page import changes
 from ckptcore.page.access import PageRefused, body_of, require_token
 from ckptcore.page.api import ERRORS, JsonError
-from ckptcore.page.views import Ref, Site
+from ckptcore.page.views import Caller, Ref
 
 
 class AliasChange(BaseModel):
@@ -71,61 +71,72 @@ _CHANGES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def api_actions(site: Site) -> APIRouter:
-    """Return the routes that change something."""
-    router = APIRouter(prefix="/api/v1", responses=_CHANGES, default_response_class=JSONResponse)
+def _described(kind: type[BaseModel]) -> dict[str, Any]:
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": kind.model_json_schema()}},
+        }
+    }
 
-    @router.post(
-        "/checkpoints/{ref}/aliases", response_model=dict[str, Any], openapi_extra=_described(AliasChange)
+
+ROUTER = APIRouter(prefix="/api/v1", responses=_CHANGES, default_response_class=JSONResponse)
+
+
+@ROUTER.post(
+    "/checkpoints/{ref}/aliases", response_model=dict[str, Any], openapi_extra=_described(AliasChange)
+)
+async def set_alias(visit: Caller, ref: Ref) -> Any:
+    """Set an alias to a checkpoint; it is recorded with the token's user."""
+    user = require_token(visit.request, visit.site.access)
+    body = await _read(visit.request, AliasChange)
+    row = await asyncio.to_thread(
+        changes.set_alias, visit.site.catalog, user, ref, body.name, body.expect, body.force
     )
-    async def set_alias(request: Request, ref: Ref) -> Any:
-        """Set an alias to a checkpoint; it is recorded with the token's user."""
-        user = require_token(request, site.access)
-        body = await _read(request, AliasChange)
-        row = await asyncio.to_thread(
-            changes.set_alias, site.catalog, user, ref, body.name, body.expect, body.force
-        )
-        return as_dict(row)
+    return as_dict(row)
 
-    @router.post("/checkpoints/{ref}/holds", response_model=dict[str, Any], openapi_extra=_described(NewHold))
-    async def place_hold(request: Request, ref: Ref) -> Any:
-        """Keep a checkpoint from being deleted."""
-        user = require_token(request, site.access)
-        body = await _read(request, NewHold)
-        until = changes.day(body.until or "")
-        return as_dict(
-            await asyncio.to_thread(changes.place_hold, site.catalog, user, ref, body.reason, until)
-        )
 
-    @router.post("/holds/{hold}/release", response_model=dict[str, Any])
-    async def release_hold(request: Request, hold: Ref) -> Any:
-        """End a hold; returns it as it was."""
-        user = require_token(request, site.access)
-        return as_dict(await asyncio.to_thread(changes.release_hold, site.catalog, user, hold))
+@ROUTER.post("/checkpoints/{ref}/holds", response_model=dict[str, Any], openapi_extra=_described(NewHold))
+async def place_hold(visit: Caller, ref: Ref) -> Any:
+    """Keep a checkpoint from being deleted."""
+    user = require_token(visit.request, visit.site.access)
+    body = await _read(visit.request, NewHold)
+    until = changes.day(body.until or "")
+    return as_dict(
+        await asyncio.to_thread(changes.place_hold, visit.site.catalog, user, ref, body.reason, until)
+    )
 
-    @router.post("/aliases/rollback", response_model=dict[str, Any], openapi_extra=_described(AliasRollback))
-    async def roll_back(request: Request) -> Any:
-        """Let an alias refer to the checkpoint that it referred to before its last change."""
-        user = require_token(request, site.access)
-        body = await _read(request, AliasRollback)
-        row = await asyncio.to_thread(
-            changes.roll_back, site.catalog, user, body.name, body.expect, body.force
-        )
-        return as_dict(row)
 
-    @router.post("/inbox/{ref}/retry", response_model=dict[str, list[str]])
-    async def retry_event(request: Request, ref: Ref) -> Any:
-        """Make a failed event due again."""
-        user = require_token(request, site.access)
-        return {"events": list(await asyncio.to_thread(changes.retry, site.catalog, user, "inbox", ref))}
+@ROUTER.post("/holds/{hold}/release", response_model=dict[str, Any])
+async def release_hold(visit: Caller, hold: Ref) -> Any:
+    """End a hold; returns it as it was."""
+    user = require_token(visit.request, visit.site.access)
+    return as_dict(await asyncio.to_thread(changes.release_hold, visit.site.catalog, user, hold))
 
-    @router.post("/outbox/{ref}/retry", response_model=dict[str, list[str]])
-    async def retry_message(request: Request, ref: Ref) -> Any:
-        """Make a failed message due again."""
-        user = require_token(request, site.access)
-        return {"messages": list(await asyncio.to_thread(changes.retry, site.catalog, user, "outbox", ref))}
 
-    return router
+@ROUTER.post("/aliases/rollback", response_model=dict[str, Any], openapi_extra=_described(AliasRollback))
+async def roll_back(visit: Caller) -> Any:
+    """Let an alias refer to the checkpoint that it referred to before its last change."""
+    user = require_token(visit.request, visit.site.access)
+    body = await _read(visit.request, AliasRollback)
+    row = await asyncio.to_thread(
+        changes.roll_back, visit.site.catalog, user, body.name, body.expect, body.force
+    )
+    return as_dict(row)
+
+
+@ROUTER.post("/inbox/{ref}/retry", response_model=dict[str, list[str]])
+async def retry_event(visit: Caller, ref: Ref) -> Any:
+    """Make a failed event due again."""
+    user = require_token(visit.request, visit.site.access)
+    return {"events": list(await asyncio.to_thread(changes.retry, visit.site.catalog, user, "inbox", ref))}
+
+
+@ROUTER.post("/outbox/{ref}/retry", response_model=dict[str, list[str]])
+async def retry_message(visit: Caller, ref: Ref) -> Any:
+    """Make a failed message due again."""
+    user = require_token(visit.request, visit.site.access)
+    return {"messages": list(await asyncio.to_thread(changes.retry, visit.site.catalog, user, "outbox", ref))}
 
 
 async def _read(request: Request, kind: type[_Body]) -> _Body:
@@ -139,12 +150,3 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
         raise PageRefused(
             400, f"the body cannot be used: {place}: {first['msg']}".replace(": :", ":")
         ) from error
-
-
-def _described(kind: type[BaseModel]) -> dict[str, Any]:
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": kind.model_json_schema()}},
-        }
-    }

@@ -13,13 +13,10 @@ from starlette.exceptions import HTTPException
 
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.errors import CatalogUnavailable, CkptError, Conflict, UsageError
+from ckptcore.page import actions, api, api_actions, views
 from ckptcore.page.access import Guard, PageRefused, user_of
-from ckptcore.page.actions import actions
-from ckptcore.page.api import api
-from ckptcore.page.api_actions import api_actions
-from ckptcore.page.operator_views import operator_pages
 from ckptcore.page.settings import PageAccess
-from ckptcore.page.views import FOLDER, Site, pages
+from ckptcore.page.views import FOLDER, Site
 
 FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _MISSING = ("has no", "there is no", "no checkpoint")
@@ -38,11 +35,9 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "", prefect_ui: 
     site = Site(catalog, access, root, prefect_ui=prefect_ui.rstrip("/"))
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="ckptcore catalog", docs_url=None, redoc_url=None, version="1")
-    app.include_router(api(site))
-    app.include_router(api_actions(site))
-    app.include_router(actions(site))
-    app.include_router(pages(site))
-    app.include_router(operator_pages(site))
+    app.state.site = site
+    for routes in (api, api_actions, actions, views):
+        app.include_router(routes.ROUTER)
 
     @app.get("/static/{name}", include_in_schema=False)
     def static(name: str) -> Response:

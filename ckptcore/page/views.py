@@ -1,18 +1,32 @@
-"""The pages in HTML. Each reads one snapshot of the catalog, and shows what the command line would."""
+"""The pages in HTML. Each reads one snapshot of the catalog, and shows what the command line would.
+
+The last ones are for who runs conversions and promotes exports: aliases, roots, both queues and the audit.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import field
+from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlencode
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ckptcore.catalog import aliases, audit, browse, holds, lineage, tensor_differences, training_rows
+from ckptcore.catalog import (
+    aliases,
+    audit,
+    browse,
+    holds,
+    lineage,
+    queues,
+    root_status,
+    tensor_differences,
+    training_rows,
+)
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import clock
@@ -32,6 +46,7 @@ from ckptcore.utils.dataclass import dataclass
 
 FOLDER = FilePath(__file__).parent
 FILES = 200
+QUEUED = 200  # rows of a queue
 RUNS_TO_COMPARE = 20
 _FLOW_RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
@@ -95,6 +110,48 @@ class Site:
         return HTMLResponse(text, status)
 
 
+class Visit:
+    """A request to one of the pages. Only who may read gets the catalog, or a rendered page."""
+
+    def __init__(self, site: Site, request: Request) -> None:
+        self.site, self.request = site, request
+
+    @cached_property
+    def _reader(self) -> tuple[str | None, Catalog]:
+        return require_reader(self.request, self.site.access), self.site.catalog
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog. Raises `PageRefused` if a login is needed."""
+        return self._reader[1]
+
+    def page(self, template: str, **values: Any) -> HTMLResponse:
+        """Return a rendered page. Raises `PageRefused` if a login is needed."""
+        return self.site.page(self.request, template, self._reader[0], **values)
+
+    def checkpoint(self, ref: str) -> CheckpointDetail:
+        """Return a checkpoint without its tensors. Raises `UsageError` for a conversion."""
+        detail = self.catalog.show(ref, tensors=False)
+        if isinstance(detail, ConversionDetail):
+            raise UsageError(f"{ref} is a conversion, not a checkpoint")
+        return detail
+
+    def conversion(self, ref: str) -> ConversionDetail:
+        """Return a conversion. Raises `UsageError` for a checkpoint."""
+        detail = self.catalog.show(ref, tensors=False)
+        if isinstance(detail, CheckpointDetail):
+            raise UsageError(f"{ref} is a checkpoint, not a conversion")
+        return detail
+
+
+async def _visit(request: Request) -> Visit:
+    return Visit(request.app.state.site, request)
+
+
+# The parameter of every route. `make_page` stores the site in the application's state.
+Caller = Annotated[Visit, Depends(_visit)]
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(FOLDER / "templates"),
@@ -117,208 +174,271 @@ def _environment() -> Environment:
 
 
 ENVIRONMENT = _environment()
+ROUTER = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
-def pages(site: Site) -> APIRouter:
-    """Return the routes of the pages."""
-    router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+@ROUTER.get("/")
+def runs(visit: Caller, name: Name = "", after: Name = "") -> Response:
+    """List training runs."""
+    with visit.catalog.reading() as conn:
+        page = browse.runs(conn, name=name, after=after or None)
+    return visit.page("runs.html", found=page)
 
-    def reader(request: Request) -> str | None:
-        return require_reader(request, site.access)
 
-    @router.get("/")
-    def runs(request: Request, name: Name = "", after: Name = "") -> Response:
-        """List training runs."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            page = browse.runs(conn, name=name, after=after or None)
-        return site.page(request, "runs.html", user, found=page)
+@ROUTER.get("/runs/{run:path}")
+def run(visit: Caller, run: str, before: Cursor = None) -> Response:
+    """Show the steps of a run."""
+    with visit.catalog.reading() as conn:
+        page = browse.steps_of(conn, run, before=before)
+        names = _metric_names(page.rows, training_rows.MOST_SERIES)
+        series = training_rows.over_steps(conn, run, names) if names and before is None else {}
+        pair = browse.newest_steps(conn, run)
+    drawn = ((name, pictures.chart(name, points)) for name, points in series.items())
+    charts = [(name, picture) for name, picture in drawn if picture]
+    columns = _metric_names(page.rows)
+    return visit.page("run.html", run=run, found=page, names=columns, charts=charts, pair=pair)
 
-    @router.get("/runs/{run:path}")
-    def run(request: Request, run: str, before: Cursor = None) -> Response:
-        """Show the steps of a run."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            page = browse.steps_of(conn, run, before=before)
-            names = _metric_names(page.rows, training_rows.MOST_SERIES)
-            series = training_rows.over_steps(conn, run, names) if names and before is None else {}
-            pair = browse.newest_steps(conn, run)
-        drawn = ((name, pictures.chart(name, points)) for name, points in series.items())
-        charts = [(name, picture) for name, picture in drawn if picture]
-        columns = _metric_names(page.rows)
-        return site.page(
-            request, "run.html", user, run=run, found=page, names=columns, charts=charts, pair=pair
-        )
 
-    @router.get("/checkpoints")
-    def checkpoints(request: Request, kind: Name = "", state: Name = "", before: Cursor = None) -> Response:
-        """List checkpoints of all runs."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            page = browse.checkpoints(conn, kind=kind or None, state=state or None, before=before)
-        return site.page(request, "checkpoints.html", user, found=page, names=_metric_names(page.rows))
+@ROUTER.get("/checkpoints")
+def checkpoints(visit: Caller, kind: Name = "", state: Name = "", before: Cursor = None) -> Response:
+    """List checkpoints of all runs."""
+    with visit.catalog.reading() as conn:
+        page = browse.checkpoints(conn, kind=kind or None, state=state or None, before=before)
+    return visit.page("checkpoints.html", found=page, names=_metric_names(page.rows))
 
-    @router.get("/checkpoints/{ref}")
-    def checkpoint(request: Request, ref: Ref, search: Name = "", after: Name = "") -> Response:
-        """Show one checkpoint."""
-        user = reader(request)
-        detail = site.catalog.show(ref, tensors=False)
-        if isinstance(detail, ConversionDetail):
-            return site.page(request, "conversion.html", user, detail=detail)
-        with site.catalog.reading() as conn:
-            tensors = browse.tensors(conn, detail.checkpoint.id, search=search, after=after or None)
-            counts = browse.tensor_counts(conn, detail.checkpoint.id)
-            steps = lineage.lineage(conn, detail.checkpoint.id, up=True, down=True)
-            active_holds = holds.active(conn, clock(conn), detail.checkpoint.id)
-            named = aliases.of_checkpoint(conn, detail.checkpoint.id)
-            changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
-            earlier = browse.earlier_step(conn, detail.checkpoint)
-            objection = aliases.objections(conn, {detail.checkpoint.id: detail.checkpoint.id[:8]})
-        return site.page(
-            request,
-            "checkpoint.html",
-            user,
-            detail=detail,
-            files=detail.files[:FILES],
-            tensors=tensors,
-            dtypes=pictures.bars(counts.dtypes),
-            sizes=pictures.bars([(_range(p), n, total) for p, n, total in counts.sizes]),
-            graph=pictures.lineage(steps, site.of),
-            holds=active_holds,
-            aliases=named,
-            changes=changes,
-            objection=objection.get(detail.checkpoint.id),
-            earlier=earlier,
-            origins=[step.source for step in steps.ancestors if step.depth == 1],
-            search=search,
-        )
 
-    @router.get("/checkpoints/{ref}/shards")
-    def shards(request: Request, ref: Ref, tensor: Name = "") -> Response:
-        """Draw which rank holds which box of a tensor."""
-        user = reader(request)
-        detail = _checkpoint(site, ref)
-        row = detail.checkpoint
-        manifest = site.manifests.read(row.uri, row.manifest_digest)
-        name = tensor or next((t.fqn for t in manifest.tensors if len(t.shape) > 1), "")
-        name = name or (manifest.tensors[0].fqn if manifest.tensors else "")
-        tensor_map = shard_map(manifest, name)
-        mesh = manifest.origin.get("mesh")
-        return site.page(
-            request,
-            "shards.html",
-            user,
-            row=row,
-            found=tensor_map,
-            mesh=mesh,
-            picture=pictures.shards(tensor_map),
-            findings=[f for f in detail.findings if f.fqn == name],
-            colours=pictures.COLOURS,
-        )
+@ROUTER.get("/checkpoints/{ref}")
+def checkpoint(visit: Caller, ref: Ref, search: Name = "", after: Name = "") -> Response:
+    """Show one checkpoint."""
+    detail = visit.catalog.show(ref, tensors=False)
+    if isinstance(detail, ConversionDetail):
+        return visit.page("conversion.html", detail=detail)
+    with visit.catalog.reading() as conn:
+        tensors = browse.tensors(conn, detail.checkpoint.id, search=search, after=after or None)
+        counts = browse.tensor_counts(conn, detail.checkpoint.id)
+        steps = lineage.lineage(conn, detail.checkpoint.id, up=True, down=True)
+        active_holds = holds.active(conn, clock(conn), detail.checkpoint.id)
+        named = aliases.of_checkpoint(conn, detail.checkpoint.id)
+        changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
+        earlier = browse.earlier_step(conn, detail.checkpoint)
+        objection = aliases.objections(conn, {detail.checkpoint.id: detail.checkpoint.id[:8]})
+    return visit.page(
+        "checkpoint.html",
+        detail=detail,
+        files=detail.files[:FILES],
+        tensors=tensors,
+        dtypes=pictures.bars(counts.dtypes),
+        sizes=pictures.bars([(_range(p), n, total) for p, n, total in counts.sizes]),
+        graph=pictures.lineage(steps, visit.site.of),
+        holds=active_holds,
+        aliases=named,
+        changes=changes,
+        objection=objection.get(detail.checkpoint.id),
+        earlier=earlier,
+        origins=[step.source for step in steps.ancestors if step.depth == 1],
+        search=search,
+    )
 
-    @router.get("/compare")
-    def compare(request: Request, left: Name = "", right: Name = "") -> Response:
-        """Show two checkpoints side by side."""
-        user = reader(request)
-        if not left or not right:
-            return _choices_to_compare(site, request, user, left or right)
-        sides = [_checkpoint(site, side) for side in (left, right)]
-        mapping = mapping_between(site.manifests, sides)
-        with site.catalog.reading() as conn:
-            ids = (sides[0].checkpoint.id, sides[1].checkpoint.id)
-            differences = tensor_differences.compare(conn, *ids, mapping=mapping)
-        values: dict[str, Any] = {"sides": sides, "found": differences, "facts": _facts(sides)}
-        return site.page(request, "compare.html", user, **values)
 
-    @router.get("/conversions")
-    def conversions(request: Request, state: Name = "", before: Cursor = None) -> Response:
-        """List conversions."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            page = browse.conversions(conn, state=state or None, before=before)
-        return site.page(request, "conversions.html", user, found=page)
+@ROUTER.get("/checkpoints/{ref}/shards")
+def shards(visit: Caller, ref: Ref, tensor: Name = "") -> Response:
+    """Draw which rank holds which box of a tensor."""
+    detail = visit.checkpoint(ref)
+    row = detail.checkpoint
+    manifest = visit.site.manifests.read(row.uri, row.manifest_digest)
+    name = tensor or next((t.fqn for t in manifest.tensors if len(t.shape) > 1), "")
+    name = name or (manifest.tensors[0].fqn if manifest.tensors else "")
+    tensor_map = shard_map(manifest, name)
+    mesh = manifest.origin.get("mesh")
+    return visit.page(
+        "shards.html",
+        row=row,
+        found=tensor_map,
+        mesh=mesh,
+        picture=pictures.shards(tensor_map),
+        findings=[f for f in detail.findings if f.fqn == name],
+        colours=pictures.COLOURS,
+    )
 
-    @router.get("/conversions/{ref}")
-    def conversion(request: Request, ref: Ref) -> Response:
-        """Show one conversion."""
-        user = reader(request)
-        detail = site.catalog.show(ref, tensors=False)
-        if not isinstance(detail, ConversionDetail):
-            raise UsageError(f"{ref} is a checkpoint, not a conversion")
-        return site.page(request, "conversion.html", user, detail=detail)
 
-    @router.get("/search")
-    def search(request: Request, q: Name = "") -> Response:
-        """Find checkpoints by any part of their names, fingerprint, and digest or name of a file."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            hits = find(conn, q)
-        return site.page(request, "search.html", user, q=q, found=hits)
+@ROUTER.get("/compare")
+def compare(visit: Caller, left: Name = "", right: Name = "") -> Response:
+    """Show two checkpoints side by side."""
+    if not left or not right:
+        return _choices_to_compare(visit, left or right)
+    sides = [visit.checkpoint(side) for side in (left, right)]
+    mapping = mapping_between(visit.site.manifests, sides)
+    with visit.catalog.reading() as conn:
+        ids = (sides[0].checkpoint.id, sides[1].checkpoint.id)
+        differences = tensor_differences.compare(conn, *ids, mapping=mapping)
+    values: dict[str, Any] = {"sides": sides, "found": differences, "facts": _facts(sides)}
+    return visit.page("compare.html", **values)
 
-    @router.get("/best")
-    def best(request: Request, metric: Name = "", goal: Name = "min", run: Name = "") -> Response:
-        """Rank checkpoints by a metric."""
-        user = reader(request)
-        with site.catalog.reading() as conn:
-            names = training_rows.names_of_metrics(conn)
-            some = browse.runs(conn).rows
-            best = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
-        values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run, "runs": some}
-        return site.page(request, "best.html", user, names=names, found=best, **values)
 
-    @router.get("/retire")
-    def retire(
-        request: Request,
-        scope: Name = "",
-        keep_last: Name = "",
-        keep_every: Name = "",
-        rest: Name = "",
-        accept_loss: Name = "",
-        after: Cursor = None,
-    ) -> Response:
-        """Show what a policy would keep and free, in parts. Nothing is deleted here."""
-        user = reader(request)
-        asked = RetireOptions(
-            keep_last=number("keep_last", keep_last),
-            keep_every=number("keep_every", keep_every),
-            rest=rest or None,
-            accept_loss=tuple(accept_loss.split()) or None,
-        )
-        with site.catalog.reading() as conn:
-            watched_roots = roots.every(conn)
-            some = () if scope else browse.runs(conn).rows
-        part = site.retiring.part(site.catalog, asked, scope, after=after) if scope else None
-        form = {
-            "scope": scope,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "rest": rest,
-            "accept_loss": accept_loss,
+@ROUTER.get("/conversions")
+def conversions(visit: Caller, state: Name = "", before: Cursor = None) -> Response:
+    """List conversions."""
+    with visit.catalog.reading() as conn:
+        page = browse.conversions(conn, state=state or None, before=before)
+    return visit.page("conversions.html", found=page)
+
+
+@ROUTER.get("/conversions/{ref}")
+def conversion(visit: Caller, ref: Ref) -> Response:
+    """Show one conversion."""
+    return visit.page("conversion.html", detail=visit.conversion(ref))
+
+
+@ROUTER.get("/search")
+def search(visit: Caller, q: Name = "") -> Response:
+    """Find checkpoints by any part of their names, fingerprint, and digest or name of a file."""
+    with visit.catalog.reading() as conn:
+        hits = find(conn, q)
+    return visit.page("search.html", q=q, found=hits)
+
+
+@ROUTER.get("/best")
+def best(visit: Caller, metric: Name = "", goal: Name = "min", run: Name = "") -> Response:
+    """Rank checkpoints by a metric."""
+    with visit.catalog.reading() as conn:
+        names = training_rows.names_of_metrics(conn)
+        some = browse.runs(conn).rows
+        best = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
+    values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run, "runs": some}
+    return visit.page("best.html", names=names, found=best, **values)
+
+
+@ROUTER.get("/retire")
+def retire(
+    visit: Caller,
+    scope: Name = "",
+    keep_last: Name = "",
+    keep_every: Name = "",
+    rest: Name = "",
+    accept_loss: Name = "",
+    after: Cursor = None,
+) -> Response:
+    """Show what a policy would keep and free, in parts. Nothing is deleted here."""
+    with visit.catalog.reading() as conn:
+        watched_roots = roots.every(conn)
+        some = () if scope else browse.runs(conn).rows
+    asked = RetireOptions(
+        keep_last=number("keep_last", keep_last),
+        keep_every=number("keep_every", keep_every),
+        rest=rest or None,
+        accept_loss=tuple(accept_loss.split()) or None,
+    )
+    part = visit.site.retiring.part(visit.catalog, asked, scope, after=after) if scope else None
+    form = {
+        "scope": scope,
+        "keep_last": keep_last,
+        "keep_every": keep_every,
+        "rest": rest,
+        "accept_loss": accept_loss,
+    }
+    next_page = visit.site.link("retire", **form, after=part.next) if part and part.next else None
+    values: dict[str, Any] = {
+        "scopes": [root.name for root in watched_roots],
+        "roots": watched_roots,
+        "runs": some,
+        "own": next((root.retention for root in watched_roots if root.name == scope), {}),
+        "options": asked,
+        "command": command(scope, asked),
+        "first": visit.site.link("retire", **form),
+        "more": next_page,
+    }
+    return visit.page("retire.html", scope=scope, accept_loss=accept_loss, part=part, **values)
+
+
+@ROUTER.get("/aliases")
+def names(visit: Caller, part: Name = "", after: Name = "") -> Response:
+    """List aliases, and what speaks against serving what they refer to."""
+    with visit.catalog.reading() as conn:
+        # One more than a page has, to tell whether another page follows.
+        rows = aliases.every(conn, part=part, after=after or None, limit=browse.LIMIT + 1)
+        page_rows = rows[: browse.LIMIT]
+        objections = aliases.objections(conn, {row.checkpoint: row.checkpoint[:8] for row in page_rows})
+    next = page_rows[-1].name if len(rows) > browse.LIMIT else None
+    return visit.page("aliases.html", found=page_rows, objections=objections, part=part, next=next)
+
+
+@ROUTER.get("/aliases/{name:path}")
+def alias(visit: Caller, name: str) -> Response:
+    """Show one alias with its history, and where a rollback would lead."""
+    with visit.catalog.reading() as conn:
+        history = aliases.history(conn, name)
+        row = aliases.perhaps(conn, name)
+        if row is None and not history:
+            aliases.get(conn, name)  # raises: there is none, and never was
+        before = None if row is None else aliases.perhaps_previous(conn, row)
+        ids = {row.checkpoint} if row else set()
+        ids |= {before} if before else set()
+        checkpoints = {
+            checkpoint.checkpoint.id: checkpoint for checkpoint in browse.listed(conn, sorted(ids))
         }
-        next_page = site.link("retire", **form, after=part.next) if part and part.next else None
-        values: dict[str, Any] = {
-            "scopes": [root.name for root in watched_roots],
-            "roots": watched_roots,
-            "runs": some,
-            "own": next((root.retention for root in watched_roots if root.name == scope), {}),
-            "options": asked,
-            "command": command(scope, asked),
-            "first": site.link("retire", **form),
-            "more": next_page,
-        }
-        return site.page(
-            request, "retire.html", user, scope=scope, accept_loss=accept_loss, part=part, **values
-        )
-
-    return router
+        objections = aliases.objections(conn, {id: id[:8] for id in ids})
+    return visit.page(
+        "alias.html",
+        name=name,
+        row=row,
+        before=before,
+        checkpoints=checkpoints,
+        history=history,
+        objections=objections,
+    )
 
 
-def _choices_to_compare(site: Site, request: Request, user: str | None, side: str) -> Response:
+@ROUTER.get("/roots")
+def watched(visit: Caller) -> Response:
+    """List watched roots, and what sweeps saw below them."""
+    with visit.catalog.reading() as conn:
+        root_rows = roots.every(conn)
+        counts = root_status.counts_of(conn, root_rows)
+    return visit.page("roots.html", found=root_rows, counts=counts)
+
+
+@ROUTER.get("/roots/{name:path}")
+def root(visit: Caller, name: str) -> Response:
+    """Show one root: its settings, its last sweep, and what waits there and why."""
+    with visit.catalog.reading() as conn:
+        row = roots.get(conn, name)
+        status = root_status.status(conn, row)
+        now = clock(conn)
+    return visit.page("root.html", row=row, found=status, now=now, newest=root_status.NEWEST)
+
+
+@ROUTER.get("/inbox")
+def inbox(visit: Caller) -> Response:
+    """List events that are not done."""
+    with visit.catalog.reading() as conn:
+        events = queues.inbox.listed(conn, None, QUEUED)
+        waiting = queues.inbox.postponed(conn, clock(conn))
+    return visit.page("inbox.html", found=events, waiting=waiting)
+
+
+@ROUTER.get("/outbox")
+def outbox(visit: Caller, state: Name = "") -> Response:
+    """List messages to endpoints; without a state, those that are not done."""
+    with visit.catalog.reading() as conn:
+        messages = queues.outbox.listed(conn, state or None, QUEUED)
+        depth = queues.outbox.depth(conn)
+    return visit.page("outbox.html", found=messages, depth=depth, state=state)
+
+
+@ROUTER.get("/audit")
+def changes(visit: Caller, before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None) -> Response:
+    """List changes, newest first."""
+    with visit.catalog.reading() as conn:
+        audit_rows = audit.listed(conn, before=before, limit=100)
+    return visit.page("audit.html", found=audit_rows)
+
+
+def _choices_to_compare(visit: Visit, side: str) -> Response:
     """Return the page that offers what can be compared: steps of runs, or what is near one checkpoint."""
     pairs: list[tuple[str, CheckpointRow, CheckpointRow]] = []
-    with site.catalog.reading() as conn:
+    with visit.catalog.reading() as conn:
         if side:
-            row = _checkpoint(site, side).checkpoint
+            row = visit.checkpoint(side).checkpoint
             earlier = browse.earlier_step(conn, row)
             pairs += [("the step before", earlier, row)] if earlier is not None else []
             steps = lineage.lineage(conn, row.id, up=True, down=True)
@@ -330,14 +450,7 @@ def _choices_to_compare(site: Site, request: Request, user: str | None, side: st
                 pairs += [(run.name, *newest)] if newest is not None else []
         named = aliases.every(conn, limit=browse.LIMIT)
     values: dict[str, Any] = {"side": side, "pairs": pairs[: browse.LIMIT], "names": named}
-    return site.page(request, "compare_choices.html", user, **values)
-
-
-def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
-    detail = site.catalog.show(ref, tensors=False)
-    if isinstance(detail, ConversionDetail):
-        raise UsageError(f"{ref} is a conversion, not a checkpoint")
-    return detail
+    return visit.page("compare_choices.html", **values)
 
 
 def _metric_names(rows: tuple[browse.Listed, ...], most: int = 3) -> list[str]:
