@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptcore.fingerprints.result import Fingerprints
     from ckptcore.formats import Format
     from ckptcore.planning.compose import Composed
+    from ckptcore.planning.name_maps import NameMap
     from ckptcore.utils.workers import Progress
 
 _MOST, _FEW = 20, 3  # rows of a comparison; tensors whose first difference is printed, too
@@ -179,52 +180,14 @@ def report_of(error: CkptError, source: str, level: str) -> Report:
 
 def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, as_json: bool) -> None:
     """Print the answer of `plan`. frees: bytes that `retire --purge` frees on the disk of the destination."""
-    p = value.plan
     if as_json:
-        terminal.write_json(
-            {
-                "source": p.source,
-                "format": p.target.format,
-                "manifest_digest": p.manifest_digest,
-                "plan_digest": p.digest,
-                "bytes_in": p.bytes_in,
-                "bytes_out": p.bytes_out,
-                "requests": p.requests,
-                "store_requests": costs.as_dict() if costs else None,
-                "peak_memory": peak,
-                "purge_frees": frees,
-                "files": [
-                    {"path": f.path, "bytes": f.nbytes, "tensors": f.tensors, "requests": f.requests}
-                    for f in p.files
-                ],
-                "renamed": [list(r) for r in p.renamed],
-                "cast": [list(c) for c in p.cast],
-                "computed": [list(d) for d in p.derived],
-                "dropped": [list(d) for d in p.dropped],
-                "ties": [list(t) for t in p.ties],
-                "model": value.model.because if value.model else None,
-                "warnings": [w.as_dict() for w in value.warnings],
-                "ranks": value.ranks.as_dict() if value.ranks else None,
-                "stages": [s.as_dict() for s in value.stages],
-                "map": _name_map(value),
-            }
-        )
+        terminal.write_json(_plan_form(value, peak, costs, frees))
         return
+    p = value.plan
     out = terminal.console()
     if value.model:
         out.print(terminal.text(f"model: {value.model.because}"))
-    if value.naming:
-        n = value.naming
-        for name_map in (*([n.via] if n.via is not None else []), n):
-            to = f"{name_map.to}:{name_map.generation}" if name_map.generation else name_map.to
-            untried = ", untried" if name_map.untried else ""
-            out.print(
-                terminal.text(
-                    f"names: {name_map.world} to {to}, {name_map.arch}{untried} ({name_map.because})"
-                )
-            )
-        for name, (number, source) in sorted(n.numbers.items()):
-            out.print(terminal.text(f"  {name} = {number:g} ({source})"))
+    _print_naming(out, value.naming)
     out.print(
         f"reads {show_size(p.bytes_in)} in {count(p.requests, 'request')}, "
         f"writes {show_size(p.bytes_out)} in {count(len(p.files), 'file')} ({p.target.format}), "
@@ -262,6 +225,48 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, 
     _print_pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
     _print_pairs(out, "dropped", list(p.dropped))
     _findings(out, value.warnings)
+
+
+def _print_naming(out: Console, naming: NameMap | None) -> None:
+    if naming is None:
+        return
+    for name_map in (*([naming.via] if naming.via is not None else []), naming):
+        to = f"{name_map.to}:{name_map.generation}" if name_map.generation else name_map.to
+        untried = ", untried" if name_map.untried else ""
+        out.print(
+            terminal.text(f"names: {name_map.world} to {to}, {name_map.arch}{untried} ({name_map.because})")
+        )
+    for name, (number, source) in sorted(naming.numbers.items()):
+        out.print(terminal.text(f"  {name} = {number:g} ({source})"))
+
+
+def _plan_form(value: Composed, peak: int, costs: RequestCosts | None, frees: int) -> dict[str, Any]:
+    p = value.plan
+    return {
+        "source": p.source,
+        "format": p.target.format,
+        "manifest_digest": p.manifest_digest,
+        "plan_digest": p.digest,
+        "bytes_in": p.bytes_in,
+        "bytes_out": p.bytes_out,
+        "requests": p.requests,
+        "store_requests": costs.as_dict() if costs else None,
+        "peak_memory": peak,
+        "purge_frees": frees,
+        "files": [
+            {"path": f.path, "bytes": f.nbytes, "tensors": f.tensors, "requests": f.requests} for f in p.files
+        ],
+        "renamed": [list(r) for r in p.renamed],
+        "cast": [list(c) for c in p.cast],
+        "computed": [list(d) for d in p.derived],
+        "dropped": [list(d) for d in p.dropped],
+        "ties": [list(t) for t in p.ties],
+        "model": value.model.because if value.model else None,
+        "warnings": [w.as_dict() for w in value.warnings],
+        "ranks": value.ranks.as_dict() if value.ranks else None,
+        "stages": [s.as_dict() for s in value.stages],
+        "map": _name_map(value),
+    }
 
 
 def _name_map(value: Composed) -> dict[str, Any] | None:

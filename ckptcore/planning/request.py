@@ -130,14 +130,7 @@ class Request:
                 f"--rename {many}= must have at most one * (got {many.count('*')})",
                 hint="name a prefix, or a pattern with one *",
             )
-        if (self.verb == "reshard") != bool(self.mesh):
-            raise UsageError(
-                "reshard needs --mesh, which no other command accepts", hint="try --mesh fsdp=4,tp=2"
-            )
-        if self.mesh:
-            parse_mesh(self.mesh)  # an invalid mesh is an error before a source is read
-        elif self.sharding is not None:
-            raise UsageError("--sharding needs --mesh", hint="try --mesh fsdp=4,tp=2")
+        self._require_mesh()
         if self.serialization not in SERIALIZATIONS:
             raise UsageError(
                 f"--serialization {self.serialization} is not known",
@@ -150,6 +143,29 @@ class Request:
                 f"cannot write {self.destination}: no such file is written here",
                 hint=next_step.format(name=split_url(self.destination)[1]),
             )
+        self._require_world()
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"--weights must be one of {', '.join(WEIGHTS)} (got {self.weights!r})")
+        for dtype in (self.dtype, *(dtype for _, dtype in self.dtype_for if dtype != "keep")):
+            if dtype is not None:
+                dtypes.get(dtype)  # an unknown one is an error before a source is read
+        if not self.arch:
+            raise UsageError("--arch must be auto or the name of an architecture (got '')")
+        self._require_suffix()
+        if not self.source or not self.destination:
+            raise UsageError("a source and a destination are needed")
+
+    def _require_mesh(self) -> None:
+        if (self.verb == "reshard") != bool(self.mesh):
+            raise UsageError(
+                "reshard needs --mesh, which no other command accepts", hint="try --mesh fsdp=4,tp=2"
+            )
+        if self.mesh:
+            parse_mesh(self.mesh)  # an invalid mesh is an error before a source is read
+        elif self.sharding is not None:
+            raise UsageError("--sharding needs --mesh", hint="try --mesh fsdp=4,tp=2")
+
+    def _require_world(self) -> None:
         world, generation = parse_world(self.names)
         if self.names != STORED and not is_world(world):
             raise UsageError(
@@ -163,13 +179,8 @@ class Request:
             )
         if world == PEFT and self.verb != "export":
             raise UsageError("--names peft is for export", hint="try export, which takes the adapter")
-        if self.weights not in WEIGHTS:
-            raise UsageError(f"--weights must be one of {', '.join(WEIGHTS)} (got {self.weights!r})")
-        for dtype in (self.dtype, *(dtype for _, dtype in self.dtype_for if dtype != "keep")):
-            if dtype is not None:
-                dtypes.get(dtype)  # an unknown one is an error before a source is read
-        if not self.arch:
-            raise UsageError("--arch must be auto or the name of an architecture (got '')")
+
+    def _require_suffix(self) -> None:
         suffix = _suffix(self.destination)
         if self.verb == "reshard" and suffix and self.format not in SUFFIX_FOLDERS.get(suffix, ()):
             raise UsageError(
@@ -180,8 +191,6 @@ class Request:
                 f"--to {self.to} does not fit the destination {self.destination}",
                 hint="change the suffix, or leave --to out",
             )
-        if not self.source or not self.destination:
-            raise UsageError("a source and a destination are needed")
 
     @property
     def format(self) -> str:

@@ -69,6 +69,87 @@ class Background(Protocol):
         """Return why events are not being started, or ""."""
 
 
+@dataclass
+class Receiver:
+    """The handlers of the routes, and what they share; `make_app` has its attributes."""
+
+    senders: Mapping[str, Sender]
+    writer: EventWriter
+    background: Background | None
+    clock: Callable[[], float]
+    count: Callable[[str, str], None]
+
+    @asynccontextmanager
+    async def life(self, _: FastAPI) -> AsyncIterator[None]:
+        """Run the background work as long as the application."""
+        if self.background is not None:
+            self.background.start()
+        yield
+        if self.background is not None:
+            await asyncio.to_thread(self.background.stop)
+        self.writer.close()
+
+    async def receive(self, source: str, request: Request) -> Response:
+        """Accept an event. A repeated event returns the id of the first and starts nothing."""
+        try:
+            sender = _sender(self.senders, source)
+            headers = _headers(request)
+            _require_type(sender, headers)
+            body = await _body(request, headers, sender.max_body)
+            verify(sender.dialect, sender.header, sender.secrets, headers, body, self.clock())
+            event = read_event(sender.dialect, sender.name, headers, body, sender.accepts)
+            if not event.announces:
+                _log.info("%s: %s is not an announcement, ignored", source, event.type)
+                self.count(source, "ignored")
+                return JSONResponse({"status": "ignored", "type": event.type}, 202)
+            flow_run = flow_run_for(sender, event.uri, event.run, event.step)
+            stored_event = await self.writer.keep(event, flow_run.uri, body)
+        except RequestRefused as refused:
+            _log.warning("%s: %d %s %s", short_repr(source), refused.status, refused.name, refused.why)
+            self.count(source if source in self.senders else "", refused.name)
+            return JSONResponse(
+                refused.reply, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
+            )
+        if stored_event.new and self.background is not None:
+            self.background.wake()
+        log_fields = {"sender": source, "event": stored_event.id, "source": flow_run.uri}
+        result = "accepted" if stored_event.new else "repeated"
+        _log.info(
+            "%s: %s %s of %s", source, result, stored_event.id, flow_run.uri, extra={"ckptcore": log_fields}
+        )
+        reply: dict[str, Any] = {**_accepted(stored_event)}
+        self.count(source, reply["status"])
+        if event.left_out:
+            reply["left_out"] = list(event.left_out)
+        return JSONResponse(reply, 202)
+
+    async def handshake(self, source: str, request: Request) -> Response:
+        """Accept CloudEvents from the origin (cloudevents/spec, http-webhook.md, 4: abuse protection)."""
+        if source not in self.senders or self.senders[source].dialect.envelope != "cloudevents":
+            return JSONResponse(RequestRefused("unknown-source").reply, 404)
+        origin = request.headers.get("webhook-request-origin", "")
+        allowed = {"webhook-allowed-origin": origin, "webhook-allowed-rate": "*"}
+        return Response(
+            status_code=200,
+            headers={"allow": "POST, OPTIONS"} | (allowed if _ORIGIN.fullmatch(origin) else {}),
+        )
+
+    async def healthy(self) -> dict[str, str]:
+        """Return 200: the process runs."""
+        return {"status": "ok"}
+
+    async def ready(self) -> Response:
+        """Return whether events are accepted, and whether accepted ones are being started."""
+        state = {"inbox": "ok", "starting": "ok"}
+        try:
+            await self.writer.check()
+        except (CkptError, TimeoutError) as error:
+            state["inbox"] = getattr(error, "message", "no answer")
+        state["starting"] = (self.background.trouble() if self.background is not None else "") or "ok"
+        # The inbox accepts events while Prefect is away.
+        return JSONResponse(state, 200 if state["inbox"] == "ok" else 503)
+
+
 def make_app(
     senders: Mapping[str, Sender],
     box: EventQueues,
@@ -87,84 +168,15 @@ def make_app(
         page: the catalog page, and the path below which it is.
         count: called with each request's source, or "" for an unknown one, and its result.
     """
-    keeper, count = EventWriter(box, clock), count or _uncounted
-
-    @asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
-        if background is not None:
-            background.start()
-        yield
-        if background is not None:
-            await asyncio.to_thread(background.stop)
-        keeper.close()
-
+    receiver = Receiver(senders, EventWriter(box, clock), background, clock, count or _uncounted)
     # No documentation pages: they load scripts from other servers.
-    app = FastAPI(title="ckptcore webhook receiver", docs_url=None, redoc_url=None, lifespan=life)
-
-    @app.post("/hooks/{source}", status_code=202, responses=RESPONSES, openapi_extra=BODY)
-    async def receive(source: str, request: Request) -> Response:
-        """Accept an event. A repeated event returns the id of the first and starts nothing."""
-        try:
-            sender = _sender(senders, source)
-            headers = _headers(request)
-            _require_type(sender, headers)
-            body = await _body(request, headers, sender.max_body)
-            verify(sender.dialect, sender.header, sender.secrets, headers, body, clock())
-            event = read_event(sender.dialect, sender.name, headers, body, sender.accepts)
-            if not event.announces:
-                _log.info("%s: %s is not an announcement, ignored", source, event.type)
-                count(source, "ignored")
-                return JSONResponse({"status": "ignored", "type": event.type}, 202)
-            flow_run = flow_run_for(sender, event.uri, event.run, event.step)
-            stored_event = await keeper.keep(event, flow_run.uri, body)
-        except RequestRefused as refused:
-            _log.warning("%s: %d %s %s", short_repr(source), refused.status, refused.name, refused.why)
-            count(source if source in senders else "", refused.name)
-            return JSONResponse(
-                refused.reply, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
-            )
-        if stored_event.new and background is not None:
-            background.wake()
-        log_fields = {"sender": source, "event": stored_event.id, "source": flow_run.uri}
-        result = "accepted" if stored_event.new else "repeated"
-        _log.info(
-            "%s: %s %s of %s", source, result, stored_event.id, flow_run.uri, extra={"ckptcore": log_fields}
-        )
-        reply: dict[str, Any] = {**_accepted(stored_event)}
-        count(source, reply["status"])
-        if event.left_out:
-            reply["left_out"] = list(event.left_out)
-        return JSONResponse(reply, 202)
-
-    @app.options("/hooks/{source}", responses={404: RESPONSES[404]})
-    async def handshake(source: str, request: Request) -> Response:
-        """Accept CloudEvents from the origin (cloudevents/spec, http-webhook.md, 4: abuse protection)."""
-        if source not in senders or senders[source].dialect.envelope != "cloudevents":
-            return JSONResponse(RequestRefused("unknown-source").reply, 404)
-        origin = request.headers.get("webhook-request-origin", "")
-        allowed = {"webhook-allowed-origin": origin, "webhook-allowed-rate": "*"}
-        return Response(
-            status_code=200,
-            headers={"allow": "POST, OPTIONS"} | (allowed if _ORIGIN.fullmatch(origin) else {}),
-        )
-
-    @app.get("/healthz")
-    async def healthy() -> dict[str, str]:
-        """Return 200: the process runs."""
-        return {"status": "ok"}
-
-    @app.get("/readyz", responses={503: {"description": "not ready", "model": dict[str, str]}})
-    async def ready() -> Response:
-        """Return whether events are accepted, and whether accepted ones are being started."""
-        state = {"inbox": "ok", "starting": "ok"}
-        try:
-            await keeper.check()
-        except (CkptError, TimeoutError) as error:
-            state["inbox"] = getattr(error, "message", "no answer")
-        state["starting"] = (background.trouble() if background is not None else "") or "ok"
-        # The inbox accepts events while Prefect is away.
-        return JSONResponse(state, 200 if state["inbox"] == "ok" else 503)
-
+    app = FastAPI(title="ckptcore webhook receiver", docs_url=None, redoc_url=None, lifespan=receiver.life)
+    accepts: dict[str, Any] = {"status_code": 202, "responses": RESPONSES, "openapi_extra": BODY}
+    app.post("/hooks/{source}", **accepts)(receiver.receive)
+    app.options("/hooks/{source}", responses={404: RESPONSES[404]})(receiver.handshake)
+    app.get("/healthz")(receiver.healthy)
+    not_ready: dict[str, Any] = {"description": "not ready", "model": dict[str, str]}
+    app.get("/readyz", responses={503: not_ready})(receiver.ready)
     if page is not None:
         app.mount(*page)
     return app

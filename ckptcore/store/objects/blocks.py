@@ -20,6 +20,7 @@ from dataclasses import field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptcore.store import Buffer
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints
@@ -111,13 +112,10 @@ def fits(table: BlockTable, memory: int) -> bool:
 
 def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTable:
     """Coalesce expected reads into blocks of at most ``size`` bytes."""
-    keep = reads.end > reads.start
-    file, start, end = reads.file[keep], reads.start[keep], reads.end[keep]
-    begins, ends = reads.begins[keep], reads.ends[keep]
-    band = None if reads.band is None else reads.band[keep]
-    order = np.lexsort((end, start, file))
-    file, start, end = file[order], start[order], end[order]
-    begins, ends = begins[order], ends[order]
+    rows = np.flatnonzero(reads.end > reads.start)
+    rows = rows[np.lexsort((reads.end[rows], reads.start[rows], reads.file[rows]))]
+    file, start, end = reads.file[rows], reads.start[rows], reads.end[rows]
+    begins, ends = reads.begins[rows], reads.ends[rows]
     if not len(file):
         none = np.zeros(0, np.int64)
         return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, none, none, none, {}, size)
@@ -125,12 +123,8 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     stride = int(end.max()) + gap + 1
     base = file * stride
     first, last = base + start, base + end
+    fresh = _begins_span(first, last, gap, None if reads.band is None else reads.band[rows])
     reach = np.maximum.accumulate(last)
-    fresh = np.ones(len(first), bool)
-    fresh[1:] = first[1:] > reach[:-1] + gap
-    if band is not None:
-        band = band[order]
-        fresh[1:] |= (band[1:] != band[:-1]) & (first[1:] > first[:-1])
     span_first = first[fresh]
     span_last = np.append(reach[np.flatnonzero(fresh)[1:] - 1], reach[-1])
     span_last[:-1] = np.minimum(span_last[:-1], span_first[1:])  # bands may overlap by a header
@@ -151,13 +145,10 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     used_bytes = sums - np.repeat(sums[first_pair[:-1]] - part[first_pair[:-1]], np.diff(first_pair))
     read_bytes = used_bytes[first_pair[1:] - 1]
     owner_file = block_first // stride
-    # What no read of a span wants is between the furthest byte so far and the next first byte.
-    next_one = np.flatnonzero(~fresh)
-    next_one = next_one[reach[next_one - 1] < first[next_one]]
-    hole_first, hole_last = reach[next_one - 1], first[next_one]
+    needed = block_last - block_first
+    hole_first, hole_last = _holes(first, reach, fresh)
     hole, holed = _overlaps(block_first, hole_first, hole_last)
     inside = np.minimum(hole_last[hole], block_last[holed]) - np.maximum(hole_first[hole], block_first[holed])
-    needed = block_last - block_first
     np.subtract.at(needed, holed, np.maximum(inside, 0))
     row = {}
     for number in unique(owner_file).tolist():
@@ -179,6 +170,22 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
         row,
         size,
     )
+
+
+def _begins_span(first: Ints, last: Ints, gap: int, band: Ints | None) -> npt.NDArray[np.bool_]:
+    """Return which sorted reads begin a span: they are far behind those before, or of another band."""
+    fresh = np.ones(len(first), bool)
+    fresh[1:] = first[1:] > np.maximum.accumulate(last)[:-1] + gap
+    if band is not None:
+        fresh[1:] |= (band[1:] != band[:-1]) & (first[1:] > first[:-1])
+    return fresh
+
+
+def _holes(first: Ints, reach: Ints, fresh: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Return what no read of a span wants: from the furthest byte so far to the next first byte."""
+    next_one = np.flatnonzero(~fresh)
+    next_one = next_one[reach[next_one - 1] < first[next_one]]
+    return reach[next_one - 1], first[next_one]
 
 
 @dataclass(slots=True)
