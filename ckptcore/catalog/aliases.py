@@ -58,8 +58,7 @@ def promote(
     expect: str | None = None,
     *,
     force: bool = False,
-    actor: str | None = None,
-    via: str = audit.CLI,
+    author: audit.Author = audit.COMMAND,
 ) -> AliasRow:
     """Point an alias at a checkpoint that is fit to be served, and record who did it.
 
@@ -70,8 +69,7 @@ def promote(
         ref: id, unique prefix, URI or alias of the new checkpoint.
         expect: what the alias must refer to now; see `set_alias`.
         force: set it whatever the catalog knows about the checkpoint; the audit says what it knew.
-        actor: who does it; None means the user of this process.
-        via: the way, as the audit names it.
+        author: who does it.
 
     Returns:
         The alias after the change.
@@ -95,7 +93,7 @@ def promote(
     row = set_alias(conn, now, name, ref, expect)
     forced = {} if objection is None else {"forced": objection.reason}
     detail = {"alias": name, "before": before, **forced}
-    audit.note(conn, now, "alias.set", row.checkpoint, detail, actor=actor, via=via)
+    audit.note(conn, now, "alias.set", row.checkpoint, detail, author)
     return row
 
 

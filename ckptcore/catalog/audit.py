@@ -17,7 +17,16 @@ from ckptcore.utils.dataclass import dataclass
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-CLI, PAGE = "cli", "page"
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who makes a change, and where: ``page`` or ``cli``. user: None means the user of this process."""
+
+    user: str | None = None
+    via: str = "cli"
+
+
+COMMAND = Author()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +60,14 @@ def note(
     action: str,
     subject: str,
     detail: Mapping[str, Any],
-    *,
-    actor: str | None = None,
-    via: str = CLI,
+    author: Author = COMMAND,
 ) -> None:
-    """Record a change. actor: None means the user of this process."""
+    """Record a change."""
     conn.execute(
         insert(AuditRecord).values(
             at=now,
-            actor=clean(operating_user() if actor is None else actor),
-            via=via,
+            actor=clean(operating_user() if author.user is None else author.user),
+            via=author.via,
             action=action,
             subject=clean(subject),
             detail=clean_json({k: clean(v) if isinstance(v, str) else v for k, v in detail.items()}),

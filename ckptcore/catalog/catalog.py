@@ -44,6 +44,7 @@ from ckptcore.catalog.types import (
     ConversionDetail,
     ConversionFacts,
     ConversionRow,
+    ConversionStart,
     FileRow,
     Kind,
     Lineage,
@@ -152,34 +153,18 @@ class Catalog:
         tool_version: str,
         flow_run_id: str | None = None,
     ) -> str:
-        """Record that a conversion starts, and return its id.
+        """Record that a conversion starts, and return its id. See `ConversionStart` for the arguments."""
+        start = ConversionStart(request, source_uri, destination_uri, verb, tool_version, flow_run_id)
+        return self.begin_each([start])[0]
 
-        Args:
-            request: the options of the conversion, as JSON values.
-            source_uri: the URI of the source checkpoint.
-            destination_uri: the URI of the output.
-            verb: the command, such as ``consolidate``.
-            tool_version: the version of ckptcore.
-            flow_run_id: the id of the Prefect flow run, if any.
-        """
-        row = {
-            "request": request,
-            "source_uri": source_uri,
-            "destination_uri": destination_uri,
-            "verb": verb,
-            "tool_version": tool_version,
-            "flow_run_id": flow_run_id,
-        }
-        return self.begin_each([row])[0]
-
-    def begin_each(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Record in one transaction that several conversions start. rows: the arguments of each `begin`."""
+    def begin_each(self, starts: Iterable[ConversionStart]) -> tuple[str, ...]:
+        """Record in one transaction that several conversions start."""
         process, conversion_ids = this_process(), list[str]()
         try:
             with self.writing() as conn:
                 conversions.end_interrupted(conn, clock(conn), *conversions.of_machine(process))
                 conversion_ids += [
-                    conversions.begin_conversion(conn, clock(conn), process=process, **r) for r in rows
+                    conversions.begin_conversion(conn, clock(conn), start, process) for start in starts
                 ]
             _RUNNING.update(dict.fromkeys(conversion_ids, process))
             RUNNING.add(self.renew, conversion_ids)

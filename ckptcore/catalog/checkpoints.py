@@ -34,7 +34,7 @@ from ckptcore.errors import LEVELS, Finding, UsageError
 from ckptcore.utils.part_digest import is_crc
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import ColumnElement, Connection, Row
 
 _ENDED = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)  # nothing of it is at its place
 
@@ -52,41 +52,13 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     places, manifest = same_places(facts.uri), hex_digest(facts.manifest_digest)
     uri = places[0]
     files = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
-    content = content_digest(files)
     extra = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.extra]
-    same_manifest = select(
-        Checkpoint.id,
-        Checkpoint.uuid,
-        Checkpoint.content_digest,
-        Checkpoint.state,
-        Checkpoint.run_id,
-        Checkpoint.step,
-    ).where(Checkpoint.uri.in_(places), Checkpoint.manifest_digest == manifest)
-    newest = (Checkpoint.replaced_at.is_not(None), Checkpoint.uri != uri, Checkpoint.id.desc())
-    same = conn.execute(same_manifest.order_by(*newest)).all()
-    digests = {path: digest for path, _, digest in files if digest}
-    if digests:
-        # Prefer the row of this content, else one whose known digests are not others.
-        same = [row for row in same if content and row.content_digest == content] or [
-            row for row in same if not _has_others(conn, row.id, digests)
-        ]
-    if same:
-        row = same[0]
-        changes: dict[str, Any] = {"replaced_at": None, "deleted_at": None}
-        if row.state in (State.REPLACED, State.GONE, State.RETIRED, State.DELETED):
-            changes["state"] = State.PRESENT.value
-        if row.state == State.RETIRED and _stays_in_place(conn, row.id):
-            changes["state"] = State.RETIRED.value
+    row = _same_content(conn, places, manifest, files)
+    if row is not None:
+        changes = _new_values(conn, now, row, facts)
         if kind is Kind.DERIVED:
             changes["kind"] = kind.value
-        # A run or a step that is recorded stays: those in `facts` may be a guess from the folder's name.
-        if facts.run is not None and row.run_id is None:
-            changes["run_id"] = _run(conn, now, facts.run)
-        if facts.step is not None and row.step is None:
-            changes["step"] = facts.step
-        if facts.fingerprint is not None:
-            changes["fingerprint"] = facts.fingerprint
-        if digests:
+        if any(digest for _, _, digest in files):
             changes |= _add_digests(conn, row.id, files)
         _replace_extra(conn, row.id, extra)
         conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
@@ -109,7 +81,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
                 num_files=len(files),
                 dtypes=",".join(_dtypes(facts)),
                 manifest_digest=manifest,
-                content_digest=content,
+                content_digest=content_digest(files),
                 origin=clean_json(facts.origin),
                 created_at=now,
                 fingerprint=facts.fingerprint,
@@ -129,6 +101,47 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     for origin, training in facts.training:
         training_rows.put(conn, now, checkpoint, training, origin)
     return checkpoint, public
+
+
+def _same_content(
+    conn: Connection, places: Sequence[str], manifest: str, files: Sequence[tuple[str, int, str | None]]
+) -> Row[Any] | None:
+    """Return the row of a manifest at one of these places, unless its recorded digests are others."""
+    content = content_digest(files)
+    same_manifest = select(
+        Checkpoint.id,
+        Checkpoint.uuid,
+        Checkpoint.content_digest,
+        Checkpoint.state,
+        Checkpoint.run_id,
+        Checkpoint.step,
+    ).where(Checkpoint.uri.in_(places), Checkpoint.manifest_digest == manifest)
+    newest = (Checkpoint.replaced_at.is_not(None), Checkpoint.uri != places[0], Checkpoint.id.desc())
+    same = conn.execute(same_manifest.order_by(*newest)).all()
+    digests = {path: digest for path, _, digest in files if digest}
+    if digests:
+        # Prefer the row of this content, else one whose known digests are not others.
+        same = [row for row in same if content and row.content_digest == content] or [
+            row for row in same if not _has_others(conn, row.id, digests)
+        ]
+    return same[0] if same else None
+
+
+def _new_values(conn: Connection, now: datetime, row: Row[Any], facts: CheckpointFacts) -> dict[str, Any]:
+    """Return the changes of a row whose content was seen again."""
+    changes: dict[str, Any] = {"replaced_at": None, "deleted_at": None}
+    if row.state in (State.REPLACED, State.GONE, State.RETIRED, State.DELETED):
+        changes["state"] = State.PRESENT.value
+    if row.state == State.RETIRED and _stays_in_place(conn, row.id):
+        changes["state"] = State.RETIRED.value
+    # A run or a step that is recorded stays: those in `facts` may be a guess from the folder's name.
+    if facts.run is not None and row.run_id is None:
+        changes["run_id"] = _run(conn, now, facts.run)
+    if facts.step is not None and row.step is None:
+        changes["step"] = facts.step
+    if facts.fingerprint is not None:
+        changes["fingerprint"] = facts.fingerprint
+    return changes
 
 
 def _keep_ties(conn: Connection, checkpoint: int, places: Sequence[str]) -> None:

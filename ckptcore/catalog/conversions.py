@@ -7,7 +7,7 @@ then changing it is safe.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,15 @@ from ckptcore.catalog.holdings import put_stamp
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
 from ckptcore.catalog.query import current_first
-from ckptcore.catalog.types import CheckpointFacts, ConversionFacts, Direction, Kind, Outcome, State
+from ckptcore.catalog.types import (
+    CheckpointFacts,
+    ConversionFacts,
+    ConversionStart,
+    Direction,
+    Kind,
+    Outcome,
+    State,
+)
 from ckptcore.errors import CatalogError, Finding, UsageError
 from ckptcore.utils import processes
 from ckptcore.utils.dataclass import dataclass
@@ -37,16 +45,7 @@ LEASE = timedelta(minutes=5)  # silence after which a conversion of another mach
 
 
 def begin_conversion(
-    conn: Connection,
-    now: datetime,
-    request: Mapping[str, Any],
-    *,
-    source_uri: str,
-    destination_uri: str,
-    verb: str,
-    tool_version: str,
-    flow_run_id: str | None,
-    process: Sequence[str] = (),
+    conn: Connection, now: datetime, start: ConversionStart, process: Sequence[str] = ()
 ) -> str:
     """Insert a running conversion and return its id. process: that runs it, () if it ends at once."""
     new = str(uuid.uuid4())
@@ -54,13 +53,13 @@ def begin_conversion(
         insert(Conversion)
         .values(
             uuid=new,
-            verb=verb,
+            verb=start.verb,
             state=Outcome.RUNNING.value,
-            source_uri=normal_uri(source_uri),
-            destination_uri=normal_uri(destination_uri),
-            request=clean_json(request),
-            tool_version=tool_version,
-            flow_run_id=flow_run_id,
+            source_uri=normal_uri(start.source_uri),
+            destination_uri=normal_uri(start.destination_uri),
+            request=clean_json(start.request),
+            tool_version=start.tool_version,
+            flow_run_id=start.flow_run_id,
             started_at=now,
             timings="{}",
         )
@@ -372,16 +371,8 @@ def _adopted(
     )
     if conn.execute(writers).first() is not None:
         return None
-    public = begin_conversion(
-        conn,
-        now,
-        {"rebuilt": True},
-        source_uri=source.uri,
-        destination_uri=output.uri,
-        verb=verb,
-        tool_version=version,
-        flow_run_id=None,
-    )
+    start = ConversionStart({"rebuilt": True}, source.uri, output.uri, verb, version)
+    public = begin_conversion(conn, now, start)
     row = _conversion(conn, public)
     _link(conn, row.id, {(source.id, Direction.IN), (output.id, Direction.OUT)})
     ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}

@@ -81,42 +81,34 @@ def ask(
         raise UsageError(f"the statement is not text: {error.reason}", hint="write it in UTF-8") from error
     if "\0" in statement:
         raise UsageError("the statement contains a NUL character", hint="remove it")
-    limit = min(limit, _MOST_ROWS)
+    asked = sqlworker.Asked(
+        place="",
+        statement=statement,
+        explain=explain,
+        rows=min(limit, _MOST_ROWS) + 1,  # one more tells whether there are more
+        seconds=seconds,
+        patience=0,
+        heap=MEMORY,
+        path=sys.path,
+    )
     connect(url, create=False).dispose()  # check that it exists, and is a catalog of this version
     parsed = parse(url)
     if parsed.get_backend_name() != "sqlite":
-        return _postgresql(parsed, statement, limit, seconds, explain)
+        return _postgresql(parsed, asked)
     path = sqlite_path(parsed)
     name = parsed.database or ""
     if path is None and not name.startswith("file:"):
         raise UsageError("cannot query an in-memory catalog", hint="name the file of a catalog")
     place = name.partition("?")[0] if path is None else f"file:{quote(str(path.absolute()))}"
-    return _ask_worker(f"{place}?mode=ro", statement, limit, seconds, explain, 0, MEMORY, place)
+    return _ask_worker(asked | {"place": f"{place}?mode=ro"}, place)
 
 
-def _ask_worker(
-    place: str | dict[str, Any],
-    statement: str,
-    limit: int,
-    seconds: float,
-    explain: bool,
-    patience: float,
-    heap: int,
-    label: str,
-) -> Answer:
-    asked = sqlworker.Asked(
-        place=place,
-        statement=statement,
-        explain=explain,
-        rows=limit + 1,
-        seconds=seconds,
-        patience=patience,
-        heap=heap,
-        path=sys.path,
-    )
+def _ask_worker(asked: sqlworker.Asked, label: str) -> Answer:
+    """Return the answer of a process. label: the catalog, for messages."""
+    seconds, limit = asked["seconds"], asked["rows"] - 1
     # -I: ignore the user's environment; -S: skip site-packages, whose search takes longer than the rest.
     command = [sys.executable, "-I", "-S", sqlworker.__file__]
-    most = seconds + patience + sqlworker.GRACE
+    most = seconds + asked["patience"] + sqlworker.GRACE
     try:
         process = subprocess.run(
             command,
@@ -142,7 +134,7 @@ def _ask_worker(
     return Answer(tuple(answer["columns"]), rows[:limit], len(rows) > limit)
 
 
-def _postgresql(url: URL, statement: str, limit: int, seconds: float, explain: bool) -> Answer:
+def _postgresql(url: URL, asked: sqlworker.Asked) -> Answer:
     engine = engine_for(url)
     try:
         # As SQLAlchemy would connect: it translates a URL's query into arguments.
@@ -151,7 +143,7 @@ def _postgresql(url: URL, statement: str, limit: int, seconds: float, explain: b
         engine.dispose()
     place = connect_arguments(url) | {k: v for k, v in place.items() if k != "context"}
     label = url.render_as_string(hide_password=True)
-    return _ask_worker(place, statement, limit, seconds, explain, _PATIENCE, 0, label)
+    return _ask_worker(asked | {"place": place, "patience": _PATIENCE, "heap": 0}, label)
 
 
 def _error_of(kind: str, message: str, seconds: float, label: str) -> CkptError:

@@ -113,6 +113,27 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversionStart:
+    """What is known of a conversion that starts.
+
+    Attributes:
+        request: the options of the conversion, as JSON values.
+        source_uri: the URI of the source checkpoint.
+        destination_uri: the URI of the output.
+        verb: the command, such as ``consolidate``.
+        tool_version: the version of ckptcore.
+        flow_run_id: the id of the Prefect flow run, if any.
+    """
+
+    request: Mapping[str, Any]
+    source_uri: str
+    destination_uri: str
+    verb: str
+    tool_version: str
+    flow_run_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ConversionFacts:
     """The facts to record about a conversion that has published its output.
 

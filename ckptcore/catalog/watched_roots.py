@@ -56,8 +56,7 @@ def add(
     uri: str,
     *,
     include: Sequence[str] = (),
-    target: Mapping[str, Any] | None = None,
-    also: Sequence[Mapping[str, Any]] = (),
+    targets: Sequence[Mapping[str, Any]] = ({},),
     retention: Mapping[str, Any] | None = None,
 ) -> RootRow:
     """Add a watched root. Raises `UsageError` if the name is empty or taken, or nothing can watch the URI."""
@@ -77,7 +76,7 @@ def add(
             name=storable(name),
             uri=normal_uri(uri),
             include=clean_json(list(include)),
-            target=clean_json(_stored(target or {}, also, retention or {})),
+            target=clean_json(_stored(targets, retention or {})),
             enabled=True,
             created_at=now,
         )
@@ -90,15 +89,13 @@ def change(
     name: str,
     *,
     include: Sequence[str] | None = None,
-    target: Mapping[str, Any] | None = None,
-    also: Sequence[Mapping[str, Any]] | None = None,
+    targets: Sequence[Mapping[str, Any]] | None = None,
     retention: Mapping[str, Any] | None = None,
 ) -> RootRow:
     """Replace settings of a root; None leaves one as it is. Raises `UsageError` if there is no such root."""
     row = get(conn, name)
     stored = _stored(
-        row.target if target is None else target,
-        row.also if also is None else also,
+        (row.target, *row.also) if targets is None else targets,
         row.retention if retention is None else retention,
     )
     values = {
@@ -150,13 +147,11 @@ def enabled_uris(conn: Connection) -> tuple[str, ...]:
     return tuple(conn.execute(query).scalars())
 
 
-def _stored(
-    target: Mapping[str, Any], also: Sequence[Mapping[str, Any]], retention: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the JSON form of a root's settings; without the others it is that of its target."""
-    form = dict(target)
+def _stored(targets: Sequence[Mapping[str, Any]], retention: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON form of a root's settings: that of its first target, and the others in it."""
+    form, *also = map(dict, targets)
     if also:
-        form[_ALSO] = [dict(target_settings) for target_settings in also]
+        form[_ALSO] = also
     if retention:
         form[_RETENTION] = dict(retention)
     return form

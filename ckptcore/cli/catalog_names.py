@@ -270,7 +270,7 @@ def add_root(
         _target_form(target, destination, verb, options),
         *(_object(also_target, "--also") for also_target in also or ()),
     ]
-    first, *further = settled_all(forms, reads=is_here)
+    targets = settled_all(forms, reads=is_here)
     retained = checked(_object(retention or "{}", "--retention"))
     with open_catalog(catalog) as catalog_db, catalog_db.writing() as conn:
         row = roots.add(
@@ -279,8 +279,7 @@ def add_root(
             name,
             uri,
             include=include or (),
-            target=first.as_dict(),
-            also=[also_target.as_dict() for also_target in further],
+            targets=[each_target.as_dict() for each_target in targets],
             retention=retained,
         )
     answer((row,), output)
@@ -314,13 +313,12 @@ def set_root(
         row = roots.get(conn, name)
         require_sound(row)  # what an odd row asks for would be replaced by defaults
         further = row.also if also is None else [_object(also_target, "--also") for also_target in also]
-        first, *also_targets = settled_all([{**row.target, **changes}, *further], reads=_is_here(row.uri))
+        targets = settled_all([{**row.target, **changes}, *further], reads=_is_here(row.uri))
         row = roots.change(
             conn,
             name,
             include=include,
-            target=first.as_dict(),
-            also=[also_target.as_dict() for also_target in also_targets],
+            targets=[each_target.as_dict() for each_target in targets],
             retention=None if retention is None else checked(_object(retention, "--retention")),
         )
     answer((row,), output)

@@ -452,21 +452,7 @@ def _prepare(
     """See `prepare`. just_read: the manifest is of a moment ago, and this process carries out the plan."""
     staging.sweep_gone()
     staging.finish_interrupted_publish()
-    refusals: list[CkptError] = []
-
-    def look() -> None:
-        refusals.clear()
-        try:
-            refuse_existing(request)
-        except CkptError as error:  # unless an earlier run published there
-            refusals.append(error)
-
-    names = staging.look_ahead(look)
-    record = noted(staging)
-    earlier = _Earlier(record, staging.published_plan(record), staging.publishing_plan(record), names)
-    if earlier.plan is None and refusals:
-        _remove_if_unused(staging)
-        raise refusals[0]
+    earlier = _earlier_run(request, staging)
     manifest = manifest or inspect(request.source, request.recover, request.keep_quantized, request.weights)
     try:
         composed = compose(request, manifest, topology=topology)
@@ -482,7 +468,7 @@ def _prepare(
         resumed, anew = _resume(staging, composed, stamps, earlier, keep=request.resume)
         records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
         if resumed is None:
-            replaced = _replaced(request, composed, settings, catalog_url, record)
+            replaced = _replaced(request, composed, settings, catalog_url, earlier.record)
             records.insert(0, packed_replaced(replaced))
         staging.beside_uploads(plan, settings)  # refused now, and not after hours of uploading
         if anew and just_read:
@@ -515,6 +501,26 @@ def _prepare(
         plan.digest,
         composed.timings,
     )
+
+
+def _earlier_run(request: Request, staging: Staging) -> _Earlier:
+    """Return what an earlier run left; without one, refuse a destination that exists."""
+    refusals: list[CkptError] = []
+
+    def look() -> None:
+        refusals.clear()
+        try:
+            refuse_existing(request)
+        except CkptError as error:  # unless an earlier run published there
+            refusals.append(error)
+
+    names = staging.look_ahead(look)
+    record = noted(staging)
+    earlier = _Earlier(record, staging.published_plan(record), staging.publishing_plan(record), names)
+    if earlier.plan is None and refusals:
+        _remove_if_unused(staging)
+        raise refusals[0]
+    return earlier
 
 
 def _resume(

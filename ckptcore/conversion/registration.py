@@ -32,6 +32,7 @@ from ckptcore.utils.step_names import step_of
 if TYPE_CHECKING:
     from ckptcore.catalog import CheckpointFacts
     from ckptcore.catalog.catalog import Catalog
+    from ckptcore.catalog.types import ConversionStart
     from ckptcore.conversion.publish import Result
 
 _MOST = (1 << 63) - 1  # a forged shape can claim more than a database integer can store
@@ -91,7 +92,8 @@ def start(
 
     # No connection stays open while files are written, nor where it may not begin; the next use opens one.
     with open_catalog(catalog_url if isinstance(catalog_url, str) else None) as catalog:
-        conversion_id, recorded = catalog.begin(**_begun(request, flow_run_id)), catalog.at(request.source)
+        (conversion_id,) = catalog.begin_each([_start_of(request, flow_run_id)])
+        recorded = catalog.at(request.source)
     return Registration(catalog, conversion_id, request, announcement, recorded)
 
 
@@ -102,7 +104,7 @@ def start_each(
     announcement: Announcement = UNANNOUNCED,
 ) -> list[Registration]:
     """Record the begin of several conversions in one transaction; see `start`."""
-    numbers = catalog.begin_each([_begun(request, flow_run_id) for request in requests])
+    numbers = catalog.begin_each([_start_of(request, flow_run_id) for request in requests])
     recorded = catalog.at_each(request.source for request in requests)
     return [
         Registration(catalog, number, request, announcement, source)
@@ -110,18 +112,12 @@ def start_each(
     ]
 
 
-def _begun(request: Request, flow_run_id: str | None) -> dict[str, Any]:
-    """Return what `Catalog.begin` records of a request."""
+def _start_of(request: Request, flow_run_id: str | None) -> ConversionStart:
+    from ckptcore.catalog.types import ConversionStart
     from ckptcore.utils.version import __version__
 
-    return {
-        "request": request.as_dict(),
-        "source_uri": request.source,
-        "destination_uri": request.destination,
-        "verb": request.verb,
-        "tool_version": __version__,
-        "flow_run_id": flow_run_id,
-    }
+    options, ends = request.as_dict(), (request.source, request.destination)
+    return ConversionStart(options, *ends, request.verb, __version__, flow_run_id)
 
 
 def register(registration: Registration | None, result: Result, source: Manifest) -> Result:

@@ -96,12 +96,7 @@ class S3Destination(Destination):
 
 
 def complete_uploads(
-    staging: Staging,
-    places: DestinationKeys,
-    uploads: Uploads,
-    handles: Mapping[str, Uploaded],
-    list_leftovers: Callable[[], object],
-    publication: Publication,
+    destination: UploadedDestination,
     commit: Collection[str],
     staged: Mapping[str, int],
     read: Callable[[Readable], object],
@@ -110,12 +105,7 @@ def complete_uploads(
     """Publish an output by completing its uploads, and copying the files that are staged as a whole.
 
     Args:
-        staging: The staging prefix.
-        places: The keys of both.
-        uploads: The uploads of the plan.
-        handles: Name below the destination -> upload.
-        list_leftovers: Called once nothing more is staged.
-        publication: New, or as an earlier run recorded it.
+        destination: With the uploads to complete.
         commit: The files that make the folder loadable.
         staged: Path -> bytes of the files that are staged as a whole.
         read: Reads and checks the output, before the last files are written.
@@ -124,13 +114,12 @@ def complete_uploads(
     Returns:
         A finding if the store keeps no checksums of what it received.
     """
-    destination = _UploadedDestination(staging, publication, places, handles, uploads, list_leftovers)
     publish_remote(destination, commit, lambda: read(destination.as_published(staged)), inventory)
     completed = destination.completed
     without = [
         name
         for name, completed_object in completed.items()
-        if not require_checksum(completed_object, handles[name])
+        if not require_checksum(completed_object, destination.handles[name])
     ]
     if not without:
         return ()
@@ -139,8 +128,16 @@ def complete_uploads(
     return (finding("unproven", "bytes", message, file=without[0] or None, hint=hint),)
 
 
-class _UploadedDestination(S3Destination):
+class UploadedDestination(S3Destination):
     """A destination with uploads to complete.
+
+    Args:
+        staging: The staging prefix.
+        publication: New, or as an earlier run recorded it.
+        places: The keys of both.
+        handles: Name below the destination -> upload.
+        uploads: The uploads of the plan.
+        list_leftovers: Called once nothing more is staged.
 
     Attributes:
         completed: Name -> object of the uploads that are completed.

@@ -11,13 +11,14 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from ckptcore.conversion.object_staging import ObjectStaging
 from ckptcore.conversion.publication_record import ITSELF, Publication
-from ckptcore.conversion.s3_publication import S3Destination, complete_uploads
+from ckptcore.conversion.s3_publication import S3Destination, UploadedDestination, complete_uploads
 from ckptcore.conversion.staged_uploads import beside_uploads, cut_file, is_uploaded, object_places
 from ckptcore.conversion.staging import DRAFT, LEASE, PARTS, PUBLISHING, RECORDS, UPLOADS, UploadCompletion
-from ckptcore.errors import DestinationUnwritable
+from ckptcore.errors import DestinationUnwritable, Finding
 from ckptcore.execution.join_uploads import join_uploads
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.receipts import Receipt
@@ -179,7 +180,11 @@ class S3Staging(ObjectStaging):
         if not handles:
             return None
         uploads = self.places.uploads(plan)
-        publish = partial(complete_uploads, self, self.places, uploads, handles, self.list_leftovers)
+
+        def publish(publication: Publication, *output: Any) -> tuple[Finding, ...]:
+            ends = self.places, handles, uploads, self.list_leftovers
+            return complete_uploads(UploadedDestination(self, publication, *ends), *output)
+
         return UploadCompletion(uploads, handles, publish)
 
     def cut(self, plan: Plan, file: FilePlan, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:

@@ -84,7 +84,7 @@ def execute_files(
         meter.add(reused_bytes)
     if old.doubted:
         budget, _ = expect_files(replace(run, uploads=None), list(old.doubted), settings, records)
-        recomputed, _ = _Run(run, settings, records, meter, budget=budget, compare=True).finish(
+        recomputed, _ = _Run(run, settings, records, meter, (budget, None), compare=True).finish(
             list(old.doubted)
         )
         for index, receipt in recomputed.items():
@@ -94,8 +94,8 @@ def execute_files(
     if todo and run.elsewhere is not None:
         receipts |= run.elsewhere(todo, records, meter)
     elif todo:
-        budget, order = expect_files(run, todo, settings, records, part)
-        receipts |= _Run(run, settings, records, meter, budget=budget, part=part, order=order).finish(todo)[0]
+        schedule = expect_files(run, todo, settings, records, part)
+        receipts |= _Run(run, settings, records, meter, schedule, part=part).finish(todo)[0]
     # The store's checksums last: they also cover what `finish` reads.
     records.finish(settings.threads)
     prove_files(run, indices, records)
@@ -121,7 +121,7 @@ def write_files(
 
     What others read the rest of stays open in ``records``. Raises the first error of any worker.
     """
-    written, _ = _Run(run, settings, records, meter, budget=Budget.of(settings)).finish(indices)
+    written, _ = _Run(run, settings, records, meter, (Budget.of(settings), None)).finish(indices)
     return tuple(written[index] for index in indices)
 
 
@@ -140,7 +140,7 @@ def recompute_files(
     means = replace(settings, digest=False, fingerprint=False)
     meter = ProgressMeter(progress, "verify", run.total)
     budget, _ = expect_files(replace(run, uploads=None), indices, means, records)  # compared in file order
-    _, differing = _Run(run, means, records, meter, budget=budget, compare=True).finish(indices)
+    _, differing = _Run(run, means, records, meter, (budget, None), compare=True).finish(indices)
     for writer in differing:
         raise writer.mismatch()
     records.finish(settings.threads)
@@ -150,6 +150,7 @@ def recompute_files(
 class _Run:
     """The files that one group of workers makes, its buffers, and its shared state.
 
+    ``schedule`` is as `expect_files` returns it: the budget, and the order of reads, None for that of files.
     ``compare`` compares the files with the existing ones instead of writing them.
     """
 
@@ -159,16 +160,15 @@ class _Run:
         settings: Settings,
         records: Records,
         meter: ProgressMeter,
+        schedule: tuple[Budget, SourceOrder | None],
         *,
-        budget: Budget,
         part: FilePart | None = None,
-        order: SourceOrder | None = None,
         compare: bool = False,
     ) -> None:
         self._run, self._settings, self._records, self._meter = run, settings, records, meter
-        self._part, self._order, self._compare = part, order, compare
-        self._budget = budget
-        records.limit_decoded(budget.decoded)
+        self._part, self._compare = part, compare
+        self._budget, self._order = schedule
+        records.limit_decoded(self._budget.decoded)
         self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}

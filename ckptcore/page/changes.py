@@ -20,7 +20,7 @@ def set_alias(
 ) -> AliasRow:
     """Set an alias, if it still refers to the checkpoint that the user expects; None expects nothing."""
     with catalog.writing() as conn:
-        return aliases.promote(conn, clock(conn), name, ref, expect, force=force, actor=user, via=audit.PAGE)
+        return aliases.promote(conn, clock(conn), name, ref, expect, force=force, author=_author(user))
 
 
 def roll_back(catalog: Catalog, user: str, name: str, expect: str | None, force: bool = False) -> AliasRow:
@@ -29,7 +29,7 @@ def roll_back(catalog: Catalog, user: str, name: str, expect: str | None, force:
         before = aliases.previous(conn, name)
         expected = expect or aliases.get(conn, name).checkpoint
         now = clock(conn)
-        return aliases.promote(conn, now, name, before, expected, force=force, actor=user, via=audit.PAGE)
+        return aliases.promote(conn, now, name, before, expected, force=force, author=_author(user))
 
 
 def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: datetime | None) -> HoldRow:
@@ -39,7 +39,7 @@ def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: dateti
         hold = holds.place(conn, now, ref, reason, owner=user, until=until)
         row = _active(holds.active(conn, now, ref), hold)
         detail = {"hold": hold, "reason": reason, "until": None if until is None else f"{until:%Y-%m-%d}"}
-        audit.note(conn, now, "hold.place", row.checkpoint, detail, actor=user, via=audit.PAGE)
+        audit.note(conn, now, "hold.place", row.checkpoint, detail, _author(user))
     return row
 
 
@@ -50,7 +50,7 @@ def release_hold(catalog: Catalog, user: str, hold: str) -> HoldRow:
         row = _active(holds.active(conn, now), hold)
         holds.release(conn, now, hold)
         detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
-        audit.note(conn, now, "hold.release", row.checkpoint, detail, actor=user, via=audit.PAGE)
+        audit.note(conn, now, "hold.release", row.checkpoint, detail, _author(user))
     return row
 
 
@@ -61,7 +61,7 @@ def retry(catalog: Catalog, user: str, name: str, ref: str) -> tuple[str, ...]:
         now = clock(conn)
         reopened = queue.retry(conn, now, ref)
         for row_id in reopened:
-            audit.note(conn, now, f"{name}.retry", row_id, {}, actor=user, via=audit.PAGE)
+            audit.note(conn, now, f"{name}.retry", row_id, {}, _author(user))
     return reopened
 
 
@@ -73,6 +73,10 @@ def day(text: str) -> datetime | None:
         return datetime.combine(parse_date(text), datetime.min.time(), UTC)
     except InvalidText as error:
         raise UsageError(f"{text[:20]!r} is not a date", hint="as in 2027-01-31") from error
+
+
+def _author(user: str) -> audit.Author:
+    return audit.Author(user, "page")
 
 
 def _active(active: tuple[HoldRow, ...], hold: str) -> HoldRow:

@@ -125,7 +125,7 @@ def fill(box: Path) -> None:
     with open_catalog(str(box / "catalog.sqlite")) as catalog:
         now = datetime.now(UTC)
         with catalog.writing() as conn:
-            roots.add(conn, now, "root", str(box / "runs"), target={"to": "safetensors"})
+            roots.add(conn, now, "root", str(box / "runs"), targets=[{"to": "safetensors"}])
         assert run(["catalog", "rebuild", str(box / "whole"), "--catalog", catalog.url]) == 0
         with catalog.writing() as conn:
             aliases.set_alias(conn, now, "best", str(box / "whole"))

@@ -27,7 +27,7 @@ def filled(catalog, facts, url, request, tmp_path):
     with catalog.writing() as conn:
         aliases.set_alias(conn, NOW, "best", checkpoint)
         holds.place(conn, NOW, checkpoint, "because")
-        roots.add(conn, NOW, "root", str(tmp_path / "runs"), target={"to": "safetensors"})
+        roots.add(conn, NOW, "root", str(tmp_path / "runs"), targets=[{"to": "safetensors"}])
     if "://" not in url:
         return url
     every = ("ALL TABLES IN SCHEMA", "ALL SEQUENCES IN SCHEMA")

@@ -9,6 +9,7 @@ from sqlalchemy import update
 
 from ckptcore.catalog import conversions, heartbeats, maintenance
 from ckptcore.catalog.models import ConversionProcess
+from ckptcore.catalog.types import ConversionStart
 from ckptcore.errors import Interrupted
 from ckptcore.utils import processes
 
@@ -149,11 +150,10 @@ def test_a_process_is_looked_at_once_for_all_its_conversions_and_all_sources(
     for n in range(5):
         convert(facts(f"/s{n}"), facts(f"/out/other{n}", content=f"c{n}"))
     [[*process]] = [text.split() for text in finish(forks(PROCESS))]
-    given = {"verb": "consolidate", "tool_version": "1", "flow_run_id": None, "process": process}
     with catalog.writing() as conn:
         rows = tuple(
             conversions.begin_conversion(
-                conn, datetime.now(UTC), {}, source_uri="/s0", destination_uri=f"/out/{n}", **given
+                conn, datetime.now(UTC), ConversionStart({}, "/s0", f"/out/{n}", "consolidate", "1"), process
             )
             for n in range(5)
         )
@@ -202,15 +202,13 @@ def test_marks_go_with_the_conversions_of_a_process(catalog, tmp_path, monkeypat
     (tmp_path / "marks").mkdir()
     monkeypatch.setattr(processes, "_FOLDERS", (str(tmp_path / "marks"),))
     monkeypatch.setattr(processes, "_MARKS", processes._Marks())
-    row = {"request": {}, "verb": "consolidate", "tool_version": "1", "flow_run_id": None}
-    with pytest.raises(TypeError):
-        catalog.begin_each([row])  # it names no source
+    starts = [ConversionStart({}, source, "/out", "consolidate", "1") for source in ("/b", "/c", None)]
+    with pytest.raises(AttributeError):
+        catalog.begin_each(starts)  # the last one names no source
     assert catalog.begin_each([]) == ()
     assert not list((tmp_path / "marks").iterdir())
     first = begin(catalog, "/a")
-    second, third = catalog.begin_each(
-        [row | {"source_uri": "/b", "destination_uri": f"/out/{n}"} for n in range(2)]
-    )
+    second, third = catalog.begin_each(starts[:2])
     for conversion in (first, second, third):
         assert list((tmp_path / "marks").iterdir())
         catalog.fail(conversion, code="x", message="")

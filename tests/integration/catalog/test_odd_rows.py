@@ -242,7 +242,7 @@ def test_one_odd_root_is_one_root(url, tmp_path):
         with catalog.writing() as conn:
             for name in ("a", "b"):
                 roots.add(
-                    conn, now, name, str(tmp_path / name), target={"destination": "{root}/../out/{name}"}
+                    conn, now, name, str(tmp_path / name), targets=[{"destination": "{root}/../out/{name}"}]
                 )
             conn.execute(text("UPDATE watched_roots SET target = '{' WHERE name = 'a'"))
         found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0)
@@ -256,7 +256,7 @@ def test_an_odd_state_of_a_place_is_checked_anew(url, tmp_path):
         save(tmp_path / "a" / f"step-{step}", step)
     with open_catalog(url) as catalog:
         with catalog.writing() as conn:
-            roots.add(conn, now, "a", str(tmp_path / "a"), target={"destination": "{root}/../out/{name}"})
+            roots.add(conn, now, "a", str(tmp_path / "a"), targets=[{"destination": "{root}/../out/{name}"}])
 
         def swept():
             found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0)

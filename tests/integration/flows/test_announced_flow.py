@@ -142,7 +142,7 @@ def test_a_place_that_was_saved_twice_is_not_taken_for_converted(
     # A target of a watched root that replaces its outputs has the new values.
     with open_catalog(catalog) as known, known.writing() as conn:
         target = {"verb": "consolidate", "destination": f"{out.parent}/{{name}}", "overwrite": True}
-        roots.add(conn, datetime.now(UTC), "r", str(tmp_path / "run"), target=target)
+        roots.add(conn, datetime.now(UTC), "r", str(tmp_path / "run"), targets=[target])
     assert arrived(source).is_completed()
     assert observe.equal(observe.tensors(out), second)
     assert arrived(source).name == "Already"

@@ -274,7 +274,7 @@ def _run_flows(root, url):
     assert not convert("llama/step-30", "out/30")
     with open_catalog(url) as catalog, catalog.writing() as conn:
         target = {"verb": "export", "destination": "{root}/../exports/{name}"}
-        roots.add(conn, NOW, "mistral", str(root / "mistral"), target=target)
+        roots.add(conn, NOW, "mistral", str(root / "mistral"), targets=[target])
     state = sweep(min_age="0s", workers=1, catalog=url, return_state=True)
     assert state.is_completed(), state.message
     assert convert("mistral/step-5", "exports/bf16-5", verb="export", dtype="bf16")
@@ -305,7 +305,7 @@ def _add(root, url):
             holds.place(conn, NOW, str(root / "llama/step-20"), "paper", owner="ana")
             holds.release(conn, NOW, holds.place(conn, NOW, str(root / "out/20"), "over"))
             note = {"reason": "paper"}
-            audit.note(conn, NOW, "hold.place", str(root / "llama/step-20"), note, actor="ana")
+            audit.note(conn, NOW, "hold.place", str(root / "llama/step-20"), note, audit.Author("ana"))
             roots.add(conn, NOW, "llama", str(root / "llama"))
             roots.swept(conn, NOW, "llama", "3 found")
         with catalog.queueing() as conn:

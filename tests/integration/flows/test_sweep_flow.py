@@ -29,7 +29,7 @@ def watched(source: Path, catalog: str) -> Path:
     root = source.parent
     with open_catalog(catalog) as known, known.writing() as conn:
         target = {"destination": DESTINATION}
-        roots.add(conn, datetime.now(UTC), "r", str(root), target=target)
+        roots.add(conn, datetime.now(UTC), "r", str(root), targets=[target])
     return root
 
 
@@ -75,7 +75,7 @@ def test_one_root_in_trouble_leaves_the_others_alone(
 
     shutil.copytree(watched / "step-7", watched / "step-9")
     with open_catalog(catalog) as known, known.writing() as conn:
-        roots.add(conn, datetime.now(UTC), "z", str(watched), target={"destination": f"{DESTINATION}-z"})
+        roots.add(conn, datetime.now(UTC), "z", str(watched), targets=[{"destination": f"{DESTINATION}-z"}])
     inner, raised = getattr(module, step), []
 
     def first(*args: Any, **more: Any) -> None:

@@ -50,7 +50,7 @@ def watch(catalog, runs):
 
     def add(name="r", include=(), **target):
         with catalog.writing() as conn:
-            return roots.add(conn, datetime.now(UTC), name, str(runs), include=include, target=target)
+            return roots.add(conn, datetime.now(UTC), name, str(runs), include=include, targets=[target])
 
     return add
 

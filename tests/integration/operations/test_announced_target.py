@@ -19,7 +19,7 @@ def root(catalog):
     def add(name, uri, destination, include=()):
         with catalog.writing() as conn:
             roots.add(
-                conn, datetime.now(UTC), name, uri, include=include, target={"destination": destination}
+                conn, datetime.now(UTC), name, uri, include=include, targets=[{"destination": destination}]
             )
 
     return add

@@ -130,7 +130,9 @@ def test_a_remembered_step_is_listed_before_it_is_converted(catalog, steps):
     assert swept(catalog, server)[0] == {"made": 2}
     with catalog.writing() as conn:
         roots.remove(conn, "r")
-        roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", target={"destination": "{root}/../new/{name}"})
+        roots.add(
+            conn, datetime.now(UTC), "r", "s3://b/runs", targets=[{"destination": "{root}/../new/{name}"}]
+        )
     del server.objects["b/runs/llama/step-1/.metadata"]
     counts, listings, _ = swept(catalog, server)
     assert counts == {"broken": 1, "made": 1}
@@ -145,7 +147,7 @@ def test_outputs_below_a_root_are_not_listed(catalog, steps, top):
     with catalog.writing() as conn:
         roots.remove(conn, "r")
         target = {"destination": f"{top}/out/{{name}}"}
-        roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", target=target)
+        roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", targets=[target])
     made = sweep(catalog, lambda request: convert(request, _MEANS, None, catalog.url), settle_s=0)
     assert made.counts == {"made": 5}
     # The root, the run, and the folder of the outputs.
@@ -156,7 +158,7 @@ def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):
     means = Settings(memory=32 << 20, workers=1, fingerprint=True)
     with catalog.writing() as conn:
         target = {"destination": "{root}/../exports/{run}/{name}"}
-        roots.add(conn, datetime.now(UTC), "r", "memory://tending/runs", target=target)
+        roots.add(conn, datetime.now(UTC), "r", "memory://tending/runs", targets=[target])
 
     def make(request):
         return convert(request, means, None, url)

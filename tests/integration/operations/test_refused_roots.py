@@ -57,7 +57,7 @@ def test_only_the_target_that_leads_back_is_refused(runs, catalog, swept, tmp_pa
     save(runs / "llama" / "step-1")
     back, other = {"destination": "{root}/{path}"}, {"destination": str(tmp_path / "out/{name}")}
     with catalog.writing() as conn:
-        roots.add(conn, datetime.now(UTC), "r", str(runs), target=back, also=[other])
+        roots.add(conn, datetime.now(UTC), "r", str(runs), targets=[back, other])
     _, made = swept()
     assert [r.destination for r in made] == [str(tmp_path / "out/step-1")]
 

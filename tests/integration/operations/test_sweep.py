@@ -192,7 +192,11 @@ def test_outputs_that_were_recorded_behind_another_mount_are_not_swept(runs, swe
         convert(Request(str(runs / "llama/step-1"), str(runs / "llama/full/step-9")), Settings(), None, url)
         with catalog.writing() as conn:
             roots.add(
-                conn, datetime.now(UTC), "m", str(mounted), target={"destination": f"{tmp_path}/o/{{path}}"}
+                conn,
+                datetime.now(UTC),
+                "m",
+                str(mounted),
+                targets=[{"destination": f"{tmp_path}/o/{{path}}"}],
             )
         assert set(swept(dry_run=True)[0]) == {"step-1", "step-2"}
     finally:

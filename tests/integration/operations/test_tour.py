@@ -135,7 +135,7 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     settings, senders = load(config, SECRETS)
     box, runs = EventQueues(url), Runs(url)
     with open_catalog(url) as catalog, catalog.writing() as conn:
-        roots.add(conn, datetime.now(UTC), "tiny", str(runs_folder), include=(), target={"verb": "export"})
+        roots.add(conn, datetime.now(UTC), "tiny", str(runs_folder), include=(), targets=[{"verb": "export"}])
 
     # Train; each save is announced with its metrics.
     losses = train(runs_folder / "tiny")

@@ -110,7 +110,7 @@ def test_the_alias_form_is_above_the_tensors_beside_the_gate_s_objection(
 def watched(either: Catalog) -> Catalog:
     """A root with a converted step, a failed, an open and a broken one, and an event that waits."""
     with either.writing() as conn:
-        roots.add(conn, NOW, "runs of ada", "/w", target={"verb": "export"}, retention={"keep_last": 2})
+        roots.add(conn, NOW, "runs of ada", "/w", targets=[{"verb": "export"}], retention={"keep_last": 2})
         roots.swept(conn, NOW, "runs of ada", "1 broken, 1 converted")
         broken = (finding("missing-file", "files", "rank3.distcp is not there", file="rank3.distcp"),)
         for step, state in ((1, "whole"), (2, "whole"), (3, "whole"), (4, "broken"), (5, "writing")):
@@ -183,7 +183,7 @@ def test_messages_are_listed_and_retried(either: Catalog) -> None:
 
 def test_no_name_is_markup_or_an_error(either: Catalog) -> None:
     with either.writing() as conn:
-        roots.add(conn, NOW, EVIL, f"/w/{EVIL}", target={EVIL: EVIL})
+        roots.add(conn, NOW, EVIL, f"/w/{EVIL}", targets=[{EVIL: EVIL}])
         roots.swept(conn, NOW, EVIL, EVIL)
         found = (finding("missing-file", "files", EVIL, file=EVIL),)
         seen = SightingRow(f"/w/{EVIL}/1", f"/w/{EVIL}", 1, "broken", "s", None, None, found, NOW, NOW, NOW)
