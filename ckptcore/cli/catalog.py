@@ -1,4 +1,4 @@
-"""Run `ckptcore catalog`: queries, lineage, tags, SQL and `rebuild`.
+"""Run `ckptcore catalog`: queries, lineage, tags, queues, SQL and `rebuild`.
 
 Answers go to standard output, as tables of at most 100 columns or, with ``--output json``, as JSON.
 `ckptcore.cli.main` turns errors into messages and exit codes.
@@ -6,14 +6,14 @@ Answers go to standard output, as tables of at most 100 columns or, with ``--out
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from ckptcore.catalog import Kind, default_url, upgrade
 from ckptcore.cli.catalog_names import alias_app, hold_app, obligation_app, root_app
-from ckptcore.cli.catalog_queues import inbox_app, outbox_app
-from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, write_json
+from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, clock, opened, write_json
 from ckptcore.cli.options import Output, group
 from ckptcore.errors import CatalogError, UsageError
 from ckptcore.utils import terminal
@@ -24,8 +24,12 @@ app.add_typer(alias_app, name="alias")
 app.add_typer(hold_app, name="hold")
 app.add_typer(obligation_app, name="obligation")
 app.add_typer(root_app, name="root")
+inbox_app = group("List received events, and retry those that failed.")
+outbox_app = group("List outgoing messages, and retry those that failed.")
 app.add_typer(inbox_app, name="inbox")
 app.add_typer(outbox_app, name="outbox")
+RowId = Annotated[str | None, typer.Argument(metavar="ID", help="Id of a row, or its beginning.")]
+Failed = Annotated[bool, typer.Option("--failed", help="All rows that have failed.")]
 
 
 @app.command("upgrade")
@@ -334,3 +338,58 @@ def rebuild(
     terminal.line(f"{recorded} recorded, {linked} of them linked to their source")
     if report.left_out:
         terminal.line(f"{left} left out; `--output json` lists each with its reason")
+
+
+def _add_commands(app: typer.Typer, name: str) -> None:
+    """Give both queues the same commands. name: the name of the queue."""
+
+    @app.command("list")
+    def list_(
+        state: Annotated[
+            str | None,
+            typer.Option(
+                "--state",
+                metavar="STATE",
+                help="Only this state: waiting, taken, done or failed. Default: all but done.",
+            ),
+        ] = None,
+        limit: Limit = 50,
+        catalog: Where = None,
+        output: As = Output.TEXT,
+    ) -> None:
+        """List the rows that are not done, newest first."""
+        with opened(catalog) as catalog_db, catalog_db.reading() as conn:
+            rows = _queue(name).listed(conn, state, limit)
+            waiting = _queue(name).postponed(conn, clock(conn)) if name == "inbox" else ()
+        answer(rows, output)
+        for reason in waiting:
+            terminal.line(str(reason), err=True)
+
+    @app.command("retry")
+    def retry(
+        ref: RowId = None, failed: Failed = False, catalog: Where = None, output: As = Output.TEXT
+    ) -> None:
+        """Retry rows that have failed.
+
+        They are due at once, and their attempts are counted from 0.
+        """
+        if (ref is None) is not failed:
+            raise UsageError(
+                "name one row, or pass --failed for all",
+                hint=f"`ckptcore catalog {name} list --state failed` lists them",
+            )
+        with opened(catalog) as catalog_db, catalog_db.queueing() as conn:
+            ids = _queue(name).retry(conn, clock(conn), ref)
+        if output is Output.JSON:
+            write_json({"put_back": list(ids)})
+            return
+        terminal.line(f"{count(len(ids), 'row')} due again" if ids else "nothing has failed")
+
+
+def _queue(name: str) -> Any:
+    # Imported only now: SQLAlchemy takes a third of a second, which the help does not need.
+    return getattr(import_module("ckptcore.catalog.queues"), name)
+
+
+_add_commands(inbox_app, "inbox")
+_add_commands(outbox_app, "outbox")

@@ -213,17 +213,13 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         result.source_digests,
         verified="coverage",
         announcement=registration.announcement,
-        prints=matching(source, numbers, old),
         training=True,
     )
     derived = facts(
-        result.written,
-        result.destination,
-        digests,
-        verified="coverage",
-        prints=matching(result.written, numbers, {}),
-        published=result.published,
+        result.written, result.destination, digests, verified="coverage", published=result.published
     )
+    read = with_fingerprints(read, matching(source, numbers, old))
+    derived = with_fingerprints(derived, matching(result.written, numbers, {}))
     derived = replace(
         derived, stamp=published_stamp(result.written) if derived.fingerprint is not None else None
     )
@@ -290,10 +286,20 @@ def record_fingerprint(
     from ckptcore.catalog import open_catalog
 
     prints = matching(manifest, fingerprinted, names)
-    warnings = [f for f in manifest.findings if f.severity == "warning"]
-    checkpoint_facts = facts(manifest, uri, verified="coverage", prints=prints)
     with open_catalog(catalog_url) as catalog:
-        catalog.record_validation(checkpoint_facts, warnings, level="coverage")
+        record_prints(catalog, manifest, uri, prints)
+
+
+def record_prints(catalog: Catalog, manifest: Manifest, uri: str, prints: StoredFingerprints) -> None:
+    """Record the fingerprints of a checkpoint and of its tensors in an open catalog."""
+    warnings = [f for f in manifest.findings if f.severity == "warning"]
+    checkpoint_facts = with_fingerprints(facts(manifest, uri, verified="coverage"), prints)
+    catalog.record_validation(checkpoint_facts, warnings, level="coverage")
+
+
+def with_fingerprints(checkpoint_facts: CheckpointFacts, prints: StoredFingerprints) -> CheckpointFacts:
+    """Return what the catalog stores of a checkpoint, with the fingerprint of it and those of its tensors."""
+    return replace(checkpoint_facts, fingerprint=prints[0], fingerprints=prints[1])
 
 
 def facts(
@@ -302,7 +308,6 @@ def facts(
     digests: Mapping[str, str | None] | None = None,
     *,
     verified: str | None = None,
-    prints: StoredFingerprints = (None, {}),
     announcement: Announcement = UNANNOUNCED,
     published: Sequence[Published] = (),
     training: bool = False,
@@ -314,7 +319,6 @@ def facts(
         uri: Its path or URL.
         digests: Path -> digest of its files.
         verified: The check level that it passed.
-        prints: Its fingerprint and those of its tensors.
         announcement: Run, and the step for a place whose name has none.
         published: (path, size, digest) of every known file; files that the manifest does not list are
             recorded, too, as are those that the format's reader read.
@@ -354,9 +358,8 @@ def facts(
         run,
         origin,
         verified,
-        *prints,
-        other_files,
-        tuple(_training(manifest, announcement, training)),
+        extra=other_files,
+        training=tuple(_training(manifest, announcement, training)),
     )
 
 

@@ -17,7 +17,7 @@ from ckptcore.catalog import CheckpointDetail, Kind
 from ckptcore.checking.examine import validate
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
-from ckptcore.conversion.registration import Published, StoredFingerprints, facts
+from ckptcore.conversion.registration import Published, StoredFingerprints, facts, with_fingerprints
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
 from ckptcore.custody.upkeep import read_records
@@ -127,11 +127,11 @@ def rebuild(
                 manifest,
                 uri,
                 {path: digest for path, _, digest in files},
-                prints=prints,
                 verified="coverage" if report.ok else None,
                 published=files,
                 training=kind is Kind.SOURCE,
             )
+            checkpoint_facts = with_fingerprints(checkpoint_facts, prints)
             public = catalog.record_validation(checkpoint_facts, report.findings, level="coverage", kind=kind)
         except CatalogError:
             raise

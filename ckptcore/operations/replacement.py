@@ -25,7 +25,7 @@ from ckptcore.checking.source_stamps import digest, stamp_files, take_ctimes
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
-from ckptcore.conversion.registration import facts
+from ckptcore.conversion.registration import record_prints
 from ckptcore.conversion.source_digests import require_as_recorded
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
@@ -287,10 +287,7 @@ class _Side:
 
     def record(self, sums: Iterable[Fingerprinted]) -> None:
         """Record sums that were just read."""
-        prints = matching(self.manifest, sums, {})
-        warnings = [f for f in self.manifest.findings if f.severity == "warning"]
-        checkpoint_facts = facts(self.manifest, self.row.uri, verified="coverage", prints=prints)
-        self.catalog.record_validation(checkpoint_facts, warnings, level="coverage")
+        record_prints(self.catalog, self.manifest, self.row.uri, matching(self.manifest, sums, {}))
 
 
 def _judged(

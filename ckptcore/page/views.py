@@ -37,7 +37,6 @@ from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.page import display, pictures
 from ckptcore.page.access import csrf_of, require_reader
-from ckptcore.page.explained import next_step, stated
 from ckptcore.page.mapped_names import mapping_between
 from ckptcore.page.retiring import Retiring, command, number
 from ckptcore.page.settings import PageAccess
@@ -169,7 +168,7 @@ def _environment() -> Environment:
         "pretty": display.pretty,
     }
     environment.globals |= {"took": display.took, "bar": pictures.bar, "odd_rows": row_findings}
-    environment.globals |= {"next_step": next_step, "stated": stated}
+    environment.globals |= {"next_step": display.next_step, "stated": display.stated}
     return environment
 
 

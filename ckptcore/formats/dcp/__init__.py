@@ -2,5 +2,5 @@
 
 `format.FORMAT` is the format. Families whose checkpoints contain a DCP folder use `reader.read_folder`,
 `writer.arrange_folder` and `objects.adopt`. `metadata` and `chunk_table` read `.metadata`, `metadata_writer`
-and `place_rows` write it, and `items` lays out the items of a `.distcp` file.
+writes it, and `items` lays out the items of a `.distcp` file.
 """

@@ -3,6 +3,10 @@
 Protocol 4 as CPython's own pickler encodes it, with only the globals and fields of torch 2.4
 (torch/distributed/checkpoint/metadata.py, filesystem.py): no transform descriptors, no version, no storage
 meta. Equal input gives equal bytes.
+
+Tensors that are cut alike differ in their name and in where their items begin. A number's opcodes are as long
+as those of other numbers of its class (`classes`): then nothing else in the rows of their places moves, and
+the rows of one tensor are those of another filled with other numbers (`PlaceRows`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.formats.dcp.place_rows import PlaceRows, likeness
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import any_rows
 
@@ -35,6 +38,11 @@ _PLACE = (
 _START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
 _LARGE = 1 << 12  # bytes of a part that is kept as it is
 _BEGIN = b")\x81\x94}\x94("  # an instance, followed by its fields
+Ints = npt.NDArray[np.int64]
+Likeness = tuple[int, bytes, bytes]
+_ENDS = np.array([1 << 8, 1 << 16, *(1 << bits for bits in range(31, 63, 8))], np.int64)
+_WIDTHS = (1, 2, 4, 5, 6, 7, 8)  # bytes of a number of each class
+_LONG = 2  # classes behind this one have their width behind the opcode
 
 
 Stored = tuple[tuple[int, ...], tuple[int, ...]]  # offset and sizes of a chunk, in elements
@@ -484,3 +492,85 @@ def _size_tuple(dims: tuple[int, ...]) -> bytes:
 
 def _reference(position: int) -> bytes:
     return b"h" + bytes((position,)) if position < 256 else b"j" + position.to_bytes(4, "little")
+
+
+def classes(numbers: Ints) -> npt.NDArray[np.int8]:
+    """Return how each number is written; those of one class take as many bytes.
+
+    >>> classes(np.array([255, 256, 70000, 1 << 31, 1 << 39])).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    return np.searchsorted(_ENDS, numbers, side="right").astype(np.int8)
+
+
+@dataclass(frozen=True)
+class PlaceRows:
+    """The rows of one tensor.
+
+    Attributes:
+        opcodes: All of them, uint8.
+        likeness: Length of the name's reference, classes of the first bytes, lengths of the items. Rows of a
+            tensor with the same may be written by filling these.
+        names: Where the reference to the name begins in each row, int64 [n].
+        starts: Of each class of first bytes: bytes of a number, rows, and where their numbers begin.
+    """
+
+    opcodes: npt.NDArray[np.uint8]
+    likeness: Likeness
+    names: Ints
+    starts: tuple[tuple[int, Ints, Ints], ...]
+
+    @classmethod
+    def of(
+        cls,
+        begin: bytes,
+        name: bytes,
+        heads: Sequence[bytes],
+        ends: Sequence[bytes],
+        offset: int,
+        like: Likeness,
+    ) -> PlaceRows:
+        """Return rows, each ``begin + name + head + end``.
+
+        Args:
+            begin: What every row begins with.
+            name: Reference to the tensor's name.
+            heads: What follows the name in each row.
+            ends: What follows that: the place.
+            offset: Bytes of a place before its first number.
+            like: The likeness.
+        """
+        data = b"".join(
+            [part for head, end in zip(heads, ends, strict=True) for part in (begin, name, head, end)]
+        )
+        before = len(begin) + len(name) + np.fromiter(map(len, heads), np.int64, len(heads))
+        nbytes = before + np.fromiter(map(len, ends), np.int64, len(ends))
+        row = np.cumsum(nbytes) - nbytes
+        kinds = np.frombuffer(like[1], np.int8)
+        starts = []
+        for kind in np.unique(kinds).tolist():
+            rows = np.flatnonzero(kinds == kind)
+            opcode = 2 if kind > _LONG else 1
+            starts.append((_WIDTHS[kind], rows, row[rows] + before[rows] + offset + opcode))
+        return cls(np.frombuffer(data, np.uint8), like, row + len(begin), tuple(starts))
+
+    def filled(self, name: bytes, starts: Ints) -> memoryview:
+        """Return the rows of another tensor of this likeness.
+
+        Args:
+            name: Reference to its name.
+            starts: First byte of each item, int64 [n].
+        """
+        data = self.opcodes.copy()
+        for n, byte in enumerate(name):
+            data[self.names + n] = byte
+        start_bytes = starts.astype("<i8").view(np.uint8).reshape(-1, 8)
+        for width, rows, positions in self.starts:
+            for n in range(width):
+                data[positions + n] = start_bytes[rows, n]
+        return data.data
+
+
+def likeness(name: bytes, places: Ints) -> Likeness:
+    """Return what rows of one likeness have in common, beside their chunks and files."""
+    return len(name), classes(places[:, 0]).tobytes(), places[:, 1].tobytes()

@@ -11,8 +11,7 @@ import pytest
 from ckptcore.errors import SourceUnreadable, UnsafeContent, UsageError
 from ckptcore.store import inner_path, local_path, open_store
 from ckptcore.store.file_status import YOUNG
-from ckptcore.store.linked_folder import linked_folder
-from ckptcore.store.local import LocalStore
+from ckptcore.store.local import LocalStore, linked_folder
 
 
 def test_reads_are_exact_or_an_error(tmp_path: Path) -> None:
