@@ -25,6 +25,7 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import SweepOptions
 from ckptcore.operations.sweep import (
     ConvertEach,
+    SweepSettings,
     convert_ready,
     end_interrupted,
     forget_events,
@@ -35,7 +36,6 @@ from ckptcore.operations.sweep_items import SweepItem, SweepState, Swept
 from ckptcore.planning.options import MEANS, Option, options_of, read_options
 from ckptcore.planning.request import Request
 from ckptcore.utils.isolation import attempt, error_of
-from ckptcore.utils.units import parse_duration
 from flows._command import entry
 from flows._naming import closed, failed
 from flows._options import RUN, FlowJob, FlowOptions, declared, takes
@@ -62,7 +62,7 @@ def sweep(
         job = FlowOptions.of(
             parameters | {"fingerprint": options.fingerprint or None, "meta": options.meta}
         ).job()
-        catalog, dry_run, settle_s = options.catalog, options.dry_run, parse_duration(options.min_age)
+        catalog, settings = options.catalog, SweepSettings.of(options)
 
         def convert(request: Request) -> None:
             steps(request, job)
@@ -71,27 +71,25 @@ def sweep(
         with open_catalog(catalog) as catalog_db:
 
             def pass_over(root: RootRow) -> Iterator[SweepItem]:
-                items = look(
-                    root.name, closed(root), catalog, dry_run, settle_s, options.retry_failed, options.relist
-                )
+                items = look(root.name, closed(root), catalog, settings)
                 who = str(runtime.flow_run.id)
                 convert_batches = _batches_of(job, who)
                 outcomes = (
                     items
-                    if dry_run
+                    if settings.dry_run
                     else convert_ready(catalog_db, items, convert, who, convert_each=convert_batches)
                 )
                 yield from outcomes
-                note(root.name, closed(root), closed(outcomes), catalog, dry_run)
+                note(root.name, closed(root), closed(outcomes), catalog, settings.dry_run)
 
             for root in watched(catalog_db, roots or ()):
                 sweep_items += of_root(root, pass_over(root))
-            if not dry_run:
+            if not settings.dry_run:
                 end_interrupted(catalog_db)
                 forget_events(catalog_db)
     except CkptError as error:
         return failed(error)
-    return _outcome(Swept(tuple(sweep_items), dry_run, options.strict))
+    return _outcome(Swept(tuple(sweep_items), settings.dry_run, settings.strict))
 
 
 def _batches_of(job: FlowJob, who: str) -> ConvertEach | None:

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
-from ckptcore.operations.sweep import look_through, note_swept
+from ckptcore.operations.sweep import SweepSettings, look_through, note_swept
 from ckptcore.operations.sweep_items import SweepItem
 from tasks.artifacts import artifact_or_none
 from tasks.logs import log
@@ -20,21 +20,10 @@ MAX_ROWS = 500
 
 
 @task(task_run_name="look through {name}", cache_policy=NO_CACHE, persist_result=False)
-def look(
-    name: str,
-    root: RootRow,
-    catalog: str | None,
-    dry_run: bool,
-    settle_s: float,
-    retry_failed: bool,
-    relist: bool,
-) -> list[SweepItem]:
+def look(name: str, root: RootRow, catalog: str | None, settings: SweepSettings) -> list[SweepItem]:
     """Return the checkpoints below a root, with the status of each. name: for the name of the task run."""
     with open_catalog(catalog) as catalog_db:
-        sightings = look_through(
-            catalog_db, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
-        )
-        items = list(sightings)
+        items = list(look_through(catalog_db, root, settings))
     ready = sum(item.standing == "ready" for item in items)
     log.info("%s: %s, %d to convert", name, count(len(items), "checkpoint"), ready)
     return items

@@ -32,9 +32,9 @@ def sweep(names: RootNames = None, **arguments: Any) -> None:
     from ckptcore.conversion.batch import convert_batch
     from ckptcore.conversion.pipeline import convert
     from ckptcore.conversion.registration import Announcement
+    from ckptcore.operations.sweep import SweepSettings
     from ckptcore.operations.sweep import sweep as run
     from ckptcore.operations.verified_exports import verifying, verifying_each
-    from ckptcore.utils.units import parse_duration
 
     options = read_options(SweepOptions, arguments)
     url = options.catalog or default_url()
@@ -54,12 +54,8 @@ def sweep(names: RootNames = None, **arguments: Any) -> None:
             catalog,
             verifying(convert_one, settings, url) if options.verify_export else convert_one,
             names or (),
-            dry_run=options.dry_run,
-            settle_s=parse_duration(options.min_age),
-            retry_failed=options.retry_failed,
+            SweepSettings.of(options),
             on_item=show.item_line(as_json),
-            strict=options.strict,
-            relist=options.relist,
             convert_each=verifying_each(convert_each, settings, url)
             if options.verify_export
             else convert_each,

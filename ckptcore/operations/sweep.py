@@ -38,6 +38,7 @@ from ckptcore.operations.export_target import (
     sources_among,
     targets_of,
 )
+from ckptcore.operations.options import SweepOptions
 from ckptcore.operations.readiness import SETTLE_S, Readiness, look, recalled
 from ckptcore.operations.sweep_items import SweepItem, SweepState, Swept
 from ckptcore.planning.request import Request
@@ -46,6 +47,7 @@ from ckptcore.store.listing import survey
 from ckptcore.store.place import Relation, Spellings, perhaps_within
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
+from ckptcore.utils.units import parse_duration
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -63,18 +65,47 @@ ConvertEach = Callable[[Sequence[Request]], Sequence[Any]]
 OnItem = Callable[[SweepItem], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """What a sweep looks at, and how strict it is.
+
+    Attributes:
+        dry_run: Convert and record nothing.
+        settle_s: Seconds without a change before a checkpoint is opened.
+        retry_failed: Include checkpoints that failed recently or were broken.
+        relist: List every checkpoint on object stores, also those that are complete and converted.
+        strict: See `Swept`.
+    """
+
+    dry_run: bool = False
+    settle_s: float = SETTLE_S
+    retry_failed: bool = False
+    relist: bool = False
+    strict: bool = False
+
+    @classmethod
+    def of(cls, options: SweepOptions) -> SweepSettings:
+        """Return the settings that the options of a command or a flow ask for."""
+        return cls(
+            dry_run=options.dry_run,
+            settle_s=parse_duration(options.min_age),
+            retry_failed=options.retry_failed,
+            relist=options.relist,
+            strict=options.strict,
+        )
+
+
+DEFAULTS = SweepSettings()
+
+
 def sweep(
     catalog: Catalog,
     convert: Convert,
     names: Sequence[str] = (),
+    settings: SweepSettings = DEFAULTS,
     *,
-    dry_run: bool = False,
-    settle_s: float = SETTLE_S,
-    retry_failed: bool = False,
     who: str | None = None,
     on_item: OnItem | None = None,
-    strict: bool = False,
-    relist: bool = False,
     convert_each: ConvertEach | None = None,
 ) -> Swept:
     """Search the watched roots, and convert the checkpoints that are ready.
@@ -83,23 +114,17 @@ def sweep(
         catalog: The catalog.
         convert: Carries out one request; an error of it does not stop the sweep.
         names: Of roots, also paused ones; none means all that are not paused.
-        dry_run: Convert and record nothing.
-        settle_s: Seconds without a change before a checkpoint is opened.
-        retry_failed: Include checkpoints that failed recently or were broken.
+        settings: What is looked at.
         who: The worker; it takes its own claims again at once.
         on_item: Called for each checkpoint.
-        strict: See `Swept`.
-        relist: List every checkpoint on object stores, also those that are complete and converted.
         convert_each: See `convert_ready`.
     """
     swept_items: list[SweepItem] = []
     who = who or owner()
 
     def pass_over(root: RootRow) -> Iterator[SweepItem]:
-        items = look_through(
-            catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
-        )
-        if dry_run:
+        items = look_through(catalog, root, settings)
+        if settings.dry_run:
             for item in items:
                 (on_item or _ignore)(item)
             yield from items
@@ -112,10 +137,10 @@ def sweep(
 
     for root in watched(catalog, names):
         swept_items += of_root(root, pass_over(root), on_item)
-    if not dry_run:
+    if not settings.dry_run:
         end_interrupted(catalog)
         forget_events(catalog)
-    return Swept(tuple(swept_items), dry_run, strict)
+    return Swept(tuple(swept_items), settings.dry_run, settings.strict)
 
 
 def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[RootRow, ...]:
@@ -173,18 +198,9 @@ def note_swept(catalog: Catalog, root: RootRow, items: Sequence[SweepItem]) -> N
 
 
 def look_through(
-    catalog: Catalog,
-    root: RootRow,
-    *,
-    dry_run: bool = False,
-    settle_s: float = SETTLE_S,
-    retry_failed: bool = False,
-    relist: bool = False,
+    catalog: Catalog, root: RootRow, settings: SweepSettings = DEFAULTS
 ) -> tuple[SweepItem, ...]:
-    """Determine the standing of every checkpoint below a root, and record it unless this is a dry run.
-
-    The arguments are those of `sweep`.
-    """
+    """Determine the standing of every checkpoint below a root, and record it unless this is a dry run."""
     now = catalog.now()
     try:
         targets = targets_of(root)
@@ -193,7 +209,7 @@ def look_through(
             # Objects cannot be moved: what is retired stays in sight until it is purged.
             outputs |= {row.uri for row in set_aside.every(conn) if local_path(row.uri) is None}
             written = perhaps_within(root.uri, sightings.outputs(conn)) if local_path(root.uri) else ()
-        remembered = () if relist else _remembered(before, now)
+        remembered = () if settings.relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=remembered)
     except Exception as error:
         return (_root_in_trouble(root, error),)
@@ -208,7 +224,7 @@ def look_through(
         for n in sources
     ]
     doubled = colliding(r.destination for _, requests in planned for r, _ in requests if r is not None)
-    looking = _LookThrough(catalog, root, now, dry_run, settle_s, retry_failed)
+    looking = _LookThrough(catalog, root, now, settings)
     items: list[SweepItem] = []
     # SQLite flushes its log once, and not at the end of each transaction.
     with catalog.kept_open():
@@ -282,9 +298,7 @@ class _LookThrough:
     catalog: Catalog
     root: RootRow
     now: datetime
-    dry_run: bool
-    settle_s: float
-    retry_failed: bool
+    settings: SweepSettings
     unrecorded: list[SightingRow] = field(default_factory=list)
     failures: dict[str, CkptError] = field(default_factory=dict)
 
@@ -317,7 +331,9 @@ class _LookThrough:
         for request, why in requests:
             item = _item(self.root, candidate, request, why, looks[_recovers(request)])
             if request is not None and item.standing is SweepState.READY:
-                item = _compared_with_target(self.catalog, item, request, self.now, self.retry_failed)
+                item = _compared_with_target(
+                    self.catalog, item, request, self.now, self.settings.retry_failed
+                )
             swept_items.append(item)
         return swept_items
 
@@ -327,11 +343,11 @@ class _LookThrough:
             candidate.files,
             before,
             self.now,
-            settle_s=self.settle_s,
+            settle_s=self.settings.settle_s,
             recover=recover,
-            retry_failed=self.retry_failed,
+            retry_failed=self.settings.retry_failed,
         )
-        if not self.dry_run:
+        if not self.settings.dry_run:
             self.unrecorded.append(_sighting(self.root, candidate, readiness, self.now))
             if readiness.manifest is not None and readiness.state is Condition.BROKEN:
                 # Recorded like the findings of conversions, where users search for damaged checkpoints.

@@ -31,6 +31,8 @@ from ckptcore.errors import finding
 from ckptcore.operations import scrub, sweep
 from ckptcore.planning.request import Request, Settings
 
+AT_ONCE = sweep.SweepSettings(settle_s=0)
+
 SETTINGS = Settings(memory=64 << 20, workers=1)
 # (table, column, value, what can be in the database on PostgreSQL, too)
 ODD = [  # by default every fourth
@@ -245,7 +247,7 @@ def test_one_odd_root_is_one_root(url, tmp_path):
                     conn, now, name, str(tmp_path / name), targets=[{"destination": "{root}/../out/{name}"}]
                 )
             conn.execute(text("UPDATE watched_roots SET target = '{' WHERE name = 'a'"))
-        found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0)
+        found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settings=AT_ONCE)
         assert [(i.root, i.standing.value) for i in found.items] == [("a", "refused"), ("b", "made")]
         assert "target holds" in found.items[0].why
 
@@ -259,7 +261,7 @@ def test_an_odd_state_of_a_place_is_checked_anew(url, tmp_path):
             roots.add(conn, now, "a", str(tmp_path / "a"), targets=[{"destination": "{root}/../out/{name}"}])
 
         def swept():
-            found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0)
+            found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settings=AT_ONCE)
             return [i.standing.value for i in found.items]
 
         assert swept() == ["made", "made"]

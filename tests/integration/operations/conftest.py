@@ -10,7 +10,7 @@ from retiring import Template
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
 
 
@@ -59,14 +59,14 @@ def watch(catalog, runs):
 def swept(catalog, url):
     """Return a function that sweeps without waiting: (items by the last part of their path, conversions)."""
 
-    def run(**more):
+    def run(names=(), **settings):
         made = []
 
         def one(request):
             made.append(request)
             return convert(request, Settings(memory=32 << 20, workers=1), None, url)
 
-        found = sweep(catalog, one, **({"settle_s": 0.0} | more))
+        found = sweep(catalog, one, names, SweepSettings(**({"settle_s": 0.0} | settings)))
         return {item.source.rsplit("/", 1)[-1]: item for item in found.items}, made
 
     return run

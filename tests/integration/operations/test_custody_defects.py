@@ -32,8 +32,10 @@ from ckptcore.operations import purge as module
 from ckptcore.operations.purge import restore
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Request
+
+AT_ONCE = SweepSettings(settle_s=0)
 
 
 class Killed(BaseException):
@@ -161,7 +163,7 @@ def test_what_waits_on_s3_stays_retired(verb, bucket):
     """Its objects are still there."""
     assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
     if verb == "sweep":
-        made = sweep(bucket.catalog, lambda each: convert(each, MEANS, None, bucket.url), settle_s=0)
+        made = sweep(bucket.catalog, lambda each: convert(each, MEANS, None, bucket.url), settings=AT_ONCE)
         assert SOURCE not in [item.source for item in made.items]
     else:
         bucket.catalog.record_validation(facts(inspect(SOURCE), SOURCE), ())

@@ -24,6 +24,8 @@ from ckptcore.operations.retention import Policy
 from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.planning.request import Settings
 
+AT_ONCE = sweep.SweepSettings(settle_s=0)
+
 SETTINGS = Settings(memory=256 << 20)
 NUMBERS = (0, 7, 9)
 ODD = "step-7"
@@ -46,8 +48,7 @@ def swept(request, catalog, url):
         found = sweep.sweep(
             catalog,
             lambda r: convert(r, SETTINGS, None, url),
-            settle_s=0.0,
-            retry_failed=True,
+            settings=sweep.SweepSettings(settle_s=0, retry_failed=True),
             convert_each=(lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url))
             if together
             else None,
@@ -172,7 +173,7 @@ def test_an_error_of_a_batch_converts_each_alone(catalog, steps, url, breaks):
         return done
 
     found = sweep.sweep(
-        catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0, convert_each=convert_each
+        catalog, lambda r: convert(r, SETTINGS, None, url), settings=AT_ONCE, convert_each=convert_each
     )
     assert {i.standing.value for i in found.items} <= {"made", "converted"}
     assert conversions(catalog)["succeeded"] >= 3
@@ -183,7 +184,7 @@ def test_nothing_runs_after_settings_that_do_not_fit(catalog, steps, url, monkey
     found = sweep.sweep(
         catalog,
         lambda r: convert(r, SETTINGS, None, url),
-        settle_s=0.0,
+        settings=AT_ONCE,
         convert_each=lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url),
     )
     assert {i.standing.value for i in found.items} == {"failed"}

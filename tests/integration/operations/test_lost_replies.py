@@ -21,7 +21,7 @@ from ckptcore.operations.purge import purge, restore
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Request
 
 BROKEN = {
@@ -47,7 +47,8 @@ def sweeps(w):
     def one(request):
         return convert(request, MEANS, None, w.url)
 
-    sweep(w.catalog, one, settle_s=0.0, retry_failed=True)  # or a failed one waits for five minutes
+    # Or a failed one waits for five minutes.
+    sweep(w.catalog, one, settings=SweepSettings(settle_s=0, retry_failed=True))
 
 
 @act

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import fsspec
@@ -16,8 +17,10 @@ from ckptcore.conversion.pipeline import convert
 from ckptcore.operations import setting_aside
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Request, Settings
+
+AT_ONCE = SweepSettings(settle_s=0)
 
 _MEANS = Settings(memory=32 << 20, workers=1)
 
@@ -64,7 +67,7 @@ def steps(catalog, tmp_path):
 def swept(catalog, server, **more):
     """Sweep, and return the standings, and how many requests were listings and others."""
     server.log.clear()
-    counts = sweep(catalog, lambda request: None, settle_s=0, **more).counts
+    counts = sweep(catalog, lambda request: None, settings=replace(AT_ONCE, **more)).counts
     listings = server.count("ListObjectsV2")
     return counts, listings, len(server.log) - listings
 
@@ -148,7 +151,7 @@ def test_outputs_below_a_root_are_not_listed(catalog, steps, top):
         roots.remove(conn, "r")
         target = {"destination": f"{top}/out/{{name}}"}
         roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", targets=[target])
-    made = sweep(catalog, lambda request: convert(request, _MEANS, None, catalog.url), settle_s=0)
+    made = sweep(catalog, lambda request: convert(request, _MEANS, None, catalog.url), settings=AT_ONCE)
     assert made.counts == {"made": 5}
     # The root, the run, and the folder of the outputs.
     assert swept(catalog, server) == ({"converted": 5}, 3, 0)
@@ -163,13 +166,13 @@ def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):
     def make(request):
         return convert(request, means, None, url)
 
-    found = sweep(catalog, make, settle_s=0)
+    found = sweep(catalog, make, settings=AT_ONCE)
     assert [i.destination for i in found.items] == [
         "memory://tending/exports/llama/step-1",
         "memory://tending/exports/llama/step-2",
     ]
     assert found.counts == {"made": 2}
-    assert sweep(catalog, make, settle_s=0).counts == {"converted": 2}
+    assert sweep(catalog, make, settings=AT_ONCE).counts == {"converted": 2}
     assert scrub(catalog, share=1).counts == {"proven": 4}
 
     removed = []

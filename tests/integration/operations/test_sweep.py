@@ -22,8 +22,10 @@ from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import Busy, DiskFull, Finding, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.operations import readiness as settling
 from ckptcore.operations.claims import key_of
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Request, Settings
+
+AT_ONCE = SweepSettings(settle_s=0)
 
 WRONG = Finding("truncated-file", "files", "a file is shorter than its metadata says")
 
@@ -225,14 +227,14 @@ def test_a_failure_stops_nothing_else_and_is_retried_later(runs, watch, swept, c
         if request.source.endswith("1"):
             raise DiskFull("no room")
 
-    found = sweep(catalog, full, settle_s=0)
+    found = sweep(catalog, full, settings=AT_ONCE)
     assert [i.standing for i in found.items] == ["failed", "made"]
     assert found.exit_code == 1
     assert "disk-full: no room" in found.items[0].why
-    found = sweep(catalog, full, settle_s=0)
+    found = sweep(catalog, full, settings=AT_ONCE)
     assert ([i.standing for i in found.items], len(tried)) == (["failed", "converted"], 2)
     assert "retried after" in found.items[0].why
-    sweep(catalog, full, settle_s=0, retry_failed=True)
+    sweep(catalog, full, settings=SweepSettings(settle_s=0, retry_failed=True))
     assert len(tried) == 3
 
 
@@ -283,7 +285,7 @@ def test_a_user_who_converts_the_same_is_waited_for(runs, watch, swept, catalog)
     def busy(_request):
         raise Busy("another process is writing")
 
-    found = sweep(catalog, busy, settle_s=0)
+    found = sweep(catalog, busy, settings=AT_ONCE)
     assert ([i.standing for i in found.items], found.exit_code) == (["claimed"], 0)
 
 

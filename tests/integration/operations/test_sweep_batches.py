@@ -26,10 +26,12 @@ from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint, DiskFull, Interrupted, UsageError
 from ckptcore.operations.claims import key_of
-from ckptcore.operations.sweep import SMALL, batches, sweep
+from ckptcore.operations.sweep import SMALL, SweepSettings, batches, sweep
 from ckptcore.operations.sweep_items import SweepItem, SweepState
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import processes
+
+AT_ONCE = SweepSettings(settle_s=0)
 
 COUNT = 5
 SETTINGS = Settings(memory=256 << 20)
@@ -44,12 +46,12 @@ def steps(runs, watch, tmp_path):
     return tmp_path / "exports"
 
 
-def swept(catalog, url, **more):
+def swept(catalog, url, settings=AT_ONCE, **more):
     """Sweep as the command does; return the standing of each step."""
     found = sweep(
         catalog,
         lambda request: convert(request, SETTINGS, None, url),  # the last one alone
-        settle_s=0.0,
+        settings=settings,
         convert_each=lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url),
         **more,
     )
@@ -143,7 +145,7 @@ def test_one_that_fails_does_not_stop_the_others(catalog, url, steps, monkeypatc
     assert items["step-1"].why == "disk-full: no room"
     assert claim_states(catalog, items) == ["done", "failed", "done", "done", "done"]
     assert sorted(row.state for row in catalog.conversions(None)) == ["failed"] + ["succeeded"] * 4
-    second = swept(catalog, url, retry_failed=True)
+    second = swept(catalog, url, replace(AT_ONCE, retry_failed=True))
     assert standings(second) == ["converted", "made", "converted", "converted", "converted"]
 
 
@@ -163,7 +165,7 @@ def test_one_that_cannot_be_recorded_does_not_lose_the_others(catalog, url, step
     assert standings(items) == ["made", "made", "failed", "made", "made"]
     assert "is published, but not registered" in items["step-2"].why
     assert (steps / ".step-2.ckptcore").exists()  # what the next run ends
-    second = swept(catalog, url, retry_failed=True)
+    second = swept(catalog, url, replace(AT_ONCE, retry_failed=True))
     assert standings(second) == ["converted", "converted", "made", "converted", "converted"]
     assert list(steps.glob(".*")) == []
 
@@ -199,19 +201,20 @@ def test_a_stop_keeps_what_was_published(catalog, url, steps, monkeypatch):
             sweep(
                 catalog,
                 None,
-                settle_s=0.0,
+                settings=AT_ONCE,
                 convert_each=lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url),
             )
     states = {row.destination_uri.rsplit("/", 1)[-1]: row.state for row in catalog.conversions(None)}
     assert states == {f"step-{n}": "succeeded" if n < 3 else "failed" for n in range(COUNT)}
-    assert standings(swept(catalog, url, retry_failed=True)) == ["converted"] * 3 + ["made"] * 2
+    items = swept(catalog, url, replace(AT_ONCE, retry_failed=True))
+    assert standings(items) == ["converted"] * 3 + ["made"] * 2
 
 
 KILLED = """
 import os, signal, sys
 from ckptcore.catalog import open_catalog
 from ckptcore.conversion import batch
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
 url, moment = sys.argv[1:]
 publish, count = batch._publish, [0]
@@ -224,7 +227,7 @@ def counted(row, *more):
         die()
 setattr(batch, *{"writing": ("_publish", counted), "recording": ("register_each", die)}[moment])
 with open_catalog(url) as catalog:
-    sweep(catalog, None, settle_s=0.0, who="one",
+    sweep(catalog, None, settings=SweepSettings(settle_s=0), who="one",
           convert_each=lambda r: batch.convert_batch(r, Settings(memory=256 << 20), catalog, catalog_url=url))
 """
 
@@ -257,7 +260,7 @@ def test_a_checkpoint_that_breaks_meanwhile_fails_alone(catalog, url, steps, run
         return real(requests, *more, **named)
 
     found = sweep(
-        catalog, None, settle_s=0.0, convert_each=lambda r: late(r, SETTINGS, catalog, catalog_url=url)
+        catalog, None, settings=AT_ONCE, convert_each=lambda r: late(r, SETTINGS, catalog, catalog_url=url)
     )
     assert [i.standing.value for i in found.items] == ["failed"] + ["made"] * 4
     assert found.exit_code == 1

@@ -14,20 +14,21 @@ from paths import ROOT
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
 
+AT_ONCE = SweepSettings(settle_s=0)
 SWEEP = """
 import sys
 from ckptcore.catalog import open_catalog
 from ckptcore.conversion.pipeline import convert
 from ckptcore.planning.request import Settings
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 sys.stdin.readline()
 def one(request):
     convert(request, Settings(memory=32 << 20, workers=1), None, sys.argv[1])
 with open_catalog(sys.argv[1]) as catalog:
-    for item in sweep(catalog, one, settle_s=0).items:
+    for item in sweep(catalog, one, settings=SweepSettings(settle_s=0)).items:
         print(item.standing)
 """
 
@@ -51,7 +52,9 @@ def race(url, sweeps):
             with open_catalog(url) as catalog:
                 gate.wait()
                 made = sweep(
-                    catalog, lambda r: convert(r, Settings(memory=32 << 20, workers=1), None, url), settle_s=0
+                    catalog,
+                    lambda r: convert(r, Settings(memory=32 << 20, workers=1), None, url),
+                    settings=AT_ONCE,
                 )
             found.append([i.standing.value for i in made.items])
         except BaseException as error:

@@ -13,8 +13,10 @@ from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.conversion.pipeline import convert
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.sweep import sweep
+from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
+
+AT_ONCE = SweepSettings(settle_s=0)
 
 
 def test_a_checkpoint_from_its_save_to_its_end(either, runs):
@@ -25,25 +27,25 @@ def test_a_checkpoint_from_its_save_to_its_end(either, runs):
     with open_catalog(either) as catalog:
         with catalog.writing() as conn:
             roots.add(conn, datetime.now(UTC), "r", str(runs))
-        swept = sweep(catalog, lambda request: convert(request, means, None, either), settle_s=0)
+        swept = sweep(catalog, lambda request: convert(request, means, None, either), settings=AT_ONCE)
         assert swept.counts == {"made": 2, "broken": 1}
-        assert sweep(catalog, lambda _: None, settle_s=0).counts == {"converted": 2, "broken": 1}
+        assert sweep(catalog, lambda _: None, settings=AT_ONCE).counts == {"converted": 2, "broken": 1}
         assert scrub(catalog, share=1).counts == {"proven": 4}
         assert retire(catalog, Policy(1), yes=True).counts == {"deleted": 1, "kept": 1}
         assert scrub(catalog, share=1).counts == {"proven": 3}
         # What was retired is no new work, and its output is still known by it.
-        assert sweep(catalog, lambda _: None, settle_s=0).counts == {"converted": 1, "broken": 1}
+        assert sweep(catalog, lambda _: None, settings=AT_ONCE).counts == {"converted": 1, "broken": 1}
         # Events that ended long ago are forgotten on the way.
         long_ago = datetime.now(UTC) - queues.KEEP - timedelta(hours=1)
         with catalog.queueing() as conn:
             inbox.accept(conn, long_ago, NewEvent("s", "e"))
             inbox.done(conn, long_ago, inbox.take(conn, long_ago)[0])
-        sweep(catalog, lambda _: None, settle_s=0, dry_run=True)
+        sweep(catalog, lambda _: None, settings=SweepSettings(settle_s=0, dry_run=True))
         with catalog.queueing() as conn:
             assert inbox.depth(conn)["done"] == 1
-        sweep(catalog, lambda _: None, settle_s=0)
+        sweep(catalog, lambda _: None, settings=AT_ONCE)
         with catalog.queueing() as conn:
             assert inbox.depth(conn)["done"] == 0
         # The next save is another step.
         save(runs / "llama" / "step-1", 5)
-        assert sweep(catalog, lambda _: None, settle_s=0).counts["outdated"] == 1
+        assert sweep(catalog, lambda _: None, settings=AT_ONCE).counts["outdated"] == 1

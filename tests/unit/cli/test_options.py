@@ -17,6 +17,7 @@ import ckptcore
 from ckptcore.cli.main import COMMANDS, program
 from ckptcore.cli.main import run as main
 from ckptcore.errors import error_classes
+from ckptcore.operations.sweep import SweepSettings
 from ckptcore.operations.sweep_items import Swept
 from ckptcore.utils import terminal
 
@@ -118,8 +119,10 @@ def test_an_incomplete_save_is_accepted_on_demand(command: str, unfinished: Path
 def test_options_of_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = []
 
-    def sweep(*_args: object, **options: object) -> Swept:
-        given.append((options["settle_s"], options["retry_failed"]))
+    def sweep(*args: object, **_options: object) -> Swept:
+        settings = args[-1]
+        assert isinstance(settings, SweepSettings)
+        given.append((settings.settle_s, settings.retry_failed))
         return Swept(())
 
     monkeypatch.setattr("ckptcore.operations.sweep.sweep", sweep)
