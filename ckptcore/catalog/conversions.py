@@ -346,16 +346,9 @@ def _record_average(
         return
     uri = conn.execute(select(Checkpoint.uri).where(Checkpoint.id == average)).scalar_one()
     version = select(Conversion.tool_version).where(Conversion.id == conversion)
-    public = begin_conversion(
-        conn,
-        now,
-        {"inputs": [[facts.uri, weight] for weight, facts in inputs]},
-        source_uri=uri,
-        destination_uri=uri,
-        verb="average",
-        tool_version=conn.execute(version).scalar_one(),
-        flow_run_id=None,
-    )
+    request = {"inputs": [[facts.uri, weight] for weight, facts in inputs]}
+    start = ConversionStart(request, uri, uri, "average", conn.execute(version).scalar_one())
+    public = begin_conversion(conn, now, start)
     row = _conversion(conn, public)
     ends = {(put_checkpoint(conn, now, facts, Kind.SOURCE)[0], Direction.IN) for _, facts in inputs}
     _link(conn, row.id, {*ends, (average, Direction.OUT)})
