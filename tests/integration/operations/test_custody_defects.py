@@ -132,7 +132,7 @@ def test_a_resumed_purge_heeds_what_it_finds(copies, monkeypatch):
 # What is deleted, or shown, and must not.
 
 
-def test_a_copy_that_rots_below_its_store_is_read_again(bucket):
+def test_a_copy_that_rots_below_its_store_is_read_anew(bucket):
     """This process has read the copy before, under the ETag that it still has."""
     inspect(COPY)
     copy = next(obj for name, obj in bucket.server.objects.items() if name.endswith("model.safetensors"))
