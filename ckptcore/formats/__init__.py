@@ -29,7 +29,6 @@ from ckptcore.core.byte_ledger import ByteLedger
 from ckptcore.core.manifest import Blob, Envelope, Item, Manifest, StoredFile, TensorSpec, Unread, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import metered, passing
-from ckptcore.encodings.torchzip.archive import BEFORE_ZIP_HINT
 from ckptcore.errors import AmbiguousModel, SourceUnreadable, UnknownFormat, UnsupportedFormat, finding
 from ckptcore.formats.accelerate.format import FORMAT as ACCELERATE
 from ckptcore.formats.accelerate.trainer_deepspeed import COPIES, with_copy
@@ -72,7 +71,7 @@ from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
 from ckptcore.formats.olmo.unsharded import FORMAT as OLMO_UNSHARDED
 from ckptcore.formats.olmo.v01 import FORMAT as OLMO_V01
 from ckptcore.formats.plugins import Registry, register
-from ckptcore.formats.refused import KNOWN, before_zip_inside
+from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_ranks.format import META, TORCH_CHECKPOINTING
@@ -257,11 +256,6 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         )
     if recognised:
         return recognised[0]
-    because = before_zip_inside(source)
-    if because:
-        raise UnsupportedFormat(
-            f"{_address(source)} is of no known format: {because[0]}", hint=BEFORE_ZIP_HINT
-        )
     from ckptcore.formats.nearest_reading import kinds_of_files
 
     names = sorted(source.listing)

@@ -7,18 +7,14 @@ detected before the readable ones, because some of them have files that look lik
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
 from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.encodings.torchzip.archive import (
-    BEFORE_ZIP,
-    BEFORE_ZIP_HINT,
-    BEFORE_ZIP_REASON,
-    TAR_BLOCK,
-    is_before_zip,
-    is_tar,
-)
-from ckptcore.errors import CkptError
+from ckptcore.encodings.tar_members import tar_members
+from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar
+from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, TEXT_HINT, TEXT_REASON, is_text_before_zip
+from ckptcore.errors import CkptError, MalformedCheckpoint
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.common.part_proof import json_beside
@@ -32,27 +28,28 @@ from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
 
-def _before_zip(source: Source) -> tuple[str, ...] | None:
-    """Recognise a file of torch.save before 1.6: the named one, the only one of a folder, or one rank's."""
+def _text_pickles(source: Source) -> tuple[str, ...] | None:
+    """Recognise a pickle of protocol 0 or 1 by torch.save before 1.6: the named file, or one of a folder."""
     has_other_format = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
     files = [] if has_other_format else [p for p in source.listing if p.endswith(_TORCH) and "/" not in p]
-    ranks = () if has_other_format else (p for p in source.listing if _OF_A_RANK.search(p))
-    name = source.name or (files[0] if len(files) == 1 else next(iter(ranks), None))
-    return _if_before_zip(source, () if name is None else (name,))
-
-
-def before_zip_inside(source: Source) -> tuple[str, ...] | None:
-    """Recognise files of torch.save before 1.6 in a folder that no format recognises."""
-    files = sorted(p for p in source.listing if p.endswith(_TORCH) and "/" not in p)
-    return _if_before_zip(source, files[:_MAX_FILES])
-
-
-def _if_before_zip(source: Source, files: Iterable[str]) -> tuple[str, ...] | None:
-    for name in files:
+    for name in (source.name,) if source.name is not None else sorted(files)[:_MAX_FILES]:
         size = source.listing[name]
-        if size >= 14 and is_before_zip(source.store.read(name, 0, min(size, BEFORE_ZIP))):
-            return (f"{name} {BEFORE_ZIP_REASON}",)
+        if size >= BEFORE_ZIP and is_text_before_zip(source.store.read(name, 0, BEFORE_ZIP)):
+            return (f"{name} {TEXT_REASON}",)
     return None
+
+
+def _torch_tar(source: Source) -> tuple[str, ...] | None:
+    """Recognise the tar that torch.save wrote before 0.1.11."""
+    name = source.name or next((p for p in source.listing if p.endswith(_TORCH) and "/" not in p), None)
+    if name is None or source.listing[name] < TAR_BLOCK or not is_tar(source.store.read(name, 0, TAR_BLOCK)):
+        return None
+    try:
+        members = tar_members(partial(source.store.read, name), source.listing[name], name)
+    except MalformedCheckpoint:
+        return None  # whatever it was, it was cut
+    names = {member.name for member in members}
+    return (f"{name} is a tar with {', '.join(sorted(_TAR_PARTS))}",) if names >= _TAR_PARTS else None
 
 
 def _found_nested(source: Source) -> tuple[str, ...] | None:
@@ -100,7 +97,7 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
     return None
 
 
-_OF_A_RANK = late_pattern(r"^mp_rank_[\d_]+/model_optim_rng\.pt$|^[^/]*rank_?\d+\.(?:pt|pth|bin)$")
+_TAR_PARTS = {"sys_info", "pickle", "tensors", "storages"}
 _COMPRESSED = {
     "gzip": b"\x1f\x8b\x08",
     "bzip2": b"BZh",
@@ -222,12 +219,8 @@ def _tensorrt(source: Source) -> tuple[str, ...] | None:
 
 
 KNOWN: tuple[KnownFormat, ...] = (
-    KnownFormat(
-        "torch-legacy",
-        "a torch.save file of the format before zip (torch 1.5 and earlier)",
-        _before_zip,
-        BEFORE_ZIP_HINT,
-    ),
+    KnownFormat("torch-text-pickle", "a torch.save file of pickle protocol 0 or 1", _text_pickles, TEXT_HINT),
+    KnownFormat("torch-tar", "a torch.save file of torch 0.1, a tar", _torch_tar, TEXT_HINT),
     KnownFormat("gguf", "a GGUF file", _gguf, "convert what it was made from: its blocks are quantised"),
     KnownFormat(
         "orbax",

@@ -24,6 +24,7 @@ import ckptcore
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.encodings.torchzip.archive import Archive, Window, is_zip
+from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, is_before_zip
 from ckptcore.errors import CkptError
 from ckptcore.formats import FORMATS
 
@@ -31,7 +32,14 @@ LARGEST = 64 << 10
 SHORT = 300  # flips of all cases together in `make test`
 SOAK = 16 << 10  # flips of a case in `make soak`: all but of the largest files
 # Of a file of this kind, the share of bytes whose change may stay unnoticed.
-CAPS = {".metadata": 0.12, ".distcp": 0.12, ".zip": 0.12, ".json": 0.02, ".safetensors": 0.0}
+CAPS = {
+    ".metadata": 0.12,
+    ".distcp": 0.12,
+    ".zip": 0.12,
+    ".json": 0.02,
+    ".safetensors": 0.0,
+    "before-zip": 0.08,
+}
 # Sample, and one of its files.
 QKV = "model/model/decoder/0/pp_block/attn/qkv_proj"
 FILES = (
@@ -61,6 +69,7 @@ FILES = (
     ("hf_fp8_block", "model.safetensors.index.json"),
     ("lightning_fabric_mp_nested_2r", "meta.pt"),
     ("accelerate_fsdp2_2r", "scheduler.bin"),
+    ("before_zip", "model.pt"),
     ("meta_llama3_tp2", "consolidated.01.pth"),
     ("tc_default_2r", "model_1.pt"),
     ("tc_safetensors_2r", "model_0.safetensors"),
@@ -220,6 +229,7 @@ def test_a_flipped_bit(
     truth, raw = values(manifest), (folder / file).read_bytes()
     assert len(raw) <= LARGEST
     kind = ".zip" if is_zip(raw) and not file.endswith(".distcp") else Path(file).suffix or Path(file).name
+    kind = "before-zip" if is_before_zip(raw[:BEFORE_ZIP]) else kind
     cap = CAPS.get(kind, 0.0)
     if kind == ".zip":
         assert structure.share <= cap, "the fields that are not checked are few"

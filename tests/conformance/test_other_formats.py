@@ -85,26 +85,6 @@ def read_safetensors_loose(path: Path) -> Tensors:
     return {k: value(v) for k, v in load_file(path).items()}
 
 
-NAMED = {"torch-legacy": (["model_rank_0.pt"], "torch-legacy")}
-# torch/serialization.py, MAGIC_NUMBER as pickle protocol 2.
-BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_known_by_name(name: str, cli: Cli, tmp_path: Path) -> None:
-    """A folder that looks like a known format is refused by that format's name."""
-    files, word = NAMED[name]
-    for file in files:
-        path = tmp_path / "ckpt" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(BEFORE_ZIP + b"\x00" * 64)
-    done = cli("inspect", tmp_path / "ckpt", "--output", "json")
-    assert done.code == 5, done
-    error = done.json["error"]
-    assert error["code"] == "unsupported-format"
-    assert word in (error["message"] + json.dumps(error["values"])).lower(), error
-
-
 @pytest.mark.parametrize("content", ["empty-folder", "text-files", "text-file", "empty-file"])
 def test_nothing_known(content: str, cli: Cli, tmp_path: Path) -> None:
     """A folder that is not a checkpoint is reported as such, with the next step."""

@@ -76,6 +76,7 @@ EVIL = (
     b"ctorch\nload\n",
     b"cctypes\nCDLL\n",
 )
+MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # of torch.save before 1.6
 OPS = tuple(bytes([b]) for b in b"(012N]})eut\x85\x86\x87R\x81bQas\x94\x93\x8f\x90\x91\x88.\x92")
 
 
@@ -189,6 +190,21 @@ def items_changed(data: bytes, rng: random.Random) -> bytes:
         + (bytes_changed(data[begin:end], rng, 4) + bytes(end - begin))[: end - begin]
         + data[end:]
     )
+
+
+def before_zip_changed(data: bytes, rng: random.Random) -> bytes:
+    """Change one of the five pickles of torch.save before 1.6, or what is behind them."""
+    stream = io.BytesIO(data)
+    parts: list[bytes] = []
+    for _ in range(5):
+        begin = stream.tell()
+        for _ in pickletools.genops(stream):
+            pass
+        parts.append(data[begin : stream.tell()])
+    parts.append(data[stream.tell() :])
+    at = rng.choice((1, 2, 3, 3, 3, 3, 4, 5))
+    parts[at] = pickle_changed(parts[at], rng) if at < 5 else bytes_changed(parts[at], rng)
+    return b"".join(parts)
 
 
 def pickle_changed(data: bytes, rng: random.Random) -> bytes:
@@ -341,6 +357,7 @@ Change = Callable[[bytes, random.Random], bytes]
 KINDS: tuple[tuple[Callable[[str, bytes], bool], Change], ...] = (
     (lambda n, d: n.endswith(".distcp"), items_changed),
     (lambda n, d: d[:4] == b"PK\x03\x04", zip_changed),
+    (lambda n, d: MAGIC in d[:32], before_zip_changed),
     (lambda n, d: d[:1] == b"\x80" and d[1:2] in b"\x02\x03\x04\x05", pickle_changed),
     (lambda n, d: n.endswith(".safetensors"), safetensors_changed),
     (lambda n, d: d[:1] in b"{[" and bool(d), json_changed),

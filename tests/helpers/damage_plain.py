@@ -27,6 +27,15 @@ def torch_file(root: Path) -> Tree:
     return Tree(root, "model.pt")
 
 
+def torch_file_before_zip(root: Path) -> Tree:
+    import torch
+
+    state = {k: v for k, v in _tensors().items() if v.dtype == torch.float32}
+    tree = {"model": state, "global_step": 7, "names": ["a", "b"]}
+    torch.save(tree, root / "model.pt", _use_new_zipfile_serialization=False)
+    return Tree(root, "model.pt")
+
+
 def safetensors_folder(root: Path) -> Tree:
     from safetensors.torch import save_file
 
@@ -83,6 +92,7 @@ def padded_arrays(root: Path) -> Tree:
 
 MADE: dict[str, Callable[[Path], Tree]] = {
     "torch-file": torch_file,
+    "torch-file-before-zip": torch_file_before_zip,
     "safetensors-folder": safetensors_folder,
     "indexed-folder": indexed_folder,
     "padded-arrays": padded_arrays,
@@ -93,6 +103,6 @@ def made(name: str, under: Path) -> Tree:
     """One of them, in a folder of its own."""
     root = under / name / "ckpt"
     if root.exists():
-        return Tree(root, "model.pt" if name == "torch-file" else None)
+        return Tree(root, "model.pt" if name.startswith("torch-file") else None)
     root.mkdir(parents=True)
     return MADE[name](root)

@@ -24,6 +24,8 @@ from typing import Any
 
 from damaging import MAGIC, records
 
+from ckptcore.encodings.torchzip.before_zip import is_before_zip
+
 # Files beside a checkpoint in a sample: the expected tensors, and notes on how the sample was made.
 BESIDE = re.compile(r"^(expected.*|fixture\.json|flat_meta\.json)$")
 
@@ -119,6 +121,8 @@ def kind_of(root: Path, path: str) -> str:
         return "safetensors"
     if name.endswith(".json"):
         return "json"
+    if is_before_zip(head):
+        return "before-zip"
     return MAGIC.get(head[:4], "text")
 
 
@@ -180,12 +184,25 @@ def _in_distcp(tree: Tree, path: str, at: int, bit: int) -> set[str]:
     return _in_json_bytes(data[begin : begin + length], at - begin, bit) if at >= begin else set()
 
 
+def _before_zip(tree: Tree, path: str, at: int, bit: int) -> set[str]:
+    """``text`` inside a string of the pickles, ``unsummed`` inside a number, and behind the pickles."""
+    stream, last = io.BytesIO(tree.read(path)), ""
+    for _ in range(5):
+        for opcode, _, place in pickletools.genops(stream):
+            if place is not None and place <= at:
+                last = opcode.name
+    if at >= stream.tell() or "INT" in last or "LONG" in last or "FLOAT" in last:
+        return {"unsummed"}
+    return {"text"} if "UNICODE" in last else set()
+
+
 ZONES: dict[str, Callable[[Tree, str, int, int], set[str]]] = {
     "safetensors": _in_safetensors,
     "json": _in_json,
     "metadata": _in_metadata,
     "zchunk": _in_chunk,
     "distcp": _in_distcp,
+    "before-zip": _before_zip,
 }
 
 

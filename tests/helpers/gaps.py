@@ -154,7 +154,12 @@ UNDETECTABLE: tuple[Blind, ...] = (
         sometimes=True,
     ),
     # every format, rows of damage.EVERYWHERE
-    Blind("*bit-flipped", "unsummed", "safetensors and zarr carry no checksum", sometimes=True),
+    Blind(
+        "*bit-flipped",
+        "unsummed",
+        "safetensors, zarr and torch.save before 1.6 carry no checksum",
+        sometimes=True,
+    ),
     Blind(
         "*bit-flipped",
         "text",

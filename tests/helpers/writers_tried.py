@@ -81,7 +81,7 @@ TRIED: dict[str, Tried] = {
     ),
     "torch_save": Tried(
         "torch 2.13, transformers 4.57.6, torchtune 0.6.1, Composer 0.32.1",
-        "tensors and values, also in Composer's tars",
-        "sharded saves of Composer; torch before 1.6 is refused",
+        "tensors and values, also in Composer's tars and in the form before 1.6",
+        "sharded saves of Composer; files of torch 0.1 to 0.4 and of Python 2 are made by form",
     ),
 }

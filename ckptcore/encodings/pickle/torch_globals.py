@@ -80,16 +80,19 @@ class StoredStorage(RefusedTensor):
         key: Key of the storage's record ``data/<key>``.
         dtype: Of its elements; empty for bytes without one.
         numel: Elements.
-        nbytes: Bytes.
+        nbytes: Bytes of the record.
+        first: Where it is a part of the record, as torch wrote until 0.4: its first element; else -1.
     """
 
-    __slots__ = ("key", "nbytes", "numel")
+    __slots__ = ("first", "key", "nbytes", "numel")
     key: str
     numel: int
     nbytes: int
+    first: int
 
-    def __init__(self, key: str, dtype: str, numel: int, nbytes: int) -> None:
+    def __init__(self, key: str, dtype: str, numel: int, nbytes: int, first: int = -1) -> None:
         put = object.__setattr__
+        put(self, "first", first)
         put(self, "key", key)
         put(self, "dtype", dtype)
         put(self, "numel", numel)
@@ -172,6 +175,11 @@ def _rebuild(
         if type(extra) is not dict or not set(extra) <= {"conj", "neg"}:
             raise ValueError(f"tensor metadata {short_repr(extra)}")
         flags = (CONJ if extra.get("conj") else 0) | (NEG if extra.get("neg") else 0)
+    if storage.first >= 0:
+        last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if 0 not in shape and last >= storage.numel:
+            raise ValueError(f"tensor of shape {shape} reaches outside its part of a storage")
+        offset += storage.first
     return StoredView(key, storage.nbytes, dtype, shape, offset, strides, flags)
 
 
@@ -322,9 +330,14 @@ def _parameter(data: Any, grad: Any = True, hooks: Any = None, state: Any = None
 
 
 def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
-    if items != ():
+    """Return an empty dict, or one of [key, value] lists, as Python 2 pickles it."""
+    if items == ():
+        return OrderedDict()
+    if type(items) is not list or any(
+        type(pair) is not list or len(pair) != 2 or type(pair[0]) is not str for pair in items
+    ):
         raise ValueError("OrderedDict with arguments")
-    return OrderedDict()
+    return OrderedDict((name, value) for name, value in items)
 
 
 def _size(values: Any = ()) -> Named:
@@ -350,8 +363,9 @@ STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if
 }
 # torch.dtype.__reduce__ returns its name: a global of module torch.
 DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNSUPPORTED))}
-# torch/_utils.py.
+# torch/_utils.py; the first is of torch before 0.4.
 REBUILDS = {
+    "torch._utils._rebuild_tensor": Call("_rebuild_tensor", _rebuild_v2),
     "torch._utils._rebuild_tensor_v2": Call("_rebuild_tensor_v2", _rebuild_v2),
     "torch._utils._rebuild_tensor_v3": Call("_rebuild_tensor_v3", _rebuild_v3),
     "torch._utils._rebuild_parameter": Call("_rebuild_parameter", _parameter),

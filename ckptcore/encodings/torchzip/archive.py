@@ -19,20 +19,14 @@ import numpy as np
 
 from ckptcore.core.manifest import Ints
 from ckptcore.core.metadata_budget import meter
-from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
 SMALL = _HEAD + _TAIL + 4096  # bytes of a zip that is read entirely
-# torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c, as pickle protocols from 2 and before write it.
-_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-_MAGIC_TEXT = b"L119547037146038801333356L"
 TAR_BLOCK = 512  # bytes of a header of a tar
-BEFORE_ZIP = 32  # bytes in which the number is
-BEFORE_ZIP_REASON = "begins with the magic number of torch.save before 1.6"
-BEFORE_ZIP_HINT = "load it with torch and save it again"
 DESCRIPTOR = b"PK\x07\x08"  # behind a payload; its CRC-32 follows
 _MAX_PICKLE = 256 << 20
 _RECORD = 2048  # bytes of a zip record in all stages, and about the time to locate it
@@ -134,14 +128,6 @@ class Window:
 def is_tar(first: bytes) -> bool:
     """Report whether a file that starts with these `TAR_BLOCK` bytes is a tar."""
     return len(first) == TAR_BLOCK and first[257:262] == b"ustar"
-
-
-def is_before_zip(first: bytes) -> bool:
-    """Report whether a file that starts with these `BEFORE_ZIP` bytes is of torch.save before 1.6.
-
-    It begins with a pickled number; callers could choose the protocol of the pickle.
-    """
-    return _MAGIC in first or first.startswith(_MAGIC_TEXT)
 
 
 def is_zip(first: bytes) -> bool:
@@ -330,8 +316,6 @@ class Archive:
         sig, *numbers, comment = _EOCD.unpack(window.read(size - _EOCD.size, _EOCD.size))
         disk, first_disk, disk_count, count, length, begin = numbers
         if sig != b"PK\x05\x06" or comment or disk or first_disk:
-            if is_before_zip(window.read(0, min(size, BEFORE_ZIP))):
-                raise UnsupportedFormat(f"{label} {BEFORE_ZIP_REASON}", hint=BEFORE_ZIP_HINT, file=label)
             raise MalformedCheckpoint(
                 f"{label} does not end like a torch zip: it is truncated or overwritten"
             )

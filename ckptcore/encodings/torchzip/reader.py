@@ -3,12 +3,13 @@
 A torch zip is an uncompressed zip: ``<name>/data.pkl`` (a pickle whose persistent ids name
 storages), ``<name>/data/<key>`` (one record per storage, 64-byte aligned from the zip's start),
 ``byteorder``, ``version`` (torch/serialization.py, caffe2/serialize/inline_container.cc). The
-central directory has every record's CRC-32, which torch itself never checks.
+central directory has every record's CRC-32, which torch itself never checks. Before torch 1.6 it was no zip:
+`before_zip`.
 
 `archive` locates the records, `parse_tensor` resolves a zip with exactly one tensor, and
-`read_objects` returns a zip's complete tree. All read through a `Reader`, read a few KiB, and bound
-every count and offset before use. What nothing in a zip refers to is in `Resolved.unused`, or recorded in the
-account of the reading.
+`read_objects` returns the complete tree of any torch file. All read through a `Reader`, read a few KiB, and
+bound every count and offset before use. What nothing in a file refers to is in `Resolved.unused`, or recorded
+in the account of the reading.
 
 ``torch.save`` writes the complete storage of a slice: the elements outside of it are in the file, and no
 tensor shows them. `excess` finds them.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,8 +41,15 @@ from ckptcore.encodings.pickle.torch_globals import (
     tensors_in,
 )
 from ckptcore.encodings.pickle.unpickler import Call, loads
-from ckptcore.encodings.torchzip.archive import Archive, Reader, Unused, Window
-from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
+from ckptcore.encodings.torchzip.archive import Archive, Reader, Unused, Window, is_zip
+from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, StorageSizes, is_before_zip, read_pickles
+from ckptcore.errors import (
+    ChecksumMismatch,
+    MalformedCheckpoint,
+    UnreadablePart,
+    UnsafeContent,
+    UnsupportedFormat,
+)
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
@@ -87,7 +96,7 @@ Storages = Mapping[str, tuple[int, int, int | None]]  # key -> (start, length, c
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """A zip's complete content.
+    """A file's complete content.
 
     Attributes:
         tree: Its value, with tensors as `StoredView`.
@@ -218,13 +227,21 @@ def _require_permitted(tensor: Any, refused: list[str], label: str) -> None:
         raise UnreadablePart(f"{label} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
 
 
+def is_torch(first: bytes) -> bool:
+    """Report whether a file that starts with these `BEFORE_ZIP` bytes can be of `torch.save`."""
+    return is_zip(first) or is_before_zip(first)
+
+
 def head_holds(read: Reader, length: int, text: str, label: str) -> bool:
-    """Report whether a torch zip's pickle contains this text; False for anything but a complete torch zip."""
+    """Report whether a torch file's pickle contains this text; False for anything but a complete file."""
     try:
-        archive = Archive(Window(read, length), label)
-        is_torch = "data.pkl" in archive.records and "constants.pkl" not in archive.records
-        return is_torch and text.encode() in archive.read("data.pkl")
-    except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
+        window = Window(read, length)
+        if is_before_zip(window.read(0, min(length, BEFORE_ZIP))):
+            return text.encode() in read_pickles(window.read, length, label).tree
+        archive = Archive(window, label)
+        is_checkpoint = "data.pkl" in archive.records and "constants.pkl" not in archive.records
+        return is_checkpoint and text.encode() in archive.read("data.pkl")
+    except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent, UnsupportedFormat):
         return False  # its reader will report what is wrong
 
 
@@ -236,53 +253,83 @@ def refused_in(tree: Any) -> tuple[str, ...]:
 def read_objects(
     content: FileRange, label: str, table: Mapping[str, Any] = OBJECT_TABLE, shared: SharedTrees | None = None
 ) -> Objects:
-    """Return the complete tree of a torch zip; globals outside ``table`` become `Refused` values.
+    """Return the complete tree of a torch file; globals outside ``table`` become `Refused` values.
 
     The account of the reading gets what is structure and what belongs to nothing, and not the storages: these
     are explained by the tensors that the caller makes of them.
 
     Args:
-        content: The zip.
+        content: The file.
         label: Its name, for messages.
         table: Permitted globals.
         shared: Trees of files that were read with the same table.
     """
     with passing():  # the directory, the pickle and the unpickler's memory are freed afterwards
-        archive = Archive(Window(content, content.length, _SMALL_FILE), label)
-        swapped, pickled = _preamble(archive, label)
-        if _ID in archive.records:
-            archive.read(_ID)
-        data = {name: entry for name, entry in archive.records.items() if name.startswith("data/")}
-        storages = {
-            name.removeprefix("data/"): (
-                archive.start(name),
-                entry.length,
-                entry.crc32 if archive.checked else None,
-            )
-            for name, entry in data.items()
-        }
-        for leftover in archive.unused({*_CONSUMED, *data}):
-            content.leave(*leftover)
-        content.explain(archive.structure([name for name in _CONSUMED if name in archive.records]))
-        key = blake3(pickled).digest() if shared is not None else b""
-        shared_objects = shared.find(key, storages, swapped, label) if shared is not None else None
-        if shared_objects is None:
-            tree, behind, refused = _loaded(pickled, table, label)
+        window = Window(content, content.length, _SMALL_FILE)
+        if is_before_zip(window.read(0, min(content.length, BEFORE_ZIP))):
+            pickled, parsed = _before_zip(content, window, label, table)
+            key = blake3(pickled).digest() if shared is not None else b""
         else:
-            behind = shared_objects.behind
-        for leftover in _behind(archive, behind):
-            content.leave(*leftover)
-        if shared_objects is not None:
-            _report(content, shared_objects)
-            return shared_objects
+            archive = Archive(window, label)
+            pickled, storages, swapped = _zipped(content, archive, label)
+            key = blake3(pickled).digest() if shared is not None else b""
+            shared_objects = shared.find(key, storages, swapped, label) if shared is not None else None
+            if shared_objects is None:
+                tree, behind, refused = _loaded(pickled, table, label)
+            else:
+                behind = shared_objects.behind
+            for leftover in _behind(archive, behind):
+                content.leave(*leftover)
+            if shared_objects is not None:
+                _report(content, shared_objects)
+                return shared_objects
+            parsed = Objects(tree, storages, tuple(refused), swapped, behind)
+    tree, storages, refused_names = parsed.tree, parsed.storages, parsed.refused
     meter().take(_STORAGE * len(storages), label)
     bound_tree(tree, len(pickled), label)
-    inside = (name for name in refused_in(tree) if name not in refused)
+    inside = (name for name in refused_in(tree) if name not in refused_names)
     attributes = attributes_in(tree) if any(name in pickled for name in _WITH_STATE) else {}
     hidden = excess(tensors_in(tree)) if storages else ()
-    objects = Objects(tree, storages, (*refused, *inside), swapped, behind, hidden, attributes)
+    objects = replace(parsed, refused=(*refused_names, *inside), excess=hidden, attributes=attributes)
     _report(content, objects)
     return objects if shared is None else shared.add(key, objects, content.length, label)
+
+
+def _zipped(content: FileRange, archive: Archive, label: str) -> tuple[bytes, Storages, bool]:
+    """Return a zip's pickle, its storages, and whether elements are big-endian."""
+    swapped, pickled = _preamble(archive, label)
+    if _ID in archive.records:
+        archive.read(_ID)
+    data = {name: entry for name, entry in archive.records.items() if name.startswith("data/")}
+    storages = {
+        name.removeprefix("data/"): (
+            archive.start(name),
+            entry.length,
+            entry.crc32 if archive.checked else None,
+        )
+        for name, entry in data.items()
+    }
+    for leftover in archive.unused({*_CONSUMED, *data}):
+        content.leave(*leftover)
+    content.explain(archive.structure([name for name in _CONSUMED if name in archive.records]))
+    return pickled, storages, swapped
+
+
+def _before_zip(
+    content: FileRange, window: Window, label: str, table: Mapping[str, Any]
+) -> tuple[bytes, Objects]:
+    """Return the pickle of a file of torch.save before 1.6, and what it holds."""
+    pickles = read_pickles(window.read, content.length, label)
+    sizes = StorageSizes(label)
+    tree, behind, refused = _loaded(pickles.tree, table, label, partial(_older_fields, sizes))
+    places, counts, end = sizes.locate(window.read, content.length, pickles)
+    content.explain(np.concatenate([np.array([[0, pickles.end]], np.int64), counts]))
+    if pickles.odd_host is not None:
+        content.leave(*pickles.odd_host, "what torch notes of the host, which no torch writes so")
+    if end < content.length:
+        content.leave(end, content.length, "behind the storages")
+    storages = {key: (start, nbytes, None) for key, (start, nbytes) in places.items()}
+    return pickles.tree, Objects(tree, storages, tuple(refused), swapped=False, behind=behind)
 
 
 def _report(content: FileRange, objects: Objects) -> None:
@@ -321,11 +368,15 @@ def _preamble(archive: Archive, label: str) -> tuple[bool, bytes]:
     return order == b"big", archive.read("data.pkl")
 
 
-def _loaded(pickled: bytes, table: Mapping[str, Any], label: str) -> tuple[Any, int, list[str]]:
+def _loaded(
+    pickled: bytes, table: Mapping[str, Any], label: str, persistent: Callable[[Any], Any] | None = None
+) -> tuple[Any, int, list[str]]:
     """Return a pickle's value, the number of bytes behind it, and the globals that were refused."""
     refused: list[str] = []
     behind: list[int] = []
-    value = loads(pickled, table, what=label, persistent=_storage_fields, refused=refused, behind=behind)
+    value = loads(
+        pickled, table, what=label, persistent=persistent or _storage_fields, refused=refused, behind=behind
+    )
     return value, sum(behind), refused
 
 
@@ -362,6 +413,28 @@ def _storage_fields(pid: Any) -> StoredStorage:
     if dtype is None:
         raise ValueError(f"unknown storage type {kind.value!r}")
     return StoredStorage(key, dtype.name, numel, numel * dtype.itemsize)
+
+
+def _older_fields(sizes: StorageSizes, pid: Any) -> Any:
+    """Return the storage of ('storage', type, key, location, numel, view), as torch.save wrote it before 1.6.
+
+    ``view`` is None, or the (key, first element, elements) of a part of the storage. ('module', class, file,
+    source) is a class with its source, which is not looked at.
+    """
+    if type(pid) is tuple and len(pid) == 4 and pid[0] == "module":
+        return pid[1]
+    if type(pid) is not tuple or len(pid) != 6:
+        raise ValueError(f"unknown persistent id {short_repr(pid)}")
+    storage, view = _storage_fields(pid[:5]), pid[5]
+    sizes.add(storage.key, storage.numel, storage.nbytes)
+    if view is None:
+        return storage
+    if type(view) is not tuple or len(view) != 3 or any(type(n) is not int for n in view[1:]):
+        raise ValueError(f"unknown part of a storage {short_repr(view)}")
+    _, first, numel = view
+    if not 0 <= first <= first + numel <= storage.numel:
+        raise ValueError(f"part {short_repr(view)} of storage {storage.key!r} of {storage.numel} elements")
+    return StoredStorage(storage.key, storage.dtype, numel, storage.nbytes, first)
 
 
 @dataclass(frozen=True, slots=True)

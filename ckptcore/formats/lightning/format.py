@@ -20,8 +20,8 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.pickle.writer import Classes
-from ckptcore.encodings.torchzip.archive import is_zip
-from ckptcore.encodings.torchzip.reader import head_holds
+from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP
+from ckptcore.encodings.torchzip.reader import head_holds, is_torch
 from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,
@@ -65,7 +65,7 @@ def detect(source: Source) -> Evidence | None:
             return Evidence(NAME, (f"found {META} alone",), ("torch_save",))
     name = _file(source)
     size = source.listing.get(name or "", 0)
-    if name is None or size < 4 or not is_zip(source.store.read(name, 0, 4)):
+    if name is None or not is_torch(source.store.read(name, 0, min(size, BEFORE_ZIP))):
         return None
     if not head_holds(lambda start, n: source.store.read(name, start, n), size, VERSION, name):
         return None

@@ -20,8 +20,8 @@ from ckptcore.core.tree_paths import Path
 from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.pickle.unpickler import Record
-from ckptcore.encodings.torchzip.archive import is_zip
-from ckptcore.encodings.torchzip.reader import check_view, read_objects, refused_in
+from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP
+from ckptcore.encodings.torchzip.reader import check_view, is_torch, read_objects, refused_in
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.shape_matching import Shape
@@ -134,8 +134,8 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
         UnsupportedFormat: The file contains no state dict, or a local state dict of FSDP.
     """
     size, store = source.listing[path], source.store
-    if size < 4 or not is_zip(store.read(path, 0, 4)):
-        raise MalformedCheckpoint(f"{path} ({size} bytes) is not a torch zip", file=path)
+    if not is_torch(store.read(path, 0, min(size, BEFORE_ZIP))):
+        raise MalformedCheckpoint(f"{path} ({size} bytes) is not a file of torch.save", file=path)
     file = _File(source, path, builder)
     tree = file.objects.tree
     content = Content()

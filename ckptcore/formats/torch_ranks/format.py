@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from ckptcore.core.manifest import Manifest
-from ckptcore.encodings.torchzip.archive import is_zip
-from ckptcore.encodings.torchzip.reader import head_holds
+from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP
+from ckptcore.encodings.torchzip.reader import head_holds, is_torch
 from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
@@ -52,7 +52,7 @@ def detect(source: Source) -> Evidence | None:
     paths = [p for kind in rank_files_of(source) for p in kind.paths.values()]
     if paths:
         # A few files only: each costs a request on an object store.
-        zips = [p for p in paths[:8] if _is_zip(source, p)]
+        zips = [p for p in paths[:8] if _is_torch(source, p)]
         verl = any("_world_size_" in p for p in paths)
         if not zips and not verl:
             return None
@@ -118,8 +118,8 @@ def _folders(source: Source) -> list[str]:
     return sorted(folders)
 
 
-def _is_zip(source: Source, path: str) -> bool:
-    return source.listing[path] >= 4 and is_zip(source.store.read(path, 0, 4))
+def _is_torch(source: Source, path: str) -> bool:
+    return is_torch(source.store.read(path, 0, min(source.listing[path], BEFORE_ZIP)))
 
 
 def arrange(request: Arrangement) -> Iterable[FileLayout]:
@@ -141,7 +141,7 @@ def detect_meta(source: Source) -> Evidence | None:
     if source.name is not None:
         return None
     paths = [p for p in source.listing if p.startswith("consolidated.") and _META.match(p)]
-    if len(paths) < 2 or not any(_is_zip(source, path) for path in paths[:8]):
+    if len(paths) < 2 or not any(_is_torch(source, path) for path in paths[:8]):
         return None
     return Evidence("meta", (f"{len(paths)} files like {min(paths)}",), ("torch_save",))
 

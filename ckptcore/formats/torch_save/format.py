@@ -22,7 +22,8 @@ from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar, is_zip
-from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
+from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP
+from ckptcore.encodings.torchzip.reader import Objects, head_holds, is_torch, read_objects
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,
@@ -87,13 +88,16 @@ def detect(source: Source) -> Evidence | None:
     size = source.listing[name]
     if in_tar(source, name) is not None:
         return Evidence("torch_save", (f"{name} is a tar with {_COMPOSER}",))
-    if size < 4 or not is_zip(source.store.read(name, 0, 4)):
+    first = source.store.read(name, 0, min(size, BEFORE_ZIP))
+    if not is_torch(first):
         return None
     # Another suffix proves nothing: an .npz is a zip, too.
     if not name.endswith(SUFFIXES) and not head_holds(
         lambda start, n: source.store.read(name, start, n), size, "", name
     ):
         return None
+    if not is_zip(first):
+        return Evidence("torch_save", (f"{name} is of torch.save before 1.6",))
     if len(names) > 1:
         return Evidence("torch_save", (f"{name} and {len(names) - 1} more are torch zips",))
     return Evidence("torch_save", (f"{name} is a torch zip",))
@@ -314,7 +318,7 @@ def _refuse_tensor_classes(objects: Objects, name: str) -> None:
 FORMAT = Format(
     name="torch_save",
     title="torch.save file of a full state dict",
-    recognised_by="a torch zip named `.pt`, `.pth`, `.bin` or `.ckpt`, or `*.bin.index.json`",
+    recognised_by="a torch file named `.pt`, `.pth`, `.bin` or `.ckpt`, or `*.bin.index.json`",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
     writer=Writer(Layout(arrange, values="plain", torch_load=True)),

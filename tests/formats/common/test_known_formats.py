@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.errors import CkptError, MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 
 # Format -> its files. Names alone: nothing of them is read.
 FOLDERS = {
@@ -83,20 +82,6 @@ def test_a_model_beside_its_optimizer_is_of_one_rank(tmp_path: Path) -> None:
     assert ckptcore.open(str(tmp_path)).format == "torch_save"
 
 
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("alone", [True, False])
-def test_torch_before_zip_of_every_protocol(protocol: int, alone: bool, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save(
-        {"w": torch.ones(2)},
-        path,
-        pickle_module=pickle,
-        pickle_protocol=protocol,
-        _use_new_zipfile_serialization=False,
-    )
-    assert refused(path if alone else tmp_path).values["format"] == "torch-legacy"
-
-
 def test_a_pickled_module(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     error = refused(tmp_path)
@@ -113,44 +98,6 @@ def test_one_rank_of_vllm_has_fused_tensors(name: str, tmp_path: Path) -> None:
         json.dumps({"weight_map": {"w": "model.safetensors"}})
     )
     assert refused(tmp_path / name).values["format"] == "vllm-sharded-state"
-
-
-def legacy(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        ("pytorch_model.bin", "optimizer.pt"),
-        ("consolidated.00.pth", "consolidated.01.pth"),
-        ("global_step1/mp_rank_00_model_states.pt", "global_step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        ("a.pt", "b.pt"),
-        ("model.th",),
-        ("model.pth.tar",),
-        ("steps/10/model.pt",),
-    ],
-)
-def test_torch_before_zip_inside_of_folders(files: tuple[str, ...], tmp_path: Path) -> None:
-    for path in files:
-        legacy(tmp_path / path)
-    with pytest.raises(CkptError) as caught:
-        ckptcore.open(str(tmp_path))
-    assert "torch.save before 1.6" in caught.value.message
-    assert caught.value.hint == "load it with torch and save it again"
-
-
-def test_nothing_before_zip_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    class Hostile:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (os.mkdir, ("executed",))
-
-    torch.save({"w": Hostile()}, tmp_path / "model.pt", _use_new_zipfile_serialization=False)
-    assert refused(tmp_path).values["format"] == "torch-legacy"
-    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])

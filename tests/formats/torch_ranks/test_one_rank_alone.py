@@ -75,15 +75,6 @@ def test_a_missing_model_file_is_the_finding(tmp_path: Path) -> None:
     assert "optim.state.w.exp_avg" in ckptcore.open(str(folder)).index
 
 
-@pytest.mark.parametrize("name", ["mp_rank_00/model_optim_rng.pt", "model_rank_0.pt"])
-def test_ranks_that_saved_before_zip(name: str, tmp_path: Path) -> None:
-    """The error names their format, and does not call them cut."""
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedFormat, match="before zip"):
-        ckptcore.open(str(tmp_path))
-
-
 def test_two_checkpoints_in_one_folder(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     save(tmp_path, {"dataloader_rank_0.pt": {"at": 3}})  # a trainer's own state
