@@ -75,6 +75,7 @@ from ckptcore.planning.export_source import ExportRecord, ExportSource
 from ckptcore.planning.hub_files import ADAPTER, INDEX, read_named
 from ckptcore.planning.hub_files import CONFIG as CONFIG_FILE
 from ckptcore.planning.request import Settings
+from ckptcore.planning.several_models import expected_of
 from ckptcore.planning.zero_tensors import not_zero
 from ckptcore.reading.file_digests import has_digest
 from ckptcore.reading.rereading import rereading
@@ -278,7 +279,8 @@ def _defects(export: OpenExport) -> list[Problem]:
         return problems
     used = {file.path for file in export.stored.files}
     folder_files = folder_at(export.stored.root).files
-    if INDEX not in folder_files and sum(name.endswith(".safetensors") for name in used) > 1:
+    several_files = not _of_several(export) and sum(name.endswith(".safetensors") for name in used) > 1
+    if INDEX not in folder_files and several_files:
         problems.append(Problem(INDEX, "is missing, and loaders open no model of several files without it"))
     beside = [n for n in folder_files if n.endswith(".safetensors") and n not in used]
     return problems + [
@@ -352,13 +354,18 @@ def _check_names(
     if export.config is None:
         if export.adapter is not None:
             return _adapter_names(export, export.adapter), (), {}
-        return not_done(NAMES, "there is no config.json"), (), {}
+        if not _of_several(export):
+            return not_done(NAMES, "there is no config.json"), (), {}
+    else:
+        try:
+            _ = export.config.form
+        except InvalidText as error:
+            return failed(NAMES, [Problem("config.json", f"cannot be read: {error}")]), (), {}
     try:
-        _ = export.config.form
-    except InvalidText as error:
-        return failed(NAMES, [Problem("config.json", f"cannot be read: {error}")]), (), {}
-    try:
-        expected = check_names(export.config, export.shapes())
+        if export.config is None:
+            expected = expected_of(export.stored)
+        else:
+            expected = check_names(export.config, export.shapes())
         if not export.values.derived and (source is None or source.request.names == HUB):
             expected.require_exact(renaming=False)
     except NameMismatch as error:
@@ -375,6 +382,11 @@ def _check_names(
     export_rows = export.stored.index
     ties = tuple((a, b) for a, b in expected.ties if a in export_rows and b in export_rows)
     return passed(NAMES, f"they fit{f': {notes}' if notes else ''}"), ties, expected.float32 or {}
+
+
+def _of_several(export: OpenExport) -> bool:
+    """Return whether an export has a folder for each of several models."""
+    return "components" in export.stored.origin
 
 
 _MISFITS = {

@@ -226,11 +226,14 @@ class Reader:
         read: The function that reads a manifest.
         checksums: The checksums that the format itself stores, as text for people.
         objects: Whether the format carries non-tensor values.
+        several: Where a source has several models, which ``origin`` names: called with model -> the stem of
+            its files, it returns the layout of all of them as one folder, for an export.
     """
 
     read: Read
     checksums: str = "none"
     objects: bool = False
+    several: Callable[[Mapping[str, str]], Layout] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Read a pipeline of diffusers as one checkpoint: ``unet.conv_in.weight`` is of the component ``unet``.
 
+An export has all components again, each in a folder of its own, and model_index.json as the last file.
+
 model_index.json maps the name of each component to its library and class, both null for one that a pipeline
 goes without (diffusers/pipelines/pipeline_utils.py, `save_pretrained`). Models are folders of safetensors or
 ``.bin`` files. Schedulers, tokenizers and processors have no weights. A component that is named, and is not
@@ -8,19 +10,23 @@ there, is missing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import encode
+from ckptcore.core.object_tree import decode, encode
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import AmbiguousModel, Finding, MalformedCheckpoint, UnsupportedFormat, finding
-from ckptcore.formats.base import Evidence, Format, Reader, Source
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Literal, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.huggingface.quantized import FORMAT as QUANTIZED
 from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
+from ckptcore.formats.huggingface.safetensors import arrange as arrange_model
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.late_pattern import late_pattern
@@ -28,6 +34,7 @@ from ckptcore.utils.text import listed, short_repr
 
 _NAME = "diffusers"
 _INDEX, _CONFIG = "model_index.json", "config.json"
+_OBJECT = "model_index"
 _MOST = 1 << 20  # bytes of an index; they have a few hundred
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Classes without weights, by the names that diffusers and transformers give them.
@@ -63,10 +70,11 @@ def read(source: Source) -> Manifest:
     for name, kind in components.items():
         part = _read_component(source.below(name), name, kind, findings, recover=source.recover)
         parts += [] if part is None else [part]
-    origin = {"models": [part.folder for part in parts]}
+    libraries = {name: index[name][0] for name in components}
+    origin = {"models": [part.folder for part in parts], "components": libraries}
     findings += _exchanged(parts, components)
     builder = Builder()
-    builder.blobs.append(Blob("model_index", -1, encode(index)))
+    builder.blobs.append(Blob(_OBJECT, -1, encode(index)))
     parts.append(Part(builder.build(_NAME, source.store.url, {})))
     beside: dict[str, str] = {}  # folder, or a file at the top -> its first file of weights
     for path in source.listing:
@@ -97,7 +105,7 @@ def _components(index: Mapping[str, Any]) -> dict[str, str]:
     pairs = {n: v for n, v in index.items() if type(v) is list and len(v) == 2 and not n.startswith("_")}
     components = {n: v[1] for n, v in pairs.items() if all(isinstance(text, str) for text in v)}
     for name in components:
-        if "/" in name or name in ("", ".", ".."):
+        if not name or "/" in name or "." in name:  # it is an argument's name, and begins names of tensors
             raise MalformedCheckpoint(
                 f"a component of {_INDEX} is called {short_repr(name, 60)}", file=_INDEX
             )
@@ -156,10 +164,33 @@ def _exchanged(parts: Sequence[Part], components: Mapping[str, str]) -> Iterator
                 yield finding("item-mismatch", "files", message, file=path)
 
 
+def arrange(request: Arrangement, stems: Mapping[str, str]) -> tuple[FileLayout, ...]:
+    """Lay out all models of a pipeline, each below its own name.
+
+    Args:
+        request: Tensors with the name of their model in front, and the object of model_index.json.
+        stems: Model -> what the names of its files begin with.
+    """
+    positions: dict[str, list[int]] = {}
+    for n, spec in enumerate(request.tensors):
+        positions.setdefault(spec.fqn.partition(".")[0], []).append(n)
+    layouts: list[FileLayout] = []
+    for model, inside in positions.items():
+        tensors = [request.tensors[n] for n in inside]
+        own = [TensorSpec(t.fqn.removeprefix(f"{model}."), t.dtype, t.shape) for t in tensors]
+        alone = Arrangement(own, max_file_bytes=request.max_file_bytes, stem=stems[model])
+        for layout in arrange_model(alone):
+            numbers = tuple(inside[n] for n in layout.tensors)
+            layouts.append(replace(layout, path=f"{model}/{layout.path}", tensors=numbers, commit=False))
+    data = (json.dumps(decode(request.objects[_OBJECT]), indent=2) + "\n").encode()
+    layouts.append(FileLayout(_INDEX, len(data), (), (), (Literal(0, data),), commit=True))
+    return tuple(layouts)
+
+
 FORMAT = Format(
     name=_NAME,
     title="pipeline of diffusers",
     recognised_by="`model_index.json`, and a folder for each component",
     detect=detect,
-    reader=Reader(read, objects=True),
+    reader=Reader(read, objects=True, several=lambda stems: Layout(partial(arrange, stems=stems))),
 )

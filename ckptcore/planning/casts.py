@@ -6,7 +6,7 @@ The values of quantised tensors are codes, which mean something with their scale
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.core import dtype as dtypes
@@ -70,6 +70,18 @@ def frozen_float32(
         family = called(naming.arch)
     names = [t.fqn for t in mapped.manifest.tensors]
     return None if family is None else frozenset(float32_names(family, names, dtype))
+
+
+def loaded_as(request: Request, specs: Iterable[TensorSpec], written: Mapping[str, str]) -> str | None:
+    """Return the dtype for a model's config: the only one of the weights, or that of the cast.
+
+    written: name -> dtype of the tensors that are cast.
+    """
+    floats = {d for t in specs if dtypes.get(d := written.get(t.fqn, t.dtype)).is_float}
+    if len(floats) == 1:
+        return floats.pop()
+    cast = dtypes.get(request.dtype).name if request.dtype else None
+    return cast if cast in floats else None
 
 
 def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[str] | None = None) -> Casts:

@@ -57,7 +57,7 @@ from ckptcore.naming.rename import (
     without_tensors,
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, parse_world, suspected
-from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype
+from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype, loaded_as
 from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, CONFIG, NONE, json_object
@@ -78,9 +78,9 @@ from ckptcore.planning.rank_local_state import require_cut, without_bound
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
+from ckptcore.planning.several_models import several_models
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.planning.zero_tensors import require_zero
-from ckptcore.store import join_url
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.stage_contents import StageContents
@@ -157,8 +157,9 @@ def compose(
     writer = by_name(format, writes=True).writer
     assert writer is not None  # by_name finds those that write
     export, reshard = request.verb == "export", request.verb == "reshard"
-    if request.takes_model:
-        _require_one_model(request, manifest)
+    several = several_models(request, manifest) if request.takes_model else None
+    if several is not None:  # each model keeps its names, so that none is searched for
+        format, request = several.format, replace(request, verb="consolidate", names=STORED)
     beside, adapter = _files_beside(request, manifest) if request.takes_model else (ModelFiles(), None)
     selected = _selected(request, manifest, adapter)
     by_config = beside.config is not None
@@ -167,7 +168,7 @@ def compose(
     warnings = [f for f in report.findings if f.severity == "warning" or f.code in _OF_AVERAGES]
     of_diffusers = beside.config is not None and beside.config.of_diffusers
     of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
-    layout = _output_layout(request, manifest, writer, of_export)
+    layout = _output_layout(request, manifest, writer, of_export) if several is None else several.layout
     carried, carried_findings = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if request.takes_model else None
     if model is not None:
@@ -185,13 +186,16 @@ def compose(
     warnings += [*doubts, *beside.findings, *carried_findings, *unused_renames(request, manifest)]
     if model is not None:
         warnings += [*_other_parts(model), *left_out_findings(request, manifest, model)]
-    if export:
+    warnings += several.findings if several is not None else ()
+    if export and several is None:
         warnings += unopened(request, beside, [t.fqn for t in mapped.manifest.tensors])
     # Reads tensors, as nothing else here does: a refusal must come before anything is written.
     require_zero(free, mapped.dropped)
-    cast = find_casts(request, manifest, mapped, fitted.float32)
+    cast = find_casts(request, manifest, mapped, fitted.float32 if several is None else several.float32)
     warnings += cast.findings
     objects, dropped, left_out = _carried_objects(request, free)
+    if several is not None:
+        objects, dropped = {key: objects[key] for key in several.objects}, several.dropped(manifest)
     warnings += left_out
     warnings += value_findings(layout, objects) + split_objects(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
@@ -239,7 +243,11 @@ def compose(
             ruled=ruled,
             repads=repads,
         )
-    extra = {**carried, **_extra(request, mapped, target, beside, manifest)}
+    if several is None:
+        extra = {**carried, **_extra(request, mapped, target, beside, manifest)}
+    else:
+        extra = several.extra(request, mapped, target.dtypes)
+        extra["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
     plan, files = make_plan(
         replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in bound))),
         target,
@@ -263,12 +271,10 @@ class MappedExport:
     Attributes:
         mapped: The source's tensors under the export's names, as boxes of stored items.
         dtypes: Name -> dtype that it is cast to.
-        model: Where the model was found.
     """
 
     mapped: Mapped
     dtypes: Mapping[str, str]
-    model: ModelPart
 
 
 def map_export(request: Request, manifest: Manifest, exported: Set[str] | None = None) -> MappedExport:
@@ -283,12 +289,17 @@ def map_export(request: Request, manifest: Manifest, exported: Set[str] | None =
         manifest: The source.
         exported: Names of the tensors of the export, or None.
     """
+    several = several_models(request, manifest)
+    if several is not None:
+        require_complete(manifest, lambda name: True)
+        mapped = remap(manifest)
+        return MappedExport(mapped, find_casts(request, manifest, mapped, several.float32).dtypes)
     beside, adapter = _files_beside(request, manifest)
     require_complete(manifest, _selected(request, manifest, adapter), later=_BY_CONFIG)
     model = find_model(manifest, request.model_prefix)
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
-        return MappedExport(mapped, find_casts(request, manifest, mapped, frozenset()).dtypes, model)
+        return MappedExport(mapped, find_casts(request, manifest, mapped, frozenset()).dtypes)
     free, unused = _without_unused(request, manifest)
     named = _named_tensors(request, free, model, beside.config)
     fitted = None
@@ -302,7 +313,7 @@ def map_export(request: Request, manifest: Manifest, exported: Set[str] | None =
     mapped = replace(mapped, dropped=(*mapped.dropped, *(Dropped(name, rule) for name, rule in unused)))
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
-    return MappedExport(mapped, find_casts(request, manifest, mapped, fitted.float32).dtypes, model)
+    return MappedExport(mapped, find_casts(request, manifest, mapped, fitted.float32).dtypes)
 
 
 def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
@@ -310,18 +321,6 @@ def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tup
     if request.verb == "reshard":
         return without_bound(manifest, parse_mesh(request.mesh), request.keep_object)
     return without_activations(manifest) if request.verb == "export" else (manifest, ())
-
-
-def _require_one_model(request: Request, manifest: Manifest) -> None:
-    """Require that an export of a folder with several models names one of them."""
-    models = manifest.origin.get("models", ())
-    if request.model_prefix is None and len(models) > 1:
-        raise AmbiguousModel(
-            f"cannot choose the model of {request.source}: it has a folder for each of several (got "
-            f"{', '.join(models)})",
-            hint=f"export each from its own folder, such as {join_url(request.source, models[0])}",
-            candidates=[f"{name}." for name in models],
-        )
 
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
@@ -825,22 +824,12 @@ def _extra(
         files[ADAPTER] = dumped(beside.adapter.form)
     if beside.config is not None and not _of_trainer(request.names):  # transformers opens no such names
         plain = bool(mapped.manifest.derived)
-        files |= beside.config.files(_loaded_as(request, mapped, target), plain=plain)
+        files |= beside.config.files(loaded_as(request, mapped.manifest.tensors, target.dtypes), plain=plain)
     files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
     for spec in mapped.manifest.tensors:
         if spec.fqn in files:
             raise NameMismatch(f"a tensor is called {spec.fqn}, like a file of the folder")
     return files
-
-
-def _loaded_as(request: Request, mapped: Mapped, target: Target) -> str | None:
-    """Return the dtype for the config: the only one of the weights, or that of the cast."""
-    written = {target.dtypes.get(t.fqn, t.dtype) for t in mapped.manifest.tensors}
-    floats = {d for d in written if dtypes.get(d).is_float}
-    if len(floats) == 1:
-        return floats.pop()
-    cast = dtypes.get(request.dtype).name if request.dtype else None
-    return cast if cast in floats else None
 
 
 def carried_files(

@@ -55,8 +55,9 @@ TRIED: dict[str, Tried] = {
     ),
     "diffusers": Tried(
         "diffusers 0.42.1",
-        "components of a pipeline, also of one that lacks a part; its load of exports: UNet, DiT, Flux, VAE",
-        "other releases; it is not written as one folder",
+        "components of a pipeline, also of one that lacks a part; its load of exports: pipelines of Stable "
+        "Diffusion and DDPM, and UNet, DiT, Flux, VAE alone",
+        "other releases; other pipelines; quantised components",
     ),
     "hf_quantized": Tried("made by form", "values by transformers' formulas", "files of other libraries"),
     "safetensors": Tried(

@@ -13,7 +13,7 @@ from paths import FIXTURES
 from safetensors.torch import load_file, save_file
 
 import ckptcore
-from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import AmbiguousModel, DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat
 
 SAMPLE = FIXTURES / "diffusers/dit_pipeline"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -124,7 +124,7 @@ def test_a_file_of_another_component(pipeline: Path) -> None:
     assert not codes(pipeline)
 
 
-@pytest.mark.parametrize("name", ["..", "a/b", ""])
+@pytest.mark.parametrize("name", ["..", "a/b", "", "vae.decoder"])
 def test_a_component_outside_of_the_folder(pipeline: Path, name: str) -> None:
     edit_index(pipeline, **{name: ["diffusers", "AutoencoderKL"]})
     with pytest.raises(MalformedCheckpoint, match="is called"):
@@ -144,15 +144,82 @@ def test_a_quantised_component(pipeline: Path) -> None:
         ckptcore.open(str(pipeline))
 
 
-def test_an_export_names_one_model(pipeline: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"verb": "export", "catalog": False}
+def export(source: Path, target: Path, **options: Any) -> Any:
+    return ckptcore.convert(str(source), str(target), verb="export", catalog=False, **options)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    manifest = ckptcore.open(str(folder))
+    return {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
+
+
+def test_an_export_is_the_pipeline_again(pipeline: Path, tmp_path: Path) -> None:
+    (pipeline / "LICENSE.txt").write_text("free")
+    (pipeline / "vae" / "notes.png").write_bytes(b"x")
+    result = export(pipeline, tmp_path / "out", max_file_size="4KiB")
+    got, want = tensors_of(tmp_path / "out"), load_file(SAMPLE / "expected.safetensors")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    small = {p for p in written if not p.endswith((".safetensors", ".index.json"))}
+    assert small == {
+        "LICENSE.txt",
+        "README.md",
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "transformer/config.json",
+        "vae/config.json",
+    }
+    assert len(list((tmp_path / "out/transformer").glob("*-of-*.safetensors"))) > 1
+    for path in small - {"README.md", "LICENSE.txt"}:
+        assert json.loads((tmp_path / "out" / path).read_text()) == json.loads((pipeline / path).read_text())
+    assert [w.message for w in result.warnings if w.code == "left-beside"] == [
+        f"files of {pipeline}/vae are left out: notes.png"
+    ]
+
+
+def test_exports_are_equal(pipeline: Path, tmp_path: Path) -> None:
+    first, other = (export(pipeline, tmp_path / name) for name in ("one", "two"))
+    assert first.manifest_digest == other.manifest_digest
+    assert export(tmp_path / "one", tmp_path / "again").manifest_digest == first.manifest_digest
+
+
+@pytest.mark.parametrize("lost", ["vae", "scheduler", f"vae/{WEIGHTS}"])
+def test_an_export_has_every_component(pipeline: Path, lost: str, tmp_path: Path) -> None:
+    path = pipeline / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(DamagedCheckpoint):
+        export(pipeline, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"config": "none"}, {"exclude": ["vae.*"]}, {"tokenizer": str(SAMPLE)}, {"to": "torch_save"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_one_model(pipeline: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(AmbiguousModel, match="got transformer, vae") as caught:
-        ckptcore.convert(str(pipeline), str(tmp_path / "out"), **options)
+        export(pipeline, tmp_path / "out", **options)
     assert f"{pipeline}/transformer" in (caught.value.hint or "")
-    ckptcore.convert(str(pipeline / "vae"), str(tmp_path / "vae"), **options)
+    with pytest.raises(AmbiguousModel):
+        export(pipeline, tmp_path / "out.safetensors")
+    export(pipeline / "vae", tmp_path / "vae")
     got, want = (load_file(x / WEIGHTS) for x in (tmp_path / "vae", SAMPLE / "ckpt/vae"))
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert json.loads((tmp_path / "vae/config.json").read_text()) == json.loads(
-        (SAMPLE / "ckpt/vae/config.json").read_text()
-    )
+
+
+def test_models_of_other_libraries(pipeline: Path, tmp_path: Path) -> None:
+    """By what its config says a model has the names of files that its library looks for."""
+    configs = {"own": {"model_type": "own"}, "own_2": {"_class_name": "Own"}}
+    for name, config in configs.items():
+        (pipeline / name).mkdir()
+        save_file({"w": torch.ones(2)}, pipeline / name / "model.safetensors")
+        (pipeline / name / "config.json").write_text(json.dumps(config))
+        edit_index(pipeline, **{name: ["a_library", "Own"]})
+    result = export(pipeline, tmp_path / "out")
+    assert load_file(tmp_path / "out/own/model.safetensors").keys() == {"w"}
+    assert load_file(tmp_path / "out/own_2" / WEIGHTS).keys() == {"w"}
+    unchecked = [w.message for w in result.warnings if w.code == "names-unchecked"]
+    assert any("shapes of own were not checked" in m for m in unchecked)

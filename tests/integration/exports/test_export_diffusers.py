@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptcore
 from ckptcore.errors import NameMismatch, UsageError
@@ -143,3 +144,118 @@ def test_a_wrapper_is_removed(tmp_path: Path) -> None:
     torch.save({f"vae.{n}": t for n, t in model.state_dict().items()}, tmp_path / "model.pt")
     export(tmp_path / "model.pt", tmp_path / "out", config=str(tmp_path / "config"))
     require_equal(load_file(tmp_path / "out" / WEIGHTS), model.state_dict())
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+
+def stable_diffusion() -> Any:
+    """A tiny pipeline with models of two libraries, a tokenizer and a scheduler."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(1)
+    words = {"<|startoftext|>": 0, "<|endoftext|>": 1, "a</w>": 2, "b</w>": 3}
+    text = CLIPTextConfig(
+        vocab_size=4,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return diffusers.StableDiffusionPipeline(
+        vae=tiny("AutoencoderKL"),
+        text_encoder=CLIPTextModel(text).eval(),
+        tokenizer=CLIPTokenizer(vocab=words, merges=[], model_max_length=8),
+        unet=tiny("UNet2DConditionModel"),
+        scheduler=diffusers.DDIMScheduler(num_train_timesteps=10),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def ddpm() -> Any:
+    """A pipeline of one model."""
+    torch.manual_seed(2)
+    blocks = {
+        "down_block_types": ("DownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "UpBlock2D"),
+    }
+    unet = diffusers.UNet2DModel(**BLOCKS, **blocks, layers_per_block=1, sample_size=8)
+    return diffusers.DDPMPipeline(unet.eval(), diffusers.DDPMScheduler(num_train_timesteps=10))
+
+
+PIPELINES = {"StableDiffusionPipeline": stable_diffusion, "DDPMPipeline": ddpm}
+
+
+def models_of(pipeline: Any) -> dict[str, Any]:
+    return {n: m for n, m in pipeline.components.items() if isinstance(m, torch.nn.Module)}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_a_pipeline_is_one_folder_again(tmp_path: Path, kind: str) -> None:
+    pipeline = PIPELINES[kind]()
+    pipeline.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    result = export(tmp_path / "saved", tmp_path / "out", max_file_size="30KB")
+    assert [w.code for w in result.warnings] == []
+    opened = getattr(diffusers, kind).from_pretrained(tmp_path / "out")
+    assert opened.scheduler.to_json_string() == pipeline.scheduler.to_json_string()
+    index, written_index = (
+        json.loads((tmp_path / n / "model_index.json").read_text()) for n in ("saved", "out")
+    )
+    assert written_index == index
+    assert models_of(opened).keys() == models_of(pipeline).keys()
+    for name, model in models_of(pipeline).items():
+        require_equal(models_of(opened)[name].state_dict(), model.state_dict())
+        assert type(models_of(opened)[name]) is type(model)
+    beside = {p.relative_to(tmp_path / "saved") for p in (tmp_path / "saved").rglob("*.json")}
+    written = {p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*.json")}
+    assert {p for p in beside ^ written if ".index." not in p.name} == set()
+    again = ckptcore.open(str(tmp_path / "out"))
+    assert again.format == "diffusers"
+    assert {t.fqn for t in again.tensors} == {t.fqn for t in ckptcore.open(str(tmp_path / "saved")).tensors}
+
+
+def test_a_pipeline_in_half(tmp_path: Path) -> None:
+    """The configs of transformers' models name the dtype, as those of `save_pretrained` do."""
+    pipeline = stable_diffusion()
+    pipeline.save_pretrained(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out", dtype="bf16")
+    assert json.loads((tmp_path / "out/text_encoder/config.json").read_text())["dtype"] == "bfloat16"
+    opened = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
+    for name, model in models_of(pipeline.to(torch.bfloat16)).items():
+        require_equal(models_of(opened)[name].state_dict(), model.state_dict())
+
+
+def test_a_pipeline_is_verified(tmp_path: Path) -> None:
+    """Names by each model's class, values by the source; one changed element is found."""
+    stable_diffusion().save_pretrained(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out", dtype="fp16")
+    verify = partial(
+        ckptcore.verify_export, str(tmp_path / "out"), against=str(tmp_path / "saved"), catalog=False
+    )
+    proof = verify()
+    assert {c.name: c.verdict for c in proof.checks} == dict.fromkeys([c.name for c in proof.checks], "ok")
+    path = tmp_path / "out/unet" / WEIGHTS
+    state = load_file(path)
+    state["conv_in.bias"][3] += 1
+    save_file(state, path, {"format": "pt"})
+    assert [c.name for c in verify().checks if c.verdict == "failed"] == ["fingerprints"]
+    state.pop("conv_in.bias")
+    save_file(state, path, {"format": "pt"})
+    assert {c.name for c in verify().checks if c.verdict == "failed"} >= {"elements", "names"}
+
+
+@pytest.mark.parametrize("name", ["unet", "text_encoder"])
+def test_a_model_of_a_pipeline_that_does_not_fit_its_config(tmp_path: Path, name: str) -> None:
+    stable_diffusion().save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / name / "config.json"
+    sizes = {"cross_attention_dim": 12} if name == "unet" else {"hidden_size": 12}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    with pytest.raises(NameMismatch, match=f"{name}: .*other shape"):
+        export(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
