@@ -28,6 +28,7 @@ _MARKS: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
             ".attention.query_key_value.",
             r"(sequential\.)?\d+\.attention\.query_key_value\.weight",
         ),
+        ("nanotron", ".pp_block.attn.", r"model\.decoder\.\d+\.pp_block\.attn\.(qkv|o)_proj\.weight"),
         ("olmo_core", "blocks.", r"blocks\.\d+\.(attention\.w_(q|k|v|out)|feed_forward_norm)\.weight"),
         ("olmo", "blocks.", r"transformer\.blocks\.\d+\.(att_proj|attn_out|ff_proj|q_proj)\.weight"),
     )

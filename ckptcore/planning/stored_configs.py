@@ -40,6 +40,7 @@ class TrainerFolder:
 TRAINER_FOLDERS = (
     TrainerFolder("", "transformers, OLMo", {"config.json": (None, ""), "config.yaml": (None, "")}),
     TrainerFolder("", "Meta, Mistral", {"params.json": ("params", "")}),
+    TrainerFolder("", "nanotron", {"model_config.json": ("nanotron", "")}),
     TrainerFolder("huggingface", "verl", {"config.json": (HUB, "")}),
     TrainerFolder("", "Megatron-Bridge", {"run_config.yaml": ("megatron", "model")}),
     TrainerFolder("tokenizer", "Megatron-Bridge"),

@@ -23,6 +23,7 @@ SOURCES = {
     "torchtitan": "torchtitan's DCP folders: names until April 2026, `qkv_linear`, and fused `wqkv`",
     "olmo_core": "a step of OLMo-core's trainer",
     "olmo": "allenai/OLMo's unsharded checkpoints",
+    "nanotron": "nanotron's step on two tensor-parallel ranks: rotary pairs in halves, or interleaved",
     "gpt_neox": "GPT-NeoX's step on two tensor-parallel ranks: files of layers, or `sequential`",
 }
 LOGITS = "logits bit-equal"

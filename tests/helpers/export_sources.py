@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from trainer_names import WORLDS, State, tiny_model
+from safetensors.torch import load_file, save_file
+from trainer_names import WORLDS, State, nanotron_config, tiny_model
 
 RANKS = 2  # of a verl checkpoint
 
@@ -233,6 +233,46 @@ def _gpt_neox(tiny: Tiny, form: str, folder: Path) -> Path:
     return folder
 
 
+def _nanotron(tiny: Tiny, form: str, folder: Path) -> Path:
+    """A step of nanotron on two tensor-parallel ranks, with boxes in the headers of what is cut."""
+    state, config = _named(tiny, "nanotron", form), tiny.config
+    heads = [config["num_attention_heads"], config["num_key_value_heads"], config["num_key_value_heads"]]
+    for name, tensor in state.items():
+        module, _, leaf = name.rpartition(".")
+        path = folder / "model" / module.replace(".", "/")
+        path.mkdir(parents=True, exist_ok=True)
+        if "norm" in module:
+            save_file({"data": tensor}, path / f"model_{leaf}.safetensors")
+            continue
+        dim = int(module.endswith(("o_proj", "down_proj")))
+        shares = heads if "qkv" in module else [1, 1] if "gate_up" in module else [1]
+        parts = tensor.split([tensor.shape[dim] * n // sum(shares) for n in shares], dim)
+        for rank in range(2):
+            pairs, here, there = [], 0, 0
+            for part in parts:
+                size = part.shape[dim] // 2
+                bounds = ((here, here + size), (there + rank * size, there + (rank + 1) * size))
+                pairs.append("#".join(_slices(tensor.dim(), dim, *b) for b in bounds))
+                here, there = here + size, there + part.shape[dim]
+            mine = torch.cat([p.chunk(2, dim)[rank] for p in parts], dim).contiguous()
+            about = {
+                "version": "1.5",
+                "local_global_slices_pairs": ";".join(pairs),
+                "unsharded_shape": str(tuple(tensor.shape)),
+            }
+            ranks = f"pp-rank-0-of-1_tp-rank-{rank}-of-2"
+            save_file({"data": mine}, path / f"model_{leaf}_{ranks}.safetensors", about)
+    (folder / "model_config.json").write_text(json.dumps(nanotron_config(config, form)))
+    recorded = {"version": "1.5", "tp": 2, "dp": 1, "metas": {"last_train_step": 3}}
+    (folder / "checkpoint_metadata.json").write_text(json.dumps(recorded))
+    (folder / "config.yaml").write_text("general:\n  step: 3\n")
+    return folder
+
+
+def _slices(dims: int, dim: int, start: int, stop: int) -> str:
+    return "|".join(f"{start},{stop},None" if n == dim else "None,None,None" for n in range(dims))
+
+
 def _named(tiny: Tiny, world: str, form: str) -> State:
     state = WORLDS[world][0](tiny.config, tiny.state, form)
     return {n: t.contiguous() for n, t in state.items()}
@@ -249,4 +289,5 @@ WRITERS: Mapping[str, Callable[[Tiny, str, Path], Path]] = {
     "olmo_core": _olmo_core,
     "olmo": _olmo,
     "gpt_neox": _gpt_neox,
+    "nanotron": _nanotron,
 }

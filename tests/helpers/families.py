@@ -43,9 +43,9 @@ _DELTA = {
 }
 # Architecture -> (model type, config, trainers' worlds that have a map for it).
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "llama": ("llama", {}, ("megatron", "torchtitan", "olmo_core")),
+    "llama": ("llama", {}, ("megatron", "torchtitan", "olmo_core", "nanotron")),
     "mistral": ("mistral", {}, ("megatron", "torchtitan")),
-    "qwen2": ("qwen2", {}, ("megatron",)),
+    "qwen2": ("qwen2", {}, ("megatron", "nanotron")),
     "qwen3": ("qwen3", {"head_dim": 8}, ("megatron", "torchtitan", "olmo_core")),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}, ("megatron", "torchtitan")),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ("megatron", "torchtitan")),
@@ -133,6 +133,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "olmo_core": ("one", "dropless"),
     "olmo": ("one",),
     "gpt_neox": ("pipeline", "sequential"),
+    "nanotron": ("halves", "interleaved"),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

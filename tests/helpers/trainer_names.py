@@ -419,6 +419,45 @@ def gpt_neox(config: Mapping[str, Any], hub: State, form: str) -> State:
     return out
 
 
+def nanotron(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As nanotron names it (convert_nanotron_to_hf.py). form: halves, or interleaved."""
+    names = {
+        "model.embed_tokens.weight": "model.token_position_embeddings.pp_block.token_embedding.weight",
+        "model.norm.weight": "model.final_layer_norm.pp_block.weight",
+        "lm_head.weight": "model.lm_head.pp_block.weight",
+    }
+    out = {new: hub[old] for old, new in names.items() if old in hub}
+    for n in range(config["num_hidden_layers"]):
+        left, prefix = below(hub, n), f"model.decoder.{n}.pp_block."
+        for kind in ("weight", "bias"):
+            parts = [left.pop(f"self_attn.{x}_proj.{kind}", None) for x in "qkv"]
+            if parts[0] is not None:
+                heads = config["num_attention_heads"], config["num_key_value_heads"]
+                if form == "interleaved":
+                    parts[:2] = [_neighbours(p, h) for p, h in zip(parts, heads, strict=False)]
+                out[f"{prefix}attn.qkv_proj.{kind}"] = torch.cat(parts)
+        gate_up = [left.pop(f"mlp.{x}_proj.weight") for x in ("gate", "up")]
+        out[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat(gate_up)
+        out[f"{prefix}mlp.down_proj.weight"] = left.pop("mlp.down_proj.weight")
+        out[f"{prefix}attn.o_proj.weight"] = left.pop("self_attn.o_proj.weight")
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{prefix}{norm}.weight"] = left.pop(f"{norm}.weight")
+        assert not left, sorted(left)
+    return out
+
+
+def nanotron_config(config: Mapping[str, Any], form: str) -> dict[str, Any]:
+    """Its model_config.json, without which nothing says how rotary pairs lie."""
+    keys = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps")
+    return {key: config[key] for key in keys} | {"rope_interleaved": form == "interleaved"}
+
+
+def _neighbours(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of each head with the dims of a rotary pair beside each other."""
+    pairs = rows.shape[0] // heads // 2
+    return rows.view(heads, 2, pairs, -1).transpose(1, 2).reshape(rows.shape)
+
+
 # World -> (how it is made, its forms).
 WORLDS: dict[str, tuple[Callable[[Mapping[str, Any], State, str], State], tuple[str, ...]]] = {
     "megatron": (megatron, FORMS["megatron"]),
@@ -426,4 +465,5 @@ WORLDS: dict[str, tuple[Callable[[Mapping[str, Any], State, str], State], tuple[
     "olmo_core": (olmo_core, FORMS["olmo_core"]),
     "olmo": (olmo, FORMS["olmo"]),
     "gpt_neox": (gpt_neox, FORMS["gpt_neox"]),
+    "nanotron": (nanotron, FORMS["nanotron"]),
 }

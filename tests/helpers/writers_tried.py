@@ -50,7 +50,8 @@ TRIED: dict[str, Tried] = {
     "hf_shards": Tried("torch 2.13, transformers 5.23", "tensors of FSDP and TP", "other releases"),
     "nanotron": Tried(
         "nanotron, git 2411b02 (version 1.5)",
-        "tensors of two tensor-parallel ranks; missing ranks, tensors and layers",
+        "tensors of two tensor-parallel ranks; missing ranks, tensors and layers; the map to the hub by "
+        "logits, of steps made by form",
         "pipelines, experts and version 1.2 are made by form; optimizer state is not read",
     ),
     "diffusers": Tried(

@@ -27,6 +27,7 @@ _LAYERS = "layer_types"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 4096  # that are compared one by one
 _SKIPPED = "window_attn_skip_freq"  # Megatron's, of layers whose attention is full
+_INTERLEAVED = "rope_interleaved"  # nanotron's: whether the dims of a rotary pair are neighbours
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
 _TABLES = ("null", "unset", "terms", "flags", "untold")  # beside the numbers of a world
 _MISSING = object()
@@ -85,6 +86,9 @@ class Config:
                     break
         if self.world == "megatron":
             _of_megatron(self.content, stated_numbers)
+        if self.world == "nanotron" and type(self.content.get(_INTERLEAVED)) is bool:
+            inner = 2 if self.content[_INTERLEAVED] else 1
+            stated_numbers["rotary_inner"] = inner, f"{_INTERLEAVED} = {self.content[_INTERLEAVED]}"
         return stated_numbers
 
     @cached_property

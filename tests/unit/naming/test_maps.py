@@ -50,6 +50,8 @@ def mapped(manifest: Manifest, config: dict[str, Any] | None, arch: str = "auto"
 
 def made(folder: Path, arch: str, world: str, form: str) -> tuple[Manifest, dict[str, Any], State]:
     config, hub = hub_model(arch)
+    if world == "nanotron":
+        (folder / "model_config.json").write_text(json.dumps(trainer_names.nanotron_config(config, form)))
     return stored(folder, WORLDS[world][0](config, dict(hub), form)), config, hub
 
 
@@ -261,6 +263,18 @@ def test_the_part_that_a_map_takes_is_found_or_named(tmp_path: Path, key: str, a
         assert caught.value.hint == f"name it: model_prefix='{key}.'"
         prefix = f"{key}."
     ckptcore.convert(source, target, verb="export", catalog=False, model_prefix=prefix)
+
+
+@pytest.mark.parametrize(("changed", "why"), [(None, "inner is not known"), (3, "no_rope_layer = 3")])
+def test_rotary_pairs_of_nanotron_are_not_guessed(tmp_path: Path, changed: Any, why: str) -> None:
+    """Releases that do not record how they lie had another default; layers without them are another model."""
+    manifest, config, _ = made(tmp_path, "llama", "nanotron", "halves")
+    recorded = trainer_names.nanotron_config(config, "halves") | {"no_rope_layer": changed}
+    if changed is None:
+        del recorded["rope_interleaved"]
+    (tmp_path / "model_config.json").write_text(json.dumps(recorded))
+    with pytest.raises(NameMismatch, match=why):
+        mapped(manifest, config)
 
 
 @pytest.mark.parametrize("form", ["layers", "grouped"])
