@@ -54,7 +54,9 @@ def codes(folder: Path) -> list[str]:
 def test_a_file_that_is_not_a_torch_zip(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2)
     (folder / "model_rank1.pt").write_bytes(b"none")
-    with pytest.raises(MalformedCheckpoint, match=r"model_rank1\.pt \(4 bytes\) is not a torch zip"):
+    with pytest.raises(
+        MalformedCheckpoint, match=r"model_rank1\.pt \(4 bytes\) is not a file of torch\.save"
+    ):
         read(folder)
 
 

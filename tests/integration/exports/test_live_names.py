@@ -30,7 +30,7 @@ from families import FAMILIES  # noqa: E402
 from trainer_names import tiny_model  # noqa: E402
 
 from ckptcore.core.manifest import TensorSpec  # noqa: E402
-from ckptcore.naming.maps import from_transformers, hub_config, live_families, numbers  # noqa: E402
+from ckptcore.naming.maps import from_transformers, hub_config, hyperparameters, live_families  # noqa: E402
 from ckptcore.naming.maps.agreement import agreement  # noqa: E402
 from ckptcore.naming.maps.conversion import convert  # noqa: E402
 from ckptcore.naming.maps.matching import match  # noqa: E402
@@ -85,7 +85,8 @@ def test_frozen_defaults_of_configs_are_those_of_transformers() -> None:
     for kind in tomllib.loads(file.read_text("utf-8"))["class"]:
         form = json.loads(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
         found = agreement(
-            numbers.Config("full", "hf-hub", form), [numbers.Config("unset", "hf-hub", {"model_type": kind})]
+            hyperparameters.Config("full", "hf-hub", form),
+            [hyperparameters.Config("unset", "hf-hub", {"model_type": kind})],
         )
         assert not found.contradictions, kind
 
