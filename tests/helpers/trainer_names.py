@@ -447,7 +447,7 @@ def nanotron(config: Mapping[str, Any], hub: State, form: str) -> State:
 
 
 def nanotron_config(config: Mapping[str, Any], form: str) -> dict[str, Any]:
-    """Its model_config.json, without which nothing says how rotary pairs lie."""
+    """Its model_config.json, without which nothing says how rotary pairs are stored."""
     keys = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps")
     return {key: config[key] for key in keys} | {"rope_interleaved": form == "interleaved"}
 

@@ -153,7 +153,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
 
 
-def test_an_export_is_the_pipeline_again(pipeline: Path, tmp_path: Path) -> None:
+def test_an_export_is_a_complete_pipeline(pipeline: Path, tmp_path: Path) -> None:
     (pipeline / "LICENSE.txt").write_text("free")
     (pipeline / "vae" / "notes.png").write_bytes(b"x")
     result = export(pipeline, tmp_path / "out", max_file_size="4KiB")

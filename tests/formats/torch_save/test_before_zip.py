@@ -136,7 +136,7 @@ def part(first: int, numel: int, shape: tuple[int, ...], strides: tuple[int, ...
     return Called(Global(V1), (Stored(32, ("9", first, numel)), offset, shape, strides))
 
 
-def whole(numel: int = 32, key: str = "7") -> Called:
+def full(numel: int = 32, key: str = "7") -> Called:
     return Called(Global(V1), (Stored(numel, None, key), 0, (numel,), (1,)))
 
 
@@ -164,7 +164,7 @@ def written(
 
 
 def test_parts_of_storages_as_torch_wrote_them_until_04(tmp_path: Path) -> None:
-    tree = {"all": whole(), "rows": part(8, 8, (2, 4), (4, 1)), "odd": part(8, 8, (2, 2), (4, 1), 1)}
+    tree = {"all": full(), "rows": part(8, 8, (2, 4), (4, 1)), "odd": part(8, 8, (2, 2), (4, 1), 1)}
     path = written(tree, tmp_path / "m.pt")
     manifest = equal(path)
     assert torch.equal(ckptcore.read(manifest, "rows"), BOTH[2:4])
@@ -184,11 +184,11 @@ def test_parts_of_storages_as_torch_wrote_them_until_04(tmp_path: Path) -> None:
 )
 def test_a_part_that_does_not_hold_its_tensor(tensor: Called, tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint, match="part"):
-        ckptcore.open(str(written({"all": whole(), "w": tensor}, tmp_path / "m.pt")))
+        ckptcore.open(str(written({"all": full(), "w": tensor}, tmp_path / "m.pt")))
 
 
 def test_a_state_dict_of_python_2(tmp_path: Path) -> None:
-    tree = Called(Global("collections.OrderedDict"), ([[b"w", whole()]],))
+    tree = Called(Global("collections.OrderedDict"), ([[b"w", full()]],))
     manifest = equal(written(tree, tmp_path / "m.pt"))
     assert [t.fqn for t in manifest.tensors] == ["w"]
 
@@ -212,11 +212,11 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
 def test_malformed(name: str, tmp_path: Path) -> None:
     odd, message = ODD[name]
     with pytest.raises(MalformedCheckpoint, match=message):
-        ckptcore.open(str(written({"w": whole()}, tmp_path / "m.pt", **odd)))
+        ckptcore.open(str(written({"w": full()}, tmp_path / "m.pt", **odd)))
 
 
 def test_one_storage_of_two_lengths(tmp_path: Path) -> None:
-    tree = {"a": whole(), "b": whole(16)}
+    tree = {"a": full(), "b": full(16)}
     with pytest.raises(MalformedCheckpoint, match="has 128 bytes, and 64"):
         ckptcore.open(str(written(tree, tmp_path / "m.pt")))
 
@@ -225,16 +225,16 @@ def test_one_storage_of_two_lengths(tmp_path: Path) -> None:
     "host", [HOST | {"note": 1}, HOST | {"little_endian": 1}, HOST | {"type_sizes": {}}, []]
 )
 def test_another_host_is_reported(host: Any, tmp_path: Path) -> None:
-    assert "unused-bytes" in codes(equal(written({"w": whole()}, tmp_path / "m.pt", host=host)))
+    assert "unused-bytes" in codes(equal(written({"w": full()}, tmp_path / "m.pt", host=host)))
 
 
 def test_a_big_endian_host_writes_little_endian_elements(tmp_path: Path) -> None:
-    manifest = equal(written({"w": whole()}, tmp_path / "m.pt", host=HOST | {"little_endian": False}))
+    manifest = equal(written({"w": full()}, tmp_path / "m.pt", host=HOST | {"little_endian": False}))
     assert codes(manifest) <= {"no-checksum", "unproven"}
 
 
 def test_bytes_behind_the_storages_are_reported(tmp_path: Path) -> None:
-    assert "unused-bytes" in codes(equal(written({"w": whole()}, tmp_path / "m.pt", behind=b"\x00" * 8)))
+    assert "unused-bytes" in codes(equal(written({"w": full()}, tmp_path / "m.pt", behind=b"\x00" * 8)))
 
 
 def test_a_file_cut_anywhere(tmp_path: Path) -> None:
@@ -257,9 +257,7 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "refused-global" in codes(manifest, "coverage")
     assert torch.equal(ckptcore.read(manifest, "w"), BOTH)
     with pytest.raises(CkptError):  # in the pickles around the tree, too
-        ckptcore.open(
-            str(written({"w": whole()}, tmp_path / "m.pt", host=Called(Global("os.mkdir"), ("x",))))
-        )
+        ckptcore.open(str(written({"w": full()}, tmp_path / "m.pt", host=Called(Global("os.mkdir"), ("x",)))))
     assert not (tmp_path / "executed").exists()
 
 

@@ -154,7 +154,7 @@ def stable_diffusion() -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     torch.manual_seed(1)
-    words = {"<|startoftext|>": 0, "<|endoftext|>": 1, "a</w>": 2, "b</w>": 3}
+    vocabulary = {"<|startoftext|>": 0, "<|endoftext|>": 1, "a</w>": 2, "b</w>": 3}
     text = CLIPTextConfig(
         vocab_size=4,
         hidden_size=8,
@@ -169,7 +169,7 @@ def stable_diffusion() -> Any:
     return diffusers.StableDiffusionPipeline(
         vae=tiny("AutoencoderKL"),
         text_encoder=CLIPTextModel(text).eval(),
-        tokenizer=CLIPTokenizer(vocab=words, merges=[], model_max_length=8),
+        tokenizer=CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=8),
         unet=tiny("UNet2DConditionModel"),
         scheduler=diffusers.DDIMScheduler(num_train_timesteps=10),
         safety_checker=None,
@@ -197,7 +197,7 @@ def models_of(pipeline: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_a_pipeline_is_one_folder_again(tmp_path: Path, kind: str) -> None:
+def test_a_pipeline_is_exported_as_one_folder(tmp_path: Path, kind: str) -> None:
     pipeline = PIPELINES[kind]()
     pipeline.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     result = export(tmp_path / "saved", tmp_path / "out", max_file_size="30KB")
@@ -215,9 +215,11 @@ def test_a_pipeline_is_one_folder_again(tmp_path: Path, kind: str) -> None:
     beside = {p.relative_to(tmp_path / "saved") for p in (tmp_path / "saved").rglob("*.json")}
     written = {p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*.json")}
     assert {p for p in beside ^ written if ".index." not in p.name} == set()
-    again = ckptcore.open(str(tmp_path / "out"))
-    assert again.format == "diffusers"
-    assert {t.fqn for t in again.tensors} == {t.fqn for t in ckptcore.open(str(tmp_path / "saved")).tensors}
+    exported = ckptcore.open(str(tmp_path / "out"))
+    assert exported.format == "diffusers"
+    assert {t.fqn for t in exported.tensors} == {
+        t.fqn for t in ckptcore.open(str(tmp_path / "saved")).tensors
+    }
 
 
 def test_a_pipeline_in_half(tmp_path: Path) -> None:

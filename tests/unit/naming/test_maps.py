@@ -267,7 +267,7 @@ def test_the_part_that_a_map_takes_is_found_or_named(tmp_path: Path, key: str, a
 
 @pytest.mark.parametrize(("changed", "why"), [(None, "inner is not known"), (3, "no_rope_layer = 3")])
 def test_rotary_pairs_of_nanotron_are_not_guessed(tmp_path: Path, changed: Any, why: str) -> None:
-    """Releases that do not record how they lie had another default; layers without them are another model."""
+    """Releases that do not record their order had another one; layers without them are another model."""
     manifest, config, _ = made(tmp_path, "llama", "nanotron", "halves")
     recorded = trainer_names.nanotron_config(config, "halves") | {"no_rope_layer": changed}
     if changed is None:
