@@ -571,6 +571,11 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "a trainer that begins from the output finds a model alone: no optimizer, no step, no data loader",
         "",
     ),
+    "unstated-arguments": (
+        "warning",
+        "the arguments beside a trainer's weights do not say what the model's config does",
+        "set these fields on the trainer's command line, and compare a step",
+    ),
     "untried-map": (
         "warning",
         "no code of the trainer has loaded what the map of names makes",

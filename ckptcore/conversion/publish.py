@@ -49,7 +49,7 @@ from ckptcore.errors import DestinationExists, Finding, OutputMismatch, SourceCh
 from ckptcore.execution.execute import recompute_files
 from ckptcore.execution.receipts import Receipt, every_receipt, is_intact, seen_as
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
-from ckptcore.formats import Format, Source, by_name, open_source, read_as, read_manifest
+from ckptcore.formats import Format, Source, by_name, located, open_source, read_as, read_manifest
 from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG
 from ckptcore.planning.model_card import fingerprint_line
@@ -517,7 +517,9 @@ def _read_back(
     # The stored form is what was written.
     source = Source(files, plan.target.single, files.list(), keep_quantized=True)
     form = by_name(plan.target.format)
-    written = read_as(form, source)
+    # A trainer's loader may want the checkpoint in a folder that a file beside it names.
+    is_below = source.name is None and form.detect(source) is None and located(source)[0] is not source
+    written = read_manifest(source) if is_below else read_as(form, source)
     report = check(written, None, "coverage")
     specs = sorted(_specs(written))
     unplanned = (
@@ -531,7 +533,7 @@ def _read_back(
             f"the output does not read back as planned ({len(specs)} of {len(planned)} tensors): "
             f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}"
         )
-    return _as_found(written, source, form)
+    return written if is_below else _as_found(written, source, form)
 
 
 def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:

@@ -31,6 +31,8 @@ cut into boxes changes no bit.
   and so on, each sum rounded to the dtype, and divided by n for the mean (convert_neox_to_hf.py of GPT-NeoX).
 - ``weighted_DTYPE``: see `ckptcore.core.weighted_sums`.
 - ``zeros_float32``: no input; params: the shape. Biases that a trainer begins with.
+- ``padded_DTYPE``: one input [R, ...] of that dtype; params (R, *shape), where shape has more rows. out has
+  the rows of the input, and zeros behind them: a vocabulary that a trainer pads.
 """
 
 from __future__ import annotations
@@ -331,6 +333,23 @@ def _fill_mean(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: 
     out.div_(params[0])
 
 
+def _padded_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    if len(inputs) != 1 or len(params) < 2 or inputs[0].shape != (params[0], *params[2:]):
+        return None
+    return params[1:] if params[1] > params[0] else None
+
+
+def _padded_needs(box: Box, params: Shape) -> tuple[Box, ...]:
+    first, end = (min(row, params[0]) for row in (box.offset[0], box.end[0]))
+    return (Box((first, *box.offset[1:]), (end - first, *box.shape[1:])),)
+
+
+def _fill_padded(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    rows = inputs[0].shape[0]
+    out[:rows].copy_(inputs[0])
+    out[rows:].zero_()
+
+
 _RUN = 64  # fewest elements that share a scale in a flat state
 _LINE = 1 << 14  # elements of it decoded per step, which keeps temporaries within 1 MiB
 ADDED = ("float16", "bfloat16", "float32", "float64")  # dtypes with an add_DTYPE function
@@ -417,6 +436,17 @@ FUNCTIONS: dict[str, Function] = {
             fill_sum,
         )
         for dtype in sorted(set(SUMMED.values()))
+    },
+    **{
+        f"padded_{dtype}": Function(
+            "rows, and zeros behind them",
+            dtype,
+            _padded_shape,
+            _padded_needs,
+            lambda dtypes: BY_NAME[dtypes[0]].itemsize,
+            _fill_padded,
+        )
+        for dtype in ADDED
     },
     **{
         f"{name}_{dtype}": Function(

@@ -15,11 +15,10 @@ from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA
 from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.huggingface import nanotron
-from ckptcore.formats.megatron.config import marked
+from ckptcore.formats.megatron.config import TRACKER, marked
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_HOPS = 4
 _LATEST = ("latest", "latest_universal")
 _LATEST_STEP = "latest.txt"

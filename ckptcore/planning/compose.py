@@ -56,7 +56,7 @@ from ckptcore.naming.rename import (
     with_names,
     without_tensors,
 )
-from ckptcore.naming.worlds import HUB, LIVE, PEFT, parse_world, suspected
+from ckptcore.naming.worlds import HUB, LIVE, PEFT
 from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype, loaded_as
 from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
@@ -79,7 +79,7 @@ from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.several_models import several_models
-from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.planning.target_names import in_world, of_trainer
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
@@ -197,6 +197,12 @@ def compose(
     if several is not None:
         objects, dropped = {key: objects[key] for key in several.objects}, several.dropped(manifest)
     warnings += left_out
+    if layout is writer.start and naming is not None:
+        from ckptcore.planning.megatron_arguments import common_state
+
+        mesh = dict(parse_mesh(request.mesh).axes) if request.mesh else {}
+        objects, of_arguments = common_state(naming, mapped.manifest.tensors, mesh)
+        warnings += of_arguments
     warnings += value_findings(layout, objects) + split_objects(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
     # Casts were chosen by the names before nesting.
@@ -457,6 +463,8 @@ def _output_layout(request: Request, manifest: Manifest, writer: Writer, of_expo
     layout = layouts.get(request.verb, writer.whole)
     if writer.like is not None and request.verb != "export":
         layout = writer.like(manifest) or layout
+    if writer.start is not None and request.verb != "export" and of_trainer(request.names):
+        layout = writer.start
     if layout is None:
         raise UsageError(
             f"{request.format} is not written for the ranks of a mesh",
@@ -565,9 +573,9 @@ def _fitting_names(
     class_ties: bool,
 ) -> _Fitted:
     named = _named_tensors(request, manifest, model, config)
-    in_world = named.mapped_names
-    warnings, naming = (list(in_world.warnings), in_world.map) if in_world is not None else ([], None)
-    if config is None or model is None or _of_trainer(request.names):
+    mapped_names = named.mapped_names
+    warnings, naming = (list(mapped_names.warnings), mapped_names.map) if mapped_names else ([], None)
+    if config is None or model is None or of_trainer(request.names):
         mapped = named.tied(manifest, request.tie)
         if config is not None and model is not None:
             from ckptcore.planning.config_agreement import require_agreement
@@ -616,84 +624,6 @@ def _fitting_names(
 def _first(names: Mapping[str, str]) -> str:
     old, new = next(iter(names.items()))
     return f"{old} is {new}"
-
-
-def _of_trainer(names: str) -> bool:
-    """Return whether names are those of a trainer's own modules, which no config of transformers proves."""
-    return names not in (STORED, PEFT) and _target(names)[0] not in (HUB, LIVE)
-
-
-def _target(names: str) -> tuple[str, str]:
-    """Return the world and the generation of names; verl's actors are transformers' modules."""
-    world, generation = parse_world(names)
-    return LIVE if world == "verl" else world, generation
-
-
-def _in_world(
-    request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None
-) -> MappedNames | None:
-    """Return the model part in the requested world of names; None if its names stay.
-
-    Between two trainers, and from a trainer to modules of transformers, the hub's names are on the way.
-    """
-    if request.names == STORED or (config is not None and config.of_diffusers and request.names == HUB):
-        return None
-    to, generation = _target(request.names)
-    world = suspected(t.fqn for t in bare.manifest.tensors)
-    if to == HUB or (to == LIVE and world is None):
-        return _mapped_to(request, source, bare, config, world, to)
-    first = _mapped_to(request, source, bare, config, world, HUB)
-    on_hub = bare if first is None else first.mapped
-    if to == LIVE:
-        second = _mapped_to(request, source, on_hub, config, None, LIVE)
-    else:
-        from ckptcore.planning.name_maps import map_names
-
-        options = _map_options(request, source, config, to)
-        if first is not None:
-            options |= {"arch": first.map.arch, "because": first.map.because}
-        second = map_names(on_hub, HUB, **options, generation=generation, untried=request.allow_untried)
-    if first is None or second is None:
-        return second or first
-    return replace(
-        second, map=replace(second.map, via=first.map), warnings=(*first.warnings, *second.warnings)
-    )
-
-
-def _map_options(request: Request, source: Manifest, config: ConfigFolder | None, to: str) -> dict[str, Any]:
-    return {
-        "arch": request.arch,
-        "to": to,
-        "source": source,
-        "config": None if config is None else config.form,
-        "url": config.url if config is not None else "",
-        "part": bool(request.include or request.exclude),
-    }
-
-
-def _mapped_to(
-    request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None, world: str | None, to: str
-) -> MappedNames | None:
-    """Return a model part in the names of the hub or of modules; None if its names stay.
-
-    world: the trainer's world of its names, or None.
-    """
-    options = _map_options(request, source, config, to)
-    if world is not None:
-        from ckptcore.planning.name_maps import map_names
-
-        try:
-            return map_names(bare, world, **options)
-        except NameMismatch:  # a model of the hub may have a trainer's names itself
-            shapes = {t.fqn: t.shape for t in bare.manifest.tensors}
-            if config is None or "" not in exact_prefixes(config, shapes):
-                raise
-    asked = to == LIVE or request.arch != "auto" or config is not None
-    if not asked and not any(c.architectures for c in stored_configs(source, HUB)):
-        return None  # unknown model
-    from ckptcore.planning.live_maps import map_live_names  # imports pydantic
-
-    return map_live_names(bare, **options)
 
 
 def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
@@ -757,7 +687,7 @@ def _named_tensors(
     if model is not None:
         options |= {"prefix": model.prefix, "also": model.foreign, "unwrap": True}
     bare = remap(manifest, **options)
-    mapped_names = _in_world(request, manifest, bare, config) if model is not None else None
+    mapped_names = in_world(request, manifest, bare, config) if model is not None else None
     return _Named(bare, options, mapped_names)
 
 
@@ -822,7 +752,7 @@ def _extra(
     files = dict(beside.tokenizer or {})
     if beside.adapter is not None:
         files[ADAPTER] = dumped(beside.adapter.form)
-    if beside.config is not None and not _of_trainer(request.names):  # transformers opens no such names
+    if beside.config is not None and not of_trainer(request.names):  # transformers opens no such names
         plain = bool(mapped.manifest.derived)
         files |= beside.config.files(loaded_as(request, mapped.manifest.tensors, target.dtypes), plain=plain)
     files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)

@@ -22,7 +22,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.maps.adapters import adapter_maps
 from ckptcore.naming.maps.agreement import agreed
-from ckptcore.naming.maps.conversion import MappedManifest, converted, with_zeros
+from ckptcore.naming.maps.conversion import MappedManifest, converted, with_padding, with_zeros
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
 from ckptcore.naming.maps.hyperparameters import NUMBERS, Config
 from ckptcore.naming.maps.matching import Matched, match, require_fit
@@ -36,6 +36,9 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # of causal language models on the hub
+# World -> the multiple, times tp, to which its trainer pads a vocabulary. Megatron's is the default of
+# --make-vocab-size-divisible-by (megatron/training/arguments.py; megatron/training/tokenizer).
+VOCABULARY_STEP = {"megatron": 128}
 _INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no tensor's shape depends on
 
 
@@ -54,6 +57,9 @@ class NameMap:
         via: The map to the hub's names before this one; None where the source has them, or the target.
         untried: Whether no code of the trainer has loaded what this map makes.
         left_out: (rule, reason) of what the trainer stores and the map does not make.
+        padding: Name -> rows of zeros that the trainer's rule adds to a vocabulary.
+        rules: The map itself.
+        configs: The configs that gave its numbers.
     """
 
     arch: str
@@ -66,6 +72,9 @@ class NameMap:
     via: NameMap | None = None
     untried: bool = False
     left_out: tuple[tuple[str, str], ...] = field(default=())
+    padding: Mapping[str, int] = field(default_factory=dict)
+    rules: ArchMap | None = None
+    configs: tuple[Config, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -83,6 +92,7 @@ class NameMap:
                 "generation": self.generation,
                 "untried": self.untried,
                 "left_out": [list(pair) for pair in self.left_out],
+                "padding": dict(self.padding),
             }
         return form | ({"via": self.via.as_dict()} if self.via is not None else {})
 
@@ -110,6 +120,7 @@ def map_names(
     generation: str = "",
     untried: bool = False,
     because: str = "",
+    tp: int = 0,
 ) -> MappedNames:
     """Map a model part to another world of names.
 
@@ -125,6 +136,7 @@ def map_names(
         generation: Of the names of ``to``; "" for the newest.
         untried: Whether a map may be used that no code of the trainer has loaded.
         because: Why this architecture, where ``arch`` is none of the user's.
+        tp: Tensor parallel ranks, for which a trainer pads the vocabulary; 0 for no padding.
 
     Raises:
         NameMismatch: No map fits, or configs contradict each other.
@@ -152,6 +164,8 @@ def map_names(
         _require_one_head(mapped.manifest, to, configs)
     require_fit(matched, mapped.manifest.tensors, part=part, hint=_part_hint(matched, mapped))
     conversion = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
+    if to in VOCABULARY_STEP:
+        conversion = with_padding(conversion, VOCABULARY_STEP[to] * tp)
     used = {a for of in matched.groups for a in of.sizes} | {
         name for of in matched.groups for name in _axis_names(of.rule.axes)
     }
@@ -172,6 +186,9 @@ def map_names(
         None,
         world == HUB and not matched.map.loaded_by,
         matched.map.left_out,
+        conversion.padding,
+        matched.map,
+        tuple(configs),
     )
     warnings = (*_assumed(conversion), *_of_way_back(name_map), *lacking(matched))
     return MappedNames(composed(mapped, conversion), name_map, conversion, warnings)
@@ -440,6 +457,12 @@ def composed(mapped: Mapped, conversion: MappedManifest) -> Mapped:
         for new, rule in conversion.rules.items()
     )
     origins += tuple(MadeTensor(new, rule, stored(beside), False) for new, rule, beside in conversion.zeros)
+    origins = tuple(
+        m._replace(rule=f"{m.rule}, and {conversion.padding[m.name]} rows of zeros")
+        if m.name in conversion.padding
+        else m
+        for m in origins
+    )
     return replace(
         mapped,
         manifest=conversion.manifest,

@@ -19,6 +19,7 @@ from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
+TRACKER = "latest_checkpointed_iteration.txt"  # beside the folders of iterations
 # Megatron-LM writes no metadata.json for the last two; tools that rewrite such folders may.
 BACKENDS = {"torch_dist": (1,), "zarr": (1,), "fsdp_dtensor": (1,), "torch_dcp": (1,)}
 _FIELDS = frozenset(f"{part}_backend{of}" for part in ("sharded", "common") for of in ("", "_version"))

@@ -14,12 +14,23 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import Finding, finding
-from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
+from ckptcore.formats.base import (
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Layout,
+    Literal,
+    Reader,
+    Source,
+    Writer,
+)
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
     CONFIG,
     INTEGRITY,
+    TRACKER,
     MegatronConfig,
     digests,
     finished_config,
@@ -38,6 +49,7 @@ from ckptcore.formats.megatron.sharded_objects import (
 from ckptcore.utils.text import count
 
 NAME = "torch_dist"
+RELEASE = "release"  # the folder, and the word for it in the tracker
 
 
 def detect(source: Source) -> Evidence | None:
@@ -125,6 +137,17 @@ def arrange(request: Arrangement) -> Iterable[FileLayout]:
     return arrange_torch_dist(request)
 
 
+def arrange_start(request: Arrangement) -> Iterable[FileLayout]:
+    """Lay out a folder that a job begins from, as ``--load`` names it: ``release``, and the tracker.
+
+    Of a release the loader reads neither optimizer nor random states, and begins at iteration 0
+    (megatron/training/checkpointing.py, read_metadata, load_checkpoint).
+    """
+    for layout in arrange(request):
+        yield replace(layout, path=f"{RELEASE}/{layout.path}")
+    yield FileLayout(TRACKER, len(RELEASE), (), (), (Literal(0, RELEASE.encode()),), commit=True)
+
+
 _LAYOUT = Layout(arrange, values="trainers")
 FORMAT = Format(
     name=NAME,
@@ -133,5 +156,10 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item, SHA-256 per file", objects=True),
     # VocabParallelEmbedding and the output layer are loaded with `allow_shape_mismatch`.
-    writer=Writer(_LAYOUT, for_mesh=Layout(arrange, repads=True), world="megatron"),
+    writer=Writer(
+        _LAYOUT,
+        for_mesh=Layout(arrange, repads=True),
+        world="megatron",
+        start=Layout(arrange_start, values="trainers", repads=True),
+    ),
 )

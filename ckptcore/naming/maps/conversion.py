@@ -42,6 +42,7 @@ class MappedManifest:
         parts: (old name, reason, elements) of tensors of which a part is dropped.
         guessed: (axis, size) that a rule assumes, because neither numbers nor shapes give it.
         zeros: (new name, why zeros are right, the tensor beside which it is).
+        padding: New name -> rows of zeros behind those of the source.
     """
 
     manifest: Manifest
@@ -54,6 +55,7 @@ class MappedManifest:
     guessed: tuple[tuple[str, int], ...]
     only_zero: Mapping[str, str] = field(default_factory=dict)
     zeros: tuple[tuple[str, str, str], ...] = ()
+    padding: Mapping[str, int] = field(default_factory=dict)
 
 
 def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> MappedManifest:
@@ -185,6 +187,50 @@ def with_zeros(mapped: MappedManifest, source: Manifest, numbers: Mapping[str, i
         manifest, tensors=(*manifest.tensors, *specs), chunks=replace(manifest.chunks, first=first)
     )
     return replace(mapped, manifest=extended.deriving(nodes, inputs, chunks), zeros=tuple(zeros))
+
+
+def with_padding(mapped: MappedManifest, step: int) -> MappedManifest:
+    """Return the result of an inverse with vocabularies of a multiple of ``step`` rows, zeros behind theirs.
+
+    step: 0 for vocabularies as they are.
+
+    Raises:
+        UsageError: A vocabulary has a dtype that is not padded.
+    """
+    manifest = mapped.manifest
+    padding: dict[str, int] = {}
+    below = manifest.inputs
+    inputs = [] if below is None else [*below.tensors]
+    spans = [] if below is None else [(below.chunks, n) for n in range(len(inputs))]
+    nodes, specs = dict(manifest.derived), [*manifest.tensors]
+    for n, spec in enumerate(manifest.tensors):
+        is_padded = step > 0 and mapped.rules.get(spec.fqn) in mapped.map.padded
+        more = -spec.shape[0] % step if is_padded else 0
+        if not more:
+            continue
+        if spec.dtype not in ADDED:
+            raise UsageError(
+                f"cannot pad {spec.fqn} of {spec.dtype} (must be one of {', '.join(ADDED)})",
+                hint="export the model in one of these dtypes first",
+            )
+        shape = (spec.shape[0] + more, *spec.shape[1:])
+        specs[n], padding[spec.fqn] = replace(spec, shape=shape), more
+        nodes[n] = Derived(f"padded_{spec.dtype}", (len(inputs),), (spec.shape[0], *shape))
+        inputs.append(spec)
+        spans.append((manifest.chunks, n))
+    if not padding:
+        return mapped
+    padded = {n: nodes[n] for n, spec in enumerate(specs) if spec.fqn in padding}
+    gathered = _gathered(spans)
+    rank = max(manifest.chunks.lo.shape[1], gathered.lo.shape[1])
+    chunks = _with_rank(_without_chunks_of(manifest.chunks, padded), rank)
+    extended = replace(manifest, tensors=tuple(specs), chunks=chunks)
+    return replace(
+        mapped,
+        manifest=extended.deriving(nodes, tuple(inputs), _with_rank(gathered, rank)),
+        moved={new: old for new, old in mapped.moved.items() if new not in padding},
+        padding=padding,
+    )
 
 
 def _without_chunks(chunks: Chunks) -> Chunks:

@@ -81,6 +81,7 @@ from ckptcore.utils.text import short_repr
 _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
 _ALL, _NONE = frozenset[str](), frozenset({"-"})  # generations of names that have a spelling
 STACKED = "stacked"  # the generation of names in which one tensor holds all layers
+PADDING = "padding"  # the axis of rows that pad a vocabulary
 _ADDING = "adding to a weight rounds: adding the opposite need not give it back"
 
 
@@ -210,6 +211,7 @@ class ArchMap:
         generation: Generation of the names that an inverse makes, or "".
         left_out: (rule, reason) of what an inverse does not make.
         zeros: Rules of an inverse that make zeros, which it takes no tensor for.
+        padded: Rules of an inverse whose tensors a trainer pads by rows.
     """
 
     arch: str
@@ -230,6 +232,7 @@ class ArchMap:
     generation: str = ""
     left_out: tuple[tuple[str, str], ...] = ()
     zeros: tuple[Rule, ...] = ()
+    padded: frozenset[str] = frozenset()
 
     @property
     def invertible(self) -> bool:
@@ -272,6 +275,7 @@ class ArchMap:
             generation=generation,
             loaded_by=self.loaded_by if generation == newest else "",
             left_out=tuple(left_out),
+            padded=frozenset(r.name for r in self.rules if PADDING in r.drops),
         )
 
 

@@ -9,7 +9,7 @@ from math import isclose, isfinite
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, in_shapes, rendered
+from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, in_shapes, rendered, same_value
 from ckptcore.naming.worlds import HUB
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
@@ -243,6 +243,33 @@ def _unset(place: str) -> str:
 def is_untold(world: str, name: str, model_type: str) -> bool:
     """Return whether the flags of a trainer do not tell a term of a model type."""
     return model_type in _config_keys()[world].get("untold", {}).get(name, ())
+
+
+def stated_in(
+    world: str, numbers: Mapping[str, Number], terms: Mapping[str, str], model_type: str
+) -> dict[str, Any]:
+    """Return how a trainer's config states numbers and terms: the way back of `Config.numbers` and `terms`.
+
+    What it states by several values, as the sides of a window, or by its default, is left out.
+
+    Args:
+        world: The trainer's.
+        numbers: Number -> value.
+        terms: Term -> text.
+        model_type: Of the config.json that says them.
+    """
+    table = _config_keys()[world]
+    content: dict[str, Any] = {}
+    for number, value in numbers.items():
+        place = next(iter(table.get(number, ())), "") if number not in _TABLES else ""
+        if place and "." not in place and table.get("null", {}).get(number) != value:
+            content[place] = value
+    for name, text in terms.items():
+        content |= {place: text for place in table.get("terms", {}).get(name, ()) if "." not in place}
+        if not is_untold(world, name, model_type):
+            flags = table.get("flags", {}).get(name, {})
+            content |= {flag: same_value(says_on, text) for flag, says_on in flags.items() if flag}
+    return content
 
 
 def hub_places(name: str) -> tuple[str, ...]:

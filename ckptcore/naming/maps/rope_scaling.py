@@ -98,6 +98,30 @@ def rope_scaling_of_megatron(name: str, content: Mapping[str, Any]) -> RopeScali
     return _scaling(name, stated_field, content[stated_field], PLAIN_ROPE, {}) if stated_field else None
 
 
+def megatron_rope_arguments(scaling: RopeScaling, *, latent: bool) -> dict[str, Any]:
+    """Return Megatron's arguments for a scaling, as `rope_scaling_of_megatron` reads them; {} for others.
+
+    latent: whether attention is multi-head latent, whose arguments have other names.
+    """
+    factor = scaling.parameters.get("factor")
+    if scaling.kind == "yarn":
+        stated = {k: scaling.parameters[k] for k in _YARN if k in scaling.parameters}
+        if latent:
+            return {"rope_type": "yarn", "rotary_scaling_factor": factor, **stated}
+        return {
+            "position_embedding_type": "yarn",
+            "yarn_rotary_scaling_factor": factor,
+            **{f"yarn_{k}": value for k, value in stated.items()},
+        }
+    if latent:
+        return {"rope_type": "rope"} if scaling.kind == PLAIN_ROPE else {}
+    return {
+        PLAIN_ROPE: {"use_rope_scaling": False},
+        "llama3": {"use_rope_scaling": True, "rope_scaling_factor": factor},
+        "linear": {"rotary_seq_len_interpolation_factor": factor},
+    }.get(scaling.kind, {})
+
+
 def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
     """Read OLMo-core's config; None where it does not say it, or says it for each layer."""
     model = _mapping(content, "model")
