@@ -17,6 +17,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import Named, encode
 from ckptcore.errors import Finding, NameMismatch, finding
 from ckptcore.naming.maps.agreement import agreed, agreement
+from ckptcore.naming.maps.hub_config import field_of
 from ckptcore.naming.maps.hyperparameters import Config, stated_in
 from ckptcore.naming.maps.rope_scaling import megatron_rope_arguments
 from ckptcore.naming.worlds import HUB
@@ -49,6 +50,8 @@ _WIDTHS: Mapping[str, re.Pattern[str]] = {
 }
 _ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
 _EMBEDDING = "embedding.word_embeddings.weight"
+# Fields that differ in nothing where attention sees all tokens, as Megatron's does without a window.
+_OF_WINDOW = {"sliding_window", "use_sliding_window", "layer_types", "max_window_layers"}
 _MESH = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -125,15 +128,27 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
 def _compared(naming: NameMap, arguments: Mapping[str, Any]) -> Iterator[Finding]:
     """Compare the arguments with the model's config, as those of a training are; yield what they lack."""
     own = Config("the arguments for Megatron", _WORLD, arguments)
-    for config in naming.configs:
-        if config.world != HUB:
-            continue
-        comparison = agreement(config, [own])
-        for contradiction in comparison.contradictions:
-            raise NameMismatch(
-                f"no arguments of Megatron's say what the config does: {contradiction.text}",
-                hint="try --to dcp, which has the weights alone",
-            )
-        if comparison.unconfirmed:
-            message = f"args in common.pt do not say {listed(comparison.unconfirmed, 12)} of {config.name}"
-            yield finding("unstated-arguments", "coverage", message)
+    config = next((c for c in naming.configs if c.world == HUB), None)
+    if config is None:
+        return
+    comparison = agreement(config, [own])
+    for contradiction in comparison.contradictions:
+        raise NameMismatch(
+            f"no arguments of Megatron's say what the config does: {contradiction.text}",
+            hint="try --to dcp, which has the weights alone",
+        )
+    equal = {
+        field_of(key.partition(" ")[0])
+        for number, (value, key) in config.numbers.items()
+        if own.numbers.get(number, (None,))[0] == value
+    }
+    equal |= set() if config.numbers.get("window", (0, ""))[0] else _OF_WINDOW
+    assert config.fields is not None  # of the hub
+    unstated = [
+        f
+        for f in comparison.unconfirmed
+        if f not in {*equal, "model_type"} and (s := config.fields.get(f)) and s.value is not None
+    ]
+    if unstated:
+        message = f"args in common.pt do not say {listed(unstated, 12)} of {config.name}"
+        yield finding("unstated-arguments", "coverage", message)

@@ -4,7 +4,9 @@ python megatron_logits_job.py ASKED ANSWER
 
 ASKED is a file of torch with a list of questions: ``config``, of TransformerConfig (MLATransformerConfig
 where it has ``multi_latent_attention``); ``model``, of GPTModel; ``ids``; ``state``, the weights by the names
-of Megatron, or None for random ones, which all differ. ANSWER will hold a list of ``state`` and ``logits``.
+of Megatron, or None for random ones, which all differ; or ``folder``, of torch_dist, which Megatron-Core's
+own loader reads into its ``sharded_state_dict``, strictly. ANSWER will hold a list of ``state`` and
+``logits``.
 
 Megatron-Core means to run on GPUs. Replaced here: for `torch.cuda.current_device` the CPU, for
 `torch.cuda.Stream` nothing, for Triton, where it is not installed, a module that defines kernels and runs
@@ -19,6 +21,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -125,6 +128,9 @@ def main() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
+    moe_utils: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.15 asks for it without Transformer Engine, too
+        moe_utils.te_general_gemm = None
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
@@ -137,7 +143,15 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = built(asked)
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
-    given = asked["state"] or {n: _random(n, t) for n, t in own.items()}
+    if asked.get("folder"):
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, asked["folder"])
+        model.load_state_dict(loaded["model"])
+        own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+        given = {n: t.clone() for n, t in own.items()}
+    else:
+        given = asked["state"] or {n: _random(n, t) for n, t in own.items()}
     assert given.keys() == own.keys(), sorted(given.keys() ^ own.keys())
     for name, tensor in own.items():
         tensor.copy_(given[name])

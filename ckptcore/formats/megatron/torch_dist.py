@@ -14,23 +14,12 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import Finding, finding
-from ckptcore.formats.base import (
-    Arrangement,
-    Evidence,
-    FileLayout,
-    Format,
-    Layout,
-    Literal,
-    Reader,
-    Source,
-    Writer,
-)
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
     CONFIG,
     INTEGRITY,
-    TRACKER,
     MegatronConfig,
     digests,
     finished_config,
@@ -49,7 +38,6 @@ from ckptcore.formats.megatron.sharded_objects import (
 from ckptcore.utils.text import count
 
 NAME = "torch_dist"
-RELEASE = "release"  # the folder, and the word for it in the tracker
 
 
 def detect(source: Source) -> Evidence | None:
@@ -138,14 +126,10 @@ def arrange(request: Arrangement) -> Iterable[FileLayout]:
 
 
 def arrange_start(request: Arrangement) -> Iterable[FileLayout]:
-    """Lay out a folder that a job begins from, as ``--load`` names it: ``release``, and the tracker.
+    """Lay out a folder that a job begins from, as `start.arrange_start` does."""
+    from ckptcore.formats.megatron import start
 
-    Of a release the loader reads neither optimizer nor random states, and begins at iteration 0
-    (megatron/training/checkpointing.py, read_metadata, load_checkpoint).
-    """
-    for layout in arrange(request):
-        yield replace(layout, path=f"{RELEASE}/{layout.path}")
-    yield FileLayout(TRACKER, len(RELEASE), (), (), (Literal(0, RELEASE.encode()),), commit=True)
+    return start.arrange_start(request)
 
 
 _LAYOUT = Layout(arrange, values="trainers")

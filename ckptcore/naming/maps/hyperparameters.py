@@ -250,7 +250,7 @@ def stated_in(
 ) -> dict[str, Any]:
     """Return how a trainer's config states numbers and terms: the way back of `Config.numbers` and `terms`.
 
-    What it states by several values, as the sides of a window, or by its default, is left out.
+    What it states by several values, as the sides of a window, is left out.
 
     Args:
         world: The trainer's.
@@ -262,8 +262,8 @@ def stated_in(
     content: dict[str, Any] = {}
     for number, value in numbers.items():
         place = next(iter(table.get(number, ())), "") if number not in _TABLES else ""
-        if place and "." not in place and table.get("null", {}).get(number) != value:
-            content[place] = value
+        if place and "." not in place:
+            content[place] = None if table.get("null", {}).get(number) == value else value
     for name, text in terms.items():
         content |= {place: text for place in table.get("terms", {}).get(name, ()) if "." not in place}
         if not is_untold(world, name, model_type):
