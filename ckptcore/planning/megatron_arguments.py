@@ -90,7 +90,8 @@ def _of_config(naming: NameMap) -> dict[str, Any]:
         terms = {name: text for name, (text, _) in config.terms.items()} | terms
     hub = next((c for c in configs if c.fields is not None), None)
     kind = hub.fields.model_type if hub is not None and hub.fields is not None else ""
-    numbers = {name: value for name, (value, _) in agreed(configs).items()}
+    # Sizes that no config states are those of the tensors.
+    numbers = {name: value for name, (value, _) in {**naming.numbers, **agreed(configs)}.items()}
     required = naming.rules.target_requires if naming.rules is not None else {}
     out: dict[str, Any] = {k: values[0] for k, values in required.items() if values and "." not in k}
     out |= stated_in(_WORLD, numbers, terms, kind)

@@ -101,7 +101,47 @@ def megatron(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path])
         model = megatron_models.gpt_model(config, len(tensors["embedding.word_embeddings.weight"]))
         state = megatron_models.modules_of(tensors)
         asked[trained] = megatron_models.question(fields, model, stored["ids"], state)
+    for arch, more in megatron_models.FAMILIES.items():
+        config, folder = family(arch), tmp_path_factory.mktemp(arch)
+        padded = from_hub(arch, folder)
+        fields = megatron_models.megatron_config(config, more)
+        question = megatron_models.question(fields, megatron_models.gpt_model(config, padded), IDS)
+        asked[f"{arch} of the hub"] = question | {"folder": str(folder / "start/release")}
     return megatron_models.answers(tmp_path_factory.mktemp("megatron"), asked)
+
+
+def from_hub(arch: str, folder: Path) -> int:
+    """Write the hub's model below a folder, and a start of it; return the rows of its vocabulary."""
+    state = trainer_names.hub_model(arch)[1]
+    (folder / "hub").mkdir()
+    (folder / "hub/config.json").write_text(json.dumps(family(arch)))
+    save_file(
+        {n: t.contiguous() for n, t in state.items()}, folder / "hub/model.safetensors", {"format": "pt"}
+    )
+    ckptcore.convert(
+        str(folder / "hub"),
+        str(folder / "start"),
+        verb="reshard",
+        mesh="tp=2,pp=2",
+        to="torch_dist",
+        names="megatron",
+        catalog=False,
+    )
+    manifest = ckptcore.open(str(folder / "start"))
+    return next(t.shape[0] for t in manifest.tensors if t.fqn == "embedding.word_embeddings.weight")
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("arch", megatron_models.FAMILIES)
+def test_megatron_begins_from_the_hub(megatron: dict[str, Answer], tmp_path: Path, arch: str) -> None:
+    """Its own loader finds every key, and its model the logits of transformers."""
+    config, answer = family(arch), megatron[f"{arch} of the hub"][1]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = trainer_names.hub_model(arch)[1]
+    save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    found = logits(opened(tmp_path), IDS)
+    assert found.std() > 0.05
+    assert apart(found, answer[..., : found.shape[-1]]) < (LATENT if "kv_lora_rank" in config else EXACT)
 
 
 @pytest.mark.usefixtures("asked_here")

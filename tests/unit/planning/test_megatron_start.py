@@ -1,0 +1,199 @@
+"""What Megatron's loader wants beside weights of the hub: release, tracker, arguments, padding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptcore
+from ckptcore.core.box import Box
+from ckptcore.core.dequantize import FUNCTIONS
+from ckptcore.core.object_tree import decode
+from ckptcore.errors import NameMismatch
+from ckptcore.formats.megatron.start import extra_states
+from ckptcore.naming.rename import remap
+from ckptcore.planning.name_maps import map_names
+
+pytest.importorskip("transformers", minversion="5.0")
+
+import megatron_models
+import trainer_names
+from samples import FIXTURES, unpack
+
+# Fields of Megatron's TransformerConfig -> their arguments (megatron/training/arguments.py,
+# core_transformer_config_from_args).
+ARGUMENT = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
+# What only a program of these tests needs, and what no argument is.
+NOT_STATED = {
+    "hidden_dropout",
+    "attention_dropout",
+    "bias_activation_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "gradient_accumulation_fusion",
+    "apply_rope_fusion",
+    "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type",
+    "activation_func",
+}
+
+
+def hub(folder: Path, family: str, **more: Any) -> Path:
+    config, state = trainer_names.hub_model(family)
+    folder.mkdir()
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | more))
+    return folder
+
+
+def start(source: Path, target: Path, **options: Any) -> ckptcore.Result:
+    options = {"verb": "consolidate", "allow_untried": True, "catalog": False} | options
+    return ckptcore.convert(str(source), str(target), to="torch_dist", names="megatron", **options)
+
+
+def arguments(folder: Path) -> Mapping[str, Any]:
+    blobs = {b.key: decode(b.tree) for b in ckptcore.open(str(folder)).blobs if "/shard_" not in b.key}
+    assert (blobs["checkpoint_version"], blobs["iteration"]) == (3.0, 0)
+    value = blobs["args"].value
+    assert isinstance(value, Mapping)
+    return value
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt2"])
+def test_arguments_are_those_of_the_model(tmp_path: Path, family: str) -> None:
+    """As the table of tests builds Megatron's own model, which computes the hub's logits."""
+    source = hub(tmp_path / "hub", family)
+    start(source, tmp_path / "out")
+    config = json.loads((source / "config.json").read_text())
+    stated = arguments(tmp_path / "out")
+    wanted = megatron_models.megatron_config(config, megatron_models.FAMILIES[family])
+    wanted |= {k: v for k, v in megatron_models.gpt_model(config, 128).items() if k.startswith("rotary")}
+    if "kv_lora_rank" in config:
+        # Of the attention that tests use, and of scores by softmax.
+        del wanted["kv_channels"], wanted["moe_router_pre_softmax"]
+    if "moe_ffn_hidden_size" in wanted and "first_k_dense_replace" not in config:
+        del wanted["ffn_hidden_size"]  # no layer is dense
+    wanted = {ARGUMENT.get(k, k): v for k, v in wanted.items() if k not in NOT_STATED}
+    defaults = {"rotary_percent": 1.0}
+    assert {k: stated.get(k, defaults.get(k)) for k in wanted} == wanted
+    assert stated["untie_embeddings_and_output_weights"] is not config["tie_word_embeddings"]
+    assert (stated["vocab_size"], stated["padded_vocab_size"]) == (config["vocab_size"], 128)
+
+
+@pytest.mark.parametrize(("options", "rows"), [({}, 128), ({"verb": "reshard", "mesh": "pp=2,tp=2"}, 256)])
+def test_a_job_finds_its_release_and_the_hub_its_model_again(
+    tmp_path: Path, options: dict[str, Any], rows: int
+) -> None:
+    source = hub(tmp_path / "hub", "qwen3")
+    result = start(source, tmp_path / "out", **options)
+    assert {w.code for w in result.warnings} >= {"no-optimizer"}
+    assert not [w for w in result.warnings if w.code == "unstated-arguments"]
+    files = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "release"
+    assert {f.split("/")[0] for f in files} == {"latest_checkpointed_iteration.txt", "release"}
+    assert {"release/common.pt", "release/.metadata", "release/metadata.json"} <= files
+    manifest = ckptcore.open(str(tmp_path / "out"))
+    original = trainer_names.hub_model("qwen3")[1]
+    names = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
+    for name, of_hub in names.items():
+        tensor = ckptcore.read(manifest, name)
+        assert tensor.shape[0] == rows
+        assert torch.equal(tensor[:40], original[of_hub])
+        assert not tensor[40:].any()
+    stated = arguments(tmp_path / "out")
+    mesh = ("pipeline_model_parallel_size", "tensor_model_parallel_size")
+    assert [stated[k] for k in mesh] == ([2, 2] if options else [1, 1])
+    # Arguments of the checkpoint say how many rows are the vocabulary's: no config is named.
+    back = {"verb": "export", "arch": "qwen3", "config": "none", "catalog": False}
+    ckptcore.convert(str(tmp_path / "out"), str(tmp_path / "back"), **back)
+    again = ckptcore.open(str(tmp_path / "back"))
+    assert {t.fqn for t in again.tensors} == original.keys()
+    assert all(torch.equal(ckptcore.read(again, n), t) for n, t in original.items())
+
+
+def test_rows_of_zeros_are_made_in_the_plan(tmp_path: Path) -> None:
+    source = ckptcore.open(str(hub(tmp_path / "hub", "llama")))
+    options: dict[str, Any] = {"arch": "auto", "config": None, "url": "", "untried": True}
+    mapped = map_names(remap(source), "hf-hub", to="megatron", source=source, tp=3, **options)
+    made = {m.name: m for m in mapped.mapped.made}
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert mapped.map.as_dict()["padding"][name] == 384 - 40
+        assert made[name].rule.endswith(", and 344 rows of zeros")
+        assert not made[name].same
+    assert {t.fqn: t.shape[0] for t in mapped.mapped.manifest.tensors}["output_layer.weight"] == 384
+
+
+@pytest.mark.parametrize("box", [((0, 1), (5, 2)), ((2, 0), (1, 3)), ((2, 1), (3, 1)), ((3, 0), (2, 3))])
+def test_any_box_of_padded_rows_is_the_same(box: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    stored, shape = torch.arange(9.0).reshape(3, 3), (5, 3)
+    function, params = FUNCTIONS["padded_float32"], (3, *shape)
+    whole = torch.cat([stored, torch.zeros(2, 3)])
+    part = Box(*box)
+    (needed,) = function.needs(part, params)
+    (rows, columns) = (slice(o, e) for o, e in zip(needed.offset, needed.end, strict=True))
+    out = torch.full(part.shape, 7.0)
+    function.fill(torch, part, [stored[rows, columns]], params, out)
+    (rows, columns) = (slice(o, e) for o, e in zip(part.offset, part.end, strict=True))
+    assert torch.equal(out, whole[rows, columns])
+
+
+@pytest.mark.parametrize(
+    ("of_hub", "trained"),
+    [("hf_qwen2", "gpt_qwen2_tied_bias_tp2pp2_0.19.2"), ("hf_deepseekv3", "gpt_deepseekv3_tp2pp2_0.19.2")],
+)
+def test_extra_states_are_those_that_megatron_wrote(
+    request: pytest.FixtureRequest, of_hub: str, trained: str
+) -> None:
+    """And those of modules that only Transformer Engine's layers have."""
+    truths = unpack(request.config.rootpath / ".pytest_cache/samples", FIXTURES / "maps/truths.tar.zst")
+    source = ckptcore.open(str(truths / of_hub))
+    options: dict[str, Any] = {"arch": "auto", "config": None, "url": "", "untried": True}
+    mapped = map_names(remap(source), "hf-hub", to="megatron", source=source, **options).mapped
+    wrote = {b.key for b in ckptcore.open(str(truths / trained / "ckpt")).blobs if "._extra_state/" in b.key}
+    made = set(extra_states(mapped.manifest.tensors))
+    assert wrote
+    assert wrote <= made
+    others = {key.split("._extra_state")[0].split(".")[-1] for key in made - wrote}
+    assert others <= {"core_attention", "final_layernorm"} | {
+        f"{n}_layernorm" for n in ("input", "pre_mlp", "q", "k", "kv")
+    }
+
+
+def test_every_tensor_of_sparse_and_expert_layers_is_cut(tmp_path: Path) -> None:
+    """Of attention with a sink for each head, and experts with biases, by the rules for Megatron's names."""
+    start(hub(tmp_path / "hub", "gpt_oss"), tmp_path / "out", verb="reshard", mesh="ep=2,tp=2")
+    manifest = ckptcore.open(str(tmp_path / "out"))
+    cuts = {t.fqn: {c.box.shape for c in manifest.chunks_of(n)} for n, t in enumerate(manifest.tensors)}
+    shapes = {t.fqn: t.shape for t in manifest.tensors}
+    experts = "decoder.layers.mlp.experts.experts.linear_fc1.bias"
+    assert cuts[experts] == {(*shapes[experts][:1], shapes[experts][1] // 2, shapes[experts][2] // 2)}
+    sinks = "decoder.layers.self_attention.core_attention.softmax_offset"
+    assert {heads for _, heads in cuts[sinks]} == {shapes[sinks][1] // 2}
+
+
+def test_what_no_arguments_say_is_refused_or_named(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 2.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    source = hub(tmp_path / "llama", "llama", rope_parameters=rope)
+    with pytest.raises(NameMismatch, match=r"no arguments of Megatron's say .*low_freq"):
+        start(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (source / "config.json").unlink()
+    source.joinpath("config.json").write_text(
+        json.dumps(trainer_names.hub_model("llama")[0] | {"rope_parameters": rope | {"low_freq_factor": 1.0}})
+    )
+    start(source, tmp_path / "out")
+    stated = arguments(tmp_path / "out")
+    assert (stated["use_rope_scaling"], stated["rope_scaling_factor"]) == (True, 8.0)
+    result = start(hub(tmp_path / "granite", "granitemoe"), tmp_path / "moe")
+    (named,) = [w for w in result.warnings if w.code == "unstated-arguments"]
+    assert "logits_scaling, residual_multiplier" in named.message
