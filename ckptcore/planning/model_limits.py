@@ -9,7 +9,8 @@ unevenly, is a warning.
   divisor: then ranks replicate a group. Layers must be a multiple of pp, unless options place them. Rows of
   the vocabulary must be a multiple of tp; a job has as many as the tokenizer's, padded to a multiple of
   make_vocab_size_divisible_by x tp (megatron/training/tokenizer, `_vocab_size_with_padding`).
-- torchtitan (models/*/model.py, `view(..., -1, head_dim)`): tp must divide heads and key-value heads.
+- torchtitan (models/*/model.py, `view(..., -1, head_dim)`): tp must divide heads and key-value heads. Tied
+  embeddings have one stage (models/common/decoder.py, `update_from_config`).
 - Models of other names: different trainers run them, so these cases are warnings, but for heads that tp does
   not divide: no trainer runs a part of a head. Where nothing states the heads, that is a warning, too.
 """
@@ -124,8 +125,12 @@ def _of_groups(world: str, numbers: Mapping[str, ModelNumber], tp: int) -> Itera
 def _of_trainer(
     world: str, configs: Sequence[Config], numbers: Mapping[str, ModelNumber], sizes: Mapping[str, int]
 ) -> Iterator[_Problem]:
-    """Yield what only Megatron's arguments say: the feed-forward network, and layers of stages."""
+    """Yield what a trainer's own code refuses: tied stages, and what only Megatron's arguments say."""
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    tied = next((c.name for c in configs if c.world == HUB and c.at("tie_word_embeddings") is True), "")
+    if world == "torchtitan" and tied and pp > 1:
+        message = f"cannot cut tied embeddings into pp={pp} stages: {tied} says tie_word_embeddings = true"
+        yield True, message, "use pp=1"
     arguments = next((c for c in configs if c.world == "megatron"), None) if world == "megatron" else None
     if arguments is None:
         return

@@ -19,6 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.subset import select
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.maps.adapters import adapter_maps
 from ckptcore.naming.maps.agreement import agreed
@@ -39,6 +40,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")  # of causal language models on 
 # World -> the multiple, times tp, to which its trainer pads a vocabulary. Megatron's is the default of
 # --make-vocab-size-divisible-by (megatron/training/arguments.py; megatron/training/tokenizer).
 VOCABULARY_STEP = {"megatron": 128}
+_TIE = "tie_word_embeddings"
 _INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no tensor's shape depends on
 
 
@@ -152,6 +154,9 @@ def map_names(
         _require_plain(mapped.manifest, to)
     sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
     maps = _maps(world, to, generation)
+    if world == HUB:
+        _require_one_head(mapped.manifest, to, configs)
+        mapped = _with_tied(mapped, maps, configs)
     matched, chosen_by = _choose(mapped.manifest, maps, world, arch, to, configs, sizes, part)
     if matched.map.refused:
         raise UsageError(
@@ -161,7 +166,6 @@ def map_names(
     _require_agreed(matched.map, configs)
     if world == HUB:
         _require_tried(matched.map, untried)
-        _require_one_head(mapped.manifest, to, configs)
     require_fit(matched, mapped.manifest.tensors, part=part, hint=_part_hint(matched, mapped))
     conversion = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
     if to in VOCABULARY_STEP:
@@ -235,9 +239,41 @@ def _require_tried(rules: ArchMap, untried: bool) -> None:
         )
 
 
+def _with_tied(mapped: Mapped, maps: Sequence[ArchMap], configs: Sequence[Config]) -> Mapped:
+    """Return a model of tied embeddings with its head, where the trainer's loader looks for both."""
+    if not _tied_by(configs):
+        return mapped
+    tensors = mapped.manifest.tensors
+    index = {t.fqn: row for row, t in enumerate(tensors)}
+    ties = {gone: stays for m in maps for gone, stays in m.ties if gone not in index and stays in index}
+    if not ties:
+        return mapped
+    rows, names = [*range(len(tensors))], [t.fqn for t in tensors]
+    stored = {new: old for old, new in mapped.renamed}
+    return replace(
+        mapped,
+        manifest=select(
+            mapped.manifest, [*rows, *(index[stays] for stays in ties.values())], [*names, *ties]
+        ),
+        renamed=(*mapped.renamed, *((stored.get(stays, stays), gone) for gone, stays in ties.items())),
+    )
+
+
+def _tied_by(configs: Sequence[Config]) -> str:
+    """Return the name of the config that ties the head, by a field or by its class; "" for none."""
+    for config in configs:
+        if config.fields is None:
+            continue
+        stated = config.fields.get(_TIE)
+        value = (config.fields.of_class or {}).get(_TIE) if stated is None else stated.value
+        if value is True:
+            return config.name
+    return ""
+
+
 def _require_one_head(manifest: Manifest, to: str, configs: Sequence[Config]) -> None:
     """Require that a model with tied embeddings has no head of its own: nothing says which one counts."""
-    tied = next((c.name for c in configs if c.world == HUB and c.at("tie_word_embeddings") is True), "")
+    tied = _tied_by(configs)
     head = next((t.fqn for t in manifest.tensors if t.fqn in _HEADS), "")
     if tied and head:
         raise NameMismatch(

@@ -70,6 +70,7 @@ def _built(config: dict[str, Any]) -> Any:
         "tok_embeddings": Embedding.Config(num_embeddings=config["vocab_size"], embedding_dim=dim),
         "norm": RMSNorm.Config(normalized_shape=dim),
         "lm_head": Linear.Config(in_features=dim, out_features=config["vocab_size"]),
+        "enable_weight_tying": config["tie_word_embeddings"],
     }
     if kind == "llama":
         made = llama3._build_llama3_layers(**layers, **grouped, **dense)

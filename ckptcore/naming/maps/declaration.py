@@ -38,6 +38,8 @@ More fields of a rule:
   (`naming.worlds.GENERATIONS`) that have each spelling, for the way back; "" for all, "-" for none. Without
   it all have the first one.
 - ``back = "every"``: the presence of the inverse, where it is another one.
+- ``tied = "name"``: the tensor of the other world that has the elements where its config ties both, and the
+  trainer's loader looks for both.
 - ``beside = "term"`` with ``only_zero``: a term of the other world; the way back makes zeros for each tensor
   of it.
 
@@ -124,6 +126,7 @@ class Rule:
         spelled: Generations of names that have each spelling; none where all have the first.
         beside: The way back makes zeros for each tensor of this term; None where it makes none.
         back: Presence of the inverse; "" for the same.
+        tied: Name of the tensor that has the elements of ``to`` in a model that ties them; "" for none.
     """
 
     name: str
@@ -143,6 +146,7 @@ class Rule:
     spelled: tuple[frozenset[str], ...] = ()
     beside: Term | None = None
     back: str = ""
+    tied: str = ""
 
     @property
     def invertible(self) -> bool:
@@ -212,6 +216,7 @@ class ArchMap:
         left_out: (rule, reason) of what an inverse does not make.
         zeros: Rules of an inverse that make zeros, which it takes no tensor for.
         padded: Rules of an inverse whose tensors a trainer pads by rows.
+        ties: (name, name of the tensor that has its elements) of what an inverse takes twice in tied models.
     """
 
     arch: str
@@ -233,6 +238,7 @@ class ArchMap:
     left_out: tuple[tuple[str, str], ...] = ()
     zeros: tuple[Rule, ...] = ()
     padded: frozenset[str] = frozenset()
+    ties: tuple[tuple[str, str], ...] = ()
 
     @property
     def invertible(self) -> bool:
@@ -275,6 +281,7 @@ class ArchMap:
             generation=generation,
             loaded_by=self.loaded_by if generation == newest else "",
             left_out=tuple(left_out),
+            ties=tuple((str(r.to[0]), r.tied) for r in self.rules if r.tied),
             padded=frozenset(r.name for r in self.rules if PADDING in r.drops),
         )
 
@@ -318,6 +325,7 @@ class RuleForm(_Form):
     spelled: tuple[str, ...] = Field((), exclude=True)
     beside: str = Field("", exclude=True)
     back: Literal["", "every", "some", "optional"] = Field("", exclude=True)
+    tied: str = Field("", exclude=True)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RuleForm:
@@ -327,6 +335,8 @@ class RuleForm(_Form):
             raise ValueError("`only_zero` is for a rule with `drop`")
         if bool(self.beside) != bool(self.only_zero):
             raise ValueError("a rule with `only_zero` says in `beside` what the way back makes zeros for")
+        if self.tied and (self.to is None or len(self.to) != 1):
+            raise ValueError("`tied` is for a rule with one term in `to`")
         if self.spelled and len(self.spelled) != 1 + len(self.spellings):
             raise ValueError("`spelled` has a text for `from` and for each spelling of `or`")
         for expression in (*self.axes.values(), *([self.where] if self.where else [])):
@@ -580,6 +590,7 @@ def _rules_of_form(
                 tuple(generations for _, generations in spellings),
                 next(iter(beside), None),
                 form.back if n == 0 else "",
+                form.tied,
             )
             _require_bijective(rule)
             yield rule

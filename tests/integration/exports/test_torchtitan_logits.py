@@ -95,10 +95,13 @@ def test_torchtitans_own_model_agrees_with_the_export(
 
 
 @pytest.mark.usefixtures("asked_here")
-@pytest.mark.parametrize("arch", FAMILIES)
-def test_torchtitans_own_model_loads_what_the_way_back_makes(tmp_path: Path, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "tied"), [*((arch, False) for arch in FAMILIES), ("llama", True), ("qwen3", True)]
+)
+def test_torchtitans_own_model_loads_what_the_way_back_makes(tmp_path: Path, arch: str, tied: bool) -> None:
     """And computes the logits of the model on the hub."""
-    config = transformers.CONFIG_MAPPING[hub_config(arch)["model_type"]].from_dict(hub_config(arch))
+    form = hub_config(arch) | {"tie_word_embeddings": tied}
+    config = transformers.CONFIG_MAPPING[form["model_type"]].from_dict(form)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     torch.manual_seed(2)
     with torch.no_grad():
@@ -107,10 +110,12 @@ def test_torchtitans_own_model_loads_what_the_way_back_makes(tmp_path: Path, arc
             tensor.copy_(1 + drawn / 8 if "norm" in name else drawn / 4)
         expected = model(IDS).logits
     model.save_pretrained(tmp_path / "hub")
+    stored = ckptcore.open(str(tmp_path / "hub"))
+    assert any(t.fqn == "lm_head.weight" for t in stored.tensors) is not tied
     maps = [m for m in built_in_maps() if (m.arch, m.world) == (arch, "torchtitan")]
     options = {"verb": "reshard", "mesh": "fsdp=2", "names": "torchtitan", "catalog": False}
     ckptcore.convert(str(tmp_path / "hub"), str(tmp_path / "dcp"), **options)
-    asked = {"config": hub_config(arch), "ids": IDS, "zero": (), "folder": str(tmp_path / "dcp")}
+    asked = {"config": form, "ids": IDS, "zero": (), "folder": str(tmp_path / "dcp")}
     (found,) = answers([asked], tmp_path)
     assert found["left"] == []
     assert expected.std() > 0.05

@@ -209,13 +209,35 @@ def test_what_cannot_be_mapped_is_refused_by_name(tmp_path: Path) -> None:
     _refused(folder, "no map takes hf-hub names of cohere")
     write(tie_word_embeddings=True)
     _refused(folder, "tie_word_embeddings = true, and there is lm_head.weight")
-    write({n: t for n, t in hub.items() if n != "lm_head.weight"}, tie_word_embeddings=True)
+    headless = {n: t for n, t in hub.items() if n != "lm_head.weight"}
+    write(headless)
     _refused(folder, r"nothing for the rules torchtitan/model/head \(lm_head.weight\)")
+    write(headless, tie_word_embeddings=True)
+    _refused(folder, r"nothing for the rules olmo_core/model/head \(lm_head.weight\)", "olmo_core")
+    mesh = {"verb": "reshard", "mesh": "pp=2"}
+    _refused(folder, "cannot cut tied embeddings into pp=2 stages: config.json says", **mesh)
     write({n: t for n, t in hub.items() if n != "model.layers.1.self_attn.k_proj.weight"})
     _refused(folder, "nothing makes layers.1.attention.qkv_linear.wk.weight")
     write()
     (folder / "config.json").unlink()
     _refused(folder, "nothing says which architecture this is")
+
+
+@pytest.mark.parametrize(("names", "head"), [("torchtitan", "lm_head"), ("torchtitan:wq", "output")])
+def test_torchtitan_finds_a_tied_head_twice_and_the_hub_once(tmp_path: Path, names: str, head: str) -> None:
+    config, hub = hub_model("qwen3")
+    state = {n: t for n, t in hub.items() if n != "lm_head.weight"}
+    hub_manifest(tmp_path / "hub", "qwen3", state)
+    (tmp_path / "hub/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    converted(tmp_path / "hub", tmp_path / "out", names, verb="reshard", mesh="fsdp=2")
+    found = tensors(tmp_path / "out")
+    assert torch.equal(found[f"{head}.weight"], state["model.embed_tokens.weight"])
+    assert torch.equal(found["tok_embeddings.weight"], state["model.embed_tokens.weight"])
+    options = {"verb": "export", "config": str(tmp_path / "hub"), "catalog": False}
+    ckptcore.convert(str(tmp_path / "out"), str(tmp_path / "back"), **options)
+    back = tensors(tmp_path / "back")
+    assert back.keys() == state.keys()
+    assert all(torch.equal(t, back[n]) for n, t in state.items())
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
