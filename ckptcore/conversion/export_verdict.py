@@ -15,7 +15,7 @@ from ckptcore.checking.examine import inspect
 from ckptcore.checking.export_proof import ALWAYS, NOT_DONE, ExportProof
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.export_source import ExportRecord, ExportSource, KnownExport
-from ckptcore.planning.model_card import provenance
+from ckptcore.planning.model_card import names_by_card, provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.utils.dataclass import dataclass
@@ -76,14 +76,22 @@ def _found(
         by_catalog = _by_catalog(registered, export, against)
         if by_catalog is not None:
             return KnownExport(by_catalog)
+    card = _card(export)
+    fields = names_by_card(card)
+    try:
+        Request(export, export, verb="export", **fields)
+    except UsageError as error:  # of a newer version, or edited
+        return KnownExport(None, f"the model card says how names were mapped, and {error.message}")
+    # The trainer's own code need not have loaded what is compared with its source.
+    options = {"allow_untried": True, **fields, **options}
     if against is not None:
         request = Request(against, export, verb="export", **options)
         return KnownExport(ExportSource(request, "--against", exact, asked=True))
     by, place, digest = "the catalog", "", ""
     if registered is not None:
         place, digest, by = registered.source.place, registered.source.digest, registered.source.by
-    elif (card := _card(export)) is not None:
-        by, (place, digest, _) = "the model card", card
+    elif (origin := provenance(card)) is not None:
+        by, (place, digest, _) = "the model card", origin
     if not place:
         return KnownExport(
             None, "no source is known: neither the catalog nor a model card names one; try --against"
@@ -217,15 +225,15 @@ def _by_catalog(registered: _Registered, export: str, against: str | None) -> Ex
     )
 
 
-def _card(export: str) -> tuple[str, str, str] | None:
-    """Return the provenance in the export's model card, or None."""
+def _card(export: str) -> str:
+    """Return the export's model card; "" where it has none."""
     try:
         with closing(open_store(export)) as store:
             size = store.size("README.md")
             if size is None or size > _MAX_CARD:
-                return None
-            return provenance(store.read("README.md", 0, size).decode(errors="replace"))
+                return ""
+            return store.read("README.md", 0, size).decode(errors="replace")
     except CkptError as error:
         if error.transient:
             raise
-        return None  # one file has no card
+        return ""  # one file has no card

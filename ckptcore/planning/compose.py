@@ -250,7 +250,8 @@ def compose(
             repads=repads,
         )
     if several is None:
-        extra = {**carried, **_extra(request, mapped, target, beside, manifest)}
+        arch = naming.arch if naming is not None and of_trainer(request.names) else ""
+        extra = {**carried, **_extra(request, mapped, target, beside, manifest, arch)}
     else:
         extra = several.extra(request, mapped, target.dtypes)
         extra["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
@@ -744,9 +745,9 @@ def _other_parts(model: ModelPart) -> Iterable[Finding]:
 
 
 def _extra(
-    request: Request, mapped: Mapped, target: Target, beside: ModelFiles, manifest: Manifest
+    request: Request, mapped: Mapped, target: Target, beside: ModelFiles, manifest: Manifest, arch: str
 ) -> dict[str, bytes]:
-    """Return path -> bytes of the small files of an export."""
+    """Return path -> bytes of the small files of an export. arch: of the map to a trainer's names, or ""."""
     if request.verb != "export" or target.single is not None:
         return {}
     files = dict(beside.tokenizer or {})
@@ -755,7 +756,7 @@ def _extra(
     if beside.config is not None and not of_trainer(request.names):  # transformers opens no such names
         plain = bool(mapped.manifest.derived)
         files |= beside.config.files(loaded_as(request, mapped.manifest.tensors, target.dtypes), plain=plain)
-    files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
+    files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside, arch)
     for spec in mapped.manifest.tensors:
         if spec.fqn in files:
             raise NameMismatch(f"a tensor is called {spec.fqn}, like a file of the folder")

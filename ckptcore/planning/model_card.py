@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.naming.rename import Mapped
+from ckptcore.naming.worlds import HUB
 from ckptcore.planning.model_files import ModelFiles
 from ckptcore.planning.request import Request
 from ckptcore.redaction import bare_url, redacted
@@ -32,6 +33,7 @@ _PROVENANCE = late_pattern(
 # The head of a card, and its facts in their order, each at most once but for ties.
 _HEAD = r"---\n(?:(?:library_name|base_model|license): [^\n]+\n)+---\n\n"
 _FACTS = (
+    "names",
     "cast to",
     "dtype",
     "architecture",
@@ -54,15 +56,34 @@ _PLAIN_CARD = late_pattern(
     r"(- fingerprint: `[0-9a-f]{64}`\n)?"
 )
 _MOST_TITLE, _MOST_NAME, _MOST_NAMES = 1000, 300, 20  # characters of texts, and how many
+# How names were mapped: --names, the architecture of the map if there was one, and the config that it took.
+_NAMED = late_pattern(
+    r"^- names: `(?P<names>[\w.:-]{1,64})`(?:, by the map of `(?P<arch>[\w.-]{1,64})`)?$", re.MULTILINE
+)
+_CONFIG = late_pattern(r"^- config: `([^`\n]{1,4096})`(?:,[^\n]*)?$", re.MULTILINE)
 _TIED = late_pattern(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
 # Configs of transformers 5 that 4.57 opens wrongly, or not at all: model type -> the key that differs.
 _NEEDS_5: Mapping[str, str] = {"olmo3": "rope_parameters", "qwen3_moe": "num_local_experts"}
 
 
 def model_card(
-    request: Request, mapped: Mapped, manifest: Manifest, written: Mapping[str, str], files: ModelFiles
+    request: Request,
+    mapped: Mapped,
+    manifest: Manifest,
+    written: Mapping[str, str],
+    files: ModelFiles,
+    arch: str = "",
 ) -> bytes:
-    """Return the README of an export. written: name -> dtype of the tensors that are cast."""
+    """Return the README of an export.
+
+    Args:
+        request: The export.
+        mapped: Its tensors.
+        manifest: The source.
+        written: Name -> dtype of the tensors that are cast.
+        files: The files beside the weights.
+        arch: Architecture of the map of names, or "".
+    """
     from ckptcore.utils.version import __version__
 
     specs = mapped.manifest.tensors
@@ -78,7 +99,7 @@ def model_card(
         f"- source: {code(_clean_url(request.source))} ({manifest.format})",
         f"- source manifest (BLAKE3): `{manifest.digest}`",
         f"- exported by: ckptcore {__version__}",
-        *(f"- {name}: {text}" for name, text in _facts(request, specs, written, files) if text),
+        *(f"- {name}: {text}" for name, text in _facts(request, specs, written, files, arch) if text),
         *[f"- tied: {code(a)} is {code(b)}, equality checked" for a, b in mapped.ties],
         "",
     ]
@@ -101,6 +122,17 @@ def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
     return tuple((uncoded(m[1]), uncoded(m[2])) for m in _TIED.finditer(card))
 
 
+def names_by_card(card: str) -> dict[str, str]:
+    """Read how names were mapped from a README, as fields of a request; {} for names of the hub."""
+    match = _NAMED.search(card)
+    if match is None:
+        return {}
+    fields = {"names": match["names"]} | ({"arch": match["arch"]} if match["arch"] else {})
+    config = _CONFIG.search(card)
+    # An export under names of the hub has the config itself.
+    return fields | ({"config": uncoded(config[1])} if config is not None and match["arch"] else {})
+
+
 def is_untouched(card: bytes, name: str) -> bool:
     """Return whether `model_card` wrote the README of a folder of this name, and nobody edited it."""
     match = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
@@ -121,9 +153,11 @@ def _head(files: ModelFiles) -> Iterator[str]:
 
 
 def _facts(
-    request: Request, specs: tuple[TensorSpec, ...], written: Mapping[str, str], files: ModelFiles
+    request: Request, specs: tuple[TensorSpec, ...], written: Mapping[str, str], files: ModelFiles, arch: str
 ) -> Iterator[tuple[str, str]]:
     """Yield (fact, text on one line), in the order of `_FACTS`; the text is empty if unknown."""
+    by_map = f", by the map of {code(arch)}" if arch else ""
+    yield "names", "" if request.names == HUB else f"{code(request.names)}{by_map}"
     yield "cast to", request.dtype or ""
     total: Counter[str] = Counter()
     for spec in specs:

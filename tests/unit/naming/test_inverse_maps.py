@@ -17,6 +17,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.rename import Mapped, remap
 from ckptcore.naming.worlds import parse_world
+from ckptcore.planning.model_card import is_untouched
 from ckptcore.planning.name_maps import MappedNames, map_names
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -252,3 +253,31 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "hub/config.json").write_text(json.dumps(form))
     _refused(tmp_path / "hub", f"cannot map quantised weights to torchtitan .{name}")
     _refused(tmp_path / "hub", "no rule for .*scale_inv", keep_quantized=True)
+
+
+@pytest.mark.parametrize("names", ["torchtitan:wq", "megatron"])
+def test_the_card_of_an_export_says_how_its_names_were_mapped(tmp_path: Path, names: str) -> None:
+    """So that it is compared with its source where no catalog knows it, and what was changed is named."""
+    hub_manifest(tmp_path / "hub", "qwen3")
+    named = tmp_path / "config"  # of the same model, elsewhere
+    named.mkdir()
+    (tmp_path / "hub/config.json").rename(named / "config.json")
+    options: dict[str, Any] = {"verb": "export", "to": "safetensors", "config": str(named)}
+    converted(tmp_path / "hub", tmp_path / "out", names, **options)
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"- names: `{names}`, by the map of `qwen3`\n" in card
+    assert is_untouched(card.encode(), "out")
+    checks = {c.name: c for c in ckptcore.verify_export(str(tmp_path / "out"), catalog=False).checks}
+    assert (checks["elements"].verdict, checks["fingerprints"].verdict) == ("ok", "ok")
+    assert checks["names"].summary == "there is no config.json"  # of a class that transformers has
+    state = {n: t.clone() for n, t in tensors(tmp_path / "out").items()}
+    last = max(state)
+    state[last].view(-1)[0] += 1
+    save_file(state, tmp_path / "out/model.safetensors")
+    proof = ckptcore.verify_export(str(tmp_path / "out"), catalog=False)
+    assert proof.verdict == "failed"
+    assert any(last in str(p) for c in proof.checks for p in c.problems)
+    (tmp_path / "out/README.md").write_text(card.replace(f"`{names}`", "`trainer-of-tomorrow`"))
+    proof = ckptcore.verify_export(str(tmp_path / "out"), catalog=False)
+    assert proof.verdict == "unproven"
+    assert "trainer-of-tomorrow" in proof.checks[0].summary
