@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import Named, encode
-from ckptcore.errors import Finding, NameMismatch, finding
+from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.maps.agreement import agreed, agreement
 from ckptcore.naming.maps.hub_config import field_of
 from ckptcore.naming.maps.hyperparameters import Config, stated_in
@@ -71,8 +71,15 @@ def common_state(
 
     Raises:
         NameMismatch: No arguments of Megatron's say what the config does.
+        UsageError: Its tensor parallel ranks do not divide the feed-forward network.
     """
     arguments = _of_config(naming) | _of_tensors(naming, tensors)
+    tp = mesh.get("tp", 1)
+    if uneven := next((name for name in _WIDTHS if arguments.get(name, 0) % tp), ""):
+        raise UsageError(
+            f"cannot cut {arguments[uneven]} rows of the feed-forward network with tp={tp}: {uneven}",
+            hint="use a tp that divides them",
+        )
     arguments |= {name: mesh.get(axis, 1) for name, axis in _MESH.items()}
     arguments |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
     findings = tuple(_compared(naming, arguments))

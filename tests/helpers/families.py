@@ -79,6 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
         ("megatron", "torchtitan"),
     ),
+    "deepseek_v2": ("deepseek_v2", _LATENT, ("megatron",)),
     "deepseek_v3": ("deepseek_v3", _LATENT, ("megatron", "torchtitan")),
     "deepseek_v32": (
         "deepseek_v32",

@@ -60,6 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "glu_linear_offset": 1.0,
         "moe_ffn_hidden_size": 24,
     },
+    "deepseek_v2": {**_MLA, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
     "deepseek_v3": _MLA,
     "deepseek_v32": {
         **_MLA,

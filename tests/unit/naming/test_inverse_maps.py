@@ -45,7 +45,7 @@ FUSED_NORMS = {
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
 # Layers that are not alike have no first dim of their own: each stacked tensor would lack layers.
-MIXED = {"glm4_moe", "deepseek_v3", "deepseek_v32", "llama4"}
+MIXED = {"glm4_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "llama4"}
 
 
 def pairs() -> Iterator[tuple[str, str, str]]:
@@ -241,6 +241,22 @@ def test_torchtitan_finds_a_tied_head_twice_and_the_hub_once(tmp_path: Path, nam
     assert all(torch.equal(t, back[n]) for n, t in state.items())
 
 
+@pytest.mark.parametrize(
+    ("names", "mesh", "match"),
+    [
+        ("torchtitan", "ep=3", "the number of experts must be a multiple of ep=3"),
+        ("torchtitan", "tp=4", r"cannot run 2 query groups \(key-value heads\) with tp=4"),
+        ("torchtitan", "pp=3", "cannot split 2 layers into 3 pipeline stages"),
+        ("megatron", "ep=3", "the number of experts must be a multiple of ep=3"),
+        ("megatron", "tp=8", "cannot cut 12 rows of the feed-forward network with tp=8"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused(tmp_path: Path, names: str, mesh: str, match: str) -> None:
+    hub_manifest(tmp_path / "hub", "qwen3_moe")
+    to = "torch_dist" if names == "megatron" else "dcp"
+    _refused(tmp_path / "hub", match, names, verb="reshard", mesh=mesh, to=to)
+
+
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     config, hub = hub_model("qwen3")
     state = dict(hub)
@@ -252,6 +268,9 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     form = config | {"quantization_config": how}
     (tmp_path / "hub/config.json").write_text(json.dumps(form))
     _refused(tmp_path / "hub", f"cannot map quantised weights to torchtitan .{name}")
+    _refused(
+        tmp_path / "hub", f"cannot map quantised weights to megatron .{name}", "megatron", to="torch_dist"
+    )
     _refused(tmp_path / "hub", "no rule for .*scale_inv", keep_quantized=True)
 
 

@@ -15,7 +15,7 @@ import ckptcore
 from ckptcore.core.box import Box
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.object_tree import decode
-from ckptcore.errors import NameMismatch
+from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.formats.megatron.start import extra_states
 from ckptcore.naming.rename import remap
 from ckptcore.planning.name_maps import map_names
@@ -113,7 +113,7 @@ def test_a_job_finds_its_release_and_the_hub_its_model_again(
     mesh = ("pipeline_model_parallel_size", "tensor_model_parallel_size")
     assert [stated[k] for k in mesh] == ([2, 2] if options else [1, 1])
     # Arguments of the checkpoint say how many rows are the vocabulary's: no config is named.
-    back = {"verb": "export", "arch": "qwen3", "config": "none", "catalog": False}
+    back: dict[str, Any] = {"verb": "export", "arch": "qwen3", "config": "none", "catalog": False}
     ckptcore.convert(str(tmp_path / "out"), str(tmp_path / "back"), **back)
     again = ckptcore.open(str(tmp_path / "back"))
     assert {t.fqn for t in again.tensors} == original.keys()
@@ -178,6 +178,18 @@ def test_every_tensor_of_sparse_and_expert_layers_is_cut(tmp_path: Path) -> None
     assert cuts[experts] == {(*shapes[experts][:1], shapes[experts][1] // 2, shapes[experts][2] // 2)}
     sinks = "decoder.layers.self_attention.core_attention.softmax_offset"
     assert {heads for _, heads in cuts[sinks]} == {shapes[sinks][1] // 2}
+
+
+def test_ranks_that_do_not_divide_the_feed_forward_network_are_refused(tmp_path: Path) -> None:
+    state = dict(trainer_names.hub_model("llama")[1])
+    for name, tensor in state.items():  # 23 of its 24 rows
+        if ".mlp." in name:
+            state[name] = tensor[:, :23] if "down_proj" in name else tensor[:23]
+    source = hub(tmp_path / "hub", "llama", intermediate_size=23)
+    save_file({n: t.contiguous() for n, t in state.items()}, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match="cannot cut 23 rows of the feed-forward network with tp=2"):
+        start(source, tmp_path / "out", verb="reshard", mesh="tp=2")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_no_arguments_say_is_refused_or_named(tmp_path: Path) -> None:
