@@ -77,7 +77,7 @@ def _found(
         if by_catalog is not None:
             return KnownExport(by_catalog)
     card = _card(export)
-    fields = names_by_card(card)
+    fields: Mapping[str, Any] = names_by_card(card)
     try:
         Request(export, export, verb="export", **fields)
     except UsageError as error:  # of a newer version, or edited

@@ -115,11 +115,12 @@ def megatron_rope_arguments(scaling: RopeScaling, *, latent: bool) -> dict[str, 
         }
     if latent:
         return {"rope_type": "rope"} if scaling.kind == PLAIN_ROPE else {}
-    return {
+    by_kind: dict[str, dict[str, Any]] = {
         PLAIN_ROPE: {"use_rope_scaling": False},
         "llama3": {"use_rope_scaling": True, "rope_scaling_factor": factor},
         "linear": {"rotary_seq_len_interpolation_factor": factor},
-    }.get(scaling.kind, {})
+    }
+    return by_kind.get(scaling.kind, {})
 
 
 def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
