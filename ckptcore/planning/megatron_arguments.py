@@ -18,7 +18,7 @@ from ckptcore.core.object_tree import Named, encode
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.maps.agreement import agreed, agreement
 from ckptcore.naming.maps.hub_config import field_of
-from ckptcore.naming.maps.hyperparameters import Config, stated_in
+from ckptcore.naming.maps.hyperparameters import NUMBERS, Config, hub_places, stated_in
 from ckptcore.naming.maps.rope_scaling import megatron_rope_arguments
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.name_maps import VOCABULARY_STEP, NameMap
@@ -137,7 +137,7 @@ def _compared(naming: NameMap, arguments: Mapping[str, Any]) -> Iterator[Finding
     """Compare the arguments with the model's config, as those of a training are; yield what they lack."""
     own = Config("the arguments for Megatron", _WORLD, arguments)
     config = next((c for c in naming.configs if c.world == HUB), None)
-    if config is None:
+    if config is None or config.fields is None:
         return
     comparison = agreement(config, [own])
     for contradiction in comparison.contradictions:
@@ -145,18 +145,22 @@ def _compared(naming: NameMap, arguments: Mapping[str, Any]) -> Iterator[Finding
             f"no arguments of Megatron's say what the config does: {contradiction.text}",
             hint="try --to dcp, which has the weights alone",
         )
-    equal = {
+    fields = config.fields
+    equal = {"model_type"} | {
         field_of(key.partition(" ")[0])
         for number, (value, key) in config.numbers.items()
         if own.numbers.get(number, (None,))[0] == value
     }
-    equal |= set() if config.numbers.get("window", (0, ""))[0] else _OF_WINDOW
-    assert config.fields is not None  # of the hub
-    unstated = [
-        f
-        for f in comparison.unconfirmed
-        if f not in {*equal, "model_type"} and (s := config.fields.get(f)) and s.value is not None
-    ]
-    if unstated:
+    # Sizes that the config's class does not have are compared, too: its model may read them.
+    equal |= {
+        place
+        for number in NUMBERS & own.numbers.keys()
+        for place in hub_places(number)
+        if (size := fields.get(place)) is not None and size.value == own.numbers[number][0]
+    }
+    if not config.numbers.get("window", (0, ""))[0]:
+        equal |= _OF_WINDOW
+    stated = {f for f in comparison.unconfirmed if (s := fields.get(f)) is not None and s.value is not None}
+    if unstated := sorted(stated - equal):
         message = f"args in common.pt do not say {listed(unstated, 12)} of {config.name}"
         yield finding("unstated-arguments", "coverage", message)
