@@ -2,7 +2,8 @@
 
 Names prove nothing: a link, a mount, a hard link or another spelling of a URL makes a source look like a copy
 of itself. Local places are compared by real paths and by the device and inode of every file; object stores by
-the service, bucket and key of a URL.
+the service, bucket and key of a URL. A copy counts only if its bytes are at its place: the record of an
+obligation is beside that, and protects nothing to which a link leads.
 """
 
 from __future__ import annotations
@@ -52,10 +53,37 @@ def files_of(uri: str, manifest: Manifest, paths: Iterable[str] = ()) -> dict[st
     return files
 
 
+def require_own_files(place: str, files: Iterable[str]) -> None:
+    """Check that no link leads from a local copy to bytes at another place.
+
+    A copy that is one file may have more beside it, as an index has.
+
+    Args:
+        place: Path or URL of the copy; it may be a link itself.
+        files: The names of its files.
+
+    Raises:
+        UsageError: One is a link to another place.
+    """
+    path = local_path(place)
+    if path is None:
+        return
+    real_place = os.path.realpath(path)
+    folder = real_place if os.path.isdir(real_place) else os.path.dirname(real_place)
+    for name in files:
+        named_path = os.path.normpath(os.path.join(path, name))
+        real_path = os.path.realpath(named_path)
+        if os.path.commonpath([folder, real_path]) != folder:
+            raise UsageError(
+                f"{named_path} is a link to {real_path}: a copy of links does not keep what they lead to",
+                hint="copy the file into its place, or convert to another place",
+            )
+
+
 def require_apart(
     source: str, things: Mapping[str, FileStatus], child: str, files: Mapping[str, FileStatus]
 ) -> None:
-    """Check that a child has no file in common with its source, and that neither is inside the other.
+    """Check that a child has files of its own, none of its source, and that neither is inside the other.
 
     A child's hard link to a file of the source would survive the deletion. But then nothing was copied:
     rewriting one rewrites the other, and the proof compares the source with itself.
@@ -67,7 +95,7 @@ def require_apart(
         files: All of the child, links followed.
 
     Raises:
-        UsageError: They are not distinct; the message names both files.
+        UsageError: They are not distinct, or a link leads out of the child; the message names both files.
     """
     for name in (source, child):
         if "::" in name:  # a cache may return bytes that exist nowhere else any more
@@ -87,6 +115,7 @@ def require_apart(
     ):
         # One server may have several names. A local source is set aside when its child is read.
         _require_other_names(source, things, child, files)
+    require_own_files(child, files)
 
 
 def _require_other_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -13,10 +14,12 @@ from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.types import CheckpointRow, State
+from ckptcore.custody.distinct import require_own_files
 from ckptcore.custody.obligation_records import (
     Duty,
     add_duties,
     drop_duties,
+    home_of,
     places_with_records,
     read_duties,
     recorded_duty,
@@ -31,7 +34,7 @@ from ckptcore.fingerprints.holdings import (
     pack_specs,
     unpack_ids,
 )
-from ckptcore.store import split_url
+from ckptcore.store import join_url, listing, local_path, split_url
 from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
@@ -115,8 +118,9 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
 def look_after(catalog: Catalog) -> int:
     """Record what of the contents under obligations no recorded checkpoint holds; return how many.
 
-    An obligation whose copy was moved counts on the copy's new place from then on. This is what records say:
-    nothing is blocked by it. A disk may be away, or a copy not be recorded.
+    An obligation whose copy was moved counts on the copy's new place from then on, and its record is beside
+    that, also where a link is at the old place. This is what records say: nothing is blocked by it. A disk
+    may be away, or a copy not be recorded.
     """
     cache: dict[str, Ids] = {}
     total = 0
@@ -151,22 +155,43 @@ def _look_after(catalog: Catalog, duty: Duty, cache: dict[str, Ids]) -> int:
     if len(lost) != row.lost:
         with catalog.writing() as conn:
             obligations.note_lost(conn, clock(conn), row, lost)
-    # The copy it counts on is gone: the place that holds most of the contents takes over.
-    most = max(by_place, key=lambda uri: len(by_place[uri]), default=row.place)
-    if row.place not in by_place and by_place.get(most):
-        _move(catalog, duty, most)
+    gone = row.place not in by_place
+    holders = sorted(filter(by_place.get, by_place), key=lambda uri: (uri != row.place, -len(by_place[uri])))
+    for uri in holders if gone or by_place[row.place] else ():
+        if _count_on(catalog, duty, uri, gone=gone):
+            break
     return len(lost)
 
 
-def _move(catalog: Catalog, duty: Duty, place: str) -> None:
-    """Let an obligation count on a copy at another place, as far as a record can be written beside it."""
-    added = attempt(add_duties, place, [duty])
+def _count_on(catalog: Catalog, duty: Duty, place: str, *, gone: bool) -> bool:
+    """Let an obligation count on a copy whose files are its own, with a record beside that.
+
+    gone: whether the copy that it counts on is not at its place any more. Return whether it counts on this
+    one now.
+    """
+    row = duty.row
+    if place == row.place and (
+        local_path(place) is None or isinstance(attempt(listing.contents, place, follow=True), CkptError)
+    ):
+        return True  # objects are no links, and a disk may be away
+    added = attempt(_add_beside, catalog, duty, place)
     if isinstance(added, CkptError):
         _log.warning("no record of an obligation beside %s: %s", place, added.message)
+        return False
+    if gone and home_of(place) != home_of(row.place):  # else it is another name of the same copy
+        drop_duties(row.place, [row.id])
+    return True
+
+
+def _add_beside(catalog: Catalog, duty: Duty, place: str) -> None:
+    """Record that an obligation counts on a copy; first it gets its record beside that."""
+    if local_path(place) is not None:
+        require_own_files(place, listing.contents(place, follow=True))
+    if place == duty.row.place and os.path.lexists(join_url(home_of(place), f"{duty.row.id}.json")):
         return
-    with catalog.writing() as conn:
+    with catalog.writing() as conn:  # records beside copies are changed by one process at a time
+        add_duties(place, [recorded_duty(conn, duty.row, duty)])  # unless it ended meanwhile
         obligations.move(conn, duty.row.id, place)
-    drop_duties(duty.row.place, [duty.row.id])
 
 
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:

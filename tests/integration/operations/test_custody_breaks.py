@@ -238,6 +238,89 @@ def test_the_destination_is_a_link_to_it(copies):
     assert files_of(copies.copy) == before
 
 
+# Copies of links: the bytes are beside no record of theirs.
+
+
+def links_to(place, links):
+    links.mkdir()
+    for file in place.iterdir():
+        (links / file.name).symlink_to(file)
+    return links
+
+
+@on_some
+def test_its_newest_child_consists_of_links_to_it(copies):
+    copies.rebuilt(links_to(copies.copy, copies.out / "links"))
+    copies.counted_on(fingerprint_settings=MEANS)
+    copies.refuses(catalog=False)
+    copies.refuses()
+
+
+@on_some
+def test_its_only_child_consists_of_links(copies):
+    real = copies.tmp / "real"
+    copies.copy.rename(real)
+    links_to(real, copies.copy)
+    done = copies.fate(fingerprint_settings=MEANS)
+    assert done.fate.value == "unsafe"
+    assert f"/model.safetensors is a link to {real}/model.safetensors" in str(done.why)
+    assert copies.source.exists()
+
+
+@on_some
+def test_its_child_has_links_within_its_own_folder(copies):
+    file = copies.copy / "model.safetensors"
+    file.rename(copies.copy / "bytes")
+    file.symlink_to("bytes")
+    copies.counted_on(fingerprint_settings=MEANS)
+    copies.refuses(catalog=False, overwrite_foreign=True)
+
+
+@on_some
+def test_a_copy_of_links_to_a_copy_that_nobody_recorded_does_not_count(copies):
+    copies.counted_on()
+    hidden = copy_by_hand(copies.copy, copies.out / "hidden")
+    copies.validated(links_to(hidden, copies.out / "links"))
+    copies.refuses()
+    copies.validated(hidden)
+    copies.replaces()
+    copies.refuses(hidden, catalog=False)
+
+
+@on_some
+def test_its_obligation_follows_it_behind_a_link(copies):
+    """What is beside the old name, which is a link by now, is beside the new one."""
+    copies.counted_on()
+    moved = copies.out / "moved"
+    copies.copy.rename(moved)
+    scrub(copies.catalog, share=1)
+    copies.copy.symlink_to(moved)
+    copies.validated(moved)
+    scrub(copies.catalog, share=1)
+    copies.refuses(moved, catalog=False)
+
+
+@on_some
+def test_its_record_was_removed_by_hand(copies):
+    copies.counted_on()
+    shutil.rmtree(copies.out / ".k.obligations.ckptcore")
+    scrub(copies.catalog, share=1)
+    copies.refuses(catalog=False)
+
+
+@on_some
+@pytest.mark.parametrize("first", ["links", rarely("moved")])
+def test_its_obligation_follows_it_and_not_links_to_it(copies, first):
+    copies.counted_on()
+    moved = copies.out / "moved"
+    copies.copy.rename(moved)
+    links = links_to(moved, copies.out / "links")
+    for place in (links, moved) if first == "links" else (moved, links):
+        copies.validated(place)
+    scrub(copies.catalog, share=1)
+    copies.refuses(moved, catalog=False)
+
+
 # What happened to the catalog.
 
 
