@@ -272,7 +272,7 @@ def _keep_aside(paths: PublishPaths, home: str) -> None:
 
 
 def _discard(paths: PublishPaths, inventory: Inventory) -> None:
-    """Remove what was replaced, name by name; names that are not recorded are kept beside the destination."""
+    """Remove what was replaced, name by name; what is not recorded, or stays, is kept beside its place."""
     aside = paths.aside
     status = aside.look()
     if status is None:
@@ -291,7 +291,9 @@ def _discard(paths: PublishPaths, inventory: Inventory) -> None:
     kept_beside = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{host.now_ns():x}")
     rename_new(aside, kept_beside)
     _log.warning(
-        "files that appeared in %s while it was replaced are in %s", paths.target.path, kept_beside.path
+        "what could not be removed of the output that %s replaced, or was written to it meanwhile, is in %s",
+        paths.target.path,
+        kept_beside.path,
     )
 
 
