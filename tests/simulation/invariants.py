@@ -128,13 +128,9 @@ class Check:
         before, group, bucket = self.there, self.group, self.run.disk.kind == "bucket"
         for place in {*before, *after, *(act.target for act in group if act.made is not None)}:
             old, new = before.get(place), after.get(place)
-            acts = [
-                (a, o)
-                for a, o in zip_longest(group, outcomes, fillvalue="")
-                if a.target == place or place.startswith(f"{a.target}.kept-")
-            ]  # what cannot be removed is kept beside its place
-            if place not in before and ".kept-" in place and acts:
-                continue
+            if place not in before and any(place.startswith(f"{act.target}.kept-") for act in group):
+                continue  # what cannot be removed is kept beside its place, and stays as it is from then on
+            acts = [(a, o) for a, o in zip_longest(group, outcomes, fillvalue="") if a.target == place]
             wanted = [set(a.made.values()) for a, _ in acts if a.made is not None]
             if any(o == "done" and a.made is not None for a, o in acts):
                 if new is None or set(new.values()) not in wanted:
@@ -168,9 +164,16 @@ class Check:
             raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
 
     def _note_deleted(self, there: dict[str, Contents | None]) -> None:
-        """Note what of sources is gone: some place must hold it from now on."""
-        accepted = self.run.accepted
-        for place, rows in self.sources - _sources(there):
+        """Note what of sources is gone: some place must hold it from now on.
+
+        What was restored under another name is a source, and not gone.
+        """
+        accepted, sources = self.run.accepted, _sources(there)
+        restored: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
+        for (place, rows), count in (sources - self.sources).items():
+            if place.endswith("-back"):
+                restored[place.removesuffix("-back"), rows] = count
+        for place, rows in self.sources - sources - restored:
             self.run.owed |= {
                 (place, name, id)
                 for name, id in rows
@@ -242,6 +245,6 @@ def _sources(there: dict[str, Contents | None]) -> Counter[tuple[str, frozenset[
     """Return the sources at their places or set aside, by where they belong."""
     found: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
     for place, contents in there.items():
-        if contents and logical(place).startswith("runs/") and not place.endswith("-back"):
+        if contents and logical(place).startswith("runs/"):
             found[logical(place), frozenset(contents.items())] += 1
     return found

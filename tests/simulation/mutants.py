@@ -194,6 +194,13 @@ MUTANTS = {
         also=((f"{GATE}:_read_apart", "require_apart(place, things, row.uri, files)", "pass"),),
         seed=53,
     ),
+    "copy-of-links": Mutant(
+        "a copy counts although links lead to its bytes, beside which there is no record",
+        "custody.distinct:require_own_files",
+        "if os.path.commonpath([folder, real_path]) != folder:",
+        "if False:",
+        seed=318,
+    ),
     "gate-counts-on-a-target": Mutant(
         "a copy counts although a conversion is about to replace it",
         f"{GATE}:_read_apart",

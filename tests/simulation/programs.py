@@ -54,6 +54,7 @@ OUTPUTS = (*(f"{top}/{name}" for top in ("out", "disk") for name in "abcde"), "o
 PLACES = {"p": "out/p.pt", "q": "disk/q.pt"} | {name: f"out/{name}" for name in "abcde"}
 # What processes that run at the same time do.
 PRODUCT = {"make": 6, "overwrite": 6, "resume": 3, "retire": 4, "purge": 4, "restore": 2, "scrub": 1}
+WAYS = ("validate", "fingerprint", "fingerprint", "rebuild")  # how a place comes into the catalog
 LATER = "later"
 
 
@@ -278,7 +279,7 @@ class Run:
         if isinstance(self.disk, LocalDisk) and source and target and not source.endswith(".pt"):
             self.disk.link(source, target)
             self._note(f"{source} -> {target}")
-            self._known(target)
+            self._known(target, ("validate", "rebuild", "fingerprint", "rebuild"))
 
     def _pair(self, source: str, target: str) -> tuple[str | None, str | None]:
         """Return an output, and a free place: those that are named, if they are, or any."""
@@ -382,10 +383,9 @@ class Run:
             self._note(place)
             self._known(place)
 
-    def _known(self, place: str) -> None:
-        """Catalog a place: by a validation, with or without its fingerprint, or as an output."""
-        ways = ["validate", "fingerprint", "fingerprint", "rebuild"][: 3 if place.startswith("runs/") else 4]
-        url, how = self.disk.url(place), self.draw.choice(ways)
+    def _known(self, place: str, ways: Sequence[str] = WAYS) -> None:
+        """Catalog a place: by a validation, with or without its fingerprint, or as an output (last)."""
+        url, how = self.disk.url(place), self.draw.choice(ways[: 3 if place.startswith("runs/") else 4])
         with suppress(CkptError):
             if how == "rebuild":
                 rebuild(self.catalog, [], output_roots=[url], fingerprint_settings=MEANS)
