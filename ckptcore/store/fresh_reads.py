@@ -1,7 +1,8 @@
 """Read what a place holds now, not what this process kept of it.
 
-A module of its own, for rooms that know nothing of object stores. Small pieces of objects are kept by their ETag, for all commands of a process. An object that rots below its
-store keeps its ETag: a proof that reads kept pieces would be one of the past.
+A module of its own, for rooms that know nothing of object stores. Small pieces of objects are kept by their
+ETag, for all commands of a process. An object that rots below its store keeps its ETag: a proof that reads
+kept pieces would be one of the past.
 """
 
 from __future__ import annotations

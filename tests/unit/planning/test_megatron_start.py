@@ -89,7 +89,7 @@ def test_arguments_are_those_of_the_model(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "rows"), [({}, 128), ({"verb": "reshard", "mesh": "pp=2,tp=2"}, 256)])
-def test_a_job_finds_its_release_and_the_hub_its_model_again(
+def test_a_job_finds_its_release_and_the_hub_its_model_back(
     tmp_path: Path, options: dict[str, Any], rows: int
 ) -> None:
     source = hub(tmp_path / "hub", "qwen3")
@@ -117,9 +117,9 @@ def test_a_job_finds_its_release_and_the_hub_its_model_again(
     # Arguments of the checkpoint say how many rows are the vocabulary's: no config is named.
     back: dict[str, Any] = {"verb": "export", "arch": "qwen3", "config": "none", "catalog": False}
     ckptcore.convert(str(tmp_path / "out"), str(tmp_path / "back"), **back)
-    again = ckptcore.open(str(tmp_path / "back"))
-    assert {t.fqn for t in again.tensors} == original.keys()
-    assert all(torch.equal(ckptcore.read(again, n), t) for n, t in original.items())
+    restored = ckptcore.open(str(tmp_path / "back"))
+    assert {t.fqn for t in restored.tensors} == original.keys()
+    assert all(torch.equal(ckptcore.read(restored, n), t) for n, t in original.items())
 
 
 def test_rows_of_zeros_are_made_in_the_plan(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_rows_of_zeros_are_made_in_the_plan(tmp_path: Path) -> None:
 def test_any_box_of_padded_rows_is_the_same(box: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     stored, shape = torch.arange(9.0).reshape(3, 3), (5, 3)
     function, params = FUNCTIONS["padded_float32"], (3, *shape)
-    whole = torch.cat([stored, torch.zeros(2, 3)])
+    complete = torch.cat([stored, torch.zeros(2, 3)])
     part = Box(*box)
     (needed,) = function.needs(part, params)
     (rows, columns) = (slice(o, e) for o, e in zip(needed.offset, needed.end, strict=True))
     out = torch.full(part.shape, 7.0)
     function.fill(torch, part, [stored[rows, columns]], params, out)
     (rows, columns) = (slice(o, e) for o, e in zip(part.offset, part.end, strict=True))
-    assert torch.equal(out, whole[rows, columns])
+    assert torch.equal(out, complete[rows, columns])
 
 
 @pytest.mark.parametrize(
