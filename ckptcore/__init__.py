@@ -22,6 +22,7 @@ _WHERE = {
     "read": "ckptcore.api",
     "load_into": "ckptcore.api",
     "StorageReader": "ckptcore.storage_reader",
+    "from_checkpoint": "ckptcore.live_model.from_checkpoint",
     "check": "ckptcore.api",
     "plan": "ckptcore.api",
     "prepare": "ckptcore.api",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from ckptcore.errors import CkptError, Finding
     from ckptcore.execution.receipts import Receipt
     from ckptcore.fingerprints.result import Fingerprints
+    from ckptcore.live_model.from_checkpoint import from_checkpoint
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.request import Request, Settings
     from ckptcore.storage_reader import StorageReader
@@ -104,6 +106,7 @@ __all__ = [
     "execute",
     "fingerprint",
     "fingerprint_state",
+    "from_checkpoint",
     "load_into",
     "merge",
     "open",

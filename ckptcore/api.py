@@ -81,7 +81,7 @@ def open(
         DamagedCheckpoint: The metadata cannot be used.
     """
     return inspect(
-        _url_of(url, {"allow_incomplete": allow_incomplete}), allow_incomplete, keep_quantized, weights
+        url_of(url, {"allow_incomplete": allow_incomplete}), allow_incomplete, keep_quantized, weights
     )
 
 
@@ -181,7 +181,7 @@ def diff(
         ignore_dropped=ignore_dropped,
         by_itself=alone,
     )
-    urls = (_url_of(a), _url_of(b))
+    urls = (url_of(a), url_of(b))
     return run(first, second, rules, settings or Settings(), progress, urls)
 
 
@@ -462,7 +462,7 @@ def plan(source: Several | Manifest, destination: Place, **options: Any) -> Comp
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
     manifest = source if isinstance(source, Manifest) else open(source)
-    return compose(_request(_url_of(source, options), destination, options), manifest)
+    return compose(_request(url_of(source, options), destination, options), manifest)
 
 
 def prepare(
@@ -482,7 +482,7 @@ def prepare(
         DamagedCheckpoint: The checkpoint is incomplete.
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
-    return run_prepare(_request(_url_of(source, options), destination, options), settings)
+    return run_prepare(_request(url_of(source, options), destination, options), settings)
 
 
 def execute(
@@ -549,7 +549,7 @@ def convert(
     Raises:
         CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
     """
-    request = _request(_url_of(source, options), destination, options)
+    request = _request(url_of(source, options), destination, options)
     return run_all(request, settings, progress, _spelled(catalog))
 
 
@@ -598,7 +598,8 @@ def _request(source: str, destination: Place, options: dict[str, Any]) -> Reques
     return Request(source, os.fspath(destination), **_fields(options))
 
 
-def _url_of(source: Several | Manifest, options: Mapping[str, Any] | None = None) -> str:
+def url_of(source: Several | Manifest, options: Mapping[str, Any] | None = None) -> str:
+    """Return the URL of a source as a request has it. options: of the request."""
     if isinstance(source, Manifest):
         return source.root
     recover = any((options or {}).get(name) for name in ("recover", "allow_incomplete"))

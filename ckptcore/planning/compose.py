@@ -105,6 +105,7 @@ class Composed:
     Attributes:
         plan: Head of the plan.
         files: Plans of its files.
+        mapped: The tensors under the output's names, as boxes of stored items.
         extra: Path -> bytes of the small files beside the tensors.
         report: Report of the check of the source.
         warnings: Findings that do not stop the conversion.
@@ -117,6 +118,7 @@ class Composed:
 
     plan: Plan
     files: Iterable[FilePlan]
+    mapped: Mapped
     extra: Mapping[str, bytes]
     report: Report
     warnings: tuple[Finding, ...]
@@ -268,7 +270,9 @@ def compose(
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
     stages = () if topology is None else stages_of(mapped.manifest, topology, written_prefix)
-    return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks, stages, naming)
+    return Composed(
+        plan, files, mapped, extra, report, tuple(warnings), model, timings, ranks, stages, naming
+    )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ class Fill(NamedTuple):
     out: Any
 
 
-def fill_memory(manifest: Manifest, store: Store, fills: Sequence[Fill], *, verify: bool) -> None:
+def fill_memory(
+    manifest: Manifest, store: Store, fills: Sequence[Fill], *, verify: bool, copies: bool = False
+) -> None:
     """Fill memory, casting and moving as needed; several threads share large tensors.
 
     Args:
@@ -46,9 +48,10 @@ def fill_memory(manifest: Manifest, store: Store, fills: Sequence[Fill], *, veri
         store: Where its files are.
         fills: What to fill. Where memory overlaps, the last one wins, as if they were filled in order.
         verify: Whether stored checksums are verified.
+        copies: Whether to compare copies, as `validate` does.
 
     Raises:
-        DamagedCheckpoint: A checksum fails; memory is partly filled.
+        DamagedCheckpoint: A checksum fails, or copies differ; memory is partly filled.
     """
     fills = [fill for fill in fills if fill.want.numel]
     records = Records(store, len(manifest.items), verify)
@@ -56,7 +59,7 @@ def fill_memory(manifest: Manifest, store: Store, fills: Sequence[Fill], *, veri
     # Memory that overlaps is filled by one thread, in order: the last fill of it must win.
     for group, threads in ((apart, threads_for(fill.out for fill in apart)), (shared, 1)):
         if group:
-            _run(manifest, store, records, group, threads)
+            _run(manifest, store, records, group, threads, copies)
 
 
 def threads_for(tensors: Iterable[Any]) -> int:
@@ -90,14 +93,15 @@ def _apart(fills: Sequence[Fill]) -> tuple[list[Fill], list[Fill]]:
 class _Open:
     """One fill while threads read its boxes; its reader is there from the first to the last box."""
 
-    def __init__(self, manifest: Manifest, records: Records, fill: Fill) -> None:
+    def __init__(self, manifest: Manifest, records: Records, fill: Fill, copies: bool) -> None:
         self.fill, self.dtype = fill, manifest.tensors[fill.row].dtype
-        # Copies are not compared here: `validate` does that.
-        self.reader = BoxReader(manifest, fill.row, records, once=False, copies=False)
+        self.reader = BoxReader(manifest, fill.row, records, once=False, copies=copies)
         self.under_way = 1  # the walk itself, and every box
 
 
-def _run(manifest: Manifest, store: Store, records: Records, fills: Sequence[Fill], threads: int) -> None:
+def _run(
+    manifest: Manifest, store: Store, records: Records, fills: Sequence[Fill], threads: int, copies: bool
+) -> None:
     import torch
 
     lock, under_way = threading.Lock(), set[_Open]()
@@ -114,7 +118,7 @@ def _run(manifest: Manifest, store: Store, records: Records, fills: Sequence[Fil
 
     def boxes() -> Iterator[tuple[_Open, Box]]:
         for fill in fills:
-            open_fill = _Open(manifest, records, fill)
+            open_fill = _Open(manifest, records, fill, copies)
             with lock:
                 under_way.add(open_fill)
             for box in _boxes(manifest, open_fill) if cuts else (fill.want,):

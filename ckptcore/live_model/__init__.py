@@ -1,0 +1,1 @@
+"""Open checkpoints as models of transformers, without an export between, and fingerprint such models."""
