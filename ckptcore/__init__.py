@@ -33,6 +33,7 @@ _WHERE = {
     "diff": "ckptcore.api",
     "Difference": "ckptcore.comparison.result",
     "fingerprint": "ckptcore.api",
+    "fingerprint_model": "ckptcore.live_model.fingerprint_model",
     "fingerprint_state": "ckptcore.api",
     "Fingerprints": "ckptcore.fingerprints.result",
     "verify_export": "ckptcore.api",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from ckptcore.errors import CkptError, Finding
     from ckptcore.execution.receipts import Receipt
     from ckptcore.fingerprints.result import Fingerprints
+    from ckptcore.live_model.fingerprint_model import fingerprint_model
     from ckptcore.live_model.from_checkpoint import from_checkpoint
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.request import Request, Settings
@@ -105,6 +107,7 @@ __all__ = [
     "diff",
     "execute",
     "fingerprint",
+    "fingerprint_model",
     "fingerprint_state",
     "from_checkpoint",
     "load_into",

@@ -94,14 +94,17 @@ def _loaded(
     bars = library.utils.logging.is_progress_bar_enabled()
     library.utils.logging.disable_progress_bar()  # nothing is loaded yet
     try:
-        answer: tuple[Any, Mapping[str, Any]] = getattr(library, name).from_pretrained(
-            None,
-            config=library.CONFIG_MAPPING[form["model_type"]].from_dict(dict(form)),
-            state_dict=dict(state),
-            generation_config=values,
-            output_loading_info=True,
-            local_files_only=True,
-        )
+        with torch.device(
+            "cpu"
+        ):  # where the caller's default device is another, transformers needs accelerate
+            answer: tuple[Any, Mapping[str, Any]] = getattr(library, name).from_pretrained(
+                None,
+                config=library.CONFIG_MAPPING[form["model_type"]].from_dict(dict(form)),
+                state_dict=dict(state),
+                generation_config=values,
+                output_loading_info=True,
+                local_files_only=True,
+            )
     finally:
         if bars:
             library.utils.logging.enable_progress_bar()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptcore.core.box import Box
@@ -60,17 +61,30 @@ Summed = dict[str, SummedTensor]  # by FQN
 
 def fingerprint_state(state_dict: Any, mesh: DeviceMesh | None) -> Fingerprints:
     """Fingerprint a live state dict; see `ckptcore.fingerprint_state`."""
+    return fingerprint_parts(partial(_parts_of_state, state_dict), mesh)
+
+
+def fingerprint_parts(own_parts: Callable[[int], LiveParts], mesh: DeviceMesh | None) -> Fingerprints:
+    """Sum the parts of each rank, and exchange the sums.
+
+    Args:
+        own_parts: Called with the number of this rank; returns what it holds.
+        mesh: The ranks; None: all of the default process group, or this process alone where there is none.
+
+    Raises:
+        CkptError: What `own_parts` raises on any rank, or what `fingerprint_state` raises.
+    """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return _fingerprints(_local_sums(state_dict, 0))
+        return _fingerprints(_summed(own_parts(0)))
     if mesh is not None and mesh.get_coordinate() is None:
         raise UsageError(
             "cannot fingerprint: this rank is not in the mesh", hint="call it on ranks of the mesh"
         )
     rank = dist.get_rank()
     try:
-        outcome: Summed | CkptError = _local_sums(state_dict, rank)
+        outcome: Summed | CkptError = _summed(own_parts(rank))
     except Exception as error:  # the other ranks wait for this one
         outcome = error_of(error)
     # A mesh has groups of single axes: along one after another, sums reach every rank.
@@ -164,25 +178,54 @@ class _Part(NamedTuple):
     memory: Any
 
 
-def _local_sums(state_dict: Any, rank: int) -> Summed:
-    """Sum the tensors of this rank, where they are."""
+class LiveParts:
+    """The tensors that a rank holds, or parts of them, and their memory. rank: its number."""
+
+    def __init__(self, rank: int) -> None:
+        self.summed: Summed = {}
+        self.parts: list[_Part] = []
+        self._rank = rank
+
+    def add_tensor(self, fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor, of which this rank may hold nothing.
+
+        Raises:
+            UnsupportedDtype: No checkpoint has tensors of this dtype.
+        """
+        if dtype not in BY_NAME:
+            raise UnsupportedDtype(
+                f"cannot fingerprint {fqn}: it is {dtype}", hint="leave it out of the state dict"
+            )
+        self.summed[fqn] = SummedTensor(dtype, shape, [])
+
+    def add_part(self, fqn: str, box: Box, memory: Any) -> None:
+        """Add a box of a tensor. memory: a torch tensor of its shape."""
+        if box.numel:
+            boxes = self.summed[fqn].boxes
+            self.parts.append(_Part(fqn, len(boxes), memory.detach()))
+            boxes.append(BoxSum(box, ZERO, self._rank))
+
+
+def _parts_of_state(state_dict: Any, rank: int) -> LiveParts:
+    """Return what this rank holds of a state dict."""
     import torch
 
-    summed: Summed = {}
-    parts: list[_Part] = []
+    own = LiveParts(rank)
     for leaf in live_state(state_dict, SUM).leaves:
         if not isinstance(leaf.value, torch.Tensor):
             continue
         dtype = str(leaf.value.dtype).removeprefix("torch.")
-        if dtype not in BY_NAME:
-            raise UnsupportedDtype(
-                f"cannot fingerprint {leaf.fqn}: it is {dtype}", hint="leave it out of the state dict"
-            )
-        tensor = summed[leaf.fqn] = SummedTensor(dtype, tuple(leaf.value.size()), [])
+        own.add_tensor(leaf.fqn, dtype, tuple(leaf.value.size()))
         for memory, box in pieces(leaf.fqn, leaf.value, SUM):
-            if box.numel:
-                parts.append(_Part(leaf.fqn, len(tensor.boxes), memory.detach()))
-                tensor.boxes.append(BoxSum(box, ZERO, rank))
+            own.add_part(leaf.fqn, box, memory)
+    return own
+
+
+def _summed(own: LiveParts) -> Summed:
+    """Sum the parts of this rank, where they are."""
+    import torch
+
+    summed, parts = own.summed, own.parts
     for device in {part.memory.device for part in parts if part.memory.device.type == "cuda"}:
         torch.cuda.synchronize(device)  # what the caller has begun with this memory
     lock = threading.Lock()

@@ -135,7 +135,7 @@ class _Comparison:
     ):
         self._loading, self._model, self._model_shapes = loading, model, model_shapes
         self._float32 = {dtype: kept_in_float32(model, dtype) for dtype in HALF}
-        written = _written(model)
+        written = written_tensors(model)
         self._hub, self._saved = self._hub_shapes(model.state_dict()), {*self._hub_shapes(written)}
         self._prefixes = _prefixes(
             tensor_shapes,
@@ -374,7 +374,7 @@ def kept_in_float32(model: Any, dtype: str) -> set[str]:
     }
 
 
-def _written(model: Any) -> dict[str, Any]:
+def written_tensors(model: Any) -> dict[str, Any]:
     """Return the model's tensors that `save_pretrained` writes: of tied ones, one."""
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     left_out = _left_out(model)

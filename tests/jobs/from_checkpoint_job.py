@@ -2,7 +2,8 @@
 
     python from_checkpoint_job.py SOURCE CONFIG EXPORT ...
 
-Each rank compares its part of every parameter, every buffer, and the logits. Then one rank has a source that
+Each rank compares its part of every parameter, every buffer, and the logits; together they fingerprint the
+model, also with one bit changed. Then one rank has a source that
 is not there: both raise its error.
 """
 
@@ -56,6 +57,16 @@ def rank_main(rank: int, folder: str, cases: list[tuple[str, ...]]) -> None:
             assert same(tensor.to_local().detach(), part), f"rank {rank}: {fqn} differs"
         buffers = tensors_of(right, "named_buffers")
         assert all(same(tensor, buffers[fqn]) for fqn, tensor in tensors_of(model, "named_buffers").items())
+        saved = ckptcore.fingerprint(export)
+        live = ckptcore.fingerprint_model(model, mesh)
+        assert live.fingerprint == saved.fingerprint, live.differing(saved)
+        # One bit of this rank, in the middle of each kind of parameter.
+        for fqn in (next(iter(wanted)), max(wanted, key=lambda name: wanted[name].numel())):
+            flat = sharded[fqn].to_local().detach().reshape(-1).view(torch.int32)
+            flat[len(flat) // 2] ^= 1 << rank
+            differing = ckptcore.fingerprint_model(model, mesh).differing(saved)
+            flat[len(flat) // 2] ^= 1 << rank
+            assert 1 <= len(differing) <= RANKS, f"{fqn}: {differing}"
         logits, expected = logits_of(model), logits_of(right)
         assert isinstance(logits, torch.Tensor)
         assert isinstance(expected, torch.Tensor)

@@ -116,6 +116,13 @@ def test_generation_config_and_a_torch_dtype(tinies: Tinies, tmp_path: Path) -> 
     assert model.config.name_or_path == str(source)
 
 
+def test_the_default_device_of_the_caller_does_not_count(tinies: Tinies) -> None:
+    right = tinies("llama").live
+    with torch.device("meta"):
+        model = ckptcore.from_checkpoint(tinies("llama").hub)
+    require_same(model, right)
+
+
 def test_a_config_without_a_class(tinies: Tinies, tmp_path: Path) -> None:
     """It is the first class of the model type that has exactly these tensors."""
     source = shutil.copytree(tinies("llama").hub, tmp_path / "source")
