@@ -20,6 +20,7 @@ from ckptcore.core.manifest import Chunk, Item, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import CkptError, UnsupportedDtype, UsageError
 from ckptcore.fingerprints.result import Fingerprints
+from ckptcore.live_model.skeleton import transformers_for
 from ckptcore.loading.live_fingerprint import LiveParts, fingerprint_parts
 from ckptcore.loading.live_tensors import SUM, pieces
 from ckptcore.naming.peft import holds_adapter
@@ -27,9 +28,7 @@ from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.live_maps import map_live_names
 from ckptcore.planning.transformers_conversion import written_tensors
-from ckptcore.planning.transformers_process import quiet_transformers
 from ckptcore.reading.gather import index_of
-from ckptcore.utils.extras import needed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,8 +58,7 @@ def fingerprint_model(model: Any, mesh: DeviceMesh | None = None) -> Fingerprint
         DamagedCheckpoint: Ranks have different values in equal boxes.
         MissingDependency: transformers is not installed.
     """
-    with needed("hf", "fingerprint a model"):
-        library = quiet_transformers()
+    library = transformers_for("fingerprint a model")
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, library.PreTrainedModel):
         raise UsageError(

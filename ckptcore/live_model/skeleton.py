@@ -8,7 +8,8 @@ generation config, and the names under which `save_pretrained` writes the model 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import MissingDependency, NameMismatch, UsageError
 from ckptcore.planning.meta_model import class_of, classes_of
-from ckptcore.planning.transformers_process import brief, quiet_transformers
+from ckptcore.planning.transformers_process import brief
 from ckptcore.utils.extras import install, needed
 from ckptcore.utils.text import listed
 
@@ -33,6 +34,18 @@ class _Valueless(torch.Tensor):
         return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
 
+def transformers_for(action: str) -> Any:
+    """Import transformers, which has no complete types.
+
+    Raises:
+        MissingDependency: It is not installed. action: what cannot be done without it.
+    """
+    with needed("hf", action):
+        import transformers
+    library: Any = transformers
+    return library
+
+
 def build_skeleton(config: bytes, generation: bytes | None, tensors: Iterable[TensorSpec]) -> Any:
     """Return the model that `from_pretrained` makes of an export, its parameters on the meta device.
 
@@ -46,8 +59,7 @@ def build_skeleton(config: bytes, generation: bytes | None, tensors: Iterable[Te
         UsageError: transformers has no such model, or cannot build it.
         NameMismatch: The tensors are not exactly those of the model.
     """
-    with needed("hf", "open a checkpoint as a model"):
-        library = quiet_transformers()
+    library = transformers_for("open a checkpoint as a model")
     if int(library.__version__.partition(".")[0]) < 5:
         raise MissingDependency(
             f"cannot open a checkpoint as a model: transformers {library.__version__} must be 5 or newer",
@@ -91,24 +103,31 @@ def _loaded(
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return a class's model, and what its loader reports."""
     values = library.GenerationConfig.from_dict(_parsed(generation)) if generation is not None else None
-    bars = library.utils.logging.is_progress_bar_enabled()
-    library.utils.logging.disable_progress_bar()  # nothing is loaded yet
-    try:
-        with torch.device(
-            "cpu"
-        ):  # where the caller's default device is another, transformers needs accelerate
-            answer: tuple[Any, Mapping[str, Any]] = getattr(library, name).from_pretrained(
-                None,
-                config=library.CONFIG_MAPPING[form["model_type"]].from_dict(dict(form)),
-                state_dict=dict(state),
-                generation_config=values,
-                output_loading_info=True,
-                local_files_only=True,
-            )
-    finally:
-        if bars:
-            library.utils.logging.enable_progress_bar()
+    with _quiet(library), torch.device("cpu"):  # with another default device transformers needs accelerate
+        answer: tuple[Any, Mapping[str, Any]] = getattr(library, name).from_pretrained(
+            None,
+            config=library.CONFIG_MAPPING[form["model_type"]].from_dict(dict(form)),
+            state_dict=dict(state),
+            generation_config=values,
+            output_loading_info=True,
+            local_files_only=True,
+        )
     return answer
+
+
+@contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Let transformers log errors only, and draw no bar: nothing is loaded yet."""
+    logs = library.utils.logging
+    level, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(level)
+        if bars:
+            logs.enable_progress_bar()
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

@@ -383,6 +383,7 @@ LINES: tuple[Line, ...] = (
     _overhead("none"),
     _overhead("running"),
     Program("flow/two-workers", "ram", "fp32-3gb", ("workers.py", "SRC", "OUT"), ("--seconds", "0")),
+    Program("model/row-2gb", "disk", "row-2gb", ("models.py", "SRC", "OUT"), ("--runs", "1")),
     Program(
         "export/megatron-8gb",
         "disk",
