@@ -17,7 +17,7 @@ import torch
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import MissingDependency, NameMismatch, UsageError
 from ckptcore.planning.meta_model import class_of, classes_of
-from ckptcore.planning.transformers_process import brief
+from ckptcore.planning.transformers_process import LOCAL, brief
 from ckptcore.utils.extras import install, needed
 from ckptcore.utils.text import listed
 
@@ -110,7 +110,7 @@ def _loaded(
             state_dict=dict(state),
             generation_config=values,
             output_loading_info=True,
-            local_files_only=True,
+            **LOCAL,
         )
     return answer
 
