@@ -6,7 +6,6 @@ the parameters are summed where they are: nothing is copied but pieces of 16 MiB
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
@@ -29,6 +28,7 @@ from ckptcore.naming.worlds import HUB
 from ckptcore.planning.live_maps import map_live_names
 from ckptcore.planning.transformers_conversion import written_tensors
 from ckptcore.reading.gather import index_of
+from ckptcore.utils.foreign_text import load_json_object
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,7 +95,7 @@ def _parts(model: Any, rank: int) -> LiveParts:
 
 def _under_file_names(model: Any, state: Mapping[str, torch.Tensor]) -> Manifest:
     """Return the tensors of a model's files, as boxes of its parameters: item n is the n-th of the state."""
-    config = json.loads(model.config.to_json_string(use_diff=False))
+    config = load_json_object(model.config.to_json_string(use_diff=False))
     config["architectures"] = [
         type(model).__name__.removeprefix("FSDP")
     ]  # which `fully_shard` puts before it

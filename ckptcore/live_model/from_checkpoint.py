@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from ckptcore.reading.equality import require_equal
 from ckptcore.reading.fill_memory import PIECE, Fill, fill_memory
 from ckptcore.reading.gather import tile_view
 from ckptcore.store import Store, open_source_store
+from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.text import listed
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _quantised(manifest: Manifest, reason: str) -> UnsupportedDtype:
 
 def _live_tensors(composed: Composed, manifest: Manifest, request: Request) -> Manifest:
     """Return the tensors of the export under the names of the model's parameters."""
-    form = json.loads(_require_config(composed, manifest))
+    form = load_json_object(_require_config(composed, manifest))
     field = next((name for name in _QUANTISATION if form.get(name)), None)
     if field is not None:
         raise _quantised(manifest, f"config.json has {field}")

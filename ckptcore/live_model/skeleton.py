@@ -7,7 +7,6 @@ generation config, and the names under which `save_pretrained` writes the model 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from ckptcore.errors import MissingDependency, NameMismatch, UsageError
 from ckptcore.planning.meta_model import class_of, classes_of
 from ckptcore.planning.transformers_process import LOCAL, brief
 from ckptcore.utils.extras import install, needed
+from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.text import listed
 
 # How transformers writes what JSON has no number for.
@@ -136,9 +136,15 @@ def _parsed(data: bytes) -> dict[str, Any]:
     >>> _parsed(b'{"limits": [0.0, {"__float__": "Infinity"}]}')
     {'limits': [0.0, inf]}
     """
-
-    def special(value: dict[str, Any]) -> Any:
-        return _FLOATS.get(str(value.get("__float__")), value) if len(value) == 1 else value
-
-    form: dict[str, Any] = json.loads(data, object_hook=special)
+    form: dict[str, Any] = _with_floats(load_json_object(data))
     return form
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_floats(inside) for inside in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and value.get("__float__") in [*_FLOATS]:
+        return _FLOATS[value["__float__"]]
+    return {name: _with_floats(inside) for name, inside in value.items()}

@@ -242,14 +242,9 @@ def compose(
             topology = lay_out(mapped.manifest, request.mesh, request.sharding, written_prefix)
         elif not isinstance(topology, Topology):
             topology = topology(mapped.manifest)
-        written, repads = mapped.manifest, layout.repads
+        named = replace(request, model_prefix=written_prefix)
         warnings += reshard_findings(
-            replace(request, model_prefix=written_prefix),
-            manifest,
-            written,
-            bound,
-            ruled=ruled,
-            repads=repads,
+            named, manifest, mapped.manifest, bound, ruled=ruled, repads=layout.repads
         )
     if several is None:
         arch = naming.arch if naming is not None and of_trainer(request.names) else ""

@@ -274,14 +274,3 @@ def test_memory_is_that_of_the_model(tinies: Tinies, tmp_path: Path) -> None:
     taken, model_bytes = map(int, done.stdout.split())
     assert model_bytes > 190 << 20
     assert taken < model_bytes + (64 << 20), (taken, model_bytes)
-
-
-def test_a_device_is_no_other_than_the_mesh(tinies: Tinies) -> None:
-    class Mesh:
-        device_type = "cpu"
-
-        def get_coordinate(self) -> list[int]:
-            return [0]
-
-    with pytest.raises(errors.UsageError, match="must be one of the mesh, cpu"):
-        ckptcore.from_checkpoint(tinies("llama").hub, device="cuda:0", mesh=Mesh())

@@ -87,9 +87,9 @@ def test_memory_that_tensors_share_has_the_last_of_them(
     used: list[tuple[int, int]] = []
     run = module._run
 
-    def watched(manifest: Any, store: Any, records: Any, fills: Any, threads: int) -> None:
+    def watched(manifest: Any, store: Any, records: Any, fills: Any, threads: int, copies: bool) -> None:
         used.append((len(fills), threads))
-        run(manifest, store, records, fills, threads)
+        run(manifest, store, records, fills, threads, copies)
 
     monkeypatch.setattr(module, "_run", watched)
     one = torch.zeros(SHAPE)
