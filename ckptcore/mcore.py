@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +28,6 @@ from ckptcore.core.object_tree import Named, TensorRef, decode, references
 from ckptcore.errors import UnsupportedFormat, UsageError
 from ckptcore.formats.megatron.sharded_objects import SHARD
 from ckptcore.planning.request import Settings
-from ckptcore.utils.dataclass import dataclass
 
 FORMATS = ("torch_dist", "zarr")
 # Kinds of values that are returned as their content.

@@ -21,6 +21,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import SkipTest as Skip
@@ -30,7 +31,6 @@ from ckptcore.api import open as open_checkpoint
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import LEVELS, CkptError
 from ckptcore.formats import detect, open_source, registry
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch

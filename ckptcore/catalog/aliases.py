@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from ckptcore.catalog.query import PREFIX, loadable, part_of, require_kept, reso
 from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.types import Kind, State
 from ckptcore.errors import Conflict, UsageError
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Select

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from sqlalchemy import insert, select
 from ckptcore.catalog.models import AuditRecord
 from ckptcore.catalog.normalize import clean, clean_json
 from ckptcore.catalog.row_values import parsed, sound
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

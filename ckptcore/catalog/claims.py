@@ -11,6 +11,7 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from sqlalchemy import delete, select, update
 from ckptcore.catalog.models import Claim
 from ckptcore.catalog.normalize import clean, normal_uri, same_places, storable
 from ckptcore.utils import processes
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,6 @@ from ckptcore.catalog.types import (
 )
 from ckptcore.errors import CatalogError, Finding, UsageError
 from ckptcore.utils import processes
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

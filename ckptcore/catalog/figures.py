@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from ckptcore.catalog.models import (
 )
 from ckptcore.catalog.queues import Stage, inbox, outbox
 from ckptcore.catalog.types import Outcome, State
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:

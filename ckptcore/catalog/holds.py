@@ -6,7 +6,7 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 import uuid
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from ckptcore.catalog.normalize import clean
 from ckptcore.catalog.query import require_kept, resolve_checkpoint
 from ckptcore.catalog.row_values import sound
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,13 +24,12 @@ from ckptcore.catalog.query import (
 )
 from ckptcore.catalog.types import Direction, FileRow, Lineage, LineageStep, Origin, State
 from ckptcore.errors import SourceUnreadable
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.part_digest import hasher_like
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-_DIGEST = late_pattern(r"(?:blake3(?:-parts-[0-9]+)?:)?[0-9a-f]{8,64}")
+_DIGEST = re.compile(r"(?:blake3(?:-parts-[0-9]+)?:)?[0-9a-f]{8,64}")
 _DIGEST_LENGTH = 64
 _MOST_IDS = 10_000  # SQLite's limit is 32,766 values, PostgreSQL's 65,535
 _READ = 1 << 20  # bytes per read; larger fresh buffers are slower

@@ -6,6 +6,7 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +22,6 @@ from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, conversion_r
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
 from ckptcore.errors import Finding, UsageError
 from ckptcore.utils import processes
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 if TYPE_CHECKING:

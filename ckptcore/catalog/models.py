@@ -7,26 +7,22 @@ A change here needs a migration in `alembic/versions`.
 
 from __future__ import annotations
 
-import re
 from datetime import datetime
-from threading import RLock
 from typing import Any, ClassVar
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
-    Column,
     Double,
     ForeignKey,
     Index,
     Integer,
     LargeBinary,
     MetaData,
-    Table,
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.schema import SchemaItem
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from ckptcore.catalog.times import UtcDateTime
 
@@ -42,90 +38,18 @@ NAMING = {
 }
 
 
-# Annotation of a column -> its type in the database.
-_TYPES: dict[str, Any] = {"str": Text(), "int": BigInteger(), "float": Double(), "bool": Boolean()}
-_TYPES |= {"bytes": LargeBinary(), "datetime": UtcDateTime()}
-_DECLARED = re.compile(r"Column\[(\w+)( \| None)?\]")
+class Base(DeclarativeBase):
+    """The base of tables. The catalog selects their columns in statements of SQLAlchemy's core."""
 
-
-def column(*items: Any, **settings: Any) -> Any:
-    """Return what a column has beside its annotation: another type or a foreign key, and its settings."""
-    return items, settings
-
-
-class _Declared(type):
-    """A table's class: the `Table` is made when it, or one of its columns, is first asked for.
-
-    A conversion uses half of the tables, and a declaration is a tenth of the work of a table.
-    """
-
-    _of: ClassVar[dict[str, _Declared]] = {}  # all of them, by the table's name
-    _making: ClassVar[RLock] = RLock()
-    _metadata: ClassVar[MetaData] = MetaData(naming_convention=NAMING)
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> _Declared:
-        """Keep what the columns are declared as; they are no attributes until the table is made."""
-        body["__declared__"] = {
-            column: (kind, body.pop(column, ((), {})))
-            for column, kind in body.get("__annotations__", {}).items()
-            if not column.startswith("__")
-        }
-        cls = super().__new__(mcs, name, bases, body)
-        if bases:
-            mcs._of[body["__tablename__"]] = cls
-        return cls
-
-    @property
-    def metadata(cls) -> MetaData:
-        """All tables."""
-        for declared in _Declared._of.values():
-            declared.__table__  # noqa: B018
-        return _Declared._metadata
-
-    def __getattr__(cls, name: str) -> Any:
-        """Make the table, and return one of its attributes."""
-        if name != "__table__" and name not in vars(cls)["__declared__"]:
-            raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
-        with _Declared._making:
-            if "__table__" not in vars(cls):  # no other thread has made it meanwhile
-                _make(cls)
-        return vars(cls)[name]
-
-
-def _make(cls: Any) -> None:
-    """Make the table of a class, and its columns the attributes of the class."""
-    columns = []
-    for name, (annotation, (items, settings)) in vars(cls)["__declared__"].items():
-        kind = _DECLARED.fullmatch(annotation)
-        assert kind is not None, f"{cls.__name__}.{name} must be a Column (got {annotation})"
-        for item in items:
-            if isinstance(item, ForeignKey):  # the column gets the type of the other one
-                _Declared._of[item.target_fullname.partition(".")[0]].__table__  # noqa: B018
-        table_column: Column[Any] = Column(
-            name, *(items or (_TYPES[kind[1]],)), nullable=kind[2] is not None, **settings
-        )
-        columns.append(table_column)
-    table = Table(cls.__tablename__, _Declared._metadata, *columns, *cls.__table_args__)
-    for table_column in columns:
-        setattr(cls, table_column.name, table_column)
-    cls.__table__ = table  # last: other threads may look for it
-
-
-class Base(metaclass=_Declared):
-    """The base of tables: each subclass declares a `Table`, whose columns are the attributes of the class.
-
-    They are declared as SQLAlchemy's ORM declares them, which the catalog does not use otherwise: the ORM
-    takes 0.15 s to import and to map these classes.
-    """
-
-    __tablename__: ClassVar[str]
-    __table_args__: ClassVar[tuple[SchemaItem, ...]] = ()
-    __table__: ClassVar[Table]
-
-    @classmethod
-    def __clause_element__(cls) -> Table:
-        """Return the table, where a statement names the class."""
-        return cls.__table__
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        str: Text(),
+        int: BigInteger(),
+        float: Double(),
+        bool: Boolean(),
+        bytes: LargeBinary(),
+        datetime: UtcDateTime(),
+    }
 
 
 class TrainingRun(Base):
@@ -133,9 +57,9 @@ class TrainingRun(Base):
 
     __tablename__ = "training_run"
 
-    id: Column[int] = column(_Id, primary_key=True)
-    name: Column[str] = column(unique=True)
-    created_at: Column[datetime]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[datetime]
 
 
 class Checkpoint(Base):
@@ -155,28 +79,28 @@ class Checkpoint(Base):
         Index(None, "state", "created_at"),
     )
 
-    id: Column[int] = column(_Id, primary_key=True)
-    uuid: Column[str] = column(unique=True)
-    run_id: Column[int | None] = column(ForeignKey("training_run.id"))
-    kind: Column[str]
-    format: Column[str]
-    uri: Column[str]
-    state: Column[str]
-    step: Column[int | None]
-    total_bytes: Column[int]
-    num_tensors: Column[int]
-    num_files: Column[int]
-    dtypes: Column[str]
-    manifest_digest: Column[str] = column(index=True)
-    content_digest: Column[str] = column(index=True)
-    origin: Column[str]
-    created_at: Column[datetime] = column(index=True)
-    verified_at: Column[datetime | None]
-    verified_level: Column[str | None]
-    replaced_at: Column[datetime | None]
-    fingerprint: Column[str | None] = column(index=True)
-    checked_at: Column[datetime | None]
-    deleted_at: Column[datetime | None]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("training_run.id"))
+    kind: Mapped[str]
+    format: Mapped[str]
+    uri: Mapped[str]
+    state: Mapped[str]
+    step: Mapped[int | None]
+    total_bytes: Mapped[int]
+    num_tensors: Mapped[int]
+    num_files: Mapped[int]
+    dtypes: Mapped[str]
+    manifest_digest: Mapped[str] = mapped_column(index=True)
+    content_digest: Mapped[str] = mapped_column(index=True)
+    origin: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    verified_at: Mapped[datetime | None]
+    verified_level: Mapped[str | None]
+    replaced_at: Mapped[datetime | None]
+    fingerprint: Mapped[str | None] = mapped_column(index=True)
+    checked_at: Mapped[datetime | None]
+    deleted_at: Mapped[datetime | None]
 
 
 class CheckpointFile(Base):
@@ -184,11 +108,11 @@ class CheckpointFile(Base):
 
     __tablename__ = "checkpoint_file"
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    path: Column[str] = column(primary_key=True)
-    nbytes: Column[int]
-    digest: Column[str | None] = column(index=True)
-    role: Column[str] = column(server_default="data")
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    path: Mapped[str] = mapped_column(primary_key=True)
+    nbytes: Mapped[int]
+    digest: Mapped[str | None] = mapped_column(index=True)
+    role: Mapped[str] = mapped_column(server_default="data")
 
 
 class Tensor(Base):
@@ -196,12 +120,12 @@ class Tensor(Base):
 
     __tablename__ = "tensor"
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    fqn: Column[str] = column(primary_key=True, index=True)
-    dtype: Column[str]
-    shape: Column[str]
-    nbytes: Column[int]
-    fingerprint: Column[str | None] = column(index=True)
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    fqn: Mapped[str] = mapped_column(primary_key=True, index=True)
+    dtype: Mapped[str]
+    shape: Mapped[str]
+    nbytes: Mapped[int]
+    fingerprint: Mapped[str | None] = mapped_column(index=True)
 
 
 class Conversion(Base):
@@ -216,31 +140,31 @@ class Conversion(Base):
     __tablename__ = "conversion"
     __table_args__ = (Index(None, "state", "started_at"),)
 
-    id: Column[int] = column(_Id, primary_key=True)
-    uuid: Column[str] = column(unique=True)
-    verb: Column[str]
-    state: Column[str]
-    source_uri: Column[str] = column(index=True)
-    destination_uri: Column[str] = column(index=True)
-    request: Column[str]
-    plan_digest: Column[str | None]
-    tool_version: Column[str]
-    flow_run_id: Column[str | None] = column(index=True)
-    started_at: Column[datetime] = column(index=True)
-    ended_at: Column[datetime | None]
-    bytes_in: Column[int | None]
-    bytes_out: Column[int | None]
-    peak_memory: Column[int | None]
-    error_code: Column[str | None]
-    error_message: Column[str | None]
-    timings: Column[str]
-    map_digest: Column[str | None]
-    fingerprint: Column[str | None] = column(index=True)
-    source_stamp: Column[str | None]
-    source_ctime: Column[str | None]
-    export_verdict: Column[str | None]
-    export_checks: Column[str | None]
-    export_verified_at: Column[datetime | None]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    verb: Mapped[str]
+    state: Mapped[str]
+    source_uri: Mapped[str] = mapped_column(index=True)
+    destination_uri: Mapped[str] = mapped_column(index=True)
+    request: Mapped[str]
+    plan_digest: Mapped[str | None]
+    tool_version: Mapped[str]
+    flow_run_id: Mapped[str | None] = mapped_column(index=True)
+    started_at: Mapped[datetime] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
+    bytes_in: Mapped[int | None]
+    bytes_out: Mapped[int | None]
+    peak_memory: Mapped[int | None]
+    error_code: Mapped[str | None]
+    error_message: Mapped[str | None]
+    timings: Mapped[str]
+    map_digest: Mapped[str | None]
+    fingerprint: Mapped[str | None] = mapped_column(index=True)
+    source_stamp: Mapped[str | None]
+    source_ctime: Mapped[str | None]
+    export_verdict: Mapped[str | None]
+    export_checks: Mapped[str | None]
+    export_verified_at: Mapped[datetime | None]
 
 
 class ConversionProcess(Base):
@@ -251,9 +175,9 @@ class ConversionProcess(Base):
 
     __tablename__ = "conversion_process"
 
-    conversion_id: Column[int] = column(ForeignKey("conversion.id"), primary_key=True)
-    process: Column[str]
-    renewed_at: Column[datetime | None]
+    conversion_id: Mapped[int] = mapped_column(ForeignKey("conversion.id"), primary_key=True)
+    process: Mapped[str]
+    renewed_at: Mapped[datetime | None]
 
 
 class ConversionIO(Base):
@@ -262,9 +186,9 @@ class ConversionIO(Base):
     __tablename__ = "conversion_io"
     __table_args__ = (Index(None, "checkpoint_id", "direction"),)
 
-    conversion_id: Column[int] = column(ForeignKey("conversion.id"), primary_key=True)
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    direction: Column[str] = column(primary_key=True)
+    conversion_id: Mapped[int] = mapped_column(ForeignKey("conversion.id"), primary_key=True)
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    direction: Mapped[str] = mapped_column(primary_key=True)
 
 
 class FindingRecord(Base):
@@ -273,18 +197,18 @@ class FindingRecord(Base):
     __tablename__ = "finding"
     __table_args__ = (Index(None, "checkpoint_id", "resolved_at"),)
 
-    id: Column[int] = column(_Id, primary_key=True)
-    checkpoint_id: Column[int | None] = column(ForeignKey("checkpoint.id"))
-    conversion_id: Column[int | None] = column(ForeignKey("conversion.id"), index=True)
-    code: Column[str] = column(index=True)
-    level: Column[str]
-    severity: Column[str]
-    message: Column[str]
-    fqn: Column[str | None]
-    file: Column[str | None]
-    hint: Column[str]
-    found_at: Column[datetime]
-    resolved_at: Column[datetime | None]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    checkpoint_id: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.id"))
+    conversion_id: Mapped[int | None] = mapped_column(ForeignKey("conversion.id"), index=True)
+    code: Mapped[str] = mapped_column(index=True)
+    level: Mapped[str]
+    severity: Mapped[str]
+    message: Mapped[str]
+    fqn: Mapped[str | None]
+    file: Mapped[str | None]
+    hint: Mapped[str]
+    found_at: Mapped[datetime]
+    resolved_at: Mapped[datetime | None]
 
 
 class Tag(Base):
@@ -293,10 +217,10 @@ class Tag(Base):
     __tablename__ = "tag"
     __table_args__ = (Index(None, "key", "value"),)
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    key: Column[str] = column(primary_key=True)
-    value: Column[str]
-    updated_at: Column[datetime]
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+    updated_at: Mapped[datetime]
 
 
 class WatchedRoot(Base):
@@ -304,15 +228,15 @@ class WatchedRoot(Base):
 
     __tablename__ = "watched_roots"
 
-    id: Column[int] = column(_Id, primary_key=True)
-    name: Column[str] = column(unique=True)
-    uri: Column[str] = column(index=True)
-    include: Column[str]
-    target: Column[str]
-    enabled: Column[bool]
-    created_at: Column[datetime]
-    swept_at: Column[datetime | None]
-    swept_note: Column[str | None]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    uri: Mapped[str] = mapped_column(index=True)
+    include: Mapped[str]
+    target: Mapped[str]
+    enabled: Mapped[bool]
+    created_at: Mapped[datetime]
+    swept_at: Mapped[datetime | None]
+    swept_note: Mapped[str | None]
 
 
 class Sighting(Base):
@@ -324,18 +248,18 @@ class Sighting(Base):
     __tablename__ = "sightings"
     __table_args__ = (Index(None, "root", "state"),)
 
-    id: Column[int] = column(_Id, primary_key=True)
-    uri: Column[str] = column(unique=True)
-    root: Column[str]
-    step: Column[int | None]
-    state: Column[str]
-    stamp: Column[str]
-    source_digest: Column[str | None]
-    manifest_digest: Column[str | None]
-    findings: Column[str]
-    first_seen_at: Column[datetime]
-    last_seen_at: Column[datetime]
-    changed_at: Column[datetime]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uri: Mapped[str] = mapped_column(unique=True)
+    root: Mapped[str]
+    step: Mapped[int | None]
+    state: Mapped[str]
+    stamp: Mapped[str]
+    source_digest: Mapped[str | None]
+    manifest_digest: Mapped[str | None]
+    findings: Mapped[str]
+    first_seen_at: Mapped[datetime]
+    last_seen_at: Mapped[datetime]
+    changed_at: Mapped[datetime]
 
 
 class Claim(Base):
@@ -344,19 +268,19 @@ class Claim(Base):
     __tablename__ = "claims"
     __table_args__ = (UniqueConstraint("source_digest", "destination_uri", "options_digest"),)
 
-    id: Column[int] = column(_Id, primary_key=True)
-    source_digest: Column[str]
-    destination_uri: Column[str] = column(index=True)
-    options_digest: Column[str]
-    source_uri: Column[str] = column(index=True)
-    state: Column[str]
-    owner: Column[str]
-    attempts: Column[int]
-    taken_at: Column[datetime]
-    due_at: Column[datetime]
-    ended_at: Column[datetime | None]
-    error_code: Column[str | None]
-    error_message: Column[str | None]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    source_digest: Mapped[str]
+    destination_uri: Mapped[str] = mapped_column(index=True)
+    options_digest: Mapped[str]
+    source_uri: Mapped[str] = mapped_column(index=True)
+    state: Mapped[str]
+    owner: Mapped[str]
+    attempts: Mapped[int]
+    taken_at: Mapped[datetime]
+    due_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    error_code: Mapped[str | None]
+    error_message: Mapped[str | None]
 
 
 class Inbox(Base):
@@ -368,23 +292,23 @@ class Inbox(Base):
     __tablename__ = "inbox"
     __table_args__ = (UniqueConstraint("source", "event_id"), Index(None, "state", "due_at"))
 
-    id: Column[int] = column(_Id, primary_key=True)
-    uuid: Column[str] = column(unique=True)
-    source: Column[str]
-    event_id: Column[str]
-    type: Column[str]
-    uri: Column[str] = column(index=True)
-    run: Column[str]
-    step: Column[int | None]
-    body: Column[str]
-    state: Column[str]
-    attempts: Column[int]
-    due_at: Column[datetime]
-    received_at: Column[datetime] = column(index=True)
-    ended_at: Column[datetime | None]
-    flow_run_id: Column[str | None] = column(index=True)
-    error_message: Column[str | None]
-    attempts_before: Column[int] = column(server_default="0")
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    source: Mapped[str]
+    event_id: Mapped[str]
+    type: Mapped[str]
+    uri: Mapped[str] = mapped_column(index=True)
+    run: Mapped[str]
+    step: Mapped[int | None]
+    body: Mapped[str]
+    state: Mapped[str]
+    attempts: Mapped[int]
+    due_at: Mapped[datetime]
+    received_at: Mapped[datetime] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
+    flow_run_id: Mapped[str | None] = mapped_column(index=True)
+    error_message: Mapped[str | None]
+    attempts_before: Mapped[int] = mapped_column(server_default="0")
 
 
 class Outbox(Base):
@@ -396,19 +320,19 @@ class Outbox(Base):
     __tablename__ = "outbox"
     __table_args__ = (UniqueConstraint("endpoint", "key"), Index(None, "state", "due_at"))
 
-    id: Column[int] = column(_Id, primary_key=True)
-    uuid: Column[str] = column(unique=True)
-    endpoint: Column[str]
-    key: Column[str]
-    type: Column[str]
-    body: Column[str]
-    state: Column[str]
-    attempts: Column[int]
-    due_at: Column[datetime]
-    created_at: Column[datetime] = column(index=True)
-    ended_at: Column[datetime | None]
-    error_message: Column[str | None]
-    attempts_before: Column[int] = column(server_default="0")
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    endpoint: Mapped[str]
+    key: Mapped[str]
+    type: Mapped[str]
+    body: Mapped[str]
+    state: Mapped[str]
+    attempts: Mapped[int]
+    due_at: Mapped[datetime]
+    created_at: Mapped[datetime] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
+    error_message: Mapped[str | None]
+    attempts_before: Mapped[int] = mapped_column(server_default="0")
 
 
 class Alias(Base):
@@ -416,11 +340,11 @@ class Alias(Base):
 
     __tablename__ = "aliases"
 
-    id: Column[int] = column(_Id, primary_key=True)
-    name: Column[str] = column(unique=True)
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), index=True)
-    version: Column[int]
-    updated_at: Column[datetime]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), index=True)
+    version: Mapped[int]
+    updated_at: Mapped[datetime]
 
 
 class Hold(Base):
@@ -429,14 +353,14 @@ class Hold(Base):
     __tablename__ = "holds"
     __table_args__ = (Index(None, "checkpoint_id", "released_at"),)
 
-    id: Column[int] = column(_Id, primary_key=True)
-    uuid: Column[str] = column(unique=True)
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"))
-    reason: Column[str]
-    owner: Column[str]
-    placed_at: Column[datetime]
-    until: Column[datetime | None]
-    released_at: Column[datetime | None]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"))
+    reason: Mapped[str]
+    owner: Mapped[str]
+    placed_at: Mapped[datetime]
+    until: Mapped[datetime | None]
+    released_at: Mapped[datetime | None]
 
 
 class RetirementRow(Base):
@@ -449,12 +373,12 @@ class RetirementRow(Base):
 
     __tablename__ = "retirement"
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    child: Column[str]
-    proof: Column[str]
-    fingerprint: Column[str | None]
-    freed: Column[int]
-    at: Column[datetime]
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    child: Mapped[str]
+    proof: Mapped[str]
+    fingerprint: Mapped[str | None]
+    freed: Mapped[int]
+    at: Mapped[datetime]
 
 
 class GivenUpRow(Base):
@@ -465,10 +389,10 @@ class GivenUpRow(Base):
 
     __tablename__ = "given_up"
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    name: Column[str] = column(primary_key=True)
-    kind: Column[str] = column(primary_key=True)
-    nbytes: Column[int | None]
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    nbytes: Mapped[int | None]
 
 
 class HoldingsRow(Base):
@@ -476,9 +400,9 @@ class HoldingsRow(Base):
 
     __tablename__ = "holdings"
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    stamp: Column[str | None]
-    ids: Column[bytes | None]
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    stamp: Mapped[str | None]
+    ids: Mapped[bytes | None]
 
 
 class SetAsideRow(Base):
@@ -490,15 +414,15 @@ class SetAsideRow(Base):
 
     __tablename__ = "set_aside"
 
-    record: Column[str] = column(primary_key=True)
-    checkpoint_id: Column[int | None] = column(ForeignKey("checkpoint.id"), index=True)
-    uri: Column[str] = column(index=True)
-    nbytes: Column[int]
-    at: Column[datetime]
-    due_at: Column[datetime] = column(index=True)
-    digest: Column[str]
-    purging: Column[bool]
-    folder: Column[str] = column(server_default="")
+    record: Mapped[str] = mapped_column(primary_key=True)
+    checkpoint_id: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.id"), index=True)
+    uri: Mapped[str] = mapped_column(index=True)
+    nbytes: Mapped[int]
+    at: Mapped[datetime]
+    due_at: Mapped[datetime] = mapped_column(index=True)
+    digest: Mapped[str]
+    purging: Mapped[bool]
+    folder: Mapped[str] = mapped_column(server_default="")
 
 
 class Obligation(Base):
@@ -509,15 +433,15 @@ class Obligation(Base):
 
     __tablename__ = "obligation"
 
-    id: Column[int] = column(_Id, primary_key=True)
-    uuid: Column[str] = column(unique=True)
-    checkpoint_id: Column[int | None] = column(ForeignKey("checkpoint.id"), index=True)
-    source: Column[str] = column(index=True)
-    place: Column[str] = column(index=True)
-    specs: Column[bytes]
-    contents: Column[bytes]
-    created_at: Column[datetime]
-    lost: Column[int] = column(server_default="0")
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    uuid: Mapped[str] = mapped_column(unique=True)
+    checkpoint_id: Mapped[int | None] = mapped_column(ForeignKey("checkpoint.id"), index=True)
+    source: Mapped[str] = mapped_column(index=True)
+    place: Mapped[str] = mapped_column(index=True)
+    specs: Mapped[bytes]
+    contents: Mapped[bytes]
+    created_at: Mapped[datetime]
+    lost: Mapped[int] = mapped_column(server_default="0")
 
 
 class TrainingFactsRow(Base):
@@ -529,19 +453,19 @@ class TrainingFactsRow(Base):
 
     __tablename__ = "training_facts"
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    git_commit: Column[str | None] = column(index=True)
-    user_name: Column[str | None]
-    dataset: Column[str | None]
-    job_url: Column[str | None]
-    framework: Column[str | None]
-    epoch: Column[float | None]
-    samples: Column[int | None]
-    tokens: Column[int | None]
-    config: Column[str]
-    extra: Column[str]
-    sources: Column[str]
-    updated_at: Column[datetime]
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    git_commit: Mapped[str | None] = mapped_column(index=True)
+    user_name: Mapped[str | None]
+    dataset: Mapped[str | None]
+    job_url: Mapped[str | None]
+    framework: Mapped[str | None]
+    epoch: Mapped[float | None]
+    samples: Mapped[int | None]
+    tokens: Mapped[int | None]
+    config: Mapped[str]
+    extra: Mapped[str]
+    sources: Mapped[str]
+    updated_at: Mapped[datetime]
 
 
 class Metric(Base):
@@ -553,13 +477,13 @@ class Metric(Base):
     __tablename__ = "metric"
     __table_args__ = (Index(None, "name", "value"),)
 
-    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
-    name: Column[str] = column(primary_key=True)
-    value: Column[float | None]
-    nonfinite: Column[str | None]
-    step: Column[int | None]
-    source: Column[str]
-    updated_at: Column[datetime]
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[float | None]
+    nonfinite: Mapped[str | None]
+    step: Mapped[int | None]
+    source: Mapped[str]
+    updated_at: Mapped[datetime]
 
 
 class AuditRecord(Base):
@@ -568,10 +492,10 @@ class AuditRecord(Base):
     __tablename__ = "audit"
     __table_args__ = (Index(None, "subject", "at"),)
 
-    id: Column[int] = column(_Id, primary_key=True)
-    at: Column[datetime] = column(index=True)
-    actor: Column[str]
-    via: Column[str]
-    action: Column[str]
-    subject: Column[str]
-    detail: Column[str]
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    at: Mapped[datetime] = mapped_column(index=True)
+    actor: Mapped[str]
+    via: Mapped[str]
+    action: Mapped[str]
+    subject: Mapped[str]
+    detail: Mapped[str]

@@ -11,7 +11,7 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from ckptcore.catalog.models import Checkpoint, FindingRecord, Obligation
 from ckptcore.catalog.normalize import clean, normal_uri
 from ckptcore.catalog.row_values import sound
 from ckptcore.errors import UsageError, finding
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:

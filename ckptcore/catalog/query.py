@@ -37,14 +37,13 @@ from ckptcore.catalog.types import (
     TensorRow,
 )
 from ckptcore.errors import Conflict, Finding, UsageError
-from ckptcore.utils.late_pattern import late_pattern
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
 _LOADABLE = {"ok": "yes", "failed": "no"}  # by the verdict of verify-export
 OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # transformers and PEFT open a model by these
-PREFIX = late_pattern(r"[0-9a-f][0-9a-f-]{3,35}")
+PREFIX = re.compile(r"[0-9a-f][0-9a-f-]{3,35}")
 
 
 def list_checkpoints(

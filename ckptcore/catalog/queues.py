@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
@@ -38,7 +38,6 @@ from ckptcore.catalog import models
 from ckptcore.catalog.normalize import clean, clean_json, storable
 from ckptcore.catalog.row_values import parsed, row_findings, sound
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:
@@ -370,8 +369,8 @@ class _Inbox(Queue[InboxEvent]):
         if row.state not in (Stage.DONE, Stage.FAILED) and row.flow_run_id is None:
             return row, new
         # The id becomes free. Of two receivers, the second changes nothing here, and repeats the first one's.
-        started = (self._table.id == row.row, self._table.event_id == row.event_id)
-        conn.execute(update(self._table).where(*started).values(event_id=f"{row.event_id}:{row.id}"))
+        started = (models.Inbox.id == row.row, models.Inbox.event_id == row.event_id)
+        conn.execute(update(models.Inbox).where(*started).values(event_id=f"{row.event_id}:{row.id}"))
         return self._insert(conn, now, values)
 
     @staticmethod
@@ -400,7 +399,7 @@ class _Inbox(Queue[InboxEvent]):
 
         only: the sources of the events; None means all.
         """
-        table = self._table
+        table = models.Inbox
         chosen = () if only is None else (table.source.in_(only),)
         waiting = (
             table.state.in_((Stage.WAITING.value, Stage.TAKEN.value)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from sqlalchemy import delete, insert, select
 from ckptcore.catalog import audit
 from ckptcore.catalog.models import Checkpoint, GivenUpRow, RetirementRow
 from ckptcore.catalog.normalize import clean
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -7,6 +7,7 @@ have any number of checkpoints, so its newest `NEWEST` complete ones are compare
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.sightings import Condition, SightingRow, is_below, sighting_row
 from ckptcore.catalog.types import Outcome
 from ckptcore.catalog.watched_roots import RootRow
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

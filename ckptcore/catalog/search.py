@@ -7,7 +7,9 @@ is meant and what is current first. The words are compared in one pass over the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import case, or_, select
@@ -19,8 +21,6 @@ from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, part_of, show
 from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, FileRow, Origin
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -29,8 +29,8 @@ MOST = 50  # places of one answer
 MOST_RUNS = 20
 MOST_TERMS = 4  # the last one is the rest of the text
 # As trainers and people write a step: step-20, global_step20, iter_0000020, checkpoint-20, 20.
-_STEP = late_pattern(r"(?:[a-z_]*(?:step|iter|iteration|checkpoint|ckpt))?[-_=:]?0*([0-9]{1,18})")
-_STEP_BY_NAME = late_pattern(r"\b(step|iter|iteration|checkpoint)\s+(?=[0-9])")
+_STEP = re.compile(r"(?:[a-z_]*(?:step|iter|iteration|checkpoint|ckpt))?[-_=:]?0*([0-9]{1,18})")
+_STEP_BY_NAME = re.compile(r"\b(step|iter|iteration|checkpoint)\s+(?=[0-9])")
 
 
 @dataclass(frozen=True, slots=True)

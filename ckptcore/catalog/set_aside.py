@@ -5,7 +5,7 @@ The record beside the place lists its files (`ckptcore.custody.set_aside`); a ro
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from ckptcore.catalog.models import Checkpoint, SetAsideRow, TrainingRun
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.types import CheckpointRow, State
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

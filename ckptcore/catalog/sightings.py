@@ -5,7 +5,7 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from ckptcore.catalog.normalize import clean_json, normal_uri, same_places
 from ckptcore.catalog.row_values import parsed, sound, sound_finding
 from ckptcore.catalog.types import Kind
 from ckptcore.errors import Finding
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

@@ -10,9 +10,11 @@ before the statement; the transaction prevents changes (EXPLAIN ANALYZE runs the
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -23,8 +25,6 @@ from ckptcore.catalog.database import CONNECT_S, connect, connect_arguments, eng
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import VIEWS
 from ckptcore.errors import CatalogUnavailable, CkptError, UsageError
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _PATIENCE = 4.0 * CONNECT_S  # for a server that has just answered; a URL may na
 MEMORY = 256 << 20  # bytes that SQLite may use for one statement, beside the answer
 _MOST_ROWS = 1 << 31
 _LONGEST_S = 24 * 3600.0
-_NO_TABLE = late_pattern(r'no such table: (\S+)|relation "([^"]+)" does not exist')
+_NO_TABLE = re.compile(r'no such table: (\S+)|relation "([^"]+)" does not exist')
 
 
 @dataclass(frozen=True, slots=True)

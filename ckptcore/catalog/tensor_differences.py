@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
@@ -11,7 +11,6 @@ from sqlalchemy import select
 from ckptcore.catalog.models import Tensor
 from ckptcore.catalog.query import resolve_checkpoint, tensor_row
 from ckptcore.catalog.types import TensorRow
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

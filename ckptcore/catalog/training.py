@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
 from ckptcore.catalog.normalize import clean
 from ckptcore.errors import UsageError
 from ckptcore.redaction import GONE, without_arguments
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr as quoted
 
 # Where facts come from. An earlier one replaces a later one, never the other way round.
@@ -39,7 +38,7 @@ TEXTS = ("git_commit", "user", "dataset", "job_url", "framework")
 COUNTS = ("samples", "tokens")
 OF_A_STEP = ("epoch", *COUNTS)  # beside the metrics: facts with another value at each step of a run
 # Words in names of metrics, and other names of the step, that people write without ``metrics.``.
-_METRIC_WORD = late_pattern(
+_METRIC_WORD = re.compile(
     r"(?i)(?:^|[_./-])(?:loss|nll|bpb|ppl|perplexity|acc|accuracy|f1|auc|bleu|rouge\w*|wer|reward|score|mmlu|"
     r"grad_?norm)(?:$|[_./@-])"
 )
@@ -59,16 +58,16 @@ SYNONYMS = {
 NOT_FINITE = {"nan": "nan", "inf": "inf", "infinity": "inf", "-inf": "-inf", "-infinity": "-inf"}
 
 # Keys whose text grants access. Special tokens of a tokenizer are texts, too, and no secrets.
-_SECRET_KEY = late_pattern(
+_SECRET_KEY = re.compile(
     r"(?i)(?:^|[_.-])(?:[a-z0-9]*secret[a-z0-9]*|token|passw(?:or)?d|passphrase|pwd|credentials?|authorization|"
     r"cookie|jwt|bearer|apikey|(?:api|access|private|secret|account|auth|ssh|license|wandb|hf|encryption)_?key"
     r"(?:_id)?)(?:$|[_.-])|(?:password|apikey|secretkey|accesskey|authtoken|accesstoken)$"
 )
-_SPECIAL_TOKEN = late_pattern(
+_SPECIAL_TOKEN = re.compile(
     r"(?i)^(?:bos|eos|pad|unk|cls|sep|mask|image|video|audio|start|end|think|tool|fim|eot|eod)_.*token$"
     r"|^(?:bos|eos|pad|unk|cls|sep|mask)_token$"
 )
-_PLACEHOLDER = late_pattern(r"\$\{[^{}]*\}")  # of a sender's template, with nothing to fill in
+_PLACEHOLDER = re.compile(r"\$\{[^{}]*\}")  # of a sender's template, with nothing to fill in
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ the source of a conversion. Outputs inherit the facts of their source, also thos
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from ckptcore.catalog.training import (
 )
 from ckptcore.catalog.types import CheckpointRow, Direction, State
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

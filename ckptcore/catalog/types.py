@@ -7,14 +7,13 @@ Ids are UUIDs as text; times are aware and in UTC; sizes are bytes; shapes are t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
 from ckptcore.catalog.training import Training, TrainingFacts
 from ckptcore.errors import LEVELS, Finding
-from ckptcore.utils.dataclass import dataclass
 
 
 class Kind(StrEnum):

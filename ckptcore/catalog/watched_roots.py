@@ -6,7 +6,7 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from ckptcore.catalog.models import WatchedRoot
 from ckptcore.catalog.normalize import clean, clean_json, normal_uri, storable
 from ckptcore.catalog.row_values import parsed, sound
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged
 
 if TYPE_CHECKING:

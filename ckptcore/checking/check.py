@@ -8,6 +8,7 @@ Rules are rows of a table. Checks return all findings; they do not stop at the f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.errors import LEVELS, Finding, UnreadablePart, UsageError, finding
 from ckptcore.store import Store
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import leave_out
 from ckptcore.utils.row_wise import prod_rows
 from ckptcore.utils.text import count

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import OutputMismatch, UnprovenCheckpoint
-from ckptcore.utils.dataclass import dataclass
 
 OK, FAILED, NOT_DONE, UNPROVEN = "ok", "failed", "not-done", "unproven"
 ELEMENTS, NAMES, CONFIG, VALUES, FINITE, NEAR, REFERENCE, LOGITS = (

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,7 +43,6 @@ from ckptcore.store import Store, open_source_store
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.command_process import process_count
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, Progress, ProgressMeter
 

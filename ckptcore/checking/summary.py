@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
@@ -14,7 +15,6 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import CkptError
 from ckptcore.naming.model_part import ModelPart, find_model
 from ckptcore.naming.training_state import StoredKinds
-from ckptcore.utils.dataclass import dataclass
 
 MODEL, OTHER, UNSURE = "model", "other", "tensors"
 _PLACED = 100_000  # cut tensors whose pieces are looked at

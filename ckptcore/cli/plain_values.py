@@ -11,16 +11,15 @@ default.
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
-from ckptcore.utils.late_pattern import late_pattern
-
 _UNSURE = object()
-_NUMBER = late_pattern("[0-9]{1,18}")
+_NUMBER = re.compile("[0-9]{1,18}")
 # Names in the model's own tree, a name that must be new, and nobody.
 _MAY_BE_EMPTY = frozenset({"model_prefix", "expect", "owner"})
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.utils import terminal
-from ckptcore.utils.late_pattern import late_pattern
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _PADDING = 3  # columns between two cells, rules included
 _MIN_NAME = 24  # columns that a name gets at least before it wraps
 _MAX_WORD = 12  # columns that the longest word of another cell keeps at most
-_PARTS = late_pattern(r"[^./]*[./]?")
+_PARTS = re.compile(r"[^./]*[./]?")
 
 
 def print_table(

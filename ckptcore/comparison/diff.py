@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.dropped_names import OneSided, dropped_names
@@ -39,7 +39,6 @@ from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
 from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names, set_by_reshard
 from ckptcore.planning.request import Settings
 from ckptcore.reading.rereading import rereading
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 

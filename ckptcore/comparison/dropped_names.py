@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptcore.comparison.result import DroppedName
@@ -16,7 +17,6 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.plan import load_head
 from ckptcore.planning.rank_local_state import bound_names
 from ckptcore.store import open_store
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json, parsing
 
 _MAX_RECORD = 1 << 30

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -26,7 +26,6 @@ from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Ints, Manifest, with_dims
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import isin
 
 _WINDOW = 1 << 23  # elements that are marked at a time

@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.checking.export_proof import LOGITS, Check, Problem, failed, not_done, passed
@@ -19,7 +20,6 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import BudgetTooSmall, UsageError
 from ckptcore.planning import transformers_process
 from ckptcore.store import local_path
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.extras import install
 from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.memory import available_memory

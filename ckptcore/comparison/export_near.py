@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from ckptcore.planning.request import Settings
 from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.gather import Bytes, tile_view
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 _BLOCK = 1 << 16  # elements that are cast to float64 at a time

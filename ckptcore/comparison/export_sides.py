@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.checking.examine import inspect
 from ckptcore.core.manifest import Manifest
@@ -23,7 +23,6 @@ from ckptcore.planning.model_card import tied_by_card
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store
 from ckptcore.store.place import identify
-from ckptcore.utils.dataclass import dataclass
 
 _MAX_SMALL = 64 << 20  # bytes of a config.json or a model card
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing, index_in
 from ckptcore.reading.gather import Bytes, tile_view
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 Counts = tuple[int, int]  # NaN, Inf

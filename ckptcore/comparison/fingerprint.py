@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.checking.check import require_complete
@@ -39,7 +39,6 @@ from ckptcore.planning.request import Settings
 from ckptcore.planning.tiles import Budget, paged_buffer
 from ckptcore.reading.gather import tile_view
 from ckptcore.reading.rereading import rereading
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 

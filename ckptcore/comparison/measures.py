@@ -8,6 +8,7 @@ of no measure.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.gather import Bytes
-from ckptcore.utils.dataclass import dataclass
 
 _BLOCK = 1 << 15  # elements whose float32 fit a core's cache
 

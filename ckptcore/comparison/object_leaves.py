@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Blob
 from ckptcore.core.named_values import CONTAINERS, content_of, restated
 from ckptcore.core.object_tree import Named, Refused, decode, encode
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _TEXT_LENGTH = 60

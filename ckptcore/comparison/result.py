@@ -9,13 +9,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.comparison.measures import Measures
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import encode
 from ckptcore.errors import Finding
-from ckptcore.utils.dataclass import dataclass
 
 OPTIMIZER, OTHER = "optimizer", "other"
 Changed = tuple[str, Measures | None]  # name of a tensor, and how far its values are apart

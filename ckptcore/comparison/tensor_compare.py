@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import Bytes, tile_view
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 _SMALL = 1 << 20

@@ -7,7 +7,7 @@ calls for its tensors. What the workers have read of records with checksums, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,6 @@ from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Settings
 from ckptcore.utils.command_process import process_count
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, ProgressMeter
 

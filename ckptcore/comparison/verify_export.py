@@ -30,6 +30,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 from ckptcore.checking.check import check
 from ckptcore.checking.examine import inspect
@@ -82,7 +83,6 @@ from ckptcore.reading.rereading import rereading
 from ckptcore.store import open_store
 from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import folder_at
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import count, listed
 from ckptcore.utils.workers import Progress, ProgressMeter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect
@@ -10,7 +11,6 @@ from ckptcore.conversion.source_digests import require_as_recorded
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Request
 from ckptcore.utils.average_url import folder_of_input, is_of_last, split_average
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

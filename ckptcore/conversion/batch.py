@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.pipeline import publishing, stopped
@@ -28,7 +28,6 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Interrupted, ended_by
 from ckptcore.planning.request import Request, Settings
 from ckptcore.planning.tiles import Budget
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span

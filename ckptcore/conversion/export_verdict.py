@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.checking.examine import inspect
@@ -18,7 +18,6 @@ from ckptcore.planning.export_source import ExportRecord, ExportSource, KnownExp
 from ckptcore.planning.model_card import names_by_card, provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store, split_url
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

@@ -8,6 +8,7 @@ no other run begins while one of them may still write.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.open_staging import staging_of_plan
@@ -21,7 +22,6 @@ from ckptcore.planning.plan import Plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import RecordProgress, Records
 from ckptcore.store import open_source_store
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, ProgressMeter
 

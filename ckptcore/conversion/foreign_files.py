@@ -13,6 +13,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -30,7 +31,6 @@ from ckptcore.reading.file_digests import has_digest
 from ckptcore.store import Readable, local_path, open_store, split_url
 from ckptcore.store.file_status import FileStatus, NameKind
 from ckptcore.store.listing import Inventory, list_destination, list_settled_destination
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.text import some
 

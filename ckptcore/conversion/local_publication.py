@@ -15,7 +15,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.conversion.publication_record import MOVING, Publication, Replaced
 from ckptcore.conversion.staging import Staging, note
@@ -27,7 +27,6 @@ from ckptcore.store.listing import Inventory, list_destination_at
 from ckptcore.store.local_listing import status_at
 from ckptcore.store.local_writer import sync_folder
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 
 _log = logging.getLogger("ckptcore")
 _exchange = exchange

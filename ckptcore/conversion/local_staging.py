@@ -42,14 +42,13 @@ from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, untrusted_entry
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
 from ckptcore.utils import host
-from ckptcore.utils.late_pattern import late_pattern
 
 # XFS counts the blocks of a file that was just removed, such as a killed run's, as free a moment later.
 _FREED_WITHIN = (0.05, 0.2, 0.5, 1.0)  # seconds from one look to the next
 # The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
 # removed files that are open. All other files are foreign.
-_FILES = late_pattern(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
-_UNFINISHED = late_pattern(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
+_FILES = re.compile(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
+_UNFINISHED = re.compile(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
 _TRIES, _PAUSE_S = 50, 0.01
 _log = logging.getLogger("ckptcore")
 

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
@@ -59,7 +59,6 @@ from ckptcore.reading.file_digests import file_digests
 from ckptcore.store import local_path, open_source_store, put_each
 from ckptcore.utils.average_url import is_average
 from ckptcore.utils.command_process import process_count
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.memory import reusing_memory
 from ckptcore.utils.spans import span

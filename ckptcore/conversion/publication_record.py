@@ -9,7 +9,7 @@ meanwhile are not in them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
@@ -17,7 +17,6 @@ from ckptcore.custody.judged import Judged
 from ckptcore.execution.receipts import Receipt
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import Inventory
-from ckptcore.utils.dataclass import dataclass
 
 REPLACES = "replaces.json"
 ITSELF = ""  # the name, below the destination, of a destination that is one file

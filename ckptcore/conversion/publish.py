@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,6 @@ from ckptcore.planning.request import Settings
 from ckptcore.reading.file_digests import digest_of
 from ckptcore.store import Readable, is_s3, open_source_store, open_store, reads_s3
 from ckptcore.store.listing import Inventory, list_destination
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress
 
 _TRIES = 3  # a backup that runs meanwhile changes the ctime of every file once

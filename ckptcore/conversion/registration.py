@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog.training import STORED, USER, TrainingFacts, read_facts
@@ -24,7 +24,6 @@ from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
 from ckptcore.utils.average_url import is_average, split_average
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.step_names import step_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptcore.conversion.staged_uploads import beside_uploads, is_uploaded
@@ -24,7 +24,6 @@ from ckptcore.store.ahead import ExpectedReads
 from ckptcore.store.merged import MergedAhead, open_merged
 from ckptcore.store.objects.blocks import plan_blocks
 from ckptcore.store.objects.part_plan import plan_parts
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import unique
 
 PRICES_VARIABLE = "CKPTCORE_REQUEST_PRICES"

@@ -30,11 +30,10 @@ from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.lease import Arbiter, Lease
 from ckptcore.store.objects.uploads import Uploads
 from ckptcore.store.s3 import S3Store
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import some
 from ckptcore.utils.workers import finishing
 
-_OURS = late_pattern(
+_OURS = re.compile(
     rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
 )
 _AHEAD = 4  # uploads that are begun before their files are written

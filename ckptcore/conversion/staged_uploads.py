@@ -7,6 +7,7 @@ the receipts, the small files, the journal of the uploads (``uploads/``), and th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ckptcore.conversion.staging import LEASE, UPLOADS
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable
@@ -21,7 +22,6 @@ from ckptcore.store.objects.lease import Arbiter, Lease
 from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
 from ckptcore.store.objects.shared_clients import client_of, key_of
 from ckptcore.store.objects.uploads import Uploads
-from ckptcore.utils.dataclass import dataclass
 
 _LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.planning.tiles`)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptcore.conversion.publication_record import DONE, REPLACES, Publication, Replaced
@@ -24,7 +25,6 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, Store, fetch, join_url, split_url
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import load_json
 
 if TYPE_CHECKING:

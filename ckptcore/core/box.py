@@ -7,10 +7,9 @@ A `Box` is a half-open n-d interval in the index space of one tensor: dim ``d`` 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from operator import sub
-
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

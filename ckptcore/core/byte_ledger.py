@@ -10,11 +10,10 @@ metadata. `ckptcore.formats.common.carried_values` makes objects of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.metadata_budget import meter
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.ordering import Ints
 
 _SPAN, _CHAR = 32, 4  # bytes of memory for each range, and for a character of a text

@@ -38,6 +38,7 @@ cut into boxes changes no bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -45,7 +46,6 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import SUM, TensorSpec
 from ckptcore.core.weighted_sums import SUMMED, fill_sum, sum_shape
-from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 # The 4-bit floats E2M1, indexed by their bits.

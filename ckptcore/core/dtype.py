@@ -6,8 +6,9 @@ the same element type is a column. A writer refuses a dtype without a spelling i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ckptcore.errors import UnsupportedDtype
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ columnar inside, so that 10^6 chunks are a few arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import chain
@@ -24,7 +24,6 @@ from ckptcore.core import columnar_file as frame
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import Finding
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
 if TYPE_CHECKING:

@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 
 from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAGES
-from ckptcore.utils.late_pattern import late_pattern
 
 # Integers of a value, as in the unpickler: 64 bytes. Digits of a Decimal: what CPython converts at once.
 _WIDEST, _MAX_DIGITS = 1 << 511, 4300
-_DECIMAL = late_pattern(
+_DECIMAL = re.compile(
     r"[-+]?(?:[0-9]+(?:\.[0-9]*)?(?:E[-+]?[0-9]{1,18})?|Infinity|s?NaN[0-9]*)", re.ASCII | re.IGNORECASE
 )
 # numpy dtypes of plain numbers and of fixed-width text.
-NUMPY_CODE = late_pattern(r"(?:b1|i[1248]|u[1248]|f[248]|c8|c16|[SU][0-9]{1,6})", re.ASCII)
+NUMPY_CODE = re.compile(r"(?:b1|i[1248]|u[1248]|f[248]|c8|c16|[SU][0-9]{1,6})", re.ASCII)
 NUMPY_CLASSES = frozenset(
     {"ndarray", "generic", "number", "integer", "floating", "complexfloating"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}

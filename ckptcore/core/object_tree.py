@@ -11,11 +11,11 @@ import base64
 import math
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
 from ckptcore.core.named_values import normal, restated
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import parsing
 
 # The version of the JSON form, where it is stored outside of this project's own files. A new kind that an

@@ -9,13 +9,12 @@ checkpoint is the same with and without them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, row_major
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

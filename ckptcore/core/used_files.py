@@ -13,8 +13,9 @@ proves (all files beside these, `Manifest.beside`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ckptcore.core.manifest import Manifest
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import unique
 
 

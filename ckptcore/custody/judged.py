@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
-
-_FOLDER = late_pattern(r"\..+\.(?:retiring-[0-9a-f]{8}|obligations)\.ckptcore")
+_FOLDER = re.compile(r"\..+\.(?:retiring-[0-9a-f]{8}|obligations)\.ckptcore")
 
 
 def is_of_custody(name: str) -> bool:

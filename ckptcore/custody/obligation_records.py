@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.catalog import obligations
@@ -28,7 +28,6 @@ from ckptcore.store.folder_tree import FOLDER, closing_fd
 from ckptcore.store.listing import names_at
 from ckptcore.store.place import identify
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
 _RECORD = re.compile(r"[^./][^/]*\.json")

@@ -6,7 +6,7 @@ Every folder and file that no checkpoint around it uses is tried as a checkpoint
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog.catalog import Catalog
@@ -31,7 +31,6 @@ from ckptcore.fingerprints.holdings import (
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url
 from ckptcore.store.file_status import FileStatus, NameKind
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

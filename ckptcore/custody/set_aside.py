@@ -23,7 +23,7 @@ import stat
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
@@ -39,7 +39,6 @@ from ckptcore.store.file_status import FileStatus, difference, of_stat, same_con
 from ckptcore.store.folder_tree import DirEntryAt, rename_new
 from ckptcore.store.listing import contents, names_at
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")

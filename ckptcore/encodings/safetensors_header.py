@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,6 @@ from ckptcore.encodings.json_text import cost
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedDtype
 from ckptcore.store import Readable
 from ckptcore.store.subfolder import FileRange, explain
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import short_repr
 

@@ -8,8 +8,9 @@ chunk has the full chunk shape, also at the edge of the array, where the excess 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -17,9 +18,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME, BY_ZARR, DType
 from ckptcore.core.manifest import SWAPPED, View, is_row_major, row_major
 from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 ARRAY = ".zarray"
@@ -136,7 +135,7 @@ def cell(grid: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-_INDEX = late_pattern(r"^(?:0|[1-9]\d{0,14})$")
+_INDEX = re.compile(r"^(?:0|[1-9]\d{0,14})$")
 
 
 def parse(raw: bytes, label: str) -> Array:

@@ -7,7 +7,7 @@ torch zip) is of unknown place, so the range is that much longer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,6 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.expected_items import bare_files
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints, ReadsAhead, joined, merged
 from ckptcore.store.objects.blocks import BLOCK, cut_into_blocks, fits, plan_blocks
-from ckptcore.utils.dataclass import dataclass
 
 MOST_ROWS = 4_000_000  # ranges that are declared at once, 60 bytes each
 _MOST_AROUND = 64 << 10  # bytes of headers around the elements of one item

@@ -9,12 +9,11 @@ compute the jobs at its ends, and send what is inside. Files with checksums behi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.errors import UsageError
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.tiles import Budget, Job, jobs
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ A file of its own: `execute`, and conversions that build the value, import it an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.store import Store
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.execution.receipts import Receipt

@@ -7,14 +7,13 @@ digest and the file's BLAKE3 digest. A later run trusts it only after hashing th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.reading.file_digests import digest_of, has_digest
 from ckptcore.store import Readable, Store, fetch, fetch_each
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 if TYPE_CHECKING:

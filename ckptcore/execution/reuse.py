@@ -9,7 +9,7 @@ source decides: the file is computed once more, and compared byte by byte (`Comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from ckptcore.execution.receipts import Receipt, is_intact, read_receipt, seen_a
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.store import Buffer, Readable, Store
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import PartHasher
 
 _BLOCK = 4 << 20

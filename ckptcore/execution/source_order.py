@@ -14,6 +14,7 @@ by handles the parts of an output may be sent in any order, so the outputs follo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,6 @@ from ckptcore.planning.tiles import Budget, Job, LiteralPart, TensorPart
 from ckptcore.reading.gather import stored_order
 from ckptcore.store.ahead import Ints
 from ckptcore.store.objects.part_plan import plan_parts
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import unique
 
 Int32s = npt.NDArray[np.int32]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from ckptcore.reading.chunk_reader import COPY, READ, ChunkedTensor, ChunkReader
 from ckptcore.reading.gather import Bytes, Overlap, tile_view
 from ckptcore.reading.payload import Payload, StoredChunk
 from ckptcore.store import Store
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

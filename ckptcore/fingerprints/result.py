@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import Finding
 from ckptcore.fingerprints.sums import Fingerprinted
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True)

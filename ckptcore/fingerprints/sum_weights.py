@@ -7,6 +7,7 @@ tensor is cut into rows, which words of which rows a box has elements in, and th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ckptcore.core.box import Box, flat_start
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import unique
 
 Qwords = npt.NDArray[np.uint64]

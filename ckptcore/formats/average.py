@@ -12,7 +12,7 @@ model, those inside the model parts are compared, without wrappers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.core.byte_ledger import ByteLedger
 from ckptcore.core.dtype import BY_NAME
@@ -29,7 +29,6 @@ from ckptcore.naming.rename import strip_wrappers
 from ckptcore.naming.training_state import OPTIMIZER, StoredKinds
 from ckptcore.store.average import AverageStore, ObservedInput
 from ckptcore.utils.average_url import average_url, folder_of_input, normalized, split_average
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count, some
 from ckptcore.utils.units import show_size
 

@@ -7,8 +7,9 @@ bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckptcore.core.box import Box
@@ -18,8 +19,6 @@ from ckptcore.store import Readable
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.subfolder import FileRange, SubStore, explain
 from ckptcore.topology.layout import Topology
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +359,7 @@ class KnownFormat:
     hint: str
 
 
-_NUMBER = late_pattern(r"([0-9]+)")
+_NUMBER = re.compile(r"([0-9]+)")
 
 
 def natural(name: str) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ there, is missing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,6 @@ from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
 from ckptcore.formats.huggingface.safetensors import arrange as arrange_model
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.utils.foreign_text import InvalidText
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed, short_repr
 
 _NAME = "diffusers"
@@ -38,7 +38,7 @@ _OBJECT = "model_index"
 _MOST = 1 << 20  # bytes of an index; they have a few hundred
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Classes without weights, by the names that diffusers and transformers give them.
-_STATELESS = late_pattern(r".*(?:Scheduler|Tokenizer|TokenizerFast|Processor|ProcessorFast|Extractor)")
+_STATELESS = re.compile(r".*(?:Scheduler|Tokenizer|TokenizerFast|Processor|ProcessorFast|Extractor)")
 
 
 def detect(source: Source) -> Evidence | None:

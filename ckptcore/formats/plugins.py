@@ -13,13 +13,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Literal
 
 from ckptcore.errors import UsageError
 from ckptcore.formats.base import Format
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -24,7 +24,6 @@ from ckptcore.formats.huggingface import nanotron
 from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.formats.torch_save.format import in_tar
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
 
@@ -106,15 +105,15 @@ _COMPRESSED = {
     "lz4": b"\x04\x22\x4d\x18",
 }
 _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
-_MP_RANK = late_pattern(r"^mp_rank_\d{2}")
-_STEP = late_pattern(r"^step\d+(-unsharded)?/")
+_MP_RANK = re.compile(r"^mp_rank_\d{2}")
+_STEP = re.compile(r"^step\d+(-unsharded)?/")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar")
 _MAX_FILES = 16
-_METASEQ = late_pattern(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
-_VLLM = late_pattern(r"^model-(?:rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
-_FUSED = late_pattern(r"\.(?:qkv_proj|gate_up_proj|qkv|w13_weight)(?:\.|$)")
-_XLA = late_pattern(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
-_TENSORRT = late_pattern(r"^rank\d+\.safetensors$")
+_METASEQ = re.compile(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
+_VLLM = re.compile(r"^model-(?:rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
+_FUSED = re.compile(r"\.(?:qkv_proj|gate_up_proj|qkv|w13_weight)(?:\.|$)")
+_XLA = re.compile(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
+_TENSORRT = re.compile(r"^rank\d+\.safetensors$")
 
 
 def _files_like(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete
 from ckptcore.formats.base import Source, natural
@@ -16,15 +16,13 @@ from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA
 from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.huggingface import nanotron
 from ckptcore.formats.megatron.config import TRACKER, marked
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
 _MAX_HOPS = 4
 _LATEST = ("latest", "latest_universal")
 _LATEST_STEP = "latest.txt"
-_INNER = late_pattern(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
-_ANY_FILE = late_pattern(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
-_ITERATION = late_pattern(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
+_INNER = re.compile(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
+_ANY_FILE = re.compile(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
+_ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
 
 
 @dataclass(frozen=True, slots=True)

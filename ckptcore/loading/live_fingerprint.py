@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,6 @@ from ckptcore.loading.live_tensors import SUM, pieces
 from ckptcore.loading.load_into import live_state
 from ckptcore.reading.fill_memory import PIECE, threads_for
 from ckptcore.reading.gather import index_of
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.workers import run_jobs
 

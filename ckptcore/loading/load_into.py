@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import closing
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.reading.fill_memory import Fill, fill_memory
 from ckptcore.reading.state_dict import require_cover, require_readable
 from ckptcore.store import Store, open_source_store
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.near_names import did_you_mean, near_names
 from ckptcore.utils.text import some
 

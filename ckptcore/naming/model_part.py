@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckptcore.core.manifest import Manifest
@@ -29,25 +29,23 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.naming.moments import SHAPED, endings, state_of, trained_parameters
 from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
 from ckptcore.naming.training_state import StoredKinds, below, below_states, is_average
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
 # Names of entries beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning,
 # Megatron's ``rng_state/shard_...``), if what is below them is.
-_TRAINER = late_pattern(
+_TRAINER = re.compile(
     r"^(optim|optimizer|optimizers|optimizer_\d+|lr_scheduler|scheduler|dataloader|train_state|rng"
     r"|rng_state|trainer|extra|ema_state|param_groups|chained_\d+)(\.|/|$)"
 )
 # Nothing tells what trainers keep below these.
-_WEIGHTLESS = late_pattern(r"^(trainer|extra)(\.|/|$)")
-_OPTIMIZER = late_pattern(r"^(optim|optimizers?|optimizer_\d+|chained_\d+|state)(\.|/|$)")
+_WEIGHTLESS = re.compile(r"^(trainer|extra)(\.|/|$)")
+_OPTIMIZER = re.compile(r"^(optim|optimizers?|optimizer_\d+|chained_\d+|state)(\.|/|$)")
 # Names of copies of a model that were not trained themselves.
-_COPY = late_pattern(
+_COPY = re.compile(
     r"(^|[._])(ema|swa|averaged?|shadow|teacher|target|ref|reference|old|best)([._]|$)", re.IGNORECASE
 )
 # Composer's own record of a model that it wraps: HuggingFaceModel keeps it in an attribute
 # (composer/models/huggingface.py, `get_metadata`).
-_COMPOSER = late_pattern(r"^((?:state\.)?)integrations(\.huggingface(?:\.|$)|$)")
+_COMPOSER = re.compile(r"^((?:state\.)?)integrations(\.huggingface(?:\.|$)|$)")
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
 
 

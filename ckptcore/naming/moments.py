@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ckptcore.naming.trainer_keys import AVERAGES, STATES, all_keys, telling
-from ckptcore.utils.late_pattern import late_pattern
 
-_NAME = late_pattern(r"^(?:(?P<root>.*?)\.)?state\.(?P<rest>.+)$")
+_NAME = re.compile(r"^(?:(?P<root>.*?)\.)?state\.(?P<rest>.+)$")
 # A saved ``state`` may hold optimizers itself.
-_INNER = late_pattern(r"^(?P<root>(?:optim|optimizers?)(?:\.[A-Za-z0-9_]+)?)\.state\.(?P<rest>.+)$")
+_INNER = re.compile(r"^(?P<root>(?:optim|optimizers?)(?:\.[A-Za-z0-9_]+)?)\.state\.(?P<rest>.+)$")
 _POSITION = re.compile(r"\d+|rank\d+")  # of a list under a key, or of the rank that saved a flat state
 _KEYS = all_keys(STATES) | all_keys(AVERAGES)
 # What Megatron puts before the parameter.

@@ -13,14 +13,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.rename import Dropped, Mapped
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 Shape = tuple[int, ...]
@@ -30,22 +28,20 @@ BASE_WEIGHT = "a base weight: an adapter holds its own alone"
 # Kind -> its names in a live module, and behind the module on the hub. The adapter's name may be gone.
 _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "lora": (
-        late_pattern(r"^(?P<module>.+?)\.(?P<part>lora_[AB])(?:\.(?P<name>[^.]+))?\.(?P<end>weight|bias)$"),
+        re.compile(r"^(?P<module>.+?)\.(?P<part>lora_[AB])(?:\.(?P<name>[^.]+))?\.(?P<end>weight|bias)$"),
         "{part}.{end}",
     ),
     "embedding": (
-        late_pattern(r"^(?P<module>.+?)\.(?P<part>lora_embedding_[AB])(?:\.(?P<name>[^.]+))?$"),
+        re.compile(r"^(?P<module>.+?)\.(?P<part>lora_embedding_[AB])(?:\.(?P<name>[^.]+))?$"),
         "{part}",
     ),
     "dora": (
-        late_pattern(
-            r"^(?P<module>.+?)\.lora_magnitude_vector(?:\.(?!weight$)(?P<name>[^.]+))?(?:\.weight)?$"
-        ),
+        re.compile(r"^(?P<module>.+?)\.lora_magnitude_vector(?:\.(?!weight$)(?P<name>[^.]+))?(?:\.weight)?$"),
         "lora_magnitude_vector",
     ),
-    "saved": (late_pattern(r"^(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)$"), "{end}"),
+    "saved": (re.compile(r"^(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)$"), "{end}"),
     "tokens": (
-        late_pattern(r"^(?P<module>.+?)\.token_adapter\.trainable_tokens_delta(?:\.(?P<name>[^.]+))?$"),
+        re.compile(r"^(?P<module>.+?)\.token_adapter\.trainable_tokens_delta(?:\.(?P<name>[^.]+))?$"),
         "token_adapter.trainable_tokens_delta",
     ),
 }
@@ -61,24 +57,24 @@ _OTHER_KINDS: Mapping[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
     "LN_TUNING": ((("ln_tuning_layers.weight",),),),
     "TRAINABLE_TOKENS": ((("trainable_tokens_delta",),),),
 }
-_OTHER = late_pattern(
+_OTHER = re.compile(
     r"^(?P<module>.+?)\.(?P<part>lora_[ABE]|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t[12])"
     r"|vera_lambda_[bd]|ia3_l|oft_R|ln_tuning_layers|(?<!token_adapter\.)trainable_tokens_delta)"
     r"(?:\.(?!(?:weight|bias)$)(?P<name>[^.]+))?(?:\.(?P<end>weight|bias))?$"
 )
 # Projections that all modules of VeRA share; a config may leave them out (``save_projection``).
-_SHARED = late_pattern(r"^base_model\.(?P<part>vera_[AB])(?:\.(?P<name>[^.]+))?$")
+_SHARED = re.compile(r"^base_model\.(?P<part>vera_[AB])(?:\.(?P<name>[^.]+))?$")
 # The one tensor of prompt and prefix tuning; an encoder behind it computes what peft saves.
-_PROMPT = late_pattern(r"^prompt_encoder(?:\.(?P<name>[^.]+))?\.embedding\.weight$")
+_PROMPT = re.compile(r"^prompt_encoder(?:\.(?P<name>[^.]+))?\.embedding\.weight$")
 _PROMPTS, _PROMPT_HUB = ("PROMPT_TUNING", "PREFIX_TUNING"), "prompt_embeddings"
 # What encoders of peft have below that module (peft/tuners: p_tuning, prefix_tuning, multitask_..., cpt).
 # Segment Anything has a module of the same name with other tensors.
-_ENCODER = late_pattern(
+_ENCODER = re.compile(
     r"^prompt_encoder(?:\.[^.]+)?\.(?:embedding\.weight|(?:lstm_head|mlp_head|transform)\..+"
     r"|prefix_task_(?:cols|rows)|delta_embedding\.weight)$"
 )
 # Kinds whose tensors are not the ones that peft saves, or that nobody has asked for.
-_REFUSED = late_pattern(
+_REFUSED = re.compile(
     r"(?:^|\.)(?:boft_[RS]|c3a_kernel|fourierft_spectrum|hra_u|miss_block|randlora_lambda|road_theta"
     r"|shira_weight|vblora_logits|waveft_spectrum|xlora_\w+)\.(?P<name>[^.]+)"
 )
@@ -87,7 +83,7 @@ _HEADS = ("classifier", "score")
 _ALL_LINEAR = "all-linear"
 _OTHER_PARTS = ("lora_", "hada_", "lokr_", "vera_", "ia3_", "oft_", "ln_tuning_", "trainable_tokens_delta")
 _CORES = ("hada_t", "lokr_t")  # Tucker cores of convolutions
-_PLAIN = late_pattern(r"[\w.]+")
+_PLAIN = re.compile(r"[\w.]+")
 _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
 
 

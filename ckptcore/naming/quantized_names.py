@@ -7,10 +7,10 @@ zero points or tables: a cast of one of them alone changes the weights, and noth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select
-from ckptcore.utils.dataclass import dataclass
 
 _CODES = frozenset(
     {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8", "uint8", "int32"}

@@ -7,14 +7,13 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import matches as matches
 
 # Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, adapters of Megatron, DDP.

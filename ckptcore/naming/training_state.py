@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,6 @@ from ckptcore.naming.trainer_keys import (
     all_keys,
     telling,
 )
-from ckptcore.utils.dataclass import dataclass
 
 OPTIMIZER, SCHEDULER, RANDOM_STATE = "optimizer", "scheduler", "random state"
 DATA_LOADER, LOSS_SCALER, PROGRESS_KIND = "data loader", "loss scaler", "progress"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -25,7 +25,6 @@ from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.shared_clients import client_of
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 
 _STAGING = re.compile(r"((?:.*/)?\.([^/]+)\.ckptcore)/(.+)", re.DOTALL)

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -29,7 +29,6 @@ from ckptcore.errors import UsageError, ended_by
 from ckptcore.operations.export_target import options_digest
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:

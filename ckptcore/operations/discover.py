@@ -9,6 +9,7 @@ begin with a dot are skipped: staging folders, caches, sources that are being de
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptcore.catalog.normalize import normal_uri
@@ -20,7 +21,6 @@ from ckptcore.store import Store, join_url, local_path, open_store
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import stamp_of, survey, survey_around
 from ckptcore.store.subfolder import SubStore
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.step_names import says_step, step_of

@@ -15,7 +15,7 @@ import json
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from string import Formatter
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -31,7 +31,6 @@ from ckptcore.operations.discover import matches, step_and_run
 from ckptcore.planning.options import request_field
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr as quoted
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ As in `ckptcore.planning.options`, a field is an option. Commands add those for 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from ckptcore.planning.options import Option, Texts
-from ckptcore.utils.dataclass import dataclass
 
 # The catalog that a command acts on; unlike a conversion, it cannot do without one.
 Catalog = Annotated[

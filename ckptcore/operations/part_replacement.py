@@ -14,7 +14,7 @@ Every other tensor, object or file that the export lacks needs its own name.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.catalog.retirements import GivenUp
 from ckptcore.catalog.types import CheckpointRow, ConversionRow
@@ -28,7 +28,6 @@ from ckptcore.naming.rename import is_kept
 from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
 CAST = "cast"  # the name that accepts the loss of precision by a cast

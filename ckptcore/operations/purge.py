@@ -14,7 +14,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,6 @@ from ckptcore.store.below import open_below
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import contents
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import some
 

@@ -9,6 +9,7 @@ a build with other readers or checks, which may read more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +37,6 @@ from ckptcore.formats import registry
 from ckptcore.operations.claims import source_digest
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import newest, stamp_of
-from ckptcore.utils.dataclass import dataclass
 
 # Rooms whose code decides what a checkpoint is, and whether it is complete.
 _ROOMS = ("checking", "core", "encodings", "formats")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ from ckptcore.reading.file_digests import digest_of
 from ckptcore.store import is_s3, open_store
 from ckptcore.store.objects.part_plan import plan_parts
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.part_digest import PartHasher, hasher_like
 

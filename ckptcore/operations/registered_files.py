@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.reading.file_digests import file_digests
 from ckptcore.store import Store, local_path, open_source_store, open_store, split_url
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import Hasher, hasher_like, is_crc
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,6 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 from ckptcore.store.file_status import FileStatus, NameKind
 from ckptcore.store.listing import contents
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.text import some
 

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from itertools import chain
@@ -43,7 +43,6 @@ from ckptcore.operations.setting_aside import (
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.listing import contents, require_no_mount
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import CheckpointDetail, maintenance
@@ -18,7 +19,6 @@ from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.upkeep import look_after
 from ckptcore.errors import CatalogUnavailable, UsageError
 from ckptcore.operations.verify import FINE, Proof, Proven, prove
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,6 @@ from ckptcore.planning.request import Request
 from ckptcore.store import local_path
 from ckptcore.store.listing import survey
 from ckptcore.store.place import Relation, Spellings, perhaps_within
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.units import parse_duration
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from ckptcore.errors import Finding
 from ckptcore.planning.request import Request
-from ckptcore.utils.dataclass import dataclass
 
 
 class SweepState(StrEnum):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ckptcore.catalog import CheckpointDetail, CheckpointFacts
@@ -35,7 +35,6 @@ from ckptcore.operations.registered_files import (
 )
 from ckptcore.store import local_path, open_store, split_url
 from ckptcore.store.fresh_reads import forget_small_reads
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -21,12 +22,10 @@ from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.planning.options import Options, options_of, request_field
 from ckptcore.planning.request import Request
 from ckptcore.redaction import redacted
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.units import show_duration, show_size
 
 MOST = 2000  # characters of a value on a page
-_CODE = late_pattern(r"(?:^|[\s(])([a-z]+(?:-[a-z0-9]+)*)(?=:\s|$)")
+_CODE = re.compile(r"(?:^|[\s(])([a-z]+(?:-[a-z0-9]+)*)(?=:\s|$)")
 _DISPLAYED_ABOVE = ("source", "destination", "verb")  # the page has them above
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from ckptcore.catalog.types import CheckpointRow, Lineage
 from ckptcore.page.display import plain, size
 from ckptcore.page.shards import ShardMap
-from ckptcore.utils.dataclass import dataclass
 
 COLOURS = 12  # classes c0 to c11
 MOST_NODES = 200

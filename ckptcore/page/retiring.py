@@ -7,7 +7,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog.retirements import totals
@@ -15,7 +15,6 @@ from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.retire import Fate, RetireDecision, plan
 from ckptcore.operations.root_retention import of_root, rules
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

@@ -16,12 +16,11 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import parsed_or_none
 
 MOST = 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,6 @@ from ckptcore.checking.examine import inspect
 from ckptcore.checking.summary import natural, rank_of
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
 
 MOST_BOXES = 4096  # of one tensor
 MOST_CELLS = 1 << 20  # of the grid that the cuts of all boxes make

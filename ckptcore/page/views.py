@@ -6,7 +6,7 @@ The last ones are for who runs conversions and promotes exports: aliases, roots,
 from __future__ import annotations
 
 import re
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
@@ -41,7 +41,6 @@ from ckptcore.page.mapped_names import mapping_between
 from ckptcore.page.retiring import Retiring, command, number
 from ckptcore.page.settings import PageAccess
 from ckptcore.page.shards import Manifests, shard_map
-from ckptcore.utils.dataclass import dataclass
 
 FOLDER = FilePath(__file__).parent
 FILES = 200

@@ -6,7 +6,9 @@ The values of quantised tensors are codes, which mean something with their scale
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.core import dtype as dtypes
@@ -15,8 +17,6 @@ from ckptcore.errors import Finding, UsageError, finding
 from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.naming.rename import Mapped, matches
 from ckptcore.planning.request import Request
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, some
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HALF = ("bfloat16", "float16")
 # Tensors that most classes which have them keep in float32 (`_keep_in_fp32_modules_strict` of transformers).
-_OFTEN_FLOAT32 = late_pattern(r"(e_score_correction_bias|expert_bias|balancing_biases|\.A_log|\.inv_freq)$")
+_OFTEN_FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias|balancing_biases|\.A_log|\.inv_freq)$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -84,7 +84,6 @@ from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.stage_contents import StageContents
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import reuse_memory, reusing_memory
 from ckptcore.utils.text import count, listed
 

@@ -8,9 +8,10 @@ work.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -20,17 +21,15 @@ from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
 from ckptcore.planning.hub_files import is_of_diffusers
 from ckptcore.planning.kept_answers import ask_once
 from ckptcore.planning.transformers_process import Answer
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import load_json_object
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed, short_repr
 
 UNSAVED = "computed by the model, and left out by save_pretrained"  # why it is dropped
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 # Fields that count modules: each module has a tensor of its own, or a row of one.
 _QUANTISATION = ("quantization_config", "compression_config")  # the second: older compressed-tensors
-_COUNTS = late_pattern(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
-_EXPERTS = late_pattern(r"experts?$")
+_COUNTS = re.compile(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
+_EXPERTS = re.compile(r"experts?$")
 _OF_TOKEN = "num_experts_per_tok"  # transformers builds a model of any number, which fails when it runs
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
 _ALWAYS_TOGETHER = 1 << 16  # experts of all layers, also of a model of which only a part is exported

@@ -6,10 +6,10 @@ A module of its own: `comparison` uses it, `conversion` finds it in the catalog,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 
 from ckptcore.planning.request import Request
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

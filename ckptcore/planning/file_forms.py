@@ -10,13 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ckptcore.core.manifest import Ints
 from ckptcore.formats.base import FileLayout
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.ordering import ascends
 
 _FORMS = 64  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more

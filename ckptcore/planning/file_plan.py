@@ -11,7 +11,7 @@ bytes around each. Columns keep that in a few arrays and texts; objects are made
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +33,6 @@ from ckptcore.core.manifest import (
     load_derived,
 )
 from ckptcore.formats.base import Literal
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import any_rows, prod_rows
 
 PLACE, COMPARE = 0, 1

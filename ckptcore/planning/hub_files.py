@@ -13,16 +13,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
 from ckptcore.store.listing import Folder, folder_at
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.plain_yaml import load_yaml
 from ckptcore.utils.units import show_size
 
@@ -65,7 +63,7 @@ _VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # of a tokenizer that
 # Small files of any library: vocabularies, merges, settings.
 _TEXTS = (".json", ".model", ".spm", ".codes", ".bpe", ".vocab", ".dict", ".jinja", ".tiktoken")
 # What a folder of a training run has beside the model: weights and their indexes, states, settings and logs.
-_TRAINING = late_pattern(
+_TRAINING = re.compile(
     r"(?i)^(?:.*\.(?:safetensors|bin|pt|pth|ckpt|pkl|distcp|gguf|h5|msgpack|onnx|np[yz]|zip|tar|gz|log|lock|tmp)"
     r"|.*\.index(?:\.[^.]+)?\.json|events\.out\..*|\..*|.*\.py|.*\.(?:sh|md|ipynb)"
     r"|(?:trainer_state|training_args|scheduler|optimizer|optim|rng_state|random_states|latest|global_step"
@@ -73,9 +71,9 @@ _TRAINING = late_pattern(
     r"|(?:all|train|eval|test)_results\.json|(?:.*[_.-])?(?:logs?|loss|metrics|history|nohup)(?:[_.-].*)?)$"
 )
 # Settings of other forms of the weights, which loaders would apply to those that are written.
-_OTHER_FORMS = late_pattern(r"(?i)^(?:params\.json|.*quant.*config.*\.json)$")
+_OTHER_FORMS = re.compile(r"(?i)^(?:params\.json|.*quant.*config.*\.json)$")
 _MODULES = "modules.json"  # of sentence-transformers (sentence_transformers/SentenceTransformer.py)
-_MODULE = late_pattern(r"^\d{1,3}_\w+$")
+_MODULE = re.compile(r"^\d{1,3}_\w+$")
 _MAX_TEXT = 8 << 20  # bytes of a file of the role `OTHER`
 _MAX_LISTED = 8  # files that are left out by name
 MAX_FILE = 64 << 20  # bytes of a file that is carried

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,6 @@ from blake3 import blake3
 
 from ckptcore.planning import transformers_process
 from ckptcore.planning.transformers_process import Answer
-from ckptcore.utils.late_pattern import late_pattern
 
 VARIABLE = "CKPTCORE_CACHE"
 _LIBRARIES = ("transformers", "torch")
@@ -31,7 +31,7 @@ _SETTINGS = ("TRANSFORMERS_", "USE_", "HF_HOME", "HF_HUB_CACHE", "PYTHONPATH")
 # Keys of answers that another attempt may change. The last is empty where nothing failed.
 _FAILED = ("error", "unknown", "rejected", "broken")
 _FOLDER = "answers-of-transformers"
-_OURS = late_pattern(r"[0-9a-f]{64}\.(?:json|[0-9]+\.draft)")  # names of files, below that folder
+_OURS = re.compile(r"[0-9a-f]{64}\.(?:json|[0-9]+\.draft)")  # names of files, below that folder
 _MOST_BYTES = 4 << 20  # of a file
 _MOST_FILES = 256
 

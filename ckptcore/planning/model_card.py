@@ -20,11 +20,10 @@ from ckptcore.planning.request import Request
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.store import local_path, split_url
 from ckptcore.utils.average_url import average_url, is_average, split_average
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.markdown import code, prose, uncoded, yaml_text
 from ckptcore.utils.merged_url import merged_url, roots_of
 
-_PROVENANCE = late_pattern(
+_PROVENANCE = re.compile(
     r"^- source: `(?P<source>[^`\n]{1,4096})` \(.*\)\n"
     r"- source manifest \(BLAKE3\): `(?P<digest>[0-9a-f]{64})`\n"
     r"- exported by: ckptcore (?P<version>[\w.+-]{1,64})$",
@@ -46,7 +45,7 @@ _FACTS = (
     "note",
 )
 # A card as `model_card` writes it, or wrote it, from its first byte to its last.
-_PLAIN_CARD = late_pattern(
+_PLAIN_CARD = re.compile(
     rf"({_HEAD})?# (?P<title>[^\n]+)\n\n"
     r"[\d,]+ parameters in \d+ tensors, exported from a sharded training checkpoint\.\n\n## Provenance\n\n"
     r"- source: `[^\n]{1,4096}\n- source manifest \(BLAKE3\): `[0-9a-f]{64}`\n"
@@ -57,11 +56,11 @@ _PLAIN_CARD = late_pattern(
 )
 _MOST_TITLE, _MOST_NAME, _MOST_NAMES = 1000, 300, 20  # characters of texts, and how many
 # How names were mapped: --names, the architecture of the map if there was one, and the config that it took.
-_NAMED = late_pattern(
+_NAMED = re.compile(
     r"^- names: `(?P<names>[\w.:-]{1,64})`(?:, by the map of `(?P<arch>[\w.-]{1,64})`)?$", re.MULTILINE
 )
-_CONFIG = late_pattern(r"^- config: `([^`\n]{1,4096})`(?:,[^\n]*)?$", re.MULTILINE)
-_TIED = late_pattern(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
+_CONFIG = re.compile(r"^- config: `([^`\n]{1,4096})`(?:,[^\n]*)?$", re.MULTILINE)
+_TIED = re.compile(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
 # Configs of transformers 5 that 4.57 opens wrongly, or not at all: model type -> the key that differs.
 _NEEDS_5: Mapping[str, str] = {"olmo3": "rope_parameters", "qwen3_moe": "num_local_experts"}
 

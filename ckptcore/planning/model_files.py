@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -41,7 +42,6 @@ from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.average_url import is_average, is_of_last, split_average
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import merged_url, split_merged
 from ckptcore.utils.units import show_size
 

@@ -17,8 +17,10 @@ unevenly, is a warning.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
@@ -27,9 +29,7 @@ from ckptcore.naming.worlds import HUB, suspected
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.store import open_store, split_url
 from ckptcore.topology.layout import Mesh
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
-from ckptcore.utils.late_pattern import late_pattern
 
 Shape = tuple[int, ...]
 _STRICT = frozenset({"megatron", "torchtitan"})  # worlds of one trainer
@@ -43,7 +43,7 @@ _PLACED = (
 )
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MOST = 4 << 20  # bytes of a config
-_ATTENTION = late_pattern(r"(?:^|[._])(?:self_)?(?:attn|attention)[._]")
+_ATTENTION = re.compile(r"(?:^|[._])(?:self_)?(?:attn|attention)[._]")
 _UNCHECKED = "name the model's config with --config; --config none leaves them unchecked without a warning"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,6 @@ from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
 from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT
 from ckptcore.naming.wrapper_prefix import prefix_of_taken
 from ckptcore.planning.stored_configs import stored_configs
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # of causal language models on the hub

@@ -11,12 +11,11 @@ options when the program starts, and `ckptcore inspect` must not wait for pydant
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptcore.errors import UsageError
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.units import parse_size
 

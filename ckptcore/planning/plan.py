@@ -12,7 +12,7 @@ overlapping boxes, never byte runs, so its size is that of the manifest, not of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -31,7 +31,6 @@ from ckptcore.planning.reads import followers_of
 from ckptcore.planning.request import Settings
 from ckptcore.store import Store, fetch, put_each
 from ckptcore.topology.layout import Topology
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 HEAD = "head.json"

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptcore.core.dtype import BY_NAME
@@ -22,7 +23,6 @@ from ckptcore.errors import UsageError
 from ckptcore.naming.optimizer_state import parameters
 from ckptcore.topology.layout import REPLICATED, Mesh, TensorLayout, Topology
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr, some
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ dropped, each with a rule that is reported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -17,18 +18,17 @@ from ckptcore.naming.rename import matches
 from ckptcore.naming.training_state import StoredKinds
 from ckptcore.topology.layout import Mesh
 from ckptcore.utils.globs import leave_out
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, some
 
-_RANDOM = late_pattern(
+_RANDOM = re.compile(
     r"(?:^|[./])(?:rng|rng_states?|random_states?|np_rng_state|random_rng_state|torch_rng_state"
     r"|cuda_rng_states?|rng_tracker_states)(?:[./]|$)"
 )
 # torchtitan (components/dataloader.py) keeps ``dp_rank_N`` and ``world_size`` together, and refuses
 # another degree; OLMo and others name the rank in the same way.
-_LOADER = late_pattern(r"^(?P<root>(?:.*[./])?)dp_rank_(?P<rank>\d+)(?:[./]|$)")
+_LOADER = re.compile(r"^(?P<root>(?:.*[./])?)dp_rank_(?P<rank>\d+)(?:[./]|$)")
 # Names of the entries that rank files with a flat optimizer are read as: number, state, rank.
-_FLAT = late_pattern(r"(?:^|\.)state\.\d+\.\w+\.rank\d+$")
+_FLAT = re.compile(r"(?:^|\.)state\.\d+\.\w+\.rank\d+$")
 _DATA_AXES = ("dp_replicate", "fsdp")
 
 

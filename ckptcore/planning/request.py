@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ckptcore.core import dtype as dtypes
@@ -12,7 +12,6 @@ from ckptcore.formats import FORMATS, registry
 from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT, is_world, parse_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import usable_cores
 
 VERBS = ("consolidate", "export", "reshard")

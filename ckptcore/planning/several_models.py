@@ -8,7 +8,7 @@ carried by the rules of `ckptcore.planning.hub_files`. Python files of a compone
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import AmbiguousModel, Finding, NameMismatch, UsageError, finding
@@ -21,7 +21,6 @@ from ckptcore.planning.config_folder import ConfigFolder, Expected, check_names
 from ckptcore.planning.hub_files import LEGAL, MODEL, NONE, OTHER, TOKENIZER, left_out, look
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url
-from ckptcore.utils.dataclass import dataclass
 
 _STEMS = {True: "diffusion_pytorch_model", False: "model"}  # whether diffusers opens it -> of its files
 _OF_ONE_MODEL = ("config", "include", "exclude", "rename", "tie")  # options

@@ -8,7 +8,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -16,7 +16,6 @@ from ckptcore.errors import CkptError
 from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.worlds import HUB
 from ckptcore.store import Store, open_source_store
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.plain_yaml import MAX_YAML, load_yaml
 

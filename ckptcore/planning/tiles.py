@@ -9,7 +9,7 @@ rows. Jobs come in file order and tile the file exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from ckptcore.fingerprints.device_sums import ROOM
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import Bytes, StoredOrder, stored_order
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import untouched
 from ckptcore.utils.row_wise import prod_rows
 

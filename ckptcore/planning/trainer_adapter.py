@@ -6,6 +6,7 @@ Their names are not those of a live module that peft wrapped: maps of names deri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,11 +22,10 @@ from ckptcore.naming.worlds import PEFT, suspected
 from ckptcore.planning.config_folder import ConfigFolder
 from ckptcore.planning.name_maps import map_names
 from ckptcore.planning.stored_configs import stored_section
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed
 
 _MEGATRON = "megatron"
-_OF_FUSED = late_pattern(r"\.adapter\.adapter_(?:gate|up)\.linear_out\.weight$")
+_OF_FUSED = re.compile(r"\.adapter\.adapter_(?:gate|up)\.linear_out\.weight$")
 _STATE = "._extra_state"  # of Transformer Engine
 _KINDS = ("LoRA", "CanonicalLoRA", "VLMLoRA")  # classes of Megatron-Bridge's peft/*.py
 _HINT = "save it with Megatron-Bridge's export_adapter_ckpt; or keep the tensors as they are: --names stored"

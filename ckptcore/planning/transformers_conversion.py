@@ -20,11 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
-
-from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 HALF = ("bfloat16", "float16")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from ckptcore.reading.decoded_items import DecodedItems
 from ckptcore.reading.payload import Payload, RangeVerifier, StoredChunk, resolve
 from ckptcore.store import Readable
 from ckptcore.utils.crc32 import CrcPieces, crc32
-from ckptcore.utils.dataclass import dataclass
 
 _BLOCK = 1 << 20
 _Open = tuple[CrcPieces | None, StoredChunk]  # what was read of a record; None if it never adds up

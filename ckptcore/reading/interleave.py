@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from ckptcore.reading.gather import (
     slot_pitch,
 )
 from ckptcore.reading.payload import Payload, RangeVerifier
-from ckptcore.utils.dataclass import dataclass
 
 _RUN = 256  # bytes in a row of the tile; longer runs are as fast alone
 

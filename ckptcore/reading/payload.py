@@ -9,7 +9,7 @@ lazily, right before the bytes are moved or checked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -34,7 +34,6 @@ from ckptcore.reading.zero_ranges import is_zero
 from ckptcore.store import Buffer, Readable
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import leave_out
 
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)

@@ -12,13 +12,13 @@ Readers ask for exact ranges and get them or an error; writers are invisible und
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
 from ckptcore.utils.average_url import is_average
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Buffer = memoryview
 BLOCK = 4096  # bytes that memory and files are aligned to, for writes past the page cache
 # org/name, as huggingface_hub's `validate_repo_id` has it.
-_HUB_ID = late_pattern(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 class FileWriter(Protocol):

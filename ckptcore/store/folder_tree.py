@@ -11,10 +11,10 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ckptcore.store.owners import Owners, untrusted_entry
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TRIES = 10

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -21,7 +22,6 @@ from ckptcore.store.folder_tree import DirEntryAt
 from ckptcore.store.local_listing import Walk, everything_in, opened_parent
 from ckptcore.store.place import mounts
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 from ckptcore.errors import CkptError, SourceChanged, SourceUnreadable, UsageError
 from ckptcore.store.file_status import FileStatus, NameKind, of_stat
@@ -13,7 +14,6 @@ from ckptcore.store.folder_tree import DirEntryAt, closing_fd
 from ckptcore.store.local_writer import unreadable
 from ckptcore.store.place import mounts
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 
 MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

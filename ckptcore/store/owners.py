@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import re
 import stat
+from dataclasses import dataclass
 
 from ckptcore.errors import StagingForeign, UsageError
-from ckptcore.utils.dataclass import dataclass
 
 VARIABLE = "CKPTCORE_TRUSTED_UIDS"
 _GROUP_OR_OTHERS, _OTHERS = 0o022, 0o002

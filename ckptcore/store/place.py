@@ -13,15 +13,14 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 from urllib.parse import unquote
 
 from ckptcore.store import local_path
 from ckptcore.store.options import configured
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, parse_url
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import roots_of
 
 _FAMILIES = {
@@ -51,7 +50,7 @@ _FAMILIES = {
 # Families that an HTTP server may serve as https://host/bucket/key and https://bucket.host/key.
 _BUCKETS = frozenset({"s3", "gs", "az", "oss", "cos", "obs", "tos"})
 _ANY = "*"  # a bucket behind an alias: it can be any
-_ALIAS = late_pattern(r"arn:|.*-s3alias$")
+_ALIAS = re.compile(r"arn:|.*-s3alias$")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "host.docker.internal"})
 _DECODINGS = 3  # levels of percent-encoding that are considered
 

@@ -7,6 +7,7 @@ what a codec decodes. A `FileRange` is one of these, with positions of its own.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.store import Buffer, Readable, ReadObserver
-from ckptcore.utils.dataclass import dataclass
 
 Ints = npt.NDArray[np.int64]
 

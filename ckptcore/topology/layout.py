@@ -11,7 +11,7 @@ everything, which is a consolidated checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.core.box import Box
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.topology import torch_chunk as cuts
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch

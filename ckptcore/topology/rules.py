@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import translate
 from functools import cache, cached_property
 from importlib import resources
 
 from ckptcore.errors import UsageError
 from ckptcore.topology.rules_file import ShardingFile, ShardingRule, Stages, load
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import matches
 from ckptcore.utils.text import count, some
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ckptcore.topology.layout import Topology
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
-_NUMBER = late_pattern(r"\.(\d{1,6})\.")
+_NUMBER = re.compile(r"\.(\d{1,6})\.")
 
 
 @dataclass(frozen=True, slots=True)

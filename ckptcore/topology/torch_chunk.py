@@ -9,10 +9,10 @@ placement_types.py, `_StridedShard`; _dtensor_spec.py, `_maybe_convert_StridedSh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from ckptcore.core.box import Box
-from ckptcore.utils.dataclass import dataclass
 
 Run = tuple[int, int]  # half-open range of indices
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
-from ckptcore.utils.late_pattern import late_pattern
 
 _SCHEME = "average://"
-_SPELLED = late_pattern(r"average://\[([^\[\]]+)\](?:/(.*))?", re.DOTALL)
-_FOLDER = late_pattern(r"@\d+/")
+_SPELLED = re.compile(r"average://\[([^\[\]]+)\](?:/(.*))?", re.DOTALL)
+_FOLDER = re.compile(r"@\d+/")
 _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 
 

@@ -11,11 +11,10 @@ from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
 from ckptcore.utils.average_url import file_of_average, is_average, split_average
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
 _SCHEME = "merged://"
-_SPELLED = late_pattern(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
+_SPELLED = re.compile(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
 _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 
 

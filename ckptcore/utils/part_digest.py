@@ -11,16 +11,16 @@ do to a file, and files that were exchanged, and no forgery.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Protocol
 
 from blake3 import blake3
 
 from ckptcore.utils.crc64 import crc64
-from ckptcore.utils.late_pattern import late_pattern
 
 _CRC = "crc64nvme:"
-_PARTS = late_pattern(r"blake3-parts-([1-9][0-9]{0,12}):([0-9a-f]{64})")
+_PARTS = re.compile(r"blake3-parts-([1-9][0-9]{0,12}):([0-9a-f]{64})")
 
 
 class Hasher(Protocol):

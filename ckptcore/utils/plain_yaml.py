@@ -7,13 +7,12 @@ Values are None, bools, integers, floats, texts, lists and dicts whose keys are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import BOM, MAX_DEPTH, InvalidText, decoded, parsing
-from ckptcore.utils.late_pattern import late_pattern
 
 MAX_YAML = (
     256 << 10
@@ -29,13 +28,13 @@ _CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "
     for name in names
     for spelled in (name, name.capitalize(), name.upper())
 }
-_INTEGER = late_pattern(
+_INTEGER = re.compile(
     r"(?P<sign>[-+]?)(?:0b(?P<binary>_*[01][01_]*)|0x(?P<hex>_*[0-9a-fA-F][0-9a-fA-F_]*)|0(?P<octal>[0-7_]+)"
     r"|(?P<decimal>0|[1-9][0-9_]*))"
 )
 _BASES = {"binary": 2, "hex": 16, "octal": 8, "decimal": 10}
 # PyYAML wants a dot. People write 1e-5 and 5e8, too; a commit such as 12345e6 is longer than such a number.
-_FLOAT = late_pattern(
+_FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
     r"|[0-9][0-9_]*[eE][-+][0-9]+|[0-9]{1,3}[eE][0-9]{1,2}|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
 )

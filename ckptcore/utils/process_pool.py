@@ -25,11 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ckptcore.errors import CkptError, Interrupted, WorkerLost
-from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 from ckptcore.cli import main as cli
 from ckptcore.cli.catalog import app as catalog
 
-HEAVY = ("torch", "transformers", "prefect", "numpy.ma", "sqlalchemy.orm")
+HEAVY = ("torch", "transformers", "prefect", "numpy.ma")
 # What else a verb must not wait for: libraries of other verbs, and stages that it does not go through.
 ELSEWHERE = (
     "sqlalchemy",
@@ -103,12 +103,12 @@ MOST = {
     ("formats",): 478,
     ("inspect",): 485,
     ("validate", "--no-catalog"): 491,
-    ("validate",): 745,
+    ("validate",): 775,
     ("plan", "--no-catalog"): 630,
     ("diff",): 632,
-    ("consolidate",): 814,
-    ("export",): 819,
-    ("catalog", "list"): 458,
+    ("consolidate",): 845,
+    ("export",): 850,
+    ("catalog", "list"): 505,
 }
 
 

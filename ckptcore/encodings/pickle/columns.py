@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.encodings.pickle.records import Memo, Record, RecordSpan, match_record
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import isin
 
 Hashes = npt.NDArray[np.uint64]

@@ -18,11 +18,10 @@ from ckptcore.core.named_values import FACTORIES, normal
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.container_items import LargeKeys, keys
 from ckptcore.encodings.pickle.unpickler import Call
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 # Of a Fraction: the digits of an integer of 64 bytes.
-_FRACTION = late_pattern(r"(-?[0-9]{1,155})(?:/([0-9]{1,155}))?", re.ASCII)
+_FRACTION = re.compile(r"(-?[0-9]{1,155})(?:/([0-9]{1,155}))?", re.ASCII)
 _KEYS = frozenset({int, str, float, bool, bytes, type(None)})
 _MAX_NESTING = 4
 _MAX_VERSION = 256  # characters

@@ -14,6 +14,7 @@ that (`_Repeats`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from ckptcore.encodings.pickle.columns import (
     pattern_of,
 )
 from ckptcore.encodings.pickle.records import Call, Memo, Shortcuts
-from ckptcore.utils.dataclass import dataclass
 
 _HEAD = 6  # bytes of `PickleWindow`'s head
 _MOST_DIMS = 8

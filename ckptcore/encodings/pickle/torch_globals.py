@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAGES
@@ -18,7 +18,6 @@ from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.library_globals import LIBRARY_TABLE
 from ckptcore.encodings.pickle.numpy_globals import NUMPY_TABLE
 from ckptcore.encodings.pickle.unpickler import Call, Record
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 # Attributes with which libraries mark tensors: how they are cut over ranks, or what was done to them. A

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,9 +27,8 @@ from ckptcore.core.manifest import TensorSpec, row_major
 from ckptcore.core.named_values import FACTORIES, moment_of, normal, restated, uuid_of
 from ckptcore.core.object_tree import Named, TensorRef, encode
 from ckptcore.encodings.pickle.trainer_classes import require_class
-from ckptcore.utils.late_pattern import late_pattern
 
-_NUMBER = late_pattern(r"[0-9]{1,9}")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 class Classes(enum.IntEnum):

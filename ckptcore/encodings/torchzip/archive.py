@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ from ckptcore.core.manifest import Ints
 from ckptcore.core.metadata_budget import meter
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.dataclass import dataclass
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048

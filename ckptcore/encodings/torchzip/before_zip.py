@@ -9,6 +9,7 @@ storages, too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from ckptcore.encodings.pickle.extent import pickle_end
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.torchzip.archive import Reader
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 # torch/serialization.py MAGIC_NUMBER, as pickle protocols from 2 write it, and those before.

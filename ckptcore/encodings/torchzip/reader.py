@@ -18,7 +18,7 @@ tensor shows them. `excess` finds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -51,7 +51,6 @@ from ckptcore.errors import (
     UnsupportedFormat,
 )
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _MAX_RUNS = 1 << 20  # contiguous ranges of one tensor that are kept apart

@@ -7,7 +7,7 @@ of them; comparing a few ranges proves the same as parsing them again, in a tent
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -18,7 +18,6 @@ from ckptcore.encodings.torchzip.archive import DESCRIPTOR, Window
 from ckptcore.encodings.torchzip.reader import Parsed, Resolved, parse_tensor
 from ckptcore.errors import ChecksumMismatch
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.dataclass import dataclass
 
 _MAX_TEMPLATES = 1024
 _MAX_ALIKE = 8  # templates of one length

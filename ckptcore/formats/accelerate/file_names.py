@@ -9,38 +9,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.rank_file_names import RankFiles
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
 # (role, path pattern) of a file that marks a DCP folder, a complete file, or a rank's file.
 _FOLDER = r"(?:\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)$"
 _MODEL = "pytorch_model_fsdp"
 _PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("model", late_pattern(rf"^(?P<folder>{_MODEL}_(?P<number>\d+))/{_FOLDER}")),
-    ("model", late_pattern(rf"^{_MODEL}(?:_(?P<number>\d+))?\.bin$")),
-    ("model", late_pattern(rf"^{_MODEL}(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
-    ("optimizer", late_pattern(rf"^(?P<folder>optimizer_(?P<number>\d+))/{_FOLDER}")),
-    ("optimizer", late_pattern(r"^optimizer(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
-    ("optimizer", late_pattern(r"^optimizer(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
+    ("model", re.compile(rf"^(?P<folder>{_MODEL}_(?P<number>\d+))/{_FOLDER}")),
+    ("model", re.compile(rf"^{_MODEL}(?:_(?P<number>\d+))?\.bin$")),
+    ("model", re.compile(rf"^{_MODEL}(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
+    ("optimizer", re.compile(rf"^(?P<folder>optimizer_(?P<number>\d+))/{_FOLDER}")),
+    ("optimizer", re.compile(r"^optimizer(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
+    ("optimizer", re.compile(r"^optimizer(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
 )
 # The trainer's own state: read where its pickles are plain.
 _STATES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("scheduler", late_pattern(r"^scheduler(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
-    ("scaler", late_pattern(r"^scaler\.pt$")),
-    ("sampler", late_pattern(r"^sampler(?:_(?P<number>\d+))?\.bin$")),
-    ("dl_state_dict", late_pattern(r"^dl_state_dict(?:_(?P<number>\d+))?\.bin$")),
-    ("custom_checkpoint", late_pattern(r"^custom_checkpoint_(?P<number>\d+)\.pkl$")),
-    ("random_states", late_pattern(r"^random_states_(?P<rank>\d+)\.pkl$")),
-    ("rng_state", late_pattern(r"^rng_state(?:_(?P<rank>\d+))?\.pth$")),
+    ("scheduler", re.compile(r"^scheduler(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
+    ("scaler", re.compile(r"^scaler\.pt$")),
+    ("sampler", re.compile(r"^sampler(?:_(?P<number>\d+))?\.bin$")),
+    ("dl_state_dict", re.compile(r"^dl_state_dict(?:_(?P<number>\d+))?\.bin$")),
+    ("custom_checkpoint", re.compile(r"^custom_checkpoint_(?P<number>\d+)\.pkl$")),
+    ("random_states", re.compile(r"^random_states_(?P<rank>\d+)\.pkl$")),
+    ("rng_state", re.compile(r"^rng_state(?:_(?P<rank>\d+))?\.pth$")),
 )
 
 
-_WRITER = late_pattern(
-    rf"^(?:(?:{_MODEL}_|optimizer_)\d+/__(?=\d)|(?:{_MODEL}|optimizer)(?:_\d+)?_rank)(\d+)"
-)
+_WRITER = re.compile(rf"^(?:(?:{_MODEL}_|optimizer_)\d+/__(?=\d)|(?:{_MODEL}|optimizer)(?:_\d+)?_rank)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Trainer's file is a copy of the 16-bit weights: the two are compared, and neithe
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +18,10 @@ from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
 from ckptcore.formats.deepspeed.format import read
 from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
-from ckptcore.utils.late_pattern import late_pattern
 
 COPIES = ("safetensors", "hf_quantized")  # formats of the Trainer's own file
 _16_BIT, _MASTERS = "lp/", "module."  # of DeepSpeed's names
-_ADAPTER = late_pattern(r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?=\.|$)")
+_ADAPTER = re.compile(r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?=\.|$)")
 
 
 def with_copy(folder: str, source: Source) -> Format | None:

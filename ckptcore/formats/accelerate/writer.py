@@ -8,6 +8,7 @@ each rank, where it is kept. `.metadata` of the first model comes last: the fold
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,8 @@ from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.writer import METADATA, arrange_folder
 from ckptcore.formats.torch_save.layout import torch_file
 from ckptcore.topology.layout import Topology
-from ckptcore.utils.late_pattern import late_pattern
 
-_ROLE = late_pattern(r"(?P<kind>[a-z_]+?)(?:_(?P<number>\d+))?")
+_ROLE = re.compile(r"(?P<kind>[a-z_]+?)(?:_(?P<number>\d+))?")
 _FOLDERS = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}
 _TRAINER = "trainer_state"  # of transformers' Trainer: its files have other suffixes
 # Kind -> name of its file with a number, of its first file, and of the Trainer's.
@@ -37,7 +37,7 @@ _FILES = {
     "scaler": ("scaler.pt", "scaler.pt", "scaler.pt"),
 }
 _OF_RANKS = {"random_states": "random_states_{}.pkl", "rng_state": "rng_state_{}.pth"}
-_RANK = late_pattern(r"(?P<key>.*)\.rank(?P<rank>\d+)")
+_RANK = re.compile(r"(?P<key>.*)\.rank(?P<rank>\d+)")
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:

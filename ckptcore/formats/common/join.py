@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from ckptcore.core.manifest import Blob, Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, Unread
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import Finding, NameMismatch
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

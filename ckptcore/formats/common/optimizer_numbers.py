@@ -11,10 +11,10 @@ optimizer records itself (``param_names``, torch >= 2.6) need no order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.formats.common.shape_matching import Row, Shape, forced_places
-from ckptcore.utils.dataclass import dataclass
 
 Params = Sequence[tuple[str, Shape]]  # (name, global shape) of a model's parameters, in order
 

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptcore.encodings.limits import absent
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
 _SUFFIX = r"\.(?:safetensors|pt|pth|bin|ckpt|pkl)"
-_COUNTED = late_pattern(r"(?i)(?<!\d)(?P<number>\d+)[-_.]?of[-_.]?(?P<count>\d+)(?!\d)")
-_WORLD = late_pattern(r"(?i)world_?size_?(?P<world>\d+)")
+_COUNTED = re.compile(r"(?i)(?<!\d)(?P<number>\d+)[-_.]?of[-_.]?(?P<count>\d+)(?!\d)")
+_WORLD = re.compile(r"(?i)world_?size_?(?P<world>\d+)")
 # Words before a number that say "one of several"; ``ep`` alone is an epoch in many names, and TP53 a gene.
-_RANKED = late_pattern(
+_RANKED = re.compile(
     r"(?i:(?<![A-Za-z])(?:(?:[tpecd]p|[sm]p)[-_.]?)?rank[-_.]*(?P<rank>\d+)(?!\d))"
     r"|(?<![A-Za-z])(?:tp|pp|mp|dp|gpu)[-_]?(?P<axis>\d+)(?=[-_.])"
     r"|(?i:(?<![A-Za-z])(?:part|shard|chunk|slice|worker|node)[-_]?(?P<part>\d+)(?=[-_.]))"
 )
-_RANK_WORD = late_pattern(r"(?:(?i:rank)|tp|pp|mp|ep|dp|cp|gpu)[-_.]*$")
+_RANK_WORD = re.compile(r"(?:(?i:rank)|tp|pp|mp|ep|dp|cp|gpu)[-_.]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,13 @@ class _Row:
 
 _ROWS = (
     # Composer: without sharding, rank 0 alone saves (composer/checkpoint/save.py); "ep" is its epoch.
-    _Row(late_pattern(r"^(?:ep\d+-ba\d+|latest)-rank(\d+)\.(?:pt|tar|tgz)(?:\.\w+)?$"), 0, sole=True),
-    _Row(late_pattern(r"^consolidated[._-](\d+)\.(?:pth|pt|bin|safetensors)$"), 0),
+    _Row(re.compile(r"^(?:ep\d+-ba\d+|latest)-rank(\d+)\.(?:pt|tar|tgz)(?:\.\w+)?$"), 0, sole=True),
+    _Row(re.compile(r"^consolidated[._-](\d+)\.(?:pth|pt|bin|safetensors)$"), 0),
     # torchtune before 0.5: the last number is the epoch. Those of the hub have tensors in full.
-    _Row(late_pattern(rf"^hf_model_(\d+)_\d+{_SUFFIX}$"), 1, full=True),
-    _Row(late_pattern(rf"^(?:meta|torchtune)_model_(\d+)_\d+{_SUFFIX}$"), 1),
-    _Row(late_pattern(r"^layer_\d+-model_(\d+)-model_states\.pt$"), 0),
-    _Row(late_pattern(r"^layer_(\d+)-model_states\.pt$"), 0),
+    _Row(re.compile(rf"^hf_model_(\d+)_\d+{_SUFFIX}$"), 1, full=True),
+    _Row(re.compile(rf"^(?:meta|torchtune)_model_(\d+)_\d+{_SUFFIX}$"), 1),
+    _Row(re.compile(r"^layer_\d+-model_(\d+)-model_states\.pt$"), 0),
+    _Row(re.compile(r"^layer_(\d+)-model_states\.pt$"), 0),
 )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -22,7 +23,6 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_names import PartName, absent_parts, series
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText
 
 Shape = tuple[int, ...]

@@ -11,41 +11,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trainer_files import is_state
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
-_RANK = late_pattern(
+_RANK = re.compile(
     r"^(?P<stem>.*?)(?:[_.-]?world_size_(?P<world>\d{1,7}))?[_.-]?(?<![A-Za-z])rank[_.-]?(?P<rank>\d{1,7})"
     r"(?P<suffix>\.(?:pt|pth|bin|ckpt))$"
 )
 # torch_checkpointing/checkpoint_layout.py: `<item>_<rank>.pt` by default, other names by a user's layout.
-ITEM = late_pattern(r"^(?P<item>[A-Za-z][\w-]*?)_(?P<rank>\d{1,7})\.(?:pt|safetensors|json)$")
+ITEM = re.compile(r"^(?P<item>[A-Za-z][\w-]*?)_(?P<rank>\d{1,7})\.(?:pt|safetensors|json)$")
 METADATA = "metadata.pkl"  # of torch_checkpointing, where an item can be resharded
 # nanotron/serialize/utils.py, `get_path`: of a tensor that ranks share, or of one that each of them has.
 NANOTRON_METADATA, NANOTRON_MODEL = "checkpoint_metadata.json", "model/"
-NANOTRON = late_pattern(
+NANOTRON = re.compile(
     r"^(?P<folder>(?:[^/]+/)*)model_(?P<leaf>[^/]+?)(?:_pp-rank-(?P<pp>\d{1,6})-of-(?P<pp_size>\d{1,6})"
     r"_tp-rank-(?P<tp>\d{1,6})-of-(?P<tp_size>\d{1,6})"
     r"(?:_exp-rank-(?P<exp>\d{1,6})-of-(?P<exp_size>\d{1,6}))?)?\.safetensors$"
 )
-_NEWEST = late_pattern(r"^(?:latest|last|best|final)[-_.]?$")
-_DIGITS = late_pattern(r"\d+")
-_NUMBER = late_pattern(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix
+_NEWEST = re.compile(r"^(?:latest|last|best|final)[-_.]?$")
+_DIGITS = re.compile(r"\d+")
+_NUMBER = re.compile(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix
 # Ranks along one axis of parallelism: names of other formats, which do not number the ranks of the job.
-_AXIS = late_pattern(r"(?:^|[_.-])(?:mp|tp|pp|ep|cp|dp|zero_pp)$")
+_AXIS = re.compile(r"(?:^|[_.-])(?:mp|tp|pp|ep|cp|dp|zero_pp)$")
 # Stem of a file -> name of its content, for ranks that saved several kinds.
 _ROLES = (
-    (late_pattern(r"^(?:pytorch_)?model(?:_fsdp)?(?:_states?)?(?:_0)?$"), "model"),
-    (late_pattern(r"^(?:pytorch_)?model(?:_fsdp)?_(?P<number>\d+)$"), "model_{number}"),
-    (late_pattern(r"^optimizer(?:_states?)?(?:_0)?$"), "optimizer"),
-    (late_pattern(r"^optim(?:_states?)?(?:_0)?$"), "optim"),
-    (late_pattern(r"^$"), "rank"),
+    (re.compile(r"^(?:pytorch_)?model(?:_fsdp)?(?:_states?)?(?:_0)?$"), "model"),
+    (re.compile(r"^(?:pytorch_)?model(?:_fsdp)?_(?P<number>\d+)$"), "model_{number}"),
+    (re.compile(r"^optimizer(?:_states?)?(?:_0)?$"), "optimizer"),
+    (re.compile(r"^optim(?:_states?)?(?:_0)?$"), "optim"),
+    (re.compile(r"^$"), "rank"),
 )
 
 

@@ -7,9 +7,9 @@ every part behind each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ckptcore.core.box import Box
-from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 

@@ -7,6 +7,7 @@ safetensors files hold one of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 
 from ckptcore.core.dtype import BY_NAME
@@ -18,7 +19,6 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_proof import is_complete_model, json_beside
 from ckptcore.formats.common.weight_index import indexes_of, read_index
 from ckptcore.store.subfolder import FileRange, unnoted
-from ckptcore.utils.late_pattern import late_pattern
 
 # transformers, peft, diffusers: utils/__init__.py, utils/constants.py of each.
 _TORCH_FORMS = {
@@ -26,7 +26,7 @@ _TORCH_FORMS = {
     "adapter_model": "adapter_model.bin",
     "diffusion_pytorch_model": "diffusion_pytorch_model.bin",
 }
-_STEM = late_pattern(r"^(?P<stem>[^/]+?)(?:-\d+-of-\d+)?\.safetensors$")
+_STEM = re.compile(r"^(?P<stem>[^/]+?)(?:-\d+-of-\d+)?\.safetensors$")
 _PARAMETERS = (".weight", ".bias")  # of floats: a mask may have such a name, too
 _HINT = (
     "name the file that is meant, or accept what is there with --allow-incomplete; a config.json that the "

@@ -9,7 +9,7 @@ as its inner tensors, ``X.codes`` and the like, with the object ``X.tensor_class
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.box import Box
@@ -19,7 +19,6 @@ from ckptcore.core.object_tree import decode
 from ckptcore.core.subset import derive
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.pickle.wrapped_tensors import CLASS, described, plain_sizes
-from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 _Made = tuple[TensorSpec, str, tuple[str, ...], Shape]  # tensor, function, inputs, params

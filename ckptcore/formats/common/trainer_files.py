@@ -7,19 +7,19 @@ Composer and others keep ``latest-rank0.pt`` as a link to the newest save: a lin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ckptcore.errors import AmbiguousModel, Finding, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.utils.late_pattern import late_pattern
 
-_STATE = late_pattern(
+_STATE = re.compile(
     r"^(?:(?:optimizer|scheduler)(?:_\d+)?\.(?:bin|pt)|(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scaler\.pt"
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin|recipe_state\.pt)$"
 )
-_OPTIMIZER = late_pattern(r"^optimizer(?:_\d+)?\.(?:bin|pt)$")
+_OPTIMIZER = re.compile(r"^optimizer(?:_\d+)?\.(?:bin|pt)$")
 _ADAPTERS = ("adapter_model.pt", "adapter_model.bin")
-_NUMBERED = late_pattern(
+_NUMBERED = re.compile(
     r"^(?:pytorch_)?model_(?P<number>\d+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?$"
 )
 

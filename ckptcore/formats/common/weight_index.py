@@ -7,8 +7,10 @@ does not say what it lists, such as ``model.index.json``, is one of the files th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
@@ -18,13 +20,11 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsafeContent, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.store import inner_path
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, parsing
-from ckptcore.utils.late_pattern import late_pattern
 
 INDEX = "model.safetensors.index.json"
 _FILES, _ABOUT, _TOTAL, _PARAMETERS = "weight_map", "metadata", "total_size", "total_parameters"
-_NAME = late_pattern(r"^[^/]+?(?:\.(?P<kind>safetensors|bin|h5|msgpack))?\.index(?:\.[^./]+)?\.json$")
+_NAME = re.compile(r"^[^/]+?(?:\.(?P<kind>safetensors|bin|h5|msgpack))?\.index(?:\.[^./]+)?\.json$")
 
 
 def index_name(stem: str) -> str:

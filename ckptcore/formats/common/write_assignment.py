@@ -8,7 +8,7 @@ of the order of the saved dict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import UsageError
 from ckptcore.formats.base import natural
 from ckptcore.topology.layout import TensorLayout, Topology
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.ordering import stable_order
 
 Ints = npt.NDArray[np.int64]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from ckptcore.encodings.pickle.unpickler import Columns, Names, Record, Sizes
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.dcp.metadata import Metadata, dims, row
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.ordering import order_in_groups
 
 Ints = npt.NDArray[np.int64]

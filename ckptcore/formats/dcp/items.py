@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,6 @@ from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import Literal, Slot
 from ckptcore.formats.common.write_assignment import Kind, WriteItem
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ the rows of one tensor are those of another filled with other numbers (`PlaceRow
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import any_rows
 
 META = "torch.distributed.checkpoint.metadata"

@@ -7,7 +7,7 @@ are read in a few large ranges and parsed in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.manifest import Blob, Envelope, Item, TensorSpec, View
@@ -29,7 +29,6 @@ from ckptcore.errors import (
 )
 from ckptcore.store import Readable
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.dataclass import dataclass
 
 _GAP, _RANGE = 64 << 10, 8 << 20
 _CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))

@@ -9,6 +9,7 @@ writes its own `__R.metadata`, and the checkpoint is their union.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
@@ -33,14 +34,13 @@ from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import Readable, inner_path
 from ckptcore.utils.distinct_values import isin
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:
     from ckptcore.formats.dcp.wrapped_tensors import WrappedTensors
 
-DATA = late_pattern(r"__(\d+)_(\d+)\.distcp$")
-RANK_METADATA = late_pattern(r"^__(\d+)\.metadata$")
+DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
+RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
 _METADATA = (".metadata", ".metadata.tmp")
 _MAX_LISTED = 100  # findings of one kind
 _SMALL = 32 << 10  # bytes of a tensor whose wrapped form may be longer than itself

@@ -7,6 +7,7 @@ last norm or the output layer; or the shapes of all weights against a config.jso
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,15 +18,14 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part, join, joined_paths
 from ckptcore.formats.common.part_proof import is_complete_model, json_beside
 from ckptcore.formats.dcp.reader import dcp_folders, read_folder
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
-_LAYER = late_pattern(r"^(.*?(?:^|\.)(?:layers|blocks|h)\.)(\d+)\.")
+_LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|blocks|h)\.)(\d+)\.")
 # What comes behind the layers, by the names of torchtitan, transformers, Megatron and GPT-NeoX.
-_LAST = late_pattern(
+_LAST = re.compile(
     r"(?:^|\.)(?:norm|final_norm|ln_f|final_layer_?norm|output|output_layer|lm_head|embed_out)\.weight$"
 )
-_STEP = late_pattern(r"(?:^|\.)(?:global_)?(?:steps?|iteration)$")
+_STEP = re.compile(r"(?:^|\.)(?:global_)?(?:steps?|iteration)$")
 _ADVICE = "name the folder that has all stages, or read what is there with --allow-incomplete"
 
 

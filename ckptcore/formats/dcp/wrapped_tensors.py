@@ -7,6 +7,7 @@ what `torch.save` writes of the tensor. Each shard wraps shards of the inner ten
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -25,7 +26,6 @@ from ckptcore.errors import CkptError, finding
 from ckptcore.formats.common.torchao_tensors import inner_box
 from ckptcore.store import Readable
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.dataclass import dataclass
 
 _KEPT = 4096  # bytes that a shard's description takes
 _LOCAL = "_shape"  # the attribute of OptimState4bit that is the shape of the shard

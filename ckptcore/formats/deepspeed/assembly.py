@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -24,7 +25,6 @@ from ckptcore.formats.common.shard_pieces import ShardPlacement, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
-from ckptcore.utils.dataclass import dataclass
 
 _CRC_BYTES = 4  # as many have one CRC-32 as values
 _MAX_CUTS = 1 << 22  # pieces of a copy, each compared with every chunk that is there

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeVar
-
-from ckptcore.utils.dataclass import dataclass
 
 _Key = TypeVar("_Key", bound=tuple[int, ...])
 NAME = "deepspeed"

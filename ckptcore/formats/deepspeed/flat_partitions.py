@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-
-from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 _ALIGNED = 2  # `nccl_start_alignment_factor`: a group is filled up to a multiple of this many elements a rank

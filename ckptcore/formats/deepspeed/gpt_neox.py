@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -26,7 +26,6 @@ from ckptcore.core.subset import derive
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.shard_pieces import Shape, ShardPlacement, Unmerged, cut_parts, same
 from ckptcore.formats.common.torn_layers import torn_layers
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.plain_yaml import MAX_YAML, load_yaml
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,6 @@ from ckptcore.formats.deepspeed.flat_partitions import (
 )
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import ModelStates, RankGrid, config_value
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 STATE = "optimizer.state"

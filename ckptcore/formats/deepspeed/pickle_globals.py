@@ -6,7 +6,7 @@ DeepSpeed file names a few of its own classes. Each becomes a plain value; nothi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.encodings.pickle.trainer_classes import DEEPSPEED_ENUMS, DEEPSPEED_RECORDS
@@ -17,7 +17,6 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, dataclass_global, enum_global, plain
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.dataclass import dataclass
 
 
 def _stage(*args: Any) -> int:

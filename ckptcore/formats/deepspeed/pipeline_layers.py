@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from itertools import islice
 
 from ckptcore.encodings.pickle.torch_globals import StoredView
@@ -20,7 +21,6 @@ from ckptcore.formats.common.optimizer_numbers import numbered
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]

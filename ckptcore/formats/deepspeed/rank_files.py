@@ -8,6 +8,7 @@ record no step: their sizes are compared with the parameters', and their step co
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
@@ -16,7 +17,6 @@ from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, Unsupport
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _MAX_WORLD = 1 << 20

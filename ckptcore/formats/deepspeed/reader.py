@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -57,7 +58,6 @@ from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, rea
 from ckptcore.formats.deepspeed.tensor_parallel import INFO, TensorParallel
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 MODEL = "module."

@@ -8,6 +8,7 @@ is an error here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
@@ -21,7 +22,6 @@ from ckptcore.formats.deepspeed.reader import LAYOUT_KEYS, LOW_PRECISION, MODEL
 from ckptcore.formats.deepspeed.universal_groups import ParameterGroup, collect_groups, is_group_part
 from ckptcore.formats.deepspeed.universal_names import MOMENTS, STEP, state_of
 from ckptcore.naming.rename import strip_wrappers
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
 SCHEDULER = "lr_scheduler"

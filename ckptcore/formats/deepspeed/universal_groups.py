@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.object_tree import Refused, TensorRef
 from ckptcore.errors import UnsupportedFormat
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import is_number
 from ckptcore.utils.text import short_repr
 

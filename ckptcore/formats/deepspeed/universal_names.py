@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.tree_paths import Path
@@ -19,7 +20,6 @@ from ckptcore.formats.deepspeed.optimizer_states import MASTER, STATE
 from ckptcore.formats.deepspeed.reader import LOW_PRECISION, MODEL
 from ckptcore.naming.model_part import ModelPart, find_model
 from ckptcore.naming.rename import strip_wrappers
-from ckptcore.utils.dataclass import dataclass
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"

@@ -8,7 +8,7 @@ The parts are read, and the consolidated files are compared with them: elements 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.metadata_budget import meter
@@ -18,7 +18,6 @@ from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.weight_index import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.shard_headers import INFO
-from ckptcore.utils.dataclass import dataclass
 
 _BYTES = 500  # bytes of memory per consolidated tensor while tensors are compared
 _MAX_LISTED = 100  # tensors of another shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
 from typing import Any
@@ -29,7 +30,6 @@ from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA as METADAT
 from ckptcore.formats.common.rank_file_names import NANOTRON_MODEL as MODEL
 from ckptcore.formats.common.shard_pieces import Piece, Shape, same
 from ckptcore.formats.common.torn_layers import torn_layers
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.text import short_repr
 

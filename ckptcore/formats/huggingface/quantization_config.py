@@ -8,13 +8,13 @@ a config.json without either.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.text import short_repr
 

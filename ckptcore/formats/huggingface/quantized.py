@@ -20,7 +20,7 @@ have theirs, and a weight of which the config says that it has one (`lost_scales
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,6 @@ from ckptcore.formats.common.weight_index import read_index
 from ckptcore.formats.huggingface.folder import index_of, read_folder, recognised, unindexed
 from ckptcore.formats.huggingface.quantization_config import QuantizationConfig, read_quantization
 from ckptcore.naming.quantized_names import companions
-from ckptcore.utils.dataclass import dataclass
 
 _BLOCK = (128, 128)
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")

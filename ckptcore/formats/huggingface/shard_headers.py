@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from operator import add
 from typing import Any
@@ -36,7 +37,6 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.formats.base import Source, natural
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import short_repr
 

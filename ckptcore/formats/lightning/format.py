@@ -12,6 +12,7 @@ folder again (`writer`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -42,10 +43,9 @@ from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.lightning.optimizer_names import parameter_names
 from ckptcore.formats.lightning.tree import META, VERSION, Contents, contents, read_tree
 from ckptcore.formats.torch_save.layout import torch_file
-from ckptcore.utils.late_pattern import late_pattern
 
 NAME, DEFAULT = "lightning", "checkpoint.ckpt"
-_OPTIMIZER = late_pattern(r"optimizer_(\d{1,9})$")
+_OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _MODELS = ("model", "state_dict")
 _FACTS = ("epoch", "global_step")

@@ -8,7 +8,7 @@ by name; all others stay.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
@@ -26,7 +26,6 @@ from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.dcp.objects import adopt
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.dataclass import dataclass
 
 META, VERSION = "meta.pt", "pytorch-lightning_version"
 _MAX_LISTED = 100

@@ -8,14 +8,13 @@ later, optional) has a SHA-256 per file.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
 from ckptcore.formats.base import Source
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
@@ -26,14 +25,14 @@ _FIELDS = frozenset(f"{part}_backend{of}" for part in ("sharded", "common") for 
 _MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
 _SCAN, _WINDOW, _EDGE = 64 << 20, 4 << 20, 256
 # Keys of sharded objects, and attributes that only Megatron-Core adds.
-_SHARD = late_pattern(rb"/shard_\d+(\.\d+)*_\d")
+_SHARD = re.compile(rb"/shard_\d+(\.\d+)*_\d")
 _SHARD_WORD = b"/shard_"
 _ATTRIBUTES = b"mcore_data", b"all_local_plans"
 # A dict of paths and no ``storage_meta`` (opcodes: name, memo, dict or None) mark the plain DCP folder that
 # a Megatron-Core checkpoint is converted to. torch < 2.4 has no ``storage_meta``, later versions fill it.
 _PATHS = b"planner_data\x94}"
 _NO_META = b"storage_meta\x94N"
-_HEX = late_pattern(r"^[0-9a-f]{64}$")
+_HEX = re.compile(r"^[0-9a-f]{64}$")
 
 
 @dataclass(frozen=True, slots=True)

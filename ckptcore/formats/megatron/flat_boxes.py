@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from ckptcore.core.manifest import Chunks, Manifest, TensorSpec, row_major
 from ckptcore.core.object_tree import references
 from ckptcore.errors import UnsupportedFormat, finding
 from ckptcore.formats.megatron.partition_rules import Placement
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
 _Row = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -22,7 +22,6 @@ from ckptcore.errors import CkptError, finding
 from ckptcore.formats.megatron.flat_boxes import FlatRange, recut
 from ckptcore.formats.megatron.parameter_order import Parameter, ParameterOrder, Unregistered
 from ckptcore.formats.megatron.parameter_space import restate, space_of
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
 ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
 from typing import Any
@@ -26,7 +27,6 @@ from ckptcore.formats.common.write_assignment import WriteItem
 from ckptcore.formats.megatron.flattened import ORIGINAL
 from ckptcore.formats.megatron.parameter_space import MODEL_SPACE, sharding_types
 from ckptcore.topology.layout import Topology
-from ckptcore.utils.dataclass import dataclass
 
 _STATE = re.compile(r"(?:chained_(?P<chained>\d+)\.)?optimizer\.state\.[^.]+\.(?P<key>.+)")
 _GATED = re.compile(r"\.linear_fc1\.(?:weight|bias)\d*$")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,7 +22,6 @@ from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
 from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, global_name, parse_name, place
 from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 EXTRA_STATE = "_extra_state"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
@@ -20,7 +21,6 @@ from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.megatron.legacy_names import FILE
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _MAX_SIZE, _MAX_FINDINGS = 1 << 20, 20

@@ -10,12 +10,12 @@ checkpoint say what is in the model, so this module only defines the order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.formats.megatron.partition_rules import LAYERS, Placement, Rank, World, cut_shape, place
 from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 

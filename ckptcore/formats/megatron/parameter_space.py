@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.manifest import Blob, Manifest
@@ -22,7 +22,6 @@ from ckptcore.core.object_tree import Named, decode, encode, references
 from ckptcore.core.subset import select
 from ckptcore.errors import finding
 from ckptcore.formats.common.join import renamed_tree
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count, short_repr
 
 MODEL_SPACE = "fully_sharded_model_space"

@@ -10,12 +10,12 @@ argument: a caller compares the places of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.formats.base import Source
-from ckptcore.utils.dataclass import dataclass
 
 GROUP_TITLES = {"tp": "tensor rank", "pp": "pipeline stage", "ep": "expert rank"}  # of `SeededPlace`
 SeedReader = Callable[[Any], int | None]  # the stored state of a generator -> its seed

@@ -8,6 +8,7 @@ torch_dist stores an object as a list of one element.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,13 +29,12 @@ from ckptcore.formats.dcp.objects import ObjectRules, adopt, kept
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count
 
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 EXTRA_STATE = "_extra_state"
-SHARD = late_pattern(
+SHARD = re.compile(
     r"^(?P<key>.+)/shard_(?P<offset>\d{1,18}(?:\.\d{1,18})*)_(?P<shape>\d{1,18}(?:\.\d{1,18})*)$"
 )
 _MAX_BYTES = 64 << 20  # of an object's tensor that becomes bytes

@@ -17,11 +17,10 @@ from ckptcore.formats.base import Arrangement, FileLayout, Literal
 from ckptcore.formats.megatron.config import TRACKER
 from ckptcore.formats.megatron.sharded_objects import EXTRA_STATE
 from ckptcore.formats.megatron.writer import arrange_torch_dist
-from ckptcore.utils.late_pattern import late_pattern
 
 RELEASE = "release"  # the folder, and the word for it in the tracker
-_PARAMETER = late_pattern(r"^(?P<module>.+)\.(?:layer_norm_)?(?:weight|bias)$")
-_STACKED = late_pattern(r"^decoder\.layers\.(?!\d+\.)")
+_PARAMETER = re.compile(r"^(?P<module>.+)\.(?:layer_norm_)?(?:weight|bias)$")
+_STACKED = re.compile(r"^decoder\.layers\.(?!\d+\.)")
 _EXPERTS = ".experts.experts."
 _WITHOUT = re.compile(r"^(?:embedding\..+|output_layer|.+\.router)$")  # modules that have no such state
 _PROJECTION, _ATTENTION = ".self_attention.linear_proj", ".self_attention.core_attention"

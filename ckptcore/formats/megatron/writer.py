@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME
@@ -28,7 +28,6 @@ from ckptcore.formats.megatron.config import CONFIG
 from ckptcore.formats.megatron.flattened_cells import Cells, flattened_tensors, mcore_data
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats.torch_save.layout import Inline, torch_file
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count, short_repr
 
 _RANDOM = "rng_state"

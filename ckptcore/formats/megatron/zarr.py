@@ -7,6 +7,7 @@ Beside the arrays are ``metadata.json``, written last, ``common.pt``, an object 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,15 +19,14 @@ from ckptcore.errors import Finding, UnreadablePart, finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.megatron.config import CONFIG, finished_config, read_config
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, add_file, grids
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count
 
 NAME = "zarr"
 _LOCKS = ".sync"
 # Until 0.5 the last number of a shape of two or more dims was dropped like a suffix.
-_OBJECT = late_pattern(r"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*\.pt$")
-_CHUNK = late_pattern(r"/\d+(?:\.\d+)*$")
-_PADDED = late_pattern(r"embedding|output_layer|lm_head|bucket_idx|gbuf_idx")
+_OBJECT = re.compile(r"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*\.pt$")
+_CHUNK = re.compile(r"/\d+(?:\.\d+)*$")
+_PADDED = re.compile(r"embedding|output_layer|lm_head|bucket_idx|gbuf_idx")
 _MAX_FINDINGS = 100
 
 

@@ -20,13 +20,12 @@ from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, short_repr
 
 DCP = "model_and_optim"
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
-TRAIN_FILE = late_pattern(r"^train/rank(\d+)\.pt$")
-RANK_SAFETENSORS = late_pattern(r"^rank_(\d+)\.safetensors$")
+TRAIN_FILE = re.compile(r"^train/rank(\d+)\.pt$")
+RANK_SAFETENSORS = re.compile(r"^rank_(\d+)\.safetensors$")
 # Files that only a step folder of these trainers has; names alone decide.
 _MARKS = (
     (r"^\.metadata\.json$", r"^(model_and_optim|train)/"),

@@ -10,6 +10,7 @@ both include the last element.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,7 +19,6 @@ from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import Record, record
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.olmo.common import plain_name
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 # torch 2.1 has it in flat_param, later releases in _flat_param; a NamedTuple of five.

@@ -29,13 +29,12 @@ from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, short_repr
 
 NAME = "olmo_local"
 METADATA = "metadata.yaml"
-_FILE = late_pattern(r"^(model|optim)/rank(\d+)\.pt$")
-_WORLD = late_pattern(rb"^world_size:\s*(\d{1,7})\s*$", re.MULTILINE)
+_FILE = re.compile(r"^(model|optim)/rank(\d+)\.pt$")
+_WORLD = re.compile(rb"^world_size:\s*(\d{1,7})\s*$", re.MULTILINE)
 Slices = dict[str, Slice]  # a rank's part of each parameter
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from typing import Any
 
 from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec
@@ -27,13 +28,12 @@ from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
 from ckptcore.store.subfolder import FileRange
-from ckptcore.utils.late_pattern import late_pattern
 
 NAME = "olmo_unsharded"
 _PARTS = ("model", "optim", "train")
 _SUFFIXES = (".safetensors", ".pt")
 # The first name of a header, when it is the base64 of a pickle of protocol 2 to 5.
-_PICKLED = late_pattern(rb'^\s*\{\s*(?:"__metadata__"\s*:\s*\{[^}]*\}\s*,\s*)?"gA[I-X][A-Za-z0-9_=-]+"\s*:')
+_PICKLED = re.compile(rb'^\s*\{\s*(?:"__metadata__"\s*:\s*\{[^}]*\}\s*,\s*)?"gA[I-X][A-Za-z0-9_=-]+"\s*:')
 _CONFIG = "config.yaml"
 _MAX_PICKLE = 64 << 20
 _MAX_PATH = 64  # parts of a name

@@ -16,6 +16,7 @@ Tensors of ``model/`` are ``model.<fqn>``; a folder with one state dict keeps it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
@@ -30,13 +31,12 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_origin, require_renamed, train_part
 from ckptcore.formats.olmo.v01_reader import METADATA, RankFolder, Stored
 from ckptcore.formats.torch_save.tree import add_object
-from ckptcore.utils.late_pattern import late_pattern
 
-_RANKS = late_pattern(r"^(model/|optim/|)rank_(\d+)\.safetensors$")
-_SPEC = late_pattern(rb'^\s*\{\s*"tensors"\s*:\s*\{')
+_RANKS = re.compile(r"^(model/|optim/|)rank_(\d+)\.safetensors$")
+_SPEC = re.compile(rb'^\s*\{\s*"tensors"\s*:\s*\{')
 _COUNT = "num_param_groups"
-_PICKLED = late_pattern(r"^(param_group\d+|state_keys)$")
-_STATE = late_pattern(r"^state\.(?P<fqn>.+)\.__(?P<key>.+)$")
+_PICKLED = re.compile(r"^(param_group\d+|state_keys)$")
+_STATE = re.compile(r"^state\.(?P<fqn>.+)\.__(?P<key>.+)$")
 _MAX_PICKLE = 64 << 20
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -27,7 +27,6 @@ from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natura
 from ckptcore.formats.common.write_assignment import by_rank
 from ckptcore.formats.olmo.param_groups import groups_of
 from ckptcore.formats.olmo.trainer_state import train_files
-from ckptcore.utils.dataclass import dataclass
 
 # olmo_core/utils.py of 0.1.0, `TORCH_DTYPES`.
 _DTYPES = frozenset(

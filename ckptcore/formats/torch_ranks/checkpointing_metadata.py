@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.core.metadata_budget import meter
@@ -17,7 +17,6 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.rank_file_names import METADATA
 from ckptcore.store import inner_path
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.text import short_repr
 

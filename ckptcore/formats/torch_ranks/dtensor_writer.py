@@ -9,13 +9,13 @@ torch/distributed/tensor/_api.py, _dtensor_spec.py; torch/distributed/device_mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec, row_major
 from ckptcore.core.object_tree import Named, TensorRef
 from ckptcore.encodings.pickle.writer import Classes, Pickled
 from ckptcore.topology.layout import Mesh, TensorLayout
-from ckptcore.utils.dataclass import dataclass
 
 RANKS = "\0ranks"  # name of the tensor with a mesh's ranks: int32 [world size]
 _SPEC = "torch.distributed.tensor._dtensor_spec"

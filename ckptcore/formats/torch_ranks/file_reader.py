@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -30,7 +30,6 @@ from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE, DTENSOR, SH
 from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered
 from ckptcore.formats.torch_ranks.placement import Placed, Placer
 from ckptcore.store.subfolder import FileRange, explain
-from ckptcore.utils.dataclass import dataclass
 
 _SMALL = 64 << 10  # plain tensors without a checksum are marked by a hash of their bytes up to this size
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -28,14 +29,13 @@ from ckptcore.formats.common.rank_file_names import (
     rank_files,
 )
 from ckptcore.formats.common.trainer_files import is_state, without_links
-from ckptcore.utils.late_pattern import late_pattern
 
 _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.
-_BELOW = late_pattern(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
-_VERL_MODEL = late_pattern(r"^model_world_size_\d+_rank_\d+\.pt$")
+_BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
+_VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
 _MODEL_FOLDER = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
-_META = late_pattern(r"^consolidated\.(?P<rank>\d{2,4})\.pth$")
+_META = re.compile(r"^consolidated\.(?P<rank>\d{2,4})\.pth$")
 CHECKPOINTING = "torch_checkpointing"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")

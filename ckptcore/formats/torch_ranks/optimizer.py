@@ -7,6 +7,7 @@ stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import UnprovenCheckpoint
@@ -14,7 +15,6 @@ from ckptcore.formats.base import natural
 from ckptcore.formats.common import optimizer_numbers as _optimnames
 from ckptcore.formats.common.optimizer_numbers import Numbered, prove, recorded_names
 from ckptcore.formats.common.shape_matching import Shape
-from ckptcore.utils.dataclass import dataclass
 
 Params = tuple[tuple[str, Shape], ...]  # (name, global shape) of a model's parameters, in order
 

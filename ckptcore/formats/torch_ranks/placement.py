@@ -9,7 +9,7 @@ ShardedTensor's has the local shards with their offsets, and the rank and world 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -22,7 +22,6 @@ from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 from ckptcore.formats.torch_ranks.dtensor_globals import DTENSOR, fields
 from ckptcore.topology import torch_chunk as cuts
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _MAX_RANKS = 1 << 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from ckptcore.formats.torch_ranks.optimizer import numbers_for
 from ckptcore.formats.torch_save.layout import Around, Inline, arrays_as_tensors, data_of, lookup
 from ckptcore.store import inner_path
 from ckptcore.topology.layout import MESH_OF_ONE, TensorLayout, Topology
-from ckptcore.utils.dataclass import dataclass
 
 _MODEL, _OPTIMIZERS, _EXTRA = "model", ("optim", "optimizer"), "extra_state"
 _CONFIG = "fsdp_config.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import Named, TensorRef
 from ckptcore.encodings.torchzip import writer as write
 from ckptcore.formats.base import FileLayout, Literal, Slot
-from ckptcore.utils.dataclass import dataclass
 
 Inline = tuple[TensorSpec, bytes]
 _KEPT = 8  # layouts that other files may share: megabytes each in a large job

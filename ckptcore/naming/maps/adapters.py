@@ -13,8 +13,9 @@ So a rule for a weight gives one for either half. A weight of more dims than row
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from blake3 import blake3
@@ -23,16 +24,14 @@ from ckptcore.naming.maps.declaration import ArchMap, Rule, Term, built_in_maps
 from ckptcore.naming.maps.layout import ELLIPSIS, Axis, AxisLayout, Node, Product, Sum
 from ckptcore.naming.maps.tensor_name import TensorName
 from ckptcore.naming.worlds import HUB, PEFT
-from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
 
 # A half of a pair; gate and up may be apart, as ``weight_w`` and ``weight_v``.
-_HALF = late_pattern(
+_HALF = re.compile(
     r"(?P<module>.+)\.adapter\.(?P<part>adapter_(?:q|k|v|gate|up)\.)?linear_(?P<half>in|out)\.weight(?:_[wv])?"
 )
 _BELOW = ".adapter."
 # Linear layers: embeddings and norms have no adapters, and that of a router has no counterpart in peft.
-_ADAPTED = late_pattern(r"(?:.+\.)?(?:linear_\w+|output_layer|in_proj|out_proj)")
+_ADAPTED = re.compile(r"(?:.+\.)?(?:linear_\w+|output_layer|in_proj|out_proj)")
 _RANK = Axis("lora_rank")
 _OPEN = Axis(ELLIPSIS)
 _WEIGHTS = (".weight", ".weight_w", ".weight_v")

@@ -8,7 +8,7 @@ trainer's by the numbers and terms that both have (`hyperparameters`). What no o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.hub_config import (
@@ -22,7 +22,6 @@ from ckptcore.naming.maps.hub_config import (
 )
 from ckptcore.naming.maps.hyperparameters import Config, Number, hub_places, is_untold, says
 from ckptcore.naming.maps.rope_scaling import same_scaling
-from ckptcore.utils.dataclass import dataclass
 
 HINT = "try the config of the model that was trained"
 # Numbers that configs may differ in: a vocabulary may be padded in one and not in the other; shapes and the

@@ -8,7 +8,7 @@ item combines it with the view. No tensor is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
 from ckptcore.naming.maps.matching import Matched, match, require_fit
 from ckptcore.naming.maps.tensor_groups import RuleAssignment, TensorGroup, keys_in, placed, sizes_of
 from ckptcore.naming.maps.tensor_name import Templates
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import isin, unique
 
 

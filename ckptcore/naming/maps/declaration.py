@@ -61,7 +61,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
 from itertools import product
@@ -76,7 +76,6 @@ from ckptcore.naming.maps.layout import ELLIPSIS, Axis, AxisLayout, parse_layout
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
 from ckptcore.naming.worlds import GENERATIONS, is_world
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import load_toml
 from ckptcore.utils.text import short_repr
 

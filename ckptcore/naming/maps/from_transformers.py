@@ -18,7 +18,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from ckptcore.naming.maps.declaration import RuleForm, built_in_maps, compiled
 from ckptcore.naming.maps.hub_config import FROZEN, NULL, hub_fields
 from ckptcore.naming.maps.live_families import LiveFamilyForm, PartForm
 from ckptcore.naming.maps.live_steps import ITEM, StepForm, Substitution
-from ckptcore.utils.dataclass import dataclass
 
 RENAMINGS = ("WeightRenaming", "GroupWeightRename", "Inkling2IndexOffsetWeightRename", "PrefixChange")
 _LOADING = "transformers.core_model_loading"  # the module of its transforms and operations

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 FROZEN = "configs.toml"  # in the folder of what is frozen of transformers

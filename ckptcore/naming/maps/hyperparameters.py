@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
 from math import isclose, isfinite
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, in_shapes, rendered, same_value
 from ckptcore.naming.worlds import HUB
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:

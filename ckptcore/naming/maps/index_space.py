@@ -9,14 +9,13 @@ out: a box whose elements are no longer a box in the new space becomes several.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptcore.core.manifest import Ints, row_major
 from ckptcore.errors import MetadataTooLarge
 from ckptcore.naming.maps.layout import UNIT, Axis, AxisLayout, Node, Product, Sum, axes_of, size_of
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import isin
 
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]

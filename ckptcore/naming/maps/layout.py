@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-
-from ckptcore.utils.dataclass import dataclass
 
 _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*|\.\.\.|[()+1])")
 ELLIPSIS = "..."

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -37,7 +37,6 @@ from ckptcore.naming.maps.live_steps import (
 )
 from ckptcore.naming.maps.tensor_name import NUMBER, SLOT
 from ckptcore.naming.worlds import HUB, LIVE
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import unique
 
 Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.maps.declaration import RuleForm
-from ckptcore.utils.dataclass import dataclass
 
 ITEM = "{item}"  # in a name: the number of a list that is one tensor in the live module
 _PROBES = ("0", "7", "123")  # sample numbers

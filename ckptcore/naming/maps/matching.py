@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
@@ -22,7 +22,6 @@ from ckptcore.naming.maps.tensor_groups import (
     shape_in,
 )
 from ckptcore.naming.maps.tensor_name import Templates
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import listed
 
 Shape = tuple[int, ...]

@@ -12,11 +12,10 @@ Llama 3's frequencies as constants), ``training/arguments.py``, ``core/transform
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.naming.maps.hub_config import PLAIN_ROPE, ROPE, HubFields
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}

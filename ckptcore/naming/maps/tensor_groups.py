@@ -6,6 +6,7 @@ A group is handled at once, in columns, whatever the number of its tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -17,7 +18,6 @@ from ckptcore.naming.maps.index_space import Pieces, closed, joined, opened, sin
 from ckptcore.naming.maps.layout import AxisLayout, size_of, solved
 from ckptcore.naming.maps.sizes import UnknownNumber, value_of
 from ckptcore.naming.maps.tensor_name import NameMatch, Templates
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import unique
 
 Shape = tuple[int, ...]

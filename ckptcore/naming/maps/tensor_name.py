@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -22,7 +23,6 @@ import numpy as np
 
 from ckptcore.core.manifest import Ints
 from ckptcore.naming.maps.sizes import names_in, value_of
-from ckptcore.utils.dataclass import dataclass
 
 SLOT = "\0"  # where a number is in a template
 # As `%d` writes it, so without leading zeros, and short enough for int64.

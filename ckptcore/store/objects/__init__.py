@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from ckptcore.store import Buffer
 from ckptcore.store.file_status import NO_VERSION, FileStatus, NameKind
-from ckptcore.utils.dataclass import dataclass
 
 K = TypeVar("K")
 T = TypeVar("T")

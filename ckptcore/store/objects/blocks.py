@@ -16,7 +16,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from ckptcore.store import Buffer
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import unique
 from ckptcore.utils.memory import untouched
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from isal.isal_zlib import crc32, crc32_combine
@@ -16,7 +17,6 @@ from isal.isal_zlib import crc32, crc32_combine
 from ckptcore.store import Buffer
 from ckptcore.store.objects import Checksum
 from ckptcore.utils.crc64 import combine64, crc64
-from ckptcore.utils.dataclass import dataclass
 
 _Update = Callable[[Buffer | bytes, int], int]
 

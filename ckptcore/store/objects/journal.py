@@ -14,13 +14,12 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from ckptcore.errors import AlteredInTransit, CkptError, StorageTrouble
 from ckptcore.store.objects import RECORD, ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of, never
 from ckptcore.utils import host
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token

@@ -17,14 +17,13 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import RECORD, ObjectClient
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils import host, processes
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 TTL_S = 60.0

@@ -11,13 +11,12 @@ import base64
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptcore.errors import AlteredInTransit, DamagedCheckpoint, finding
 from ckptcore.store import Buffer
 from ckptcore.store.objects import Checksum
 from ckptcore.store.objects.checksums import ALGORITHMS, Algorithm
-from ckptcore.utils.dataclass import dataclass
 
 _OWN = "CRC64NVME"  # where the store names none
 # For the proof, what is missing of a file is read if it is no more than this, or than what was read.

@@ -8,9 +8,9 @@ alone: every worker, and every later run, cuts a file in the same way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from ckptcore.errors import BudgetTooSmall, UsageError
-from ckptcore.utils.dataclass import dataclass
 
 PART = 16 << 20  # bytes of a part of files up to 140 GiB
 MOST_PARTS = 9_000

@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.errors import MissingDependency, UsageError
 from ckptcore.redaction import bare_url, redacted_of
 from ckptcore.store.options import configured
-from ckptcore.utils.dataclass import dataclass
 
 _SCHEMES = ("s3", "s3a")
 _KNOWN = frozenset(

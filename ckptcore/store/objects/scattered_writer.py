@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from blake3 import blake3
 
@@ -24,7 +24,6 @@ from ckptcore.store.objects.part_plan import PartPlan
 from ckptcore.store.objects.uploaded import Uploaded
 from ckptcore.store.objects.uploads import PartBuffers, Uploads
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.dataclass import dataclass
 
 _CRC32 = ALGORITHMS["CRC32"]
 

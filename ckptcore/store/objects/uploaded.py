@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import OutputMismatch
 from ckptcore.store.objects import Checksum, ObjectSeen, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
 from ckptcore.utils.crc32 import combine
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import join_digests
 
 _RERUN = "run the same command again: the file is uploaded again; if that repeats, look for what alters bytes"

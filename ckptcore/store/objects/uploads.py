@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,6 @@ from ckptcore.store.objects.pinned import first_page
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.objects.uploaded import Uploaded, require_checksum
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import untouched
 
 _TRIES = 4

@@ -7,6 +7,7 @@ when the marker is deleted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import CkptError
@@ -15,7 +16,6 @@ from ckptcore.store.file_status import FileStatus, same_content
 from ckptcore.store.objects import ObjectSeen, of_object
 from ckptcore.store.objects.client import S3Client, listed
 from ckptcore.store.objects.retry import Kind, kind_of
-from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,3 +354,10 @@ def test_an_installed_package_contains_the_scripts(tmp_path, python, finish):
 def test_the_migrations_folder_does_not_hide_alembic():
     assert not (ROOT / "alembic" / "__init__.py").exists()
     assert Path(sys.modules["alembic"].__file__).parent != ROOT / "alembic"
+
+
+def test_a_foreign_key_has_the_type_of_its_column() -> None:
+    keys = [key for table in Base.metadata.tables.values() for key in table.foreign_keys]
+    assert keys
+    for key in keys:
+        assert str(key.parent.type) == str(key.column.type) == "BIGINT"
