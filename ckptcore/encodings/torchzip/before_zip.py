@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from ckptcore.core.manifest import Ints
-from ckptcore.encodings.pickle.extent import pickle_end
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.torchzip.archive import Reader
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
@@ -74,6 +73,9 @@ def read_pickles(read: Reader, length: int, label: str) -> Pickles:
     """
     if is_text_before_zip(read(0, min(length, BEFORE_ZIP))):
         raise UnsupportedFormat(f"{label} {TEXT_REASON}", hint=TEXT_HINT, file=label)
+    # A late import: only files before torch 1.6 need it.
+    from ckptcore.encodings.pickle.extent import pickle_end
+
     spans = [(0, pickle_end(read, 0, length, label))]
     for _ in range(4):
         start = spans[-1][1]
