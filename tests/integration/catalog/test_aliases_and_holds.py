@@ -120,7 +120,7 @@ def test_holds(write, two):
 
 def test_watched_roots(write):
     target = {"to": "hf", "dtype": "bfloat16"}
-    root = write(roots.add, NOW, "llama", "s3://me:secret@b/runs/", include=["step-*"], target=target)
+    root = write(roots.add, NOW, "llama", "s3://me:secret@b/runs/", include=["step-*"], targets=[target])
     assert root == roots.RootRow("llama", "s3://b/runs", ("step-*",), target, True, NOW, None, None)
     with pytest.raises(UsageError, match="watched root llama exists already"):
         write(roots.add, NOW, "llama", "/elsewhere")

@@ -198,7 +198,7 @@ def test_a_conversion_that_may_not_begin_leaves_no_connection(postgres, upgraded
     def refused(*_given, **_options):
         raise Conflict("a retirement counts on this place")
 
-    monkeypatch.setattr(Catalog, "begin", refused)
+    monkeypatch.setattr(Catalog, "begin_each", refused)
     with postgres.database(upgraded) as url:
         with pytest.raises(Conflict):
             start(Request(str(tmp_path / "a"), str(tmp_path / "b")), url)

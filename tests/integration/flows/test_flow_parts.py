@@ -138,7 +138,7 @@ def test_an_error_has_its_findings_and_the_next_step() -> None:
 def test_transient_errors_are_retried(error: Exception, expected: bool) -> None:
     from prefect.states import Failed
 
-    assert retry.is_transient(None, None, Failed(data=error)) is expected  # type: ignore[arg-type]
+    assert retry.should_retry(None, None, Failed(data=error)) is expected  # type: ignore[arg-type]
 
 
 class TestProgress:
