@@ -91,8 +91,8 @@ __all__ = [
 ]
 _log = logging.getLogger("ckptcore")
 # Resident before any buffer, on a CPU and with a device. Both have torch in them: whether a stored view needs
-# it (a conjugate does) is known when its item is read. Without it, 70 MiB are usual.
-_BASE_MEMORY = {"cpu": 260 << 20, "device": 420 << 20}
+# it (a conjugate does) is known when its item is read. Without it, 80 MiB are usual.
+_BASE_MEMORY = {"cpu": 272 << 20, "device": 432 << 20}
 
 
 @dataclass(frozen=True, slots=True)

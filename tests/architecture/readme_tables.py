@@ -211,12 +211,16 @@ def families() -> str:
     return table(head, map(export_results.row, FAMILIES))
 
 
+# World -> why nothing of the hub is written under its names.
+NO_WAY_BACK = {"nanotron": "no config of the hub says whether the dims of a rotary pair are neighbours"}
+
+
 def ways_back() -> str:
     """Which maps lead from the hub to which names of a trainer, and whose code has loaded the result."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for each in built_in_maps():
-        if each.refused:
-            rows[each.arch, each.world] = f"`{each.arch}`", f"`{each.world}`", "", f"refused ({each.refused})"
+        if why := each.refused or NO_WAY_BACK.get(each.world):
+            rows[each.arch, each.world] = f"`{each.arch}`", f"`{each.world}`", "", f"refused ({why})"
             continue
         back = each.inverted()
         names = [f"`{g}`" for g in each.generations]

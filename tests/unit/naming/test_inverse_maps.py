@@ -98,7 +98,8 @@ def trainer_state(family: str, world: str, form: str) -> State:
 def test_comes_out_as_the_trainer_has_it_and_back(tmp_path: Path, family: str, world: str, form: str) -> None:
     source = hub_manifest(tmp_path / "hub", family)
     bare = remap(source)
-    if form == "stacked" and family in MIXED:
+    # No config of the hub says which order of rotary rows nanotron is to have.
+    if world == "nanotron" or (form == "stacked" and family in MIXED):
         with pytest.raises(NameMismatch, match=f"no map takes hf-hub names of {FAMILIES[family][0]}"):
             to_trainer(bare, source, f"{world}:{form}")
         return
