@@ -234,7 +234,8 @@ def _bring_up(supervisor: Supervisor, name: str, state: State) -> None:
             f"cannot start {name}: its port is already used by another {name}",
             hint="stop that one, or choose other ports: make up UP='--prefect-port 0 --receiver-port 0'",
         )
-    supervisor("startProcess", name, False)
+    with suppress(Fault):  # SPAWN_ERROR, where it has ended before the answer: its state says so
+        supervisor("startProcess", name, False)
     if not _becomes_ready(supervisor, name, state, READY_SECONDS):
         lives = supervisor("getProcessInfo", name)["statename"] in ("STARTING", "RUNNING")
         problem = "is not ready" if lives else "ended"
