@@ -91,7 +91,7 @@ def down(folder: Path, patience: float) -> None:
             # Without a worker no run can end.
             waits = {"pause": READY_SECONDS, "drain": patience if "worker" in _live(supervisor) else 0}
             for name, seconds in waits.items():
-                supervisor("startProcess", name, False)
+                _start(supervisor, name)
                 if not _becomes_ready(supervisor, name, state, seconds):
                     terminal.line(f"{name}: not done; runs that are left go on after the next `up`")
         _shut_down(supervisor, state)
@@ -234,8 +234,7 @@ def _bring_up(supervisor: Supervisor, name: str, state: State) -> None:
             f"cannot start {name}: its port is already used by another {name}",
             hint="stop that one, or choose other ports: make up UP='--prefect-port 0 --receiver-port 0'",
         )
-    with suppress(Fault):  # SPAWN_ERROR, where it has ended before the answer: its state says so
-        supervisor("startProcess", name, False)
+    _start(supervisor, name)
     if not _becomes_ready(supervisor, name, state, READY_SECONDS):
         lives = supervisor("getProcessInfo", name)["statename"] in ("STARTING", "RUNNING")
         problem = "is not ready" if lives else "ended"
@@ -244,6 +243,11 @@ def _bring_up(supervisor: Supervisor, name: str, state: State) -> None:
     terminal.line(
         f"{name}: started (process {_live(supervisor)[name]})" if name in READY else f"{name}: done"
     )
+
+
+def _start(supervisor: Supervisor, name: str) -> None:
+    with suppress(Fault):  # SPAWN_ERROR, where it has ended before the answer: its state says so
+        supervisor("startProcess", name, False)
 
 
 def _becomes_ready(supervisor: Supervisor, name: str, state: State, seconds: float) -> bool:
