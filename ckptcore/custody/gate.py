@@ -12,6 +12,7 @@ It is asked when a conversion is planned, at each resume, and in the transaction
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,13 +23,19 @@ from ckptcore.catalog.types import CheckpointRow
 from ckptcore.core.manifest import Manifest
 from ckptcore.custody.distinct import require_apart
 from ckptcore.custody.judged import Judged
-from ckptcore.custody.obligation_records import Duty, place_of, read_duties, recorded_duty
+from ckptcore.custody.obligation_records import (
+    Duty,
+    place_of,
+    places_with_records,
+    read_duties,
+    recorded_duty,
+)
 from ckptcore.custody.place_contents import PlaceContents, contents_at
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUnreadable
 from ckptcore.fingerprints.holdings import Ids, ids_of, unpack_specs
 from ckptcore.planning.request import Settings
-from ckptcore.store import join_url, split_url
+from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import contents
@@ -101,8 +108,26 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
 
 
 def duties_beside(place: str) -> tuple[Duty, ...]:
-    """Return the obligations in records beside a place, and beside the folders around it."""
-    return (*read_duties(place), *(duty for folder in _around(place) for duty in _read_around(folder)))
+    """Return the obligations in records beside a place, beside folders around it, and of moved neighbours."""
+    around = (duty for folder in _around(place) for duty in _read_around(folder))
+    return (*read_duties(place), *around, *_of_moved_neighbours(place))
+
+
+def _of_moved_neighbours(place: str) -> Iterator[Duty]:
+    """Yield the obligations on copies that are gone from the same folder: a user may have renamed one.
+
+    Of a local disk: an object store has no renames, and a listing for each overwrite would cost a request.
+    """
+    path = local_path(place)
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.access(folder, os.R_OK, effective_ids=True):
+        _log.info("not allowed to look for records of moved copies in %s", folder)
+        return
+    for neighbour in places_with_records(folder):
+        if not os.path.lexists(neighbour):
+            yield from read_duties(neighbour)
 
 
 def judge(catalog: Catalog | None, place: str, settings: Settings, called: str = "") -> Judged:

@@ -1,6 +1,17 @@
 """Programs in which the product once failed, step by step: they stay what they are when the themes change."""
 
 ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
+    "a copy that was renamed by hand is overwritten without a catalog": [
+        ("save/setup", 306142937721),
+        ("save/setup", 832339061544),
+        ("validate=2/setup", 508604845296),
+        ("make=1>a/setup", 85252069286),
+        ("retire=now/setup", 1068005083216),
+        ("move=a>c", 854567950110),
+        ("overwrite=2>c/after", 897224772942),
+        ("resume/calm", 668932676754),
+        ("together", 1052511393350),
+    ],
     "a conversion that is recorded fails because its staging folder cannot be removed": [
         ("save/setup", 638087195500),
         ("save/setup", 794754587931),

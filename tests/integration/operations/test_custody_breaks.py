@@ -69,6 +69,15 @@ def test_it_was_moved_and_recorded_there(how, copies):
     copies.refuses(moved)
 
 
+@on_some
+def test_it_was_renamed_and_no_catalog_is_used(copies):
+    """Its record is still beside its old name, in the same folder."""
+    copies.counted_on()
+    moved = copies.copy.with_name("renamed")
+    copies.copy.rename(moved)
+    copies.refuses(moved, catalog=False)
+
+
 @pytest.mark.soak
 @on_some
 def test_it_was_moved_and_nobody_recorded_it(copies):
