@@ -56,7 +56,8 @@ def start_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_release_runs", lambda *_: None)
     monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
     with own_logs():
-        assert worker.main(["--pool", "p", "--name", "n"]) == 0
+        # A name of its own: a worker ends the processes that one of its name has left.
+        assert worker.main(["--pool", "p", "--name", str(tmp_path)]) == 0
 
 
 def start_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

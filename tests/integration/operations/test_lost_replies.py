@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
@@ -161,23 +162,33 @@ def without_chance(names):
 
 
 class Broken:
-    """Breaks connections at commits of writers: before they are done, or behind it."""
+    """Breaks connections at commits of writers: before they are done, or behind it.
+
+    Those of this thread: another one renews the row of a running conversion, at no time that a test knows.
+    """
 
     def __init__(self, monkeypatch, kind):
         self.commits, self.at, self.done = 0, None, True
         dialect = sqlalchemy.create_engine(f"{'postgresql+psycopg' if kind != 'sqlite' else kind}://").dialect
         self._commit, self._error = type(dialect).do_commit, BROKEN[kind]
+        self._thread = threading.get_ident()
         monkeypatch.setattr(type(dialect), "do_commit", lambda _, connection: self._break(connection))
         original = catalog._MARKS[kind]
 
         def marked(connection):
-            self.writer = True
+            self.writer = self.writer or self._is_own()
             return original(connection)
 
         self.writer = False
         monkeypatch.setitem(catalog._MARKS, kind, marked)
 
+    def _is_own(self):
+        return threading.get_ident() == self._thread
+
     def _break(self, connection):
+        if not self._is_own():
+            connection.commit()
+            return
         writer, self.writer = self.writer, False
         hit = writer and (self.at is None or self.commits == self.at)
         self.commits += writer

@@ -54,6 +54,12 @@ def saved(tensor: Any) -> bytes:
         return file.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def no_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are of the process, and as many as earlier tests left room for."""
+    monkeypatch.setattr("ckptcore.encodings.torchzip.templates._templates", {})
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors were filled by each call."""
@@ -66,8 +72,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return filled
 
     monkeypatch.setattr(SmallTensors, "read", noted)
-    # Templates are of the process, and as many as earlier tests left room for.
-    monkeypatch.setattr("ckptcore.encodings.torchzip.templates._templates", {})
     return calls
 
 
