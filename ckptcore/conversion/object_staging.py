@@ -40,7 +40,8 @@ class ObjectStaging(Staging):
         yield
 
     def require_lease(self) -> None:
-        """Do nothing: there is none."""
+        """Raise `Interrupted` if this run lost its row in the catalog: there is no lease."""
+        self.require_row()
 
     def finish_interrupted_publish(self) -> None:
         """Do nothing: what was begun is in the record, and `publish` goes on with it."""

@@ -11,6 +11,8 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.local_staging import LocalStaging
@@ -48,6 +50,15 @@ def open_staging(destination: str, catalog: Catalog | str | bool | None = False)
     from ckptcore.conversion.object_staging import ObjectStaging
 
     return ObjectStaging(destination)
+
+
+@contextmanager
+def at_rest(place: str) -> Iterator[None]:
+    """Keep writers away from a place that is about to be counted on; raise `Busy` if one is at work there."""
+    path = local_path(place)
+    # A conversion to a link replaces the link, and not what it leads to.
+    with open_staging(place if path is None else os.path.realpath(path)).lock(shared=True):
+        yield
 
 
 def staging_of_plan(plan_uri: str, catalog: Catalog | str | bool | None = False) -> Staging:

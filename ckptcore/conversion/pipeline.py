@@ -23,7 +23,7 @@ from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.checking.source_stamps import require_planned, require_same, take_listed
 from ckptcore.conversion.destination import refuse_existing, require_place
-from ckptcore.conversion.open_staging import open_staging, staging_of_plan
+from ckptcore.conversion.open_staging import at_rest, open_staging, staging_of_plan
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, packed_replaced
 from ckptcore.conversion.publish import Result, finish_staged
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
@@ -570,7 +570,8 @@ def _replaced(
     replaced = require_accounted(request, composed.extra, catalog_url, record)
     if not replaced.inventory:
         return replaced
-    return replace(replaced, judged=may_replace(request.destination, Replacer(catalog_url), settings))
+    judged = may_replace(request.destination, Replacer(catalog_url), settings, at_rest)
+    return replace(replaced, judged=judged)
 
 
 def _ends(request: Request) -> dict[str, str]:

@@ -40,6 +40,7 @@ from ckptcore.checking.source_stamps import (
 )
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.file_fingerprints import fingerprints
+from ckptcore.conversion.open_staging import at_rest
 from ckptcore.conversion.publication_record import ITSELF, Publication, Replaced
 from ckptcore.conversion.staged_plan import plan_run, planned_paths, staged_request
 from ckptcore.conversion.staging import Staging, UploadCompletion, noted, noted_replaced
@@ -447,10 +448,12 @@ def _admitted(publication: Publication, publishing: _Publishing) -> Publication:
     if not replaces.inventory:
         return publication
     # A late import: most conversions replace nothing.
-    from ckptcore.custody.replacing import admit
+    from ckptcore.custody.replacing import admit, require_row
 
     judged = None if publication.step else replaces.judged  # what it counts on may have gone since it began
-    home = admit(publishing.staging.destination, publishing.writer, publishing.settings, judged)
+    staging, writer = publishing.staging, publishing.writer
+    staging.require_row = partial(require_row, writer)
+    home = admit(staging.destination, writer, publishing.settings, judged, at_rest)
     return replace(publication, replaces=replace(replaces, home=home))
 
 

@@ -277,6 +277,7 @@ def _require_as_judged(destination: Destination, inventory: Inventory) -> None:
 
 def _remove(destination: Destination, name: str) -> None:
     """Remove one object, if it is still the recorded one; do nothing if it no longer exists."""
+    destination.staging.require_lease()
     now = destination.look(name)
     if now is None:
         return

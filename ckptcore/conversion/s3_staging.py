@@ -86,7 +86,7 @@ class S3Staging(ObjectStaging):
         """
         lease = self.places.lease(self._arbiter)
         if shared:
-            lease.require_free()
+            lease.require_ended()
             yield
             return
         lease.take(prove=not make)
@@ -120,7 +120,8 @@ class S3Staging(ObjectStaging):
                 store.records = None
 
     def require_lease(self) -> None:
-        """Raise `Busy` if another process took over the lease of the destination."""
+        """Raise `Busy` if another process took over or ended the lease, `Interrupted` without a row."""
+        super().require_lease()
         if self._lease is not None:
             self._lease.require()
 

@@ -76,6 +76,9 @@ class Staging(ABC):
         self.url = join_url(parent, f".{name}.ckptcore")
         self.root = self._store()
         self.plan, self.receipts, self.files = map(self._store, PARTS)
+        self.require_row: Callable[[], object] = lambda: (
+            None
+        )  # raises if the catalog counts this run as ended
 
     @abstractmethod
     def _store(self, *inside: str) -> Store:

@@ -6,15 +6,17 @@
 3. Contents under an obligation must be proven elsewhere: read now, in files that are not those of the place,
    where no conversion writes. Everything else is named by ``--overwrite``.
 
-It is asked when a conversion is planned, at each resume, and in the transaction before it publishes.
+It is asked when a conversion is planned, at each resume, and before it publishes; what was read then is
+counted on in one transaction (`ckptcore.custody.replacing.counting_on`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import holdings, obligations
@@ -22,7 +24,7 @@ from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.core.manifest import Manifest
 from ckptcore.custody.distinct import require_apart
-from ckptcore.custody.judged import Judged
+from ckptcore.custody.judged import AtRest, Judged, digest_of_files
 from ckptcore.custody.obligation_records import (
     Duty,
     place_of,
@@ -130,13 +132,16 @@ def _of_moved_neighbours(place: str) -> Iterator[Duty]:
             yield from read_duties(neighbour)
 
 
-def judge(catalog: Catalog | None, place: str, settings: Settings, called: str = "") -> Judged:
+def judge(
+    catalog: Catalog | None, place: str, settings: Settings, at_rest: AtRest, called: str = ""
+) -> Judged:
     """Decide whether a place may go.
 
     Args:
         catalog: The catalog, or None.
         place: Path or URL; something is there.
         settings: Memory and threads for reading.
+        at_rest: Keeps writers away from a copy.
         called: Its name in messages, if that is another one.
 
     Returns:
@@ -154,7 +159,10 @@ def judge(catalog: Catalog | None, place: str, settings: Settings, called: str =
     read_contents = contents_at(place, things, specs, settings, catalog)
     matched = {duty.row.id: _matched(duty, read_contents, place) for duty in duties}
     needed = frozenset[bytes]().union(*matched.values())
-    proven = _elsewhere(catalog, place, things, needed, specs, read_contents.manifests, settings)
+    proven, looks = dict[str, Ids](), dict[str, str]()
+    if catalog is not None and needed:
+        read_apart = partial(_read_apart, catalog, place, things, specs, settings, at_rest)
+        proven, looks = _elsewhere(catalog, needed, read_contents.manifests, read_apart)
     missing = needed.difference(*proven.values())
     if missing:
         raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
@@ -163,32 +171,24 @@ def judge(catalog: Catalog | None, place: str, settings: Settings, called: str =
         for duty, duty_ids in matched.items()
         if duty_ids
     }
-    return Judged(moves)
+    return Judged(moves, looks)
 
 
 def _elsewhere(
-    catalog: Catalog | None,
-    place: str,
-    things: Mapping[str, FileStatus],
+    catalog: Catalog,
     needed: Ids,
-    specs: Ids,
     manifests: Collection[Manifest],
-    settings: Settings,
-) -> dict[str, Ids]:
-    """Return the places outside of one that hold needed contents, with what was read there now.
+    read_apart: Callable[[CheckpointRow], tuple[Ids, str]],
+) -> tuple[dict[str, Ids], dict[str, str]]:
+    """Return the places that hold needed contents, with what was read there now, and how their files looked.
 
     Args:
-        catalog: The catalog, which says where to look; None for none.
-        place: Where the contents are that may go.
-        things: Everything there.
+        catalog: The catalog, which says where to look.
         needed: Content ids.
-        specs: Digests of their specs: what has none of them is not read.
-        manifests: Of the checkpoints there: copies have the same.
-        settings: Memory and threads for reading.
+        manifests: Of the checkpoints at the place that may go: copies have the same.
+        read_apart: See `_read_apart`.
     """
-    proven: dict[str, Ids] = {}
-    if catalog is None or not needed:
-        return proven
+    proven, looks = dict[str, Ids](), dict[str, str]()
     left, tried = set(needed), set[str]()
     for copies in (False, True):  # who is known to hold them; then copies of all that is there
         digests = [hex_digest(manifest.digest) for manifest in manifests] if copies and left else []
@@ -198,32 +198,49 @@ def _elsewhere(
             if not left or row.id in tried:
                 continue
             tried.add(row.id)
-            ids = attempt(_read_apart, catalog, row, place, things, specs, settings)
-            proven_ids = ids & left if not isinstance(ids, CkptError) else None
-            if proven_ids:  # else it is away, or another name of the place
-                proven[row.uri] = proven_ids
+            copy = attempt(read_apart, row)
+            if isinstance(copy, CkptError):  # it is away, or being written
+                continue
+            if proven_ids := copy[0] & left:  # else it is another name of the place
+                proven[row.uri], looks[row.uri] = proven_ids, copy[1]
                 left -= proven_ids
-    return proven
+    return proven, looks
 
 
 def _read_apart(
     catalog: Catalog,
-    row: CheckpointRow,
     place: str,
     things: Mapping[str, FileStatus],
     specs: Ids,
     settings: Settings,
-) -> Ids:
-    """Return what a checkpoint holds, if it is apart from a place, and nothing writes there."""
+    at_rest: AtRest,
+    row: CheckpointRow,
+) -> tuple[Ids, str]:
+    """Return what a checkpoint holds, if it is apart from a place, and nothing writes there.
+
+    Args:
+        catalog: The catalog.
+        place: Where the contents are that may go.
+        things: Everything there.
+        specs: Digests of specs: what has none of them is not read.
+        settings: Memory and threads for reading.
+        at_rest: Keeps writers away.
+        row: The checkpoint.
+
+    Returns:
+        Content ids, and the digest of its files before they were read.
+    """
     if relation(identify(place), identify(row.uri)) is not Relation.APART:
-        return frozenset()
+        return frozenset(), ""
     with catalog.reading() as conn:
         if writer_of_place(conn, row.uri) is not None:
-            return frozenset()
+            return frozenset(), ""
     files = contents(row.uri, follow=True)
     require_apart(place, things, row.uri, files)
+    with at_rest(row.uri):  # not while it is read: that may take hours
+        pass
     forget_small_reads()
-    return contents_at(row.uri, files, specs, settings).ids
+    return contents_at(row.uri, files, specs, settings).ids, digest_of_files(files)
 
 
 def _matched(duty: Duty, place_contents: PlaceContents, place: str) -> Ids:

@@ -1,26 +1,30 @@
 """Let a conversion replace a place: ask the gate, move obligations, and set aside what is under one.
 
-A conversion has a row in the catalog from before it asks first until it has published; while the row is
-alive, no purge counts on its destination. So the last look before it publishes is at the row; without one
-(another catalog, or none) the gate is asked once more.
+Who writes to a place, and who counts on it, exclude each other. A conversion has a row in the catalog from
+before it asks first until it has published, and it holds the lock of its staging folder from its last look
+at the records beside its destination until it has published. Whoever begins to count on a place writes the
+record beside it first, and then finds neither a row nor a lock (`counting_on`). A row alone would not do:
+that of a process that was stopped for minutes counts as ended, and it may go on.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 from ckptcore.catalog import obligations, set_aside
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.custody.gate import duties_at, duties_beside, existing_catalog, judge
-from ckptcore.custody.judged import Judged, Replacer
-from ckptcore.custody.obligation_records import add_duties, drop_duties
+from ckptcore.custody.judged import AtRest, Judged, Replacer, digest_of_files
+from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties
+from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin, folder_of
-from ckptcore.errors import UsageError
+from ckptcore.errors import Busy, SourceChanged, UsageError
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.file_status import NameKind
@@ -30,10 +34,10 @@ from ckptcore.store.place import Relation, identify, relation
 GRACE = timedelta(days=7)  # until what was set aside may be purged
 
 
-def may_replace(place: str, writer: Replacer, settings: Settings) -> Judged:
+def may_replace(place: str, writer: Replacer, settings: Settings, at_rest: AtRest) -> Judged:
     """Decide when a conversion is planned whether it may replace what is at its destination; see `judge`."""
     with existing_catalog(writer.catalog) as catalog:
-        return judge(catalog, place, settings)
+        return judge(catalog, place, settings, at_rest)
 
 
 def purge_frees(catalog: str | bool | None, place: str) -> int:
@@ -55,7 +59,7 @@ def purge_frees(catalog: str | bool | None, place: str) -> int:
     return sum(row.nbytes for row in rows if local_path(row.uri) and _device_of(row.record) == device)
 
 
-def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | None) -> str:
+def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | None, at_rest: AtRest) -> str:
     """Let a conversion replace a place now.
 
     Args:
@@ -63,6 +67,7 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
         writer: The conversion.
         settings: Memory and threads for reading.
         judged: What was decided when it was planned; None to decide now.
+        at_rest: Keeps writers away from a copy.
 
     Returns:
         The name of the folder beside the destination into which the old output is moved; "" if nothing of it
@@ -71,26 +76,85 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
     Raises:
         DestinationExists: It holds contents under an obligation that are proven nowhere else.
         Interrupted: The conversion lost its row.
+        Busy: Another conversion has begun to write to a copy.
+        SourceChanged: A copy was written while this ran.
     """
+    require_row(writer)
     with existing_catalog(writer.catalog) as catalog:
-        if catalog is not None and writer.conversion is not None:
-            RUNNING.require(catalog.renew, writer.conversion)
         in_place = local_path(place) is None  # nothing of it can be set aside: copies are read once more
         if in_place and nothing_at(place):  # an interrupted run was admitted, and removed it
             return ""
         asked = judged is not None and catalog is not None and writer.conversion is not None
         # Another catalog may count on what is here since then: its records say so.
         if judged is None or not asked or (judged.moves and in_place) or duties_beside(place):
-            judged = judge(catalog, place, settings)
+            judged = judge(catalog, place, settings, at_rest)
+        elif judged.moves and catalog is not None:
+            with suppress(Busy, SourceChanged):  # since it was planned: another copy may do
+                with moving_obligations(catalog, place, judged, at_rest):
+                    pass
+                return "" if in_place else _set_aside(catalog, place)
+            judged = judge(catalog, place, settings, at_rest)
         if not judged.moves:
             return ""
         assert catalog is not None  # without one, no other place is known
-        move_obligations(catalog, place, judged.moves)
+        with moving_obligations(catalog, place, judged, at_rest):
+            pass
         return "" if in_place else _set_aside(catalog, place)
 
 
-def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str, ...]]) -> None:
-    """Record that obligations count on other places now; each place first gets its own record.
+def require_row(writer: Replacer) -> None:
+    """Raise `Interrupted` if a conversion lost its row: somebody may count on its destination by now."""
+
+    def renew(conversions: Collection[str]) -> Collection[str]:
+        with existing_catalog(writer.catalog) as catalog:
+            return () if catalog is None else catalog.renew(conversions)
+
+    if writer.conversion is not None:
+        RUNNING.require(renew, writer.conversion)
+
+
+@contextmanager
+def counting_on(
+    catalog: Catalog,
+    duties: Mapping[str, Sequence[Duty]],
+    at_rest: AtRest,
+    require_same: Callable[[str], object],
+) -> Iterator[Any]:
+    """Begin to count on copies, in the transaction of the block.
+
+    A run that writes to a copy has a row in the catalog, or it holds the lock of the copy's staging folder,
+    or it reads the record beside the copy, which is there before the last look: it cannot be missed.
+
+    Args:
+        catalog: The catalog.
+        duties: Place of a copy -> the obligations that count on it from now on.
+        at_rest: Keeps writers away from a copy.
+        require_same: Raises an error if a copy is not what was read.
+
+    Yields:
+        The transaction.
+
+    Raises:
+        Busy: A conversion writes to a copy.
+    """
+    # A run that is killed behind this, or refused, leaves a record too many, and never none.
+    with catalog.writing():  # records beside copies are changed by one process at a time
+        for place, of_place in duties.items():
+            add_duties(place, of_place)
+    with ExitStack() as locks:
+        for place in duties:
+            locks.enter_context(at_rest(place))
+            require_same(place)
+        with catalog.writing() as conn:
+            for place in duties:
+                if writer := writer_of_place(conn, place):
+                    raise Busy(f"conversion {writer} writes to {place}")
+            yield conn
+
+
+@contextmanager
+def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: AtRest) -> Iterator[Any]:
+    """Let obligations count on other places, in the transaction of the block; each first gets its own record.
 
     An obligation on another place than the one that goes stays there, with its record: what goes may be a
     part of its contents, and the rest may be nowhere else.
@@ -98,15 +162,32 @@ def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str
     Args:
         catalog: The catalog.
         place: What is about to go.
-        moves: Id of an obligation -> the places where its contents were read.
+        judged: What the gate has decided about it.
+        at_rest: Keeps writers away from a copy.
+
+    Yields:
+        The transaction.
+
+    Raises:
+        Busy: A conversion writes to one of the other places.
+        SourceChanged: One was written since it was read.
     """
-    if not moves:
-        return
-    duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())}
-    with catalog.writing() as conn:  # records beside copies are changed by one process at a time
-        left = {key: places for key, places in moves.items() if key in duties}  # the others ended meanwhile
-        for where in dict.fromkeys(where for places in left.values() for where in places):
-            add_duties(where, [duties[key] for key, places in left.items() if where in places])
+    duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())} if judged.moves else {}
+    # The others ended meanwhile.
+    left = {key: places for key, places in judged.moves.items() if key in duties}
+    counted = {
+        where: [duties[key] for key, places in left.items() if where in places]
+        for where in dict.fromkeys(where for places in left.values() for where in places)
+    }
+
+    def require_same(where: str) -> None:
+        if digest_of_files(contents(where, follow=True)) != judged.looks.get(where):
+            raise SourceChanged(
+                f"{where} was written, moved or touched while this ran",
+                hint="run again when no process writes there",
+            )
+
+    with counting_on(catalog, counted, at_rest, require_same) as conn:
         for key, places in left.items():
             before = duties[key].row.place
             if _is_there(before) and relation(identify(before), identify(place)) is Relation.APART:
@@ -114,6 +195,7 @@ def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str
             obligations.move(conn, key, places[0])
             if before not in places:
                 drop_duties(before, [key])
+        yield conn
 
 
 def _is_there(place: str) -> bool:

@@ -29,16 +29,15 @@ from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import published_stamp
-from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.open_staging import at_rest, open_staging
 from ckptcore.conversion.registration import facts
 from ckptcore.conversion.staging import noted
 from ckptcore.core.used_files import used
 from ckptcore.custody.distinct import files_of, require_apart
 from ckptcore.custody.gate import judge
 from ckptcore.custody.holdings import file_holdings, objects_of, tensors_read
-from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties
-from ckptcore.custody.place_ties import writer_of_place
-from ckptcore.custody.replacing import move_obligations
+from ckptcore.custody.obligation_records import Duty, drop_duties
+from ckptcore.custody.replacing import counting_on, moving_obligations
 from ckptcore.custody.set_aside import (
     REPLACED,
     RETIRED,
@@ -193,9 +192,8 @@ def purge_one(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> t
     if record.why == RETIRED:
         _give_to_child(catalog, aside, verify_settings)
     else:
-        judged = judge(catalog, aside.place, verify_settings, record.uri)
-        move_obligations(catalog, aside.place, judged.moves)
-        with catalog.writing() as conn:
+        judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri)
+        with moving_obligations(catalog, aside.place, judged, at_rest) as conn:
             _decide(conn, aside)
     if not is_resumed:
         aside.require_approved()
@@ -393,11 +391,7 @@ def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None
 
 
 def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> None:
-    """Prove that the child holds everything, put an obligation on that, and mark the source as deleted.
-
-    A run that writes to the child has a row in the catalog, or it holds the lock of the child's staging
-    folder, or it reads the record beside the child, which is there before the last look: it cannot be missed.
-    """
+    """Prove that the child holds everything, put an obligation on that, and mark the source as deleted."""
     record, source = aside.record, _source_of(catalog, aside.record)
     detail = child_of(catalog, record.child)
     child, before = detail.checkpoint, files_now(detail)
@@ -408,22 +402,21 @@ def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings)
         _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
     )
     duty = Duty.of(row, child_holdings)
-    # Before the row: a run that is killed in between leaves a record too many, and never none.
-    with catalog.writing():  # records beside copies are changed by one process at a time
-        add_duties(child.uri, [duty])
+
+    def require_same(uri: str) -> None:
+        require_files(uri, before, files_now(detail))
+
     try:
-        with open_staging(child.uri).lock(shared=True):
-            require_files(child.uri, before, files_now(detail))
-            with catalog.writing() as conn:
-                if source is not None:
-                    require_untied(conn, now, source)
-                _require_at_rest(conn, detail.checkpoint)
-                obligations.put(conn, row, duty.packed)
-                set_aside.deleted(conn, now, record.checkpoint)
-                freed = freed_bytes(record.things)
-                proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
-                retirements.note(conn, now, record.checkpoint, proven)
-                _decide(conn, aside)
+        with counting_on(catalog, {child.uri: [duty]}, at_rest, require_same) as conn:
+            if source is not None:
+                require_untied(conn, now, source)
+            _require_present(conn, child)
+            obligations.put(conn, row, duty.packed)
+            set_aside.deleted(conn, now, record.checkpoint)
+            freed = freed_bytes(record.things)
+            proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
+            retirements.note(conn, now, record.checkpoint, proven)
+            _decide(conn, aside)
     except BaseException:
         current_row = row_of(catalog, aside.home)
         # An earlier run may have decided on the removal: then its record beside the child must stay.
@@ -439,13 +432,11 @@ def _decide(conn: Any, aside: SetAside) -> None:
         raise Conflict(f"{aside.record.uri} is not set aside any more")
 
 
-def _require_at_rest(conn: Any, child: CheckpointRow) -> None:
-    """Raise `UsageError` unless a child is present, and no conversion writes to it."""
+def _require_present(conn: Any, child: CheckpointRow) -> None:
+    """Raise `UsageError` unless a child is present."""
     state = maintenance.state_of(conn, child.id)
     if state != State.PRESENT.value:
         raise UsageError(f"{child.uri} is {state}")
-    if writer := writer_of_place(conn, child.uri):
-        raise UsageError(f"conversion {writer} writes to {child.uri}")
 
 
 def files_now(detail: CheckpointDetail) -> dict[str, FileStatus]:

@@ -4,8 +4,9 @@ A lease is a small object that is created only where there is none. Its holder r
 renewed in time, or whose process on this machine has ended, is taken over with a condition on its ETag, so
 that one of several successors gets it. Each holder has a higher fencing number than the one before.
 
-A process that was stopped past its lease may go on later. Two things keep it from harm: its successor aborts
-or completes the uploads in the journal, and `Lease.require` is called before each change that readers see.
+A process that was stopped past its lease may go on later. Three things keep it from harm: its successor
+aborts or completes the uploads in the journal, whoever counts on the destination meanwhile ends the lease for
+good (`Lease.require_ended`), and `Lease.require` is called before each change that readers see.
 """
 
 from __future__ import annotations
@@ -191,6 +192,31 @@ class Lease:
         stored_holder = self._stored_holder()
         if stored_holder is not None and stored_holder.is_alive(self._clock(), socket.gethostname()):
             raise self._busy(stored_holder)
+
+    def require_ended(self) -> None:
+        """Raise `Busy` if another process holds the lease, and remove one that has ended.
+
+        Its holder may only have been stopped: it finds that it has lost the lease, and does not renew it.
+        """
+        if self._stored_holder() is None:
+            return
+        lease_object = self._client.head(self._key)
+        self.require_free()  # looked at between both requests: the condition is about what has ended
+        if lease_object is None:
+            return
+        try:
+            self._client.delete(self._key, match=lease_object.etag)
+        except CkptError as error:
+            if kind_of(error) is Kind.UNSUPPORTED:
+                self._client.delete(self._key)
+            elif kind_of(error) is Kind.DENIED:
+                self._client.put(
+                    self._key, _packed(replace(self._new(0), until=0.0)), match=lease_object.etag
+                )
+            elif kind_of(error) is Kind.CHANGED:
+                self.require_free()  # it was renewed, or another process took it
+            else:
+                raise
 
     def require(self) -> None:
         """Raise `Busy` unless this process still holds the lease."""
