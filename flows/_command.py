@@ -24,8 +24,8 @@ from prefect.context import SyncClientContext
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import get_current_settings
 
+from ckptcore.cli.commands import FilledCommand
 from ckptcore.cli.options import typer_type
-from ckptcore.cli.plain_values import FilledCommand
 from ckptcore.conversion.destination import require_no_credentials
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, Interrupted, UsageError

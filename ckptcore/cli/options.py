@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
 
-from ckptcore.cli.plain_values import PlainCommand, PlainGroup
+from ckptcore.cli.commands import FilledGroup, GroupedHelpCommand
 from ckptcore.errors import LEVELS, CatalogError
 from ckptcore.planning.options import MEANS, Destination, Option, Options, Source, options_of, split
 from ckptcore.utils import terminal
@@ -26,17 +26,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Program(typer.Typer):
-    """A program whose commands convert plain values without pydantic."""
+    """A program whose commands refuse empty texts, and have their help in groups."""
 
     def command(self, name: str | None = None, **keywords: Any) -> Callable[[_F], _F]:
         """Register a command."""
-        return super().command(name, **{"cls": PlainCommand, **keywords})
+        return super().command(name, **{"cls": GroupedHelpCommand, **keywords})
 
 
 def group(help: str) -> typer.Typer:
     """Return a program or a group of commands."""
     return _Program(
-        cls=PlainGroup,
+        cls=FilledGroup,
         rich_markup_mode=None,  # the tables of rich cut names of options at 80 columns
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit them

@@ -21,19 +21,9 @@ from ckptcore.cli.catalog import app as catalog
 
 HEAVY = ("torch", "transformers", "prefect", "numpy.ma")
 # What else a verb must not wait for: libraries of other verbs, and stages that it does not go through.
-ELSEWHERE = (
-    "sqlalchemy",
-    "alembic",
-    "fsspec",
-    "asyncio",
-    "argparse",
-    "tenacity",
-    "fastapi",
-    "pydantic",
-    "importlib.metadata",
-    "email",
-    "ssl",
-)
+ELSEWHERE = ("sqlalchemy", "alembic", "fsspec", "asyncio", "argparse", "tenacity", "fastapi", "ssl")
+# What typer converts the arguments of a verb with, and what that imports.
+CONVERTING = ("pydantic", "importlib.metadata", "email")
 WRITING = (
     "ckptcore.conversion.pipeline",
     "ckptcore.execution.execute",
@@ -50,28 +40,19 @@ READERS = (
 )
 # verb -> what it does not import
 WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("--version",): (*HEAVY, *ELSEWHERE, "numpy", "rich", "ckptcore.formats"),
-    ("--help",): (*HEAVY, *ELSEWHERE, "numpy", "rich", "ckptcore.formats"),
+    ("--version",): (*HEAVY, *ELSEWHERE, *CONVERTING, "numpy", "rich", "ckptcore.formats"),
+    ("--help",): (*HEAVY, *ELSEWHERE, *CONVERTING, "numpy", "rich", "ckptcore.formats"),
     ("export", "--help"): (*HEAVY, *ELSEWHERE, "numpy", "rich", "ckptcore.formats", "ckptcore.catalog"),
     ("formats",): (*HEAVY, *ELSEWHERE, *WRITING, *READERS, "ckptcore.catalog"),
     ("plan", "--no-catalog"): (*HEAVY, *ELSEWHERE, *READERS, "ckptcore.catalog.database"),
     ("diff",): (*HEAVY, *ELSEWHERE, *READERS, "ckptcore.catalog.database"),
-    ("export",): (
-        *HEAVY,
-        *READERS,
-        *OBJECTS,
-        "fsspec",
-        "argparse",
-        "pydantic",
-        "ckptcore.conversion.foreign_files",
-    ),
-    ("catalog", "list"): (*HEAVY, "numpy", "fsspec", "argparse", "pydantic", "alembic", "ckptcore.formats"),
+    ("export",): (*HEAVY, *READERS, *OBJECTS, "fsspec", "argparse", "ckptcore.conversion.foreign_files"),
+    ("catalog", "list"): (*HEAVY, "numpy", "fsspec", "argparse", "alembic", "ckptcore.formats"),
     ("inspect",): (
         *HEAVY,
         *ELSEWHERE,
         *WRITING,
         *READERS,
-        "hashlib",
         "ckptcore.planning.request",
         "ckptcore.checking.check",
         "ckptcore.catalog",
@@ -84,11 +65,10 @@ WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
         "ckptcore.operations.registered_files",
         "ckptcore.catalog",
     ),
-    ("validate",): (*HEAVY, *WRITING, "fsspec", "argparse", "pydantic"),
+    ("validate",): (*HEAVY, *WRITING, "fsspec", "argparse"),
     ("consolidate",): (
         *HEAVY,
         *OBJECTS,
-        "pydantic",
         "fsspec",
         "argparse",
         "ckptcore.conversion.foreign_files",
@@ -99,16 +79,16 @@ WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
 MOST = {
     ("--version",): 192,
     ("--help",): 193,
-    ("export", "--help"): 184,
-    ("formats",): 478,
-    ("inspect",): 485,
-    ("validate", "--no-catalog"): 491,
-    ("validate",): 775,
-    ("plan", "--no-catalog"): 630,
-    ("diff",): 632,
-    ("consolidate",): 845,
-    ("export",): 850,
-    ("catalog", "list"): 505,
+    ("export", "--help"): 298,
+    ("formats",): 588,
+    ("inspect",): 602,
+    ("validate", "--no-catalog"): 611,
+    ("validate",): 847,
+    ("plan", "--no-catalog"): 720,
+    ("diff",): 736,
+    ("consolidate",): 920,
+    ("export",): 925,
+    ("catalog", "list"): 575,
 }
 
 

@@ -163,7 +163,7 @@ def test_the_help_cuts_no_word_at_80_columns(
 def test_help_is_short_and_has_all_on_request(
     commands: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ckptcore.cli.help_text import EXAMPLES, FIRST, SECTIONS
+    from ckptcore.cli.commands import EXAMPLES, FIRST, SECTIONS
 
     assert EXAMPLES.keys() == COMMANDS.keys() - {"catalog"}
     for verb, example in EXAMPLES.items():

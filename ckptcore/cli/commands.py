@@ -1,13 +1,19 @@
-"""Lay out the help of a command: an example, the options that people use first, and all of them in groups.
+"""Define the commands of a command line: they refuse empty texts, and their help is short and in groups.
 
-A conversion has about thirty options, of which most commands need a few. ``--help`` has the first ones,
-``--help --all`` has all.
+An empty text is what a shell makes of a variable that is not set, and not a wish for the default. A
+conversion has about thirty options, of which most commands need a few: ``--help`` has an example and the
+options that people use first, ``--help --all`` has all.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from typer import BadParameter
+from typer.core import TyperCommand, TyperGroup
+
+# Names in the model's own tree, a name that must be new, and nobody.
+_MAY_BE_EMPTY = frozenset({"model_prefix", "expect", "owner"})
 MANY = 15  # with more options than these, the help is short
 _FIRST = "config dtype to mesh include exclude max_file_size if_exists allow_incomplete output"
 FIRST = frozenset(_FIRST.split(" "))
@@ -40,16 +46,61 @@ EXAMPLES = {
     "gc": "exports",
 }
 ALL = "--all"
-_WANTS_ALL = "ckptcore.cli.help_text.all"  # in the context of a command
+_WANTS_ALL = "ckptcore.cli.commands.all"  # in the context of a command
 
 
-def without_all(ctx: Any, args: list[str]) -> list[str]:
-    """Return arguments without ``--all``, and note in the command's context that its help has all options."""
-    ctx.meta[_WANTS_ALL] = True
-    return [argument for argument in args if argument != ALL]
+class FilledCommand(TyperCommand):
+    """A command that refuses empty texts."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments of a command line; raise typer's error for an empty one."""
+        rest = super().parse_args(ctx, args)
+        _require_filled(self, ctx)
+        return rest
 
 
-def write_options(command: Any, ctx: Any, formatter: Any) -> None:
+class GroupedHelpCommand(FilledCommand):
+    """A command whose help has an example and groups of options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments of a command line, and whether its help is to have all options."""
+        if ALL in args and not {"-h", "--help"}.isdisjoint(args):
+            ctx.meta[_WANTS_ALL] = True
+            args = [argument for argument in args if argument != ALL]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options."""
+        _write_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the example of the command, if it has one."""
+        example = EXAMPLES.get(ctx.command_path.partition(" ")[2])
+        if example is not None:
+            with formatter.section("Example"):
+                formatter.write_text(f"{ctx.command_path} {example}")
+
+
+class FilledGroup(TyperGroup):
+    """A group of commands whose own options refuse empty texts."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the group's own arguments; raise typer's error for an empty one."""
+        rest = super().parse_args(ctx, args)
+        _require_filled(self, ctx)
+        return rest
+
+
+def _require_filled(command: Any, ctx: Any) -> None:
+    """Raise typer's error for a parameter that was given as an empty text."""
+    for param in command.get_params(ctx):
+        argument, source = ctx.params.get(param.name), ctx.get_parameter_source(param.name)
+        empty = argument == "" or (isinstance(argument, list | tuple) and "" in argument)
+        if empty and source is not None and source.name != "DEFAULT" and param.name not in _MAY_BE_EMPTY:
+            raise BadParameter("must not be empty", ctx=ctx, param=param)
+
+
+def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
     """Write the arguments of a command, and its options in their groups."""
     records = [(param, param.get_help_record(ctx)) for param in command.get_params(ctx)]
     arguments = [record for param, record in records if record and param.param_type_name == "argument"]
@@ -69,14 +120,6 @@ def write_options(command: Any, ctx: Any, formatter: Any) -> None:
         _write(formatter, "Options", list(first.values()))
         formatter.write_paragraph()
         formatter.write_text(f"{len(options) - len(first)} more options: {ctx.command_path} --help {ALL}")
-
-
-def write_example(ctx: Any, formatter: Any) -> None:
-    """Write the example of a command, if it has one."""
-    example = EXAMPLES.get(ctx.command_path.partition(" ")[2])
-    if example is not None:
-        with formatter.section("Example"):
-            formatter.write_text(f"{ctx.command_path} {example}")
 
 
 def _write(formatter: Any, title: str, records: list[Any]) -> None:
