@@ -33,7 +33,7 @@ from ckptcore.store.objects import IN_ONE, Checksum, KeysBelow, ObjectSeen, Open
 from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_checksums
 from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeated
 from ckptcore.store.objects.s3_options import open_file_system
-from ckptcore.store.objects.session import PartBody, S3Session, receive, release
+from ckptcore.store.objects.session import PartBody, S3Session
 from ckptcore.utils.foreign_text import is_number
 from ckptcore.utils.workers import failed
 
@@ -602,15 +602,13 @@ def _pieces(body: Any, into: Buffer, given_up: GivenUp) -> Iterator[int]:
     """Receive a body piece by piece, and yield how many bytes each has."""
     try:
         while len(into) and not given_up():
-            count = receive(body, into[:_RECEIVED])
+            count: int = body.readinto(into[:_RECEIVED])
             if not count:
                 break
             yield count
             into = into[count:]
-    except BaseException:
-        body.close()
-        raise
-    release(body)
+    finally:
+        body.close()  # a body that was received to its end has returned its connection to the pool
 
 
 def _is_md5(etag: str, data: Buffer | bytes) -> bool:

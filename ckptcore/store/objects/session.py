@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from http.client import HTTPResponse
 from typing import Any
 
 from ckptcore.errors import UsageError
@@ -118,31 +117,6 @@ class PartBody(io.BytesIO):
             if self._given_up():
                 raise ConnectionAbortedError("nobody waits for this request any more")
             yield self._view[offset : offset + _SENT]
-
-
-def receive(body: Any, into: Buffer) -> int:
-    """Receive the next bytes of a response, and return how many; fewer than asked for only at its end.
-
-    botocore and urllib3 would receive into new memory, and copy from it: a third of the time of a GET.
-    """
-    plain = _plain(body)
-    count: int = body.readinto(into) if plain is None else plain.readinto(into)
-    return count
-
-
-def release(body: Any) -> None:
-    """Keep the connection of a response that was received to its end, and close any other."""
-    plain = _plain(body)
-    if plain is not None and plain.isclosed():
-        body._raw_stream.release_conn()
-    else:
-        body.close()
-
-
-def _plain(body: Any) -> HTTPResponse | None:
-    """Return the response of the standard library below one of botocore; None if there is another."""
-    response = getattr(getattr(body, "_raw_stream", None), "_fp", None)
-    return response if isinstance(response, HTTPResponse) else None
 
 
 def share_service_models(file_system: Any) -> None:

@@ -61,13 +61,8 @@ def test_a_part_is_signed_and_sent_in_large_pieces(client: S3Client, monkeypatch
     assert received(client, "part", 0, len(DATA)) == DATA
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_bodies_are_received_with_and_without_the_plain_response(
-    client: S3Client, monkeypatch: pytest.MonkeyPatch, plain: bool
-) -> None:
+def test_bodies_are_received_from_their_beginning_and_from_within(client: S3Client) -> None:
     client.put("body", DATA)
-    if not plain:
-        monkeypatch.setattr(session, "_plain", lambda body: None)
     assert received(client, "body", 0, len(DATA)) == DATA
     assert received(client, "body", 1_000_001, 1_500_000) == DATA[1_000_001:2_500_001]
 
