@@ -103,7 +103,7 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
 
 
 def require_row(writer: Replacer) -> None:
-    """Raise `Interrupted` if a conversion lost its row: somebody may count on its destination by now."""
+    """Raise `Interrupted` if a conversion lost its row: another process may count on its destination by now."""
 
     def renew(conversions: Collection[str]) -> Collection[str]:
         with existing_catalog(writer.catalog) as catalog:
