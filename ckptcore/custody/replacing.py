@@ -157,7 +157,7 @@ def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: At
     """Let obligations count on other places, in the transaction of the block; each first gets its own record.
 
     An obligation on another place than the one that goes stays there, with its record: what goes may be a
-    part of its contents, and the rest may be nowhere else.
+    part of its contents, and the rest may be nowhere else. Nothing is left beside what goes.
 
     Args:
         catalog: The catalog.
@@ -195,6 +195,8 @@ def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: At
             obligations.move(conn, key, places[0])
             if before not in places:
                 drop_duties(before, [key])
+        if left:  # also those that another act had put there, whose obligations count on other places
+            drop_duties(place, left)
         yield conn
 
 
