@@ -66,11 +66,9 @@ def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
 
 
 def writer_of_place(conn: Any, uri: str) -> str | None:
-    """Return the id of a conversion that now writes to a place or around it, whatever its name, or None."""
+    """Return the id of a conversion that now writes to a place, in it or around it, whatever its name."""
     writers = maintenance.replacing(conn, uri)
     if writers:
         return writers[0]
     writing = maintenance.destinations(conn)
-    spellings = Spellings(writing).of(uri).items()
-    blocking = (Relation.SAME, Relation.AROUND)
-    return next((writing[place] for place, nesting in spellings if nesting in blocking), None)
+    return next((writing[place] for place in Spellings(writing).of(uri)), None)

@@ -86,20 +86,20 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
             return ""
         asked = judged is not None and catalog is not None and writer.conversion is not None
         # Another catalog may count on what is here since then: its records say so.
-        if judged is None or not asked or (judged.moves and in_place) or duties_beside(place):
-            judged = judge(catalog, place, settings, at_rest)
-        elif judged.moves and catalog is not None:
-            with suppress(Busy, SourceChanged):  # since it was planned: another copy may do
-                with moving_obligations(catalog, place, judged, at_rest):
-                    pass
-                return "" if in_place else _set_aside(catalog, place)
-            judged = judge(catalog, place, settings, at_rest)
-        if not judged.moves:
-            return ""
-        assert catalog is not None  # without one, no other place is known
-        with moving_obligations(catalog, place, judged, at_rest):
-            pass
-        return "" if in_place else _set_aside(catalog, place)
+        if judged is not None and asked and not (judged.moves and in_place) and not duties_beside(place):
+            with suppress(Busy, SourceChanged):  # of a copy, since it was planned: another one may do
+                return _admitted(catalog, place, judged, at_rest)
+        return _admitted(catalog, place, judge(catalog, place, settings, at_rest), at_rest)
+
+
+def _admitted(catalog: Catalog | None, place: str, judged: Judged, at_rest: AtRest) -> str:
+    """Move obligations as judged; return the name of the folder for the old output, or ""."""
+    if not judged.moves:
+        return ""
+    assert catalog is not None  # without one, no other place is known
+    with moving_obligations(catalog, place, judged, at_rest):
+        pass
+    return "" if local_path(place) is None else _set_aside(catalog, place)
 
 
 def require_row(writer: Replacer) -> None:

@@ -42,6 +42,14 @@ PUBLICATION, STAGING = "conversion.local_publication", "conversion.local_staging
 WRITER, GATE, PURGE = "store.local_writer", "custody.gate", "operations.purge"
 ASIDE, REPLACING = "custody.set_aside", "custody.replacing"
 
+LOOKED = (
+    f"{REPLACING}:moving_obligations",
+    "if digest_of_files(contents(where, follow=True)) != judged.looks.get(where):",
+    "if False:",
+)
+WRITER_ROW = (f"{REPLACING}:counting_on", "if writer := writer_of_place(conn, place):", "if False:")
+COPY_LOCK = (f"{REPLACING}:counting_on", "locks.enter_context(at_rest(place))", "pass")
+LOCK_WHEN_READ = (f"{GATE}:_read_apart", "with at_rest(row.uri):", "if True:")
 UNLOCKED = (f"{ASIDE}:LocalSetAside.opened", "host.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")
 
 MUTANTS = {
@@ -175,8 +183,9 @@ MUTANTS = {
     "gate-trusts-rows": Mutant(
         "a copy counts because the catalog says what it held, unread",
         f"{GATE}:_elsewhere",
-        "ids = attempt(_read_apart, catalog, row, place, things, specs, settings)",
-        "ids = frozenset(left) if row.uri != place else frozenset()",
+        "copy = attempt(read_apart, row)",
+        "copy = (frozenset(left) if row.uri != read_apart.args[1] else frozenset(), '')",
+        also=(LOOKED,),
         seed=38,
     ),
     "gate-proves-itself": Mutant(
@@ -202,10 +211,11 @@ MUTANTS = {
         seed=318,
     ),
     "gate-counts-on-a-target": Mutant(
-        "a copy counts although a conversion is about to replace it",
+        "a copy counts although a conversion is about to replace it, and is not locked",
         f"{GATE}:_read_apart",
         "if writer_of_place(conn, row.uri) is not None:",
         "if False:",
+        also=(LOCK_WHEN_READ, COPY_LOCK, WRITER_ROW),
         seed=0,
     ),
     "gate-without-records": Mutant(
@@ -231,23 +241,23 @@ MUTANTS = {
     ),
     "old-output-not-set-aside": Mutant(
         "an output under an obligation is removed at once",
-        f"{REPLACING}:admit",
-        'return "" if in_place else _set_aside(catalog, place)',
+        f"{REPLACING}:_admitted",
+        'return "" if local_path(place) is None else _set_aside(catalog, place)',
         'return ""',
         seed=27,
     ),
     "obligation-stays-behind": Mutant(
         "an obligation does not move with what it counts on",
-        f"{REPLACING}:move_obligations",
-        "if not moves:",
-        "if True:",
+        f"{REPLACING}:moving_obligations",
+        "if judged.moves else {}",
+        "if False else {}",
         seed=196,
     ),
     "record-stays-behind": Mutant(
         "the record of an obligation does not move with what it counts on",
-        f"{REPLACING}:move_obligations",
-        "add_duties(where, [duties[key] for key, places in left.items() if where in places])",
-        "pass",
+        f"{REPLACING}:moving_obligations",
+        "[duties[key] for key, places in left.items() if where in places]",
+        "[]",
         seed=196,
     ),
     "no-obligation": Mutant(
@@ -273,23 +283,25 @@ MUTANTS = {
     "child-not-looked-at-again": Mutant(
         "a purge does not look at the copy again within its transaction",
         f"{PURGE}:_give_to_child",
-        "require_files(child.uri, before, files_now(detail))",
+        "require_files(uri, before, files_now(detail))",
         "pass",
     ),
     "child-being-written": Mutant(
         "a purge counts on a copy that a conversion is about to replace, and does not lock it",
-        f"{PURGE}:_require_at_rest",
-        "if writer := writer_of_place(conn, child.uri):",
-        "if False:",
-        also=((f"{PURGE}:_give_to_child", "with open_staging(child.uri).lock(shared=True):", "if True:"),),
+        *WRITER_ROW,
+        also=(COPY_LOCK,),
         seed=268,
     ),
     "child-not-locked": Mutant(
-        "a purge does not lock the copy's staging folder",
-        f"{PURGE}:_give_to_child",
-        "with open_staging(child.uri).lock(shared=True):",
-        "if True:",
-        seed=268,
+        "whoever counts on a copy does not lock its staging folder", *COPY_LOCK, seed=268
+    ),
+    "copy-not-locked": Mutant(
+        "an overwrite counts on a copy that a stopped process goes on to replace",
+        *COPY_LOCK,
+        also=(LOCK_WHEN_READ,),
+    ),
+    "copy-not-looked-at-again": Mutant(
+        "an overwrite counts on a copy as it was when the overwrite was planned", *LOOKED
     ),
     "purge-before-decision": Mutant(
         "a removal begins before it is recorded as decided, and without a lock",
@@ -301,7 +313,7 @@ MUTANTS = {
     "purged-unjudged": Mutant(
         "what a conversion has set aside is purged without asking what counts on it",
         f"{PURGE}:purge_one",
-        "judged = judge(catalog, aside.place, verify_settings, record.uri)",
+        "judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri)",
         "from ckptcore.custody.judged import Judged; judged = Judged()",
     ),
     "unlisted-is-removed": Mutant(

@@ -47,6 +47,15 @@ ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
         ("retire=now/setup", 142075686013),
         ("bare=2>a/calm", 642740937731),
     ],
+    "two copies are replaced at the same time, each because of the other, and one process is stopped": [
+        ("save/setup", 1012590350587),
+        ("save/setup", 533585420726),
+        ("validate=2/setup", 107681860633),
+        ("make=1>a/setup", 224451696746),
+        ("make=1>b/setup", 641035633568),
+        ("retire=now/setup", 81262173491),
+        ("overwrite=2>a+overwrite=2>b/pause@shows:1", 817049214205),
+    ],
     # In these, what must be true was wrong: a source that is restored under another name is not deleted.
     "a source is restored under another name after a kill of its purge, and retired again": [
         ("save/setup", 61619520485),

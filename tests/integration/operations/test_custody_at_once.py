@@ -152,3 +152,15 @@ def test_a_stopped_overwrite_without_a_catalog_removes_nothing_that_a_deletion_c
         convert(Request(OTHER, COPY, **IN_PLACE), MEANS, None, False)
     assert bucket.there("out/k/") == before
     bucket.refuses()
+
+
+@on_some
+def test_a_copy_does_not_count_while_a_part_of_it_is_replaced(copies):
+    part = copies.copy / "part"
+    copies.convert(copies.other, part)
+    request = Request(str(copies.other), str(part), overwrite=True)
+    uris = {"source_uri": request.source, "destination_uri": request.destination}
+    begun = copies.catalog.begin(request.as_dict(), **uris, verb="consolidate", tool_version="0")
+    done = copies.fate()
+    assert (done.fate.value, "writes to" in done.why[0]) == ("unsafe", True), done.why
+    copies.catalog.fail(begun, code="interrupted", message="stopped")
