@@ -79,7 +79,7 @@ class World:
         self.root, self.elsewhere = self.tmp / "runs", self.tmp / "elsewhere"
         self.run = f"run-{name}"
         self.source, self.child = self.root / self.run / "step-1", self.tmp / "out" / "step-1"
-        self.elsewhere.mkdir(parents=True)
+        self.elsewhere.mkdir(parents=True, exist_ok=True)
         self.mounts = []
 
     def make(self, form="dcp", **options):

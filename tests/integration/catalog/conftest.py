@@ -6,21 +6,12 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-import sqlalchemy
 import warm
 from paths import ROOT
 
-from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog, upgrade
+from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 
 DATABASES = ("sqlite", "postgresql")
-
-
-@pytest.fixture(scope="session")
-def upgraded(postgres):
-    """The name of a PostgreSQL catalog to copy, which is faster than migrating."""
-    with postgres.database() as made:
-        upgrade(made)
-        yield sqlalchemy.make_url(made).database
 
 
 @pytest.fixture(params=DATABASES)

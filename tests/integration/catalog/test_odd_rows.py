@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
 from checkpoints import save
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 
 from ckptcore.catalog import (
     as_dict,
@@ -65,20 +66,42 @@ LISTED = {
 KEYS = {"checkpoint": "id", "conversion": "id", "tensor": "fqn", "checkpoint_file": "path"}
 
 
-@pytest.fixture
-def filled(url, tmp_path):
-    """The URL of a catalog with two checkpoints and their conversions."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with two checkpoints, and a catalog of them and of their conversions."""
+    folder = tmp_path_factory.mktemp("filled")
     for step in range(2):
-        save(tmp_path / "runs" / f"step-{step}", step)
-        request = Request(
-            str(tmp_path / "runs" / f"step-{step}"), str(tmp_path / "out" / f"step-{step}"), "consolidate"
-        )
-        convert(request, SETTINGS, None, url)
-    return url
+        save(folder / "runs" / f"step-{step}", step)
+    fill(folder, str(folder / "catalog.sqlite"))
+    return folder
+
+
+def fill(folder, url):
+    for step in range(2):
+        source, output = (str(folder / kind / f"step-{step}") for kind in ("runs", "out"))
+        convert(Request(source, output, "consolidate", overwrite=True), SETTINGS, None, url)
+
+
+@pytest.fixture(scope="module")
+def filled_on_postgresql(folder, postgres, upgraded):
+    with postgres.database(upgraded) as url:
+        fill(folder, url)
+        yield make_url(url).database
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def filled(request, folder, tmp_path):
+    """The URL of a catalog with two checkpoints and their conversions."""
+    if request.param == "sqlite":
+        yield str(shutil.copy(folder / "catalog.sqlite", tmp_path / "catalog.sqlite"))
+        return
+    template = request.getfixturevalue("filled_on_postgresql")
+    with request.getfixturevalue("postgres").database(template) as url:
+        yield url
 
 
 @contextmanager
-def odd(url, table, column, value):
+def odd(catalog, table, column, value):
     """Write a value into rows of the checkpoint or conversion of step 1 while the block runs."""
     where = {
         "checkpoint": "uri LIKE '%runs/step-1'",
@@ -86,17 +109,16 @@ def odd(url, table, column, value):
         "tensor": "checkpoint_id = (SELECT id FROM checkpoint WHERE uri LIKE '%runs/step-1')",
     }
     where["checkpoint_file"] = where["tensor"]
-    with open_catalog(url) as catalog:
-        with catalog.writing() as conn:
-            key = KEYS[table]
-            before = conn.execute(text(f"SELECT {key}, {column} FROM {table} WHERE {where[table]}")).all()
-            conn.execute(text(f"UPDATE {table} SET {column} = :v WHERE {where[table]}"), {"v": value})
-        assert before
-        yield
-        with catalog.writing() as conn:
-            for name, old in before:
-                change = f"UPDATE {table} SET {column} = :v WHERE {where[table]} AND {key} = :name"
-                conn.execute(text(change), {"v": old, "name": name})
+    with catalog.writing() as conn:
+        key = KEYS[table]
+        before = conn.execute(text(f"SELECT {key}, {column} FROM {table} WHERE {where[table]}")).all()
+        conn.execute(text(f"UPDATE {table} SET {column} = :v WHERE {where[table]}"), {"v": value})
+    assert before
+    yield
+    with catalog.writing() as conn:
+        for name, old in before:
+            change = f"UPDATE {table} SET {column} = :v WHERE {where[table]} AND {key} = :name"
+            conn.execute(text(change), {"v": old, "name": name})
 
 
 def cli(capsys, url, *arguments):
@@ -106,25 +128,24 @@ def cli(capsys, url, *arguments):
 
 
 @pytest.mark.parametrize("cases", [ODD[::4], pytest.param(ODD, marks=pytest.mark.soak)], ids=["some", "all"])
-def test_lists_show_it_and_the_others(filled, capsys, tmp_path, cases):
-    for table, column, value, everywhere in cases:
-        if everywhere or not filled.startswith("postgresql"):  # its types refuse the others
-            with odd(filled, table, column, value):
-                _look_at_all(filled, capsys, tmp_path, table)
+def test_lists_show_it_and_the_others(filled, capsys, folder, cases):
+    with open_catalog(filled) as catalog:
+        for table, column, value, everywhere in cases:
+            if everywhere or not filled.startswith("postgresql"):  # its types refuse the others
+                with odd(catalog, table, column, value):
+                    _look_at_all(catalog, filled, capsys, folder, table)
     _, rows = cli(capsys, filled, "catalog", "list")
     assert not [row for row in rows if "trouble" in row]
 
 
-def _look_at_all(url, capsys, tmp_path, table):
+def _look_at_all(catalog, url, capsys, folder, table):
     code, rows = cli(capsys, url, "catalog", "list")
     assert (code, len(rows)) == (0, 4)
     code, made = cli(capsys, url, "catalog", "list", "--conversions")
     assert (code, len(made)) == (0, 2)
     listed = {"checkpoint": rows, "conversion": made}.get(table, [])
     assert len([row for row in listed if "trouble" in row]) == (table in ("checkpoint", "conversion"))
-    sources, outputs = (
-        [str(tmp_path / folder / f"step-{n}") for n in range(2)] for folder in ("runs", "out")
-    )
+    sources, outputs = ([str(folder / kind / f"step-{n}") for n in range(2)] for kind in ("runs", "out"))
     for asked, of in (("list", ()), ("list --conversions", ()), ("find", outputs[1:]), ("show", sources[1:])):
         assert run(["catalog", *asked.split(), *of, "--catalog", url]) == 0
         assert ("catalog-row" in capsys.readouterr().out) == ((asked, table) in LISTED)
@@ -136,7 +157,7 @@ def _look_at_all(url, capsys, tmp_path, table):
         odd_parts = [part for part in parts if "trouble" in part]
         assert bool(odd_parts) == (source == sources[1] and table != "conversion")
         assert [f["code"] for f in detail["findings"]].count("catalog-row") == len(odd_parts)
-    with open_catalog(url) as catalog, catalog.reading() as conn:
+    with catalog.reading() as conn:
         assert len(maintenance.due(conn)) == 4
         assert len(maintenance.sources(conn)) == 2
         assert len(browse.checkpoints(conn).rows) == 4
@@ -166,19 +187,22 @@ def paged(rows, conn, *arguments):
     raise AssertionError("pages without an end")
 
 
+SERVER_TIMES = ("infinity", "-infinity", "0044-03-15 BC", "20000-01-01")
+NO_TIMES = ("never", 12, b"x")
 TIMES = ("checkpoint.verified_at", "checkpoint.created_at", "conversion.started_at", "conversion.ended_at")
 
 
 def test_the_figures_are_of_the_others(filled):
     """Times that only a database has, of which a monitor asks the first."""
     server = filled.startswith("postgresql")
-    for value in ("infinity", "-infinity", "0044-03-15 BC", "20000-01-01") if server else ("never", 12, b"x"):
-        for name in (*TIMES, "checkpoint.total_bytes", "conversion.bytes_out", "conversion.verb"):
-            table, column = name.split(".")
-            if server and name not in TIMES:
-                value = "x" * 300 if column == "verb" else -1
-            with odd(filled, table, column, value):
-                with open_catalog(filled) as catalog, catalog.reading() as conn:
+    cases = [(name, value) for name in TIMES for value in (SERVER_TIMES if server else NO_TIMES)]
+    for name in ("checkpoint.total_bytes", "conversion.bytes_out", "conversion.verb"):
+        of_server = ("x" * 300,) if name.endswith("verb") else (-1,)
+        cases += [(name, value) for value in (of_server if server else NO_TIMES)]
+    with open_catalog(filled) as catalog:
+        for name, value in cases:
+            with odd(catalog, *name.split("."), value):
+                with catalog.reading() as conn:
                     counted = figures(conn, catalog.now())
                 assert sum(each.checkpoints for each in counted.stock.values()) == 4, (name, value)
                 assert sum(counted.conversions.values()) == 2, (name, value)
@@ -189,16 +213,16 @@ def test_views_show_the_other_rows(filled, step):
     server = filled.startswith("postgresql")
     cases = [odd_value[:3] for odd_value in ODD if odd_value[3] or not server]
     if server:
-        for time in ("infinity", "-infinity", "0044-03-15 BC"):
-            cases += [(*name.split("."), time) for name in TIMES]
-    with open_catalog(filled) as catalog, catalog.reading() as conn:
-        usual = {view: len(conn.execute(text(f"SELECT * FROM {view}")).all()) for view in VIEWS}
-    assert usual["conversion_stages"] >= 2
-    for table, column, value in cases[::step]:
-        with odd(filled, table, column, value), open_catalog(filled) as catalog, catalog.reading() as conn:
-            for view in VIEWS:
-                rows = conn.execute(text(f"SELECT * FROM {view}")).all()
-                assert len(rows) >= usual[view] // 2, (view, table, column, value)
+        cases += [(*name.split("."), time) for time in SERVER_TIMES for name in TIMES]
+    with open_catalog(filled) as catalog:
+        with catalog.reading() as conn:
+            usual = {view: len(conn.execute(text(f"SELECT * FROM {view}")).all()) for view in VIEWS}
+        assert usual["conversion_stages"] >= 2
+        for table, column, value in cases[::step]:
+            with odd(catalog, table, column, value), catalog.reading() as conn:
+                for view in VIEWS:
+                    rows = conn.execute(text(f"SELECT * FROM {view}")).all()
+                    assert len(rows) >= usual[view] // 2, (view, table, column, value)
 
 
 ODD_FINDINGS = ("code", "level", "message", "fqn", "file", "hint", "severity")
@@ -226,7 +250,7 @@ def test_an_odd_finding_is_one_finding(url, tmp_path, capsys):
 
 
 def test_a_scrub_checks_the_others(filled, capsys):
-    with odd(filled, "checkpoint", "origin", "{"), open_catalog(filled) as catalog:
+    with open_catalog(filled) as catalog, odd(catalog, "checkpoint", "origin", "{"):
         found = scrub.scrub(catalog, share=1.0)
         assert len(found.looked) == 4
         (wrong,) = [each for each in found.looked if each.proven.proof.value == "unread"]

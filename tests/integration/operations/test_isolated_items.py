@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from checkpoints import save
+from prepared import Prepared
 from safetensors.torch import load_file
 from sqlalchemy import func, select, text
 
 from ckptcore.catalog import claims as claim_rows
-from ckptcore.catalog import sightings
+from ckptcore.catalog import open_catalog, sightings
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.models import Checkpoint, Conversion
 from ckptcore.conversion import batch, pipeline, registration
@@ -31,31 +33,72 @@ NUMBERS = (0, 7, 9)
 ODD = "step-7"
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return Prepared(tmp_path_factory.mktemp("items") / "place")
+
+
 @pytest.fixture
-def steps(runs, watch, tmp_path):
+def place(request, prepared):
+    """A folder: empty, with steps under a root that is watched, or with what a sweep made of them."""
+    state = next((name for name in ("converted", "steps") if name in request.fixturenames), None)
+    return prepared.empty() if state is None else prepared.restore(state, PREPARE[state])
+
+
+@pytest.fixture
+def url(place):
+    return str(place / "catalog.sqlite")
+
+
+@pytest.fixture
+def runs(place):
+    (place / "runs" / "llama").mkdir(parents=True, exist_ok=True)
+    return place / "runs"
+
+
+@pytest.fixture
+def steps(place):
+    return place / "exports"
+
+
+@pytest.fixture
+def converted(place):
+    return place / "exports"
+
+
+def save_steps(place):
     for step in NUMBERS:
-        save(runs / "llama" / f"step-{step}", step)
-    watch(destination="{root}/../exports/{name}")
-    return tmp_path / "exports"
+        save(place / "runs" / "llama" / f"step-{step}", step)
+    target = {"destination": "{root}/../exports/{name}"}
+    with open_catalog(str(place / "catalog.sqlite")) as opened, opened.writing() as conn:
+        roots.add(conn, datetime.now(UTC), "r", str(place / "runs"), targets=[target])
+
+
+def convert_steps(place):
+    save_steps(place)
+    url = str(place / "catalog.sqlite")
+    with open_catalog(url) as opened:
+        items = sweep_all(opened, url, together=True)
+    assert {item.standing.value for item in items.values()} == {"made"}
+
+
+PREPARE = {"steps": save_steps, "converted": convert_steps}
 
 
 @pytest.fixture(params=["batch", pytest.param("one by one", marks=pytest.mark.soak)])
 def swept(request, catalog, url):
     """Return a function that sweeps as the command does, or as a flow on other machines."""
-    together = request.param == "batch"
+    return lambda: sweep_all(catalog, url, request.param == "batch")
 
-    def run():
-        found = sweep.sweep(
-            catalog,
-            lambda r: convert(r, SETTINGS, None, url),
-            settings=sweep.SweepSettings(settle_s=0, retry_failed=True),
-            convert_each=(lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url))
-            if together
-            else None,
-        )
-        return {item.source.rsplit("/", 1)[-1]: item for item in found.items}
 
-    return run
+def sweep_all(catalog, url, together):
+    found = sweep.sweep(
+        catalog,
+        lambda r: convert(r, SETTINGS, None, url),
+        settings=sweep.SweepSettings(settle_s=0, retry_failed=True),
+        convert_each=(lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url)) if together else None,
+    )
+    return {item.source.rsplit("/", 1)[-1]: item for item in found.items}
 
 
 class Breaks:
@@ -198,8 +241,7 @@ SCRUB = {
 }
 
 
-def test_one_checkpoint_of_a_scrub(catalog, steps, swept, monkeypatch):
-    swept()
+def test_one_checkpoint_of_a_scrub(catalog, converted, monkeypatch):
     with catalog.reading() as conn:
         odd = conn.execute(
             select(Checkpoint.uuid).where(Checkpoint.uri.endswith(f"runs/llama/{ODD}"))
@@ -260,30 +302,28 @@ RETIRE = {
 }
 
 
-def test_one_source_of_retire(catalog, steps, runs, watch, swept, monkeypatch):
-    """Whatever breaks for one source, the oldest of the others goes."""
-    for step in {*range(8, 8 + len(RETIRE))} - {*NUMBERS}:
-        save(runs / "llama" / f"step-{step}", step)
-    swept()
-    before = {p: p.read_bytes() for p in (runs / "llama" / ODD).rglob("*") if p.is_file()}
-    for left, (case, function) in zip(range(len(RETIRE), 0, -1), RETIRE.items(), strict=True):
-        with monkeypatch.context() as patch:
-            breaks = Breaks(patch)
-            breaks(retire, function)
-            items = retired(catalog, keep=left)
-        assert breaks.raised, case
-        fates = {name: item.fate.value for name, item in items.items()}
-        assert fates.pop(ODD) == "unsafe", case
-        assert "unforeseen" in " ".join(items[ODD].why), case
-        assert {p: p.read_bytes() for p in (runs / "llama" / ODD).rglob("*") if p.is_file()} == before, case
-        assert list(fates.values()).count("deleted") == 1, (case, fates)
-        assert list(fates.values()).count("kept") == left, (case, fates)
-    assert retired(catalog)[ODD].fate.value == "deleted"
-    assert not (runs / "llama" / ODD).exists()
+def test_one_source_of_retire(place, converted, monkeypatch, prepared):
+    """Whatever breaks for one source, the other one goes."""
+    odd = place / "runs" / "llama" / ODD
+    before = {p: p.read_bytes() for p in odd.rglob("*") if p.is_file()}
+    for case, function in RETIRE.items():
+        prepared.restore("converted", convert_steps)
+        with open_catalog(str(place / "catalog.sqlite")) as catalog:
+            with monkeypatch.context() as patch:
+                breaks = Breaks(patch)
+                breaks(retire, function)
+                items = retired(catalog)
+            assert breaks.raised, case
+            fates = {name: item.fate.value for name, item in items.items()}
+            assert fates == {"step-0": "deleted", ODD: "unsafe", "step-9": "kept"}, case
+            assert "unforeseen" in " ".join(items[ODD].why), case
+            assert {p: p.read_bytes() for p in odd.rglob("*") if p.is_file()} == before, case
+            if case == list(RETIRE)[-1]:
+                assert retired(catalog)[ODD].fate.value == "deleted"
+    assert not odd.exists()
 
 
-def test_a_source_that_cannot_be_listed_is_kept_as_the_others_are(catalog, steps, swept, breaks):
-    swept()
+def test_a_source_that_cannot_be_listed_is_kept_as_the_others_are(catalog, converted, breaks):
     breaks(retire, "contents")
     found = retire.retire(catalog, Policy(3))
     assert breaks.raised
@@ -293,8 +333,7 @@ def test_a_source_that_cannot_be_listed_is_kept_as_the_others_are(catalog, steps
 PURGE = ("_opened", "_source_of", "purge_one", "_give_to_child", "_read_child", "require_sound")
 
 
-def test_one_thing_of_a_purge(catalog, steps, runs, swept, monkeypatch):
-    swept()
+def test_one_thing_of_a_purge(catalog, converted, runs, monkeypatch):
     retired(catalog, timedelta(weeks=1))
 
     def purged():
@@ -314,8 +353,7 @@ def test_one_thing_of_a_purge(catalog, steps, runs, swept, monkeypatch):
     assert {n: item.fate for n, item in purged().items()} == {ODD: "purged"}
 
 
-def test_an_odd_row_of_what_is_set_aside_is_one_row(catalog, steps, swept):
-    swept()
+def test_an_odd_row_of_what_is_set_aside_is_one_row(catalog, converted):
     retired(catalog, timedelta(weeks=1))
     with catalog.writing() as conn:
         conn.execute(text(f"UPDATE set_aside SET due_at = 'x' WHERE uri LIKE '%{ODD}'"))
@@ -329,8 +367,7 @@ def test_an_odd_row_of_what_is_set_aside_is_one_row(catalog, steps, swept):
     assert "due_at holds 'x'" in found[ODD].why
 
 
-def test_an_odd_folder_of_what_is_set_aside_is_one_row(catalog, steps, swept):
-    swept()
+def test_an_odd_folder_of_what_is_set_aside_is_one_row(catalog, converted):
     retired(catalog, timedelta(weeks=1))
     with catalog.writing() as conn:
         conn.execute(text(f"UPDATE set_aside SET record = :odd WHERE uri LIKE '%{ODD}'"), {"odd": b"\xff"})
@@ -349,8 +386,7 @@ def test_an_odd_folder_of_what_is_set_aside_is_one_row(catalog, steps, swept):
         "UPDATE conversion SET request = '[]' WHERE source_uri LIKE '%/{odd}'",
     ],
 )
-def test_nothing_is_deleted_by_an_odd_row(catalog, steps, runs, swept, statement):
-    swept()
+def test_nothing_is_deleted_by_an_odd_row(catalog, converted, runs, statement):
     with catalog.writing() as conn:
         conn.execute(text(statement.format(odd=ODD)))
     items = retired(catalog)
@@ -364,9 +400,8 @@ def test_nothing_is_deleted_by_an_odd_row(catalog, steps, runs, swept, statement
 
 
 @pytest.mark.parametrize("target", ["{", '{"retention": 3}', '{"retention": {"keep_lots": 1}}'])
-def test_an_odd_rule_of_a_root_deletes_nothing(catalog, steps, runs, swept, target):
+def test_an_odd_rule_of_a_root_deletes_nothing(catalog, converted, runs, target):
     """What the root keeps is not known then: the defaults are not what its user wants."""
-    swept()
     with catalog.writing() as conn:
         conn.execute(text("UPDATE watched_roots SET target = :odd"), {"odd": target})
     policy, allowed = rules(RetireOptions(keep_last=1))
@@ -380,8 +415,7 @@ def test_an_odd_rule_of_a_root_deletes_nothing(catalog, steps, runs, swept, targ
 
 
 @pytest.mark.parametrize("name", ["recorded_ids", "recorded_duty"])
-def test_one_obligation(catalog, steps, swept, breaks, name):
-    swept()
+def test_one_obligation(catalog, converted, breaks, name):
     retired(catalog)
     assert len(upkeep.listed(catalog)) == 2
     with catalog.writing() as conn:
@@ -393,13 +427,12 @@ def test_one_obligation(catalog, steps, swept, breaks, name):
     assert sorted(each.lost > 0 for each in upkeep.listed(catalog)) == [False, True]
 
 
-def test_one_record_of_an_obligation(catalog, steps, swept, breaks):
-    swept()
+def test_one_record_of_an_obligation(catalog, converted, breaks):
     retired(catalog)
     with catalog.writing() as conn:
         conn.execute(text("DELETE FROM obligation"))
     breaks(upkeep, "read_duties")
-    places = [str(steps / name) for name in ("step-0", ODD)]
+    places = [str(converted / name) for name in ("step-0", ODD)]
     count, (unread,) = upkeep.read_records(catalog, places)
     assert (count, "unforeseen" in unread) == (1, True)
     breaks.armed = False
