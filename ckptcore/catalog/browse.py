@@ -31,6 +31,7 @@ from ckptcore.catalog.query import (
     loadable,
     part_of,
     resolve_checkpoint,
+    sum_of,
     tensor_row,
 )
 from ckptcore.catalog.row_values import as_integer, checked, is_integer
@@ -138,7 +139,7 @@ def runs(
             func.sum(case((Checkpoint.kind == Kind.SOURCE.value, 1), else_=0)).label("sources"),
             func.sum(case((Checkpoint.kind == Kind.DERIVED.value, 1), else_=0)).label("outputs"),
             func.sum(case((damaged, 1), else_=0)).label("damaged"),
-            func.sum(Checkpoint.total_bytes).label("nbytes"),
+            sum_of(conn, Checkpoint.total_bytes).label("nbytes"),
             func.min(Checkpoint.step).label("first_step"),
             func.max(Checkpoint.step).label("last_step"),
             func.max(Checkpoint.created_at).label("last_at"),

@@ -25,6 +25,7 @@ from ckptcore.catalog.models import (
     Obligation,
     SetAsideRow,
 )
+from ckptcore.catalog.query import sum_of
 from ckptcore.catalog.queues import Stage, inbox, outbox
 from ckptcore.catalog.types import Outcome, State
 from ckptcore.utils.text import short_repr
@@ -152,7 +153,7 @@ def figures(conn: Connection, now: datetime) -> Figures:
 
 
 def _total(conn: Connection, column: Any) -> int:
-    return _as_integer(conn.execute(select(func.coalesce(func.sum(column), 0))).scalar_one())
+    return _as_integer(conn.execute(select(func.coalesce(sum_of(conn, column), 0))).scalar_one())
 
 
 def _as_integer(value: Any) -> int:
@@ -188,8 +189,8 @@ def _work(conn: Connection) -> dict[str, WorkDone]:
     summed = select(
         Conversion.verb,
         func.count().label("n"),
-        func.coalesce(func.sum(Conversion.bytes_in), 0).label("bytes_in"),
-        func.coalesce(func.sum(Conversion.bytes_out), 0).label("bytes_out"),
+        func.coalesce(sum_of(conn, Conversion.bytes_in), 0).label("bytes_in"),
+        func.coalesce(sum_of(conn, Conversion.bytes_out), 0).label("bytes_out"),
         func.coalesce(func.sum(seconds), 0).label("seconds"),
     ).where(Conversion.state == Outcome.SUCCEEDED.value)
     rows = conn.execute(summed.group_by(Conversion.verb))
@@ -204,7 +205,7 @@ def _stock(conn: Connection) -> dict[tuple[str, str], Stock]:
         Checkpoint.kind,
         Checkpoint.state,
         func.count().label("n"),
-        func.coalesce(func.sum(Checkpoint.total_bytes), 0).label("nbytes"),
+        func.coalesce(sum_of(conn, Checkpoint.total_bytes), 0).label("nbytes"),
     )
     rows = conn.execute(counted.group_by(Checkpoint.kind, Checkpoint.state))
     return {(_label(row.kind), _label(row.state)): Stock(row.n, _as_integer(row.nbytes)) for row in rows}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from sqlalchemy import Select, and_, func, select
+from sqlalchemy import Float, Select, and_, case, func, select
+from sqlalchemy import cast as sql_cast
 
 from ckptcore.catalog.models import (
     Alias,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
 _LOADABLE = {"ok": "yes", "failed": "no"}  # by the verdict of verify-export
+LARGEST_SUMMED = 2**50  # bytes that one row may have for an exact sum: 8191 such rows have 63 bits
 OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # transformers and PEFT open a model by these
 PREFIX = re.compile(r"[0-9a-f][0-9a-f-]{3,35}")
 
@@ -68,6 +70,18 @@ def part_of(conn: Connection, column: Any, text: str) -> ColumnElement[bool]:
     return cast("ColumnElement[bool]", column.icontains(text, autoescape=True))
 
 
+def sum_of(conn: Connection, column: Any) -> ColumnElement[Any]:
+    """Return the sum of a column of integers; a float on SQLite if one of them is odd or very large.
+
+    SQLite's own sum above 63 bits is an error, which one odd row would be for all the others.
+    """
+    if conn.dialect.name != "sqlite":
+        return func.sum(column)
+    return func.sum(
+        case((column.between(-LARGEST_SUMMED, LARGEST_SUMMED), column), else_=sql_cast(column, Float))
+    )
+
+
 def with_custody(conn: Connection, rows: tuple[CheckpointRow, ...]) -> tuple[CheckpointRow, ...]:
     """Add to retired checkpoints when they may be purged, and to deleted ones what is lost of them."""
     gone = {row.id for row in rows if row.state in (State.RETIRED, State.DELETED)}
@@ -76,7 +90,7 @@ def with_custody(conn: Connection, rows: tuple[CheckpointRow, ...]) -> tuple[Che
     due = select(Checkpoint.uuid, func.min(SetAsideRow.due_at)).join(
         SetAsideRow, SetAsideRow.checkpoint_id == Checkpoint.id
     )
-    lost = select(Checkpoint.uuid, func.sum(Obligation.lost)).join(
+    lost = select(Checkpoint.uuid, sum_of(conn, Obligation.lost)).join(
         Obligation, Obligation.checkpoint_id == Checkpoint.id
     )
     dates = dict(conn.execute(due.group_by(Checkpoint.uuid)).tuples().all())

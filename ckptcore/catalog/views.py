@@ -24,6 +24,9 @@ _SPELLINGS = {
         "days": "julianday('now') - julianday(coalesce(c.verified_at, c.created_at))",
         "stages": "json_each(CASE WHEN json_valid(v.timings) THEN v.timings ELSE '{}' END)",
         "seconds": "t.value",
+        # A sum above 63 bits is an error: what is very large is summed as a float, as in `query.sum_of`.
+        "bytes": "sum(CASE WHEN total_bytes BETWEEN -1125899906842624 AND 1125899906842624 THEN total_bytes"
+        " ELSE CAST(total_bytes AS REAL) END)",
     },
     "postgresql": {
         # Numbers are subtracted, not times: the difference of two infinite times is an error.
@@ -32,6 +35,7 @@ _SPELLINGS = {
         "::double precision / 86400",
         "stages": f"json_each_text(CASE WHEN v.timings ~ '{_STAGES}' THEN v.timings::json ELSE '{{}}' END)",
         "seconds": "t.value::double precision",
+        "bytes": "sum(total_bytes)",
     },
 }
 
@@ -129,7 +133,7 @@ FROM (
 ) counted
 WHERE copies > 1""",
     "storage_by_run": """
-SELECT coalesce(r.name, '-') AS run, c.kind, count(*) AS checkpoints, sum(c.total_bytes) AS bytes,
+SELECT coalesce(r.name, '-') AS run, c.kind, count(*) AS checkpoints, $bytes AS bytes,
        min(c.created_at) AS first_at, max(c.created_at) AS last_at
 FROM checkpoint c LEFT JOIN training_run r ON r.id = c.run_id
 WHERE c.state NOT IN ('replaced', 'gone', 'deleted')
@@ -172,7 +176,7 @@ JOIN (
   SELECT run_id, sum(CASE WHEN kind = 'source' THEN 1 ELSE 0 END) AS sources,
          sum(CASE WHEN kind = 'derived' THEN 1 ELSE 0 END) AS outputs,
          sum(CASE WHEN state IN ('damaged', 'incomplete') THEN 1 ELSE 0 END) AS damaged,
-         sum(total_bytes) AS bytes, min(step) AS first_step, max(step) AS last_step,
+         $bytes AS bytes, min(step) AS first_step, max(step) AS last_step,
          min(created_at) AS first_at, max(created_at) AS last_at
   FROM checkpoint
   WHERE state NOT IN ('replaced', 'gone', 'retired', 'deleted') AND run_id IS NOT NULL

@@ -189,6 +189,7 @@ def paged(rows, conn, *arguments):
 
 SERVER_TIMES = ("infinity", "-infinity", "0044-03-15 BC", "20000-01-01")
 NO_TIMES = ("never", 12, b"x")
+LARGE = (2**63 - 1, -(2**63))  # the sum with another one is an error of SQLite
 TIMES = ("checkpoint.verified_at", "checkpoint.created_at", "conversion.started_at", "conversion.ended_at")
 
 
@@ -197,13 +198,15 @@ def test_the_figures_are_of_the_others(filled):
     server = filled.startswith("postgresql")
     cases = [(name, value) for name in TIMES for value in (SERVER_TIMES if server else NO_TIMES)]
     for name in ("checkpoint.total_bytes", "conversion.bytes_out", "conversion.verb"):
-        of_server = ("x" * 300,) if name.endswith("verb") else (-1,)
-        cases += [(name, value) for value in (of_server if server else NO_TIMES)]
+        of_server = ("x" * 300,) if name.endswith("verb") else (-1, *LARGE)
+        of_file = NO_TIMES if name.endswith("verb") else (*NO_TIMES, *LARGE)
+        cases += [(name, value) for value in (of_server if server else of_file)]
     with open_catalog(filled) as catalog:
         for name, value in cases:
             with odd(catalog, *name.split("."), value):
                 with catalog.reading() as conn:
                     counted = figures(conn, catalog.now())
+                    browse.runs(conn)
                 assert sum(each.checkpoints for each in counted.stock.values()) == 4, (name, value)
                 assert sum(counted.conversions.values()) == 2, (name, value)
 
@@ -211,7 +214,8 @@ def test_the_figures_are_of_the_others(filled):
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.soak)])
 def test_views_show_the_other_rows(filled, step):
     server = filled.startswith("postgresql")
-    cases = [odd_value[:3] for odd_value in ODD if odd_value[3] or not server]
+    cases = [("checkpoint", "total_bytes", value) for value in LARGE]
+    cases += [odd_value[:3] for odd_value in ODD if odd_value[3] or not server]
     if server:
         cases += [(*name.split("."), time) for time in SERVER_TIMES for name in TIMES]
     with open_catalog(filled) as catalog:
