@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -79,15 +80,16 @@ def test_a_class_name_means_one_thing() -> None:
     for path, text in sources():
         if path.parent.name == "versions" or path.name == "models.py":
             continue
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+        for name in re.findall(r"^class ([A-Za-z]\w*)", text, re.MULTILINE):
+            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1 and name != "Target"} == {}
 
 
 def test_modules_say_what_they_are_for() -> None:
     silent = [
-        str(path.relative_to(ROOT)) for path, text in sources() if ast.get_docstring(ast.parse(text)) is None
+        str(path.relative_to(ROOT))
+        for path, text in sources()
+        if not text.startswith('"""') and ast.get_docstring(ast.parse(text)) is None
     ]
     assert silent == []
 

@@ -54,8 +54,11 @@ OWN = {
 
 
 def used(path: Path) -> Iterator[str]:
-    """Yield the names of parsers that a module uses, called or not."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield the names that a module uses, called or not, if one may be a parser's."""
+    text = path.read_text()
+    if not any(name.rpartition(".")[2] in text for name in PARSERS):  # a parse is slow
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
             value = node.value
             owner = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")

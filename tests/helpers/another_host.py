@@ -1,4 +1,4 @@
-"""Runs a script as on a host whose clock is some seconds ahead: argv: seconds, script, its arguments."""
+"""Runs a script as on hosts with other clocks; argv: script, then for each host seconds and an argument."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-AHEAD = float(sys.argv[1])
+AHEAD = 0.0
 _time, _datetime = time.time, datetime.datetime
 
 
@@ -25,5 +25,8 @@ class _Shifted(_datetime, metaclass=_Kind):
 
 time.time = lambda: _time() + AHEAD
 datetime.datetime = _Shifted  # type: ignore[misc]
-sys.argv[:] = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+_, script, *hosts = sys.argv
+for seconds, argument in zip(hosts[::2], hosts[1::2], strict=True):
+    AHEAD = float(seconds)
+    sys.argv[:] = [script, argument]
+    runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,4 @@
-"""What one host sees of leases, holds and dates that another has just written; argv: URL, scratch folder."""
+"""What one host sees of leases, holds and dates that another has just written; argv: URL."""
 
 from __future__ import annotations
 

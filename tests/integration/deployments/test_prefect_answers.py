@@ -247,9 +247,9 @@ def test_readyz_is_red_within_two_minutes_with_the_reason(
     odd, reason = ANSWERS[name]
     prefect.odd |= odd
     running.announce(webhooks.HOOKS["bearer"])
-    running.after(0, 2, 8, 24, 60)
+    running.after(0, 8, 60)
     # From then on, also while nothing is tried, and as long as nobody cures it.
-    assert [trouble for trouble in running.after(62, 84, 120, 7200, 7210) if reason not in trouble] == []
+    assert [trouble for trouble in running.after(62, 120, 7200, 7210) if reason not in trouble] == []
     # Whoever looks at the inbox or the page reads it, too; the page may be another process.
     [row] = running.rows()
     assert reason in (row.error_message or "")
@@ -258,7 +258,7 @@ def test_readyz_is_red_within_two_minutes_with_the_reason(
     assert page.count(reason) == 2
     # When Prefect answers well, the event is started, and nothing is in trouble.
     prefect.odd.clear()
-    assert running.after(2 * DAY, 2 * DAY + 10) == ["", ""]
+    assert running.after(2 * DAY) == [""]
     prefect.end("COMPLETED")
     assert running.after(2 * DAY + 60) == [""]
     assert [row.error_message for row in running.rows("done")] == [None]

@@ -165,7 +165,7 @@ class Worlds:
 
 @pytest.fixture(scope="module")
 def world(request, template, tmp_path_factory):
-    """Return a function that makes a world on a database, and ends the one before: (database, act) -> world."""
+    """Return a function that makes a world on a database, after the end of the one before."""
 
     def postgres():
         return request.getfixturevalue("postgres"), request.getfixturevalue("upgraded")
