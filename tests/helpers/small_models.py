@@ -42,6 +42,7 @@ _HEADS = (
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 )
 
 
@@ -58,8 +59,7 @@ def build(model_type: str) -> Any:
     reasons = []
     for name in _classes(model_type):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 config = _few(transformers.CONFIG_MAPPING[model_type]())
                 with torch.device("meta"):
                     model = getattr(transformers, name)._from_config(config)
@@ -81,12 +81,13 @@ def filled(model_type: str, most: int = 20_000_000) -> Any:
         for few in (2, 4, 0):
             for factor in (16, 8, 4, 1):
                 try:
-                    model = _built_narrow(model_type, name, factor, few)
-                    count = sum(t.numel() for t in model.state_dict().values() if hasattr(t, "numel"))
-                    saved(model)  # which needs widths that its operations divide
-                    if count <= most:
-                        model = model.to_empty(device="cpu")
-                        model.tie_weights()
+                    with warnings.catch_warnings(action="ignore"):
+                        model = _built_narrow(model_type, name, factor, few)
+                        count = sum(t.numel() for t in model.state_dict().values() if hasattr(t, "numel"))
+                        saved(model)  # which needs widths that its operations divide
+                        if count <= most:
+                            model = model.to_empty(device="cpu")
+                            model.tie_weights()
                 except Exception as error:  # a narrow config need not be one that its class takes
                     reasons[f"{name}: {type(error).__name__}: {error}".splitlines()[0]] = None
                     continue
@@ -103,14 +104,12 @@ def filled(model_type: str, most: int = 20_000_000) -> Any:
 
 def _built_narrow(model_type: str, name: str, factor: int, few: int) -> Any:
     """A model on the meta device, of a config that is the same after it was saved."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = _narrow(transformers.CONFIG_MAPPING[model_type](), factor)
-        config = _few(config, few) if few else config
-        config = type(config).from_dict(config.to_dict())
-        getattr(config, "validate", lambda: None)()
-        with torch.device("meta"):
-            return getattr(transformers, name)._from_config(config)
+    config = _narrow(transformers.CONFIG_MAPPING[model_type](), factor)
+    config = _few(config, few) if few else config
+    config = type(config).from_dict(config.to_dict())
+    getattr(config, "validate", lambda: None)()
+    with torch.device("meta"):
+        return getattr(transformers, name)._from_config(config)
 
 
 def refill(model: Any) -> None:
@@ -142,10 +141,21 @@ def saved(model: Any) -> Shapes:
 
 
 def _classes(model_type: str) -> Iterator[str]:
-    for table in _HEADS:
-        name = getattr(modeling_auto, table, {}).get(model_type)
-        if name:
-            yield name if isinstance(name, str) else name[0]
+    """Classes of a model type, those first whose own config is of it: others are a part of its models."""
+    names = dict.fromkeys(
+        name if isinstance(name, str) else name[0]
+        for table in _HEADS
+        if (name := getattr(modeling_auto, table, {}).get(model_type))
+    )
+    yield from sorted(names, key=lambda name: _config_type(name) != model_type)
+
+
+def _config_type(name: str) -> str:
+    """The model type of a class's own config; none where the class needs another library."""
+    try:
+        return str(getattr(transformers, name).config_class.model_type)
+    except (ImportError, AttributeError):
+        return ""
 
 
 def _narrow(config: Any, factor: int) -> Any:

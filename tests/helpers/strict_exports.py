@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import tomllib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,10 +194,16 @@ def reopened(model: Any, folder: Path) -> Any:
     """The model as transformers opens what it saved, or None: a small config need not be one it accepts."""
     model.save_pretrained(folder)
     try:
-        opened, report = type(model).from_pretrained(folder, output_loading_info=True)
+        opened, report = opened_by(type(model), folder, output_loading_info=True)
     except Exception:  # any failure of a model class
         return None
     return None if any(report[f"{k}_keys"] for k in ("missing", "unexpected", "mismatched")) else opened
+
+
+def opened_by(model_class: Any, folder: Path, **options: Any) -> Any:
+    """What `from_pretrained` returns. A class that warns, of parameters without elements, opens its files."""
+    with warnings.catch_warnings(action="ignore"):
+        return model_class.from_pretrained(folder, **options)
 
 
 def differences(model: Any, source: str, folder: Path) -> list[str]:
@@ -210,7 +217,7 @@ def differences(model: Any, source: str, folder: Path) -> list[str]:
     options: dict[str, Any] = {"verb": "export", "config": str(hub), "catalog": False}
     ckptcore.convert(str(folder / "source"), str(folder / "out"), **options)
     ckptcore.convert(str(folder / "source"), str(folder / "bf16"), dtype="bf16", **options)
-    type(model).from_pretrained(hub, dtype=torch.bfloat16).save_pretrained(wanted)
+    opened_by(type(model), hub, dtype=torch.bfloat16).save_pretrained(wanted)
     found = [*folders_differ(folder / "out", hub), *folders_differ(folder / "bf16", wanted)]
     for made in ("out", "bf16"):
         proof = ckptcore.verify_export(str(folder / made), against=str(folder / "source"))
@@ -326,7 +333,8 @@ def main() -> None:
 def ask_here(module: str, asked: object, *, seconds: float | None) -> Any:
     """Answer in this process, which has imported transformers already, in place of one of its own."""
     answer = importlib.import_module(module).answer
-    return json.loads(json.dumps(answer(json.loads(json.dumps(asked)))))
+    with warnings.catch_warnings(action="ignore"):  # which are no errors in a process of its own
+        return json.loads(json.dumps(answer(json.loads(json.dumps(asked)))))
 
 
 def quiet() -> Any:

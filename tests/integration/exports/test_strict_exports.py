@@ -56,6 +56,11 @@ def test_exports_are_what_transformers_saves(model_type: str, tmp_path: Path) ->
     assert transformers_job.opens(tmp_path / "out") == ""
 
 
+def test_a_class_that_warns_opens_what_it_saves(tmp_path: Path) -> None:
+    """Here a warning is an error, and in the program that writes the results it is none."""
+    assert reopened(small_models.filled("lw_detr"), tmp_path) is not None
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_export_is_what_transformers_saves(older: Older, part: int) -> None:
