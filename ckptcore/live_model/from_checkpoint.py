@@ -104,8 +104,9 @@ def from_checkpoint(
             model_prefix=model_prefix,
         )
         composed = compose(request, manifest)
-        live = _live_tensors(composed, manifest, request)
+        form = _require_weights(composed, manifest)
         model = _skeleton(composed, manifest)
+        live = _live_tensors(composed, manifest, request, form, model)
         rows = _rows(model, live)
         for warning in composed.warnings:
             level = logging.INFO if warning.severity == "info" else logging.WARNING
@@ -150,16 +151,29 @@ def _quantised(manifest: Manifest, reason: str) -> UnsupportedDtype:
     )
 
 
-def _live_tensors(composed: Composed, manifest: Manifest, request: Request) -> Manifest:
-    """Return the tensors of the export under the names of the model's parameters."""
+def _require_weights(composed: Composed, manifest: Manifest) -> dict[str, Any]:
+    """Return the export's config; require that it says nothing of quantised codes."""
     form = load_json_object(_require_config(composed, manifest))
     field = next((name for name in _QUANTISATION if form.get(name)), None)
     if field is not None:
         raise _quantised(manifest, f"config.json has {field}")
-    tensors = composed.mapped.manifest
-    url = request.config or CONFIG
-    named = map_live_names(composed.mapped, arch="auto", to=LIVE, source=manifest, config=form, url=url)
-    return tensors if named is None else named.mapped.manifest
+    return form
+
+
+def _live_tensors(
+    composed: Composed, manifest: Manifest, request: Request, form: dict[str, Any], model: Any
+) -> Manifest:
+    """Return the tensors of the export under the names of the model's parameters."""
+    named = map_live_names(
+        composed.mapped,
+        arch="auto",
+        to=LIVE,
+        source=manifest,
+        config=form,
+        url=request.config or CONFIG,
+        parameters=[n for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)],
+    )
+    return composed.mapped.manifest if named is None else named.mapped.manifest
 
 
 def _skeleton(composed: Composed, manifest: Manifest) -> Any:

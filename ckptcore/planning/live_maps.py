@@ -8,7 +8,7 @@ builds the model of the config on the meta device, in a process of its own
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -51,6 +51,7 @@ def map_live_names(
     config: Mapping[str, Any] | None,
     url: str,
     part: bool = False,
+    parameters: Iterable[str] | None = None,
 ) -> MappedNames | None:
     """Map a model part to the hub's names, or to those of a live module.
 
@@ -62,6 +63,7 @@ def map_live_names(
         config: Content of ``--config``, or None.
         url: Value of ``--config``, for messages.
         part: Whether a part of the model was requested, so that tensors may be missing.
+        parameters: Names of the live module's tensors, where it is built.
 
     Returns:
         None if the names do not change, or the model is unknown.
@@ -92,7 +94,10 @@ def map_live_names(
             hint="try another --arch, or --names stored to keep the names as they are",
         )
     shapes = {t.fqn: t.shape for t in tensors}
-    rules = (live_map if to == HUB else hub_map)(family, names, content, shapes)
+    if to == HUB:
+        rules = live_map(family, names, content, shapes)
+    else:
+        rules = hub_map(family, names, content, shapes, parameters)
     matched = match(rules, mapped.manifest.tensors, {})
     require_fit(matched, mapped.manifest.tensors, part=part)
     conversion = converted(mapped.manifest, matched)

@@ -197,13 +197,27 @@ def hub_map(
     names: Iterable[str],
     config: Mapping[str, Any] | None = None,
     shapes: Shapes | None = None,
+    parameters: Iterable[str] | None = None,
 ) -> ArchMap:
     """Return the map from the hub's files to a module's tensors; arguments and errors as of `live_map`.
+
+    Args:
+        parameters: Names of the module's tensors where it is built: the map is then saving, backwards. Else
+            they are what loading makes of the names of files, which is wrong where a step finds something in
+            a name that it is not meant for.
 
     Raises:
         UsageError: Also for rules that have no way back.
     """
-    return live_map(family, _loaded(family, names), config, shapes).inverted()
+    live = _loaded(family, names) if parameters is None else _stored(family, parameters, names)
+    return live_map(family, live, config, shapes).inverted()
+
+
+def _stored(family: LiveFamily, parameters: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the module's tensors that files have something of: of those that are tied, one."""
+    files = {*names}
+    routes = saved_names(family.steps, parameters)
+    return {n for r in routes if any(h.replace(ITEM, "0") in files for h in r.hub) for n in r.live}
 
 
 def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:

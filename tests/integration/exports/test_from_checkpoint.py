@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 
+import small_models  # noqa: E402
 import warm  # noqa: E402
 from deepspeed_files import MOMENTS, each, model_states, moment, save, shapes_of  # noqa: E402
 from driver import REPOSITORY  # noqa: E402
@@ -198,6 +199,13 @@ def test_what_no_map_leads_to_is_refused(
     monkeypatch.setattr(module, "map_live_names", lambda mapped, **options: None)
     with pytest.raises(errors.NameMismatch, match=r"maps have no values for .*gate_up_proj"):
         ckptcore.from_checkpoint(tinies("mixtral").hub)
+
+
+def test_a_renaming_that_finds_another_tensor_is_not_followed(tmp_path: Path) -> None:
+    """The final norm of deepseek_v4 has a name in which loading finds the norms of keys and values."""
+    model = small_models.filled("deepseek_v4")
+    model.save_pretrained(tmp_path)
+    require_same(ckptcore.from_checkpoint(tmp_path), type(model).from_pretrained(tmp_path))
 
 
 def test_ranks_share_a_model(tinies: Tinies, tmp_path: Path) -> None:

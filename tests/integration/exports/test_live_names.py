@@ -38,6 +38,7 @@ from ckptcore.planning import live_maps  # noqa: E402
 
 SOME = (
     "deepseek_v3",
+    "deepseek_v4",  # a renaming finds its final norm, which is none of what it is for
     "gemma3",
     "glm4_moe",
     "gpt_oss",
@@ -115,10 +116,6 @@ def test_frozen_families_are_what_transformers_has() -> None:
 def test_names_of_both_worlds_are_recognised(model_type: str) -> None:
     """Also where a step finds something in a name that is not its own: the loader takes the name itself."""
     model = small_models.build(model_type)
-    if model_type == "shieldgemma2":
-        with torch.device("meta"):
-            model = transformers.ShieldGemma2ForImageClassification._from_config(model.config)
-        model.config.architectures = [type(model).__name__]
     family = live_families.frozen_family(model.config.to_dict())
     assert family is not None
     assert live_families.world_of(family, small_models.live(model)) == "hf-live"
@@ -185,11 +182,7 @@ def prove(model: Any, folder: Path) -> None:
     if not rules.invertible:
         return
     save_file({n: t.contiguous() for n, t in got.items()}, folder / "all.safetensors")
-    back = live_families.hub_map(family, got, config, {n: t.shape for n, t in got.items()})
-    if {n for r in back.rules for t in r.to for n in [str(t)]} != {
-        str(t) for r in rules.rules for side in r.spellings for t in side
-    }:
-        return  # transformers itself would load them under other names
+    back = live_families.hub_map(family, got, config, {n: t.shape for n, t in got.items()}, state)
     live = convert(ckptcore.open(str(folder / "all.safetensors")), back, {}).manifest
     assert {t.fqn for t in live.tensors} == state.keys()
     for name, tensor in state.items():
