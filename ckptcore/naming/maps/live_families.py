@@ -199,9 +199,13 @@ def hub_map(
     shapes: Shapes | None = None,
     parameters: Iterable[str] | None = None,
 ) -> ArchMap:
-    """Return the map from the hub's files to a module's tensors; arguments and errors as of `live_map`.
+    """Return the map from the hub's files to a module's tensors; errors as of `live_map`.
 
     Args:
+        family: Of the model.
+        names: Of every tensor of the files that there is.
+        config: What config.json holds, for the numbers that rules need.
+        shapes: Of the tensors of either side, for rules whose parts are not of one length.
         parameters: Names of the module's tensors where it is built: the map is then saving, backwards. Else
             they are what loading makes of the names of files, which is wrong where a step finds something in
             a name that it is not meant for.
