@@ -103,7 +103,7 @@ def _admitted(catalog: Catalog | None, place: str, judged: Judged, at_rest: AtRe
 
 
 def require_row(writer: Replacer) -> None:
-    """Raise `Interrupted` if a conversion lost its row: another process may count on its destination by now."""
+    """Raise `Interrupted` if a conversion lost its row: others may count on its destination."""
 
     def renew(conversions: Collection[str]) -> Collection[str]:
         with existing_catalog(writer.catalog) as catalog:
