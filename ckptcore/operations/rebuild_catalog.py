@@ -155,7 +155,7 @@ def rebuild(
             detail = catalog.show(public, tensors=False)
             assert isinstance(detail, CheckpointDetail)
             recorded.append(Recorded(public, uri, form, detail.checkpoint.state, origin))
-        except CkptError:
+        except CatalogError:
             raise
         except Exception as error:
             left_out.append(_left_out(uri, error, on_place))

@@ -154,7 +154,7 @@ def make_app(
     senders: Mapping[str, Sender],
     box: EventQueues,
     background: Background | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     page: tuple[str, FastAPI] | None = None,
     count: Callable[[str, str], None] | None = None,
 ) -> FastAPI:
@@ -164,11 +164,12 @@ def make_app(
         senders: the configured sources, by name.
         box: the inbox and the outbox.
         background: the background work, started and stopped with the application.
-        clock: returns seconds since 1970.
+        clock: returns seconds since 1970. None: this machine's for signatures, the catalog's for events.
         page: the catalog page, and the path below which it is.
         count: called with each request's source, or "" for an unknown one, and its result.
     """
-    receiver = Receiver(senders, EventWriter(box, clock), background, clock, count or _uncounted)
+    writer = EventWriter(box, clock)
+    receiver = Receiver(senders, writer, background, clock or time.time, count or _uncounted)
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="ckptcore webhook receiver", docs_url=None, redoc_url=None, lifespan=receiver.life)
     accepts: dict[str, Any] = {"status_code": 202, "responses": RESPONSES, "openapi_extra": BODY}
@@ -286,9 +287,12 @@ class PendingEvent:
 
 
 class EventWriter:
-    """Stores events in batches, for one event loop. clock: returns seconds since 1970."""
+    """Stores events in batches, for one event loop.
 
-    def __init__(self, box: EventQueues, clock: Callable[[], float]) -> None:
+    clock: returns seconds since 1970; None means the catalog's clock.
+    """
+
+    def __init__(self, box: EventQueues, clock: Callable[[], float] | None = None) -> None:
         self._box, self._clock = box, clock
         self._thread = ThreadPoolExecutor(1, "inbox")
         self._waiting: list[PendingEvent] = []
@@ -353,7 +357,8 @@ class EventWriter:
 
     def _put(self, batch: Sequence[PendingEvent]) -> Sequence[StoredEvent | CkptError]:
         """Store events together, or each alone if one of them cannot be stored; return the row of each."""
-        now = datetime.fromtimestamp(self._clock(), UTC)
+        # Receivers share the rows, and go by one clock: their hosts' may be minutes apart.
+        now = None if self._clock is None else datetime.fromtimestamp(self._clock(), UTC)
         events = [(entry.event, entry.uri, entry.body) for entry in batch]
         rows = attempt(self._box.put, events, now)
         if not isinstance(rows, CkptError):

@@ -17,6 +17,7 @@ from typing import Any
 from ckptcore.catalog import open_catalog, promotions
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.audit import AuditRow
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.queues import RUN_WAITS, InboxEvent, Message, NewEvent, Postponed, inbox, outbox
 from ckptcore.catalog.run_outputs import output_at, outputs_of_run
 from ckptcore.utils.isolation import for_each
@@ -69,15 +70,16 @@ class EventQueues:
         """Return the time by which events and messages are due: the catalog's."""
         return self._catalog.now()
 
-    def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[StoredEvent]:
+    def put(self, events: Sequence[tuple[Event, str, str]], now: datetime | None = None) -> list[StoredEvent]:
         """Store events and return the row of each.
 
         Args:
             events: (event, URI, body) each. The URI is the allowed, normalized one; the body is as received.
-            now: the time to record.
+            now: the time to record; the catalog's if None.
         """
         stored = []
         with self._transaction() as conn:
+            now = now or clock(conn)
             for event, uri, body in events:
                 announced = (event.type, uri, event.run, event.step, body, event.has_id)
                 row, new = inbox.accept(conn, now, NewEvent(event.source, event.event_id, *announced))

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -98,9 +98,13 @@ def steps_of(
     runs: FlowRuns,
     senders: Mapping[str, Sender],
     targets: Mapping[str, NotifyTarget],
-    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    clock: Callable[[], datetime] | None = None,
 ) -> dict[str, Callable[[], int]]:
-    """Return the steps that start events and follow their runs, in their order. clock: returns the time."""
+    """Return the steps that start events and follow their runs, in their order.
+
+    clock: returns the time; None means the catalog's, which all receivers share.
+    """
+    clock = clock or box.now
     return {
         "start": lambda: work(box, runs, senders, targets, clock()),
         "aliases": lambda: announce_aliases(box, runs, targets, clock()),

@@ -27,7 +27,6 @@ ALLOWED = {
     "ckptcore/page/access.py": "the end of a session, which this process signed",
     "deployments/receiver/app.py": "signatures of senders, whose time is compared with this machine's",
     "deployments/receiver/prefect_runs.py": "states of Prefect, whose server is asked for no time",
-    "deployments/receiver/serve.py": "signatures of senders, as their specification says",
     "deployments/senders/send.py": "signs a message",
     "flows/arrived.py": "when Prefect is to start a run again",
 }

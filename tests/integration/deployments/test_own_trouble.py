@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,15 +17,17 @@ import webhooks
 from starlette.testclient import TestClient
 
 from ckptcore.catalog import CheckpointFacts, open_catalog, promotions
-from ckptcore.catalog.queues import outbox
+from ckptcore.catalog.queues import inbox, outbox
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.page.changes import set_alias
+from ckptcore.utils import host
 from deployments import release_runs
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import EventQueues
 from deployments.receiver.notify import send_due
+from deployments.receiver.serve import steps_of
 from deployments.receiver.settings import NotifyTarget, Sender
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
@@ -283,7 +286,7 @@ def test_an_event_of_a_batch(url: str, senders: dict[str, Sender], monkeypatch: 
     class Odd(EventQueues):
         """Stores no event about the odd place."""
 
-        def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> Any:
+        def put(self, events: Sequence[tuple[Event, str, str]], now: datetime | None = None) -> Any:
             if any("odd" in uri for _, uri, _ in events):
                 raise Unforeseen("of this one")
             sizes.append(len(events))
@@ -301,3 +304,27 @@ def test_an_event_of_a_batch(url: str, senders: dict[str, Sender], monkeypatch: 
 
         assert list(threads.map(send, NAMES)) == [202, 503, 202]
     assert sorted(uri for (uri,) in rows(url, columns="uri")) == ["/runs/a", "/runs/z"]
+
+
+@pytest.mark.parametrize("minutes", [-10, 10])
+def test_receivers_go_by_the_clock_of_the_catalog(
+    minutes: int, url: str, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event is due by the one clock that all receivers share, whatever their hosts' say."""
+    hosts = time.time
+    monkeypatch.setattr(host, "now", lambda: hosts() + 60 * minutes)  # the clock of SQLite's catalogs alone
+    box, runs = EventQueues(url), Runs("")
+    steps = steps_of(box, runs, senders, {})
+    hook = webhooks.HOOKS["bearer"].naming("/runs/a")
+    with TestClient(make_app(senders, box)) as client:
+        assert client.post(hook.path, content=hook.body, headers=hook.headers).status_code == 202
+    steps["start"]()
+    assert runs.started == ["/runs/a"]
+    with open_catalog(url) as catalog, catalog.reading() as conn:
+        [row] = inbox.listed(conn)
+        assert abs(row.received_at - catalog.now()) < timedelta(minutes=5)
+        assert abs(row.due_at - catalog.now()) < timedelta(minutes=5)
+        # Another receiver, by the same clock: the row of the first one is not free.
+        assert not inbox.postponed(conn, catalog.now())
+    with catalog.queueing() as conn:
+        assert not inbox.take(conn, catalog.now(), limit=1, lease=timedelta(minutes=1))

@@ -19,6 +19,7 @@ from ckptcore.conversion import batch, pipeline, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
 from ckptcore.custody import upkeep
+from ckptcore.errors import SourceUnreadable
 from ckptcore.operations import claims, purge, readiness, rebuild_catalog, retire, scrub, sweep
 from ckptcore.operations.export_target import ExportTarget
 from ckptcore.operations.options import RetireOptions
@@ -260,16 +261,19 @@ def test_one_checkpoint_of_a_scrub(catalog, converted, monkeypatch):
 
 
 def test_one_place_of_a_rebuild(catalog, steps, runs, monkeypatch):
-    for name in ("validate", "facts", "_adopted", "_checkpoints_at"):
+    functions = ("validate", "facts", "_adopted", "_checkpoints_at")
+    cases = [(name, RuntimeError, "internal") for name in functions]
+    cases += [(name, SourceUnreadable, "source-unreadable") for name in ("validate", "_adopted")]
+    for name, kind, expected in cases:
         with monkeypatch.context() as patch:
             breaks = Breaks(patch)
-            breaks(rebuild_catalog, name)
+            breaks(rebuild_catalog, name, kind=kind)
             rebuilt = rebuild_catalog.rebuild(catalog, [str(runs / "llama" / f"step-{n}") for n in NUMBERS])
         assert breaks.raised, name
         assert {row.uri.rsplit("/", 1)[-1] for row in rebuilt.recorded} == {"step-0", "step-9"}, name
         ((uri, code, message),) = rebuilt.left_out
         assert uri.endswith(ODD), name
-        assert code == "internal", name
+        assert code == expected, name
         assert "unforeseen" in message, name
 
 
