@@ -50,6 +50,7 @@ from ckptcore.formats.base import (
     Source,
     Writer,
     natural,
+    possible_formats,
 )
 from ckptcore.formats.common.carried_values import with_carried
 from ckptcore.formats.common.rank_file_names import unread
@@ -239,7 +240,7 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         AmbiguousModel: The folder has files of two formats.
     """
     # First, because some of them have files that look like those of a format that is read.
-    for refused in KNOWN:
+    for refused in possible_formats(KNOWN, source):
         because = refused.detect(source)
         if because:
             raise UnsupportedFormat(
@@ -380,7 +381,8 @@ def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
     """Return the formats that find their own files in a source, without those that another refines."""
     # The format that is chosen reads the same bytes again; several formats look at one header.
     with metered(), passing():
-        recognised = [(f, e) for f in registry().formats if f.reader and (e := f.detect(source)) is not None]
+        possible = possible_formats(registry().formats, source)
+        recognised = [(f, e) for f in possible if f.reader and (e := f.detect(source)) is not None]
     general = {name for _, e in recognised for name in e.refines}
     return [(f, e) for f, e in recognised if f.name not in general]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Manifest, TensorSpec
@@ -308,6 +308,8 @@ class Format:
         reader: How it is read, or None.
         writer: How it is written, or None.
         versions: Versions of the format itself, if it has any; the first is written by default.
+        suffixes: What the names of its files end with behind their last dots, as `suffixes_of` returns it:
+            in a folder without any of them ``detect`` is not asked. Empty where names may end with anything.
 
     Raises:
         TypeError: ``reader`` or ``writer`` has another type, or there is a writer without a reader.
@@ -320,6 +322,7 @@ class Format:
     reader: Reader | None = None
     writer: Writer | None = None
     versions: tuple[str, ...] = ("1",)
+    suffixes: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for field_, kind in (("reader", Reader), ("writer", Writer)):
@@ -351,12 +354,34 @@ class KnownFormat:
         title: Name for people.
         detect: Returns sentences of evidence, or None for another source.
         hint: The next step for the user.
+        suffixes: As those of `Format`.
     """
 
     name: str
     title: str
     detect: Callable[[Source], tuple[str, ...] | None]
     hint: str
+    suffixes: frozenset[str] = frozenset()
+
+
+def suffixes_of(paths: Iterable[str]) -> frozenset[str]:
+    """Return what names of files end with behind their last dots; a name without a dot as it is.
+
+    >>> sorted(suffixes_of(["a/.metadata", "a.b/latest", "model.index.json", "c/m.pt"]))
+    ['json', 'latest', 'metadata', 'pt']
+    """
+    return frozenset(path[path.rfind("/") + 1 :].rpartition(".")[2] for path in paths)
+
+
+_Asked = TypeVar("_Asked", Format, KnownFormat)
+
+
+def possible_formats(formats: Iterable[_Asked], source: Source) -> list[_Asked]:
+    """Return the formats that a folder may have by the suffixes of its files, or all for a named file."""
+    if source.name is not None:
+        return list(formats)
+    present = suffixes_of(source.listing)
+    return [f for f in formats if not f.suffixes or not present.isdisjoint(f.suffixes)]
 
 
 _NUMBER = re.compile(r"([0-9]+)")

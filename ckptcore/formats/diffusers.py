@@ -192,5 +192,6 @@ FORMAT = Format(
     title="pipeline of diffusers",
     recognised_by="`model_index.json`, and a folder for each component",
     detect=detect,
+    suffixes=frozenset({"json"}),
     reader=Reader(read, objects=True, several=lambda stems: Layout(partial(arrange, stems=stems))),
 )

@@ -16,7 +16,7 @@ from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar
 from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, TEXT_HINT, TEXT_REASON, is_text_before_zip
 from ckptcore.errors import CkptError, MalformedCheckpoint
 from ckptcore.formats.accelerate.file_names import has_model
-from ckptcore.formats.base import KnownFormat, Source, natural
+from ckptcore.formats.base import KnownFormat, Source, natural, suffixes_of
 from ckptcore.formats.common.part_proof import json_beside
 from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA
 from ckptcore.formats.dcp.stages import stage_folders
@@ -108,6 +108,8 @@ _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
 _MP_RANK = re.compile(r"^mp_rank_\d{2}")
 _STEP = re.compile(r"^step\d+(-unsharded)?/")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar")
+_TORCH_SUFFIXES = suffixes_of(_TORCH)
+_SAFETENSORS = frozenset({"safetensors"})
 _MAX_FILES = 16
 _METASEQ = re.compile(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
 _VLLM = re.compile(r"^model-(?:rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
@@ -218,32 +220,48 @@ def _tensorrt(source: Source) -> tuple[str, ...] | None:
 
 
 KNOWN: tuple[KnownFormat, ...] = (
-    KnownFormat("torch-text-pickle", "a torch.save file of pickle protocol 0 or 1", _text_pickles, TEXT_HINT),
-    KnownFormat("torch-tar", "a torch.save file of torch 0.1, a tar", _torch_tar, TEXT_HINT),
-    KnownFormat("gguf", "a GGUF file", _gguf, "convert what it was made from: its blocks are quantised"),
+    KnownFormat(
+        "torch-text-pickle",
+        "a torch.save file of pickle protocol 0 or 1",
+        _text_pickles,
+        TEXT_HINT,
+        _TORCH_SUFFIXES,
+    ),
+    KnownFormat("torch-tar", "a torch.save file of torch 0.1, a tar", _torch_tar, TEXT_HINT, _TORCH_SUFFIXES),
+    KnownFormat(
+        "gguf",
+        "a GGUF file",
+        _gguf,
+        "convert what it was made from: its blocks are quantised",
+        frozenset({"gguf"}),
+    ),
     KnownFormat(
         "orbax",
         "an Orbax checkpoint of JAX",
         lambda source: _marked("_CHECKPOINT_METADATA")(source) or _marked("manifest.ocdbt")(source),
         "restore it with orbax-checkpoint, and save its arrays as safetensors",
+        frozenset({"_CHECKPOINT_METADATA", "ocdbt"}),
     ),
     KnownFormat(
         "torchsnapshot",
         "a snapshot of torchsnapshot",
         _marked(".snapshot_metadata"),
         "restore it with torchsnapshot, and save the state dict with torch.save",
+        frozenset({"snapshot_metadata"}),
     ),
     KnownFormat(
         "nanotron-part",
         "a folder inside of a nanotron checkpoint",
         _nanotron_part,
         "name the folder that has checkpoint_metadata.json",
+        _SAFETENSORS,
     ),
     KnownFormat(
         "nemo-archive",
         "an archive of NeMo",
         _nemo_archive,
         "unpack it with tar -xf FILE -C DIR, and name the folder",
+        frozenset({"nemo"}),
     ),
     KnownFormat(
         "archive",
@@ -251,31 +269,43 @@ KNOWN: tuple[KnownFormat, ...] = (
         _compressed,
         "unpack it with tar -xf FILE -C DIR, gunzip or its like, and name the result",
     ),
-    KnownFormat("tensorrt-llm", "a TensorRT-LLM checkpoint", _tensorrt, "convert what it was made from"),
+    KnownFormat(
+        "tensorrt-llm", "a TensorRT-LLM checkpoint", _tensorrt, "convert what it was made from", _SAFETENSORS
+    ),
     KnownFormat(
         "torch-xla",
         "the shards of torch_xla FSDP",
         lambda source: _files_like(source, "rank", _XLA),
         "join them with python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts",
+        frozenset({"bin", "pth", "pt"}),
     ),
     KnownFormat(
         "metaseq",
         "the model-parallel files of metaseq",
         lambda source: _files_like(source, "", _METASEQ, 2),
         "join them with metaseq's reshard_mp.py, to one part",
+        frozenset({"pt"}),
     ),
     KnownFormat(
         "vllm-sharded-state",
         "the sharded state of vLLM, one rank's weights in each file",
         _vllm,
         "convert what it was made from",
+        _SAFETENSORS,
     ),
-    KnownFormat("rank-alone", "one rank's part of a checkpoint", _rank_alone, "name the folder of all ranks"),
+    KnownFormat(
+        "rank-alone",
+        "one rank's part of a checkpoint",
+        _rank_alone,
+        "name the folder of all ranks",
+        frozenset({"pt"}),
+    ),
     KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),
     KnownFormat(
         "trainer-folder",
         "a trainer's folder, not one checkpoint",
         _found_nested,
         "name one of the subfolders",
+        frozenset({"metadata"}),
     ),
 )

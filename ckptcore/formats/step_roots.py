@@ -21,6 +21,7 @@ _MAX_HOPS = 4
 _LATEST = ("latest", "latest_universal")
 _LATEST_STEP = "latest.txt"
 _INNER = re.compile(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
+_DIST_CKPT = re.compile(r"^(?:[^/]+/)?dist_ckpt/metadata\.json$")
 _ANY_FILE = re.compile(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
 _ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
 
@@ -130,7 +131,7 @@ def _verl(source: Source) -> tuple[str, str] | None:
         {
             p.removesuffix("/metadata.json")
             for p in source.listing
-            if re.match(r"^(?:[^/]+/)?dist_ckpt/metadata\.json$", p)
+            if p.endswith("dist_ckpt/metadata.json") and _DIST_CKPT.match(p)
         }
     )
     if not folders or "metadata.json" in source.listing:
@@ -187,9 +188,11 @@ def _nanotron(source: Source) -> tuple[str, str] | None:
     nanotron/trainer.py, `save_checkpoint`: each step is a folder named by its number.
     """
     size = source.listing.get(_LATEST_STEP)
+    if size is None:
+        return None
     tops = dict.fromkeys(p.split("/", 1)[0] for p in source.listing if p.endswith(f"/{NANOTRON_METADATA}"))
     steps = [top for top in tops if top.isdecimal() and nanotron.detect(source.below(top)) is not None]
-    if size is None or not steps:
+    if not steps:
         return None
     text = source.store.read(_LATEST_STEP, 0, size).decode("ascii", "replace").strip() if size <= 64 else ""
     if text in steps:

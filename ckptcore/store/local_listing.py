@@ -43,9 +43,7 @@ def everything_in(dir_entry: DirEntryAt, walk: Walk) -> Iterator[tuple[str, File
         UsageError: Folders are nested too deeply.
     """
     try:
-        top = look_at(dir_entry)
-        if top is not None and walk.follow and top.kind in (NameKind.LINK, NameKind.MOUNT):
-            top = of_stat(os.stat(dir_entry.name, dir_fd=dir_entry.folder_fd), looked_at=top.looked_at)
+        top = _behind_links(dir_entry) if walk.follow else look_at(dir_entry)
     except OSError as error:
         raise unreadable(dir_entry.path, error) from error
     if top is None:
@@ -59,6 +57,15 @@ def everything_in(dir_entry: DirEntryAt, walk: Walk) -> Iterator[tuple[str, File
             else os.path.normpath(os.path.join(_path_of(dir_entry.folder_fd), dir_entry.name))
         )
         yield from _entries(dir_entry, top, "", real.rstrip("/"), points, 0, walk)
+
+
+def _behind_links(dir_entry: DirEntryAt) -> FileStatus | None:
+    """Return the status of a name, links followed; None where there is nothing."""
+    looked_at = host.now_ns()
+    try:
+        return of_stat(os.stat(dir_entry.name, dir_fd=dir_entry.folder_fd), looked_at=looked_at)
+    except FileNotFoundError:
+        return None
 
 
 def look(path: str) -> FileStatus | None:

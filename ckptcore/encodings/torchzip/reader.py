@@ -237,6 +237,9 @@ def head_holds(read: Reader, length: int, text: str, label: str) -> bool:
         window = Window(read, length)
         if is_before_zip(window.read(0, min(length, BEFORE_ZIP))):
             return text.encode() in read_pickles(window.read, length, label).tree
+        # Its records are not compressed: what no byte of the file says is not in the pickle.
+        if window.content is not None and text.encode() not in window.content:
+            return False
         archive = Archive(window, label)
         is_checkpoint = "data.pkl" in archive.records and "constants.pkl" not in archive.records
         return is_checkpoint and text.encode() in archive.read("data.pkl")

@@ -69,6 +69,7 @@ FORMAT = Format(
     title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",
     recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`, or `pp0/`, ... with them",
     detect=detect,
+    suffixes=frozenset({"metadata", "distcp", "tmp"}),
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT, serializations=("torch_save", "safetensors")),
 )

@@ -94,7 +94,10 @@ def files_of(listing: Iterable[str]) -> CheckpointFiles:
 
 def is_checkpoint(listing: Iterable[str]) -> bool:
     """Whether a folder holds files that only DeepSpeed writes."""
-    return any(MODEL.fullmatch(p) or OPTIM.fullmatch(p) or UNIVERSAL.fullmatch(p) for p in listing)
+    return any(
+        p.endswith(".pt") and (MODEL.fullmatch(p) or OPTIM.fullmatch(p) or UNIVERSAL.fullmatch(p))
+        for p in listing
+    )
 
 
 def _sorted(rows: dict[_Key, str]) -> dict[_Key, str]:

@@ -37,5 +37,6 @@ FORMAT = Format(
     title="DeepSpeed checkpoint (ZeRO 0 to 3, BF16_Optimizer, pipeline, AutoTP, MoE, universal)",
     recognised_by="`*_model_states.pt`, `zero_pp_rank_*_optim_states.pt`, or `zero/<parameter>/fp32.pt`",
     detect=detect,
+    suffixes=frozenset({"pt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
 )

@@ -37,5 +37,6 @@ FORMAT = Format(
     title="nanotron checkpoint (versions 1.2 to 1.5)",
     recognised_by="`checkpoint_metadata.json`, and `model/**/model_*.safetensors`",
     detect=detect,
+    suffixes=frozenset({"safetensors"}),
     reader=Reader(read, objects=True),
 )

@@ -350,5 +350,6 @@ FORMAT = Format(
     recognised_by="`X.weight` with `X.weight_scale_inv`, `X.weight_scale` or `X.scale`, or `X_blocks` with "
     "`X_scales`, in safetensors",
     detect=detect,
+    suffixes=frozenset({"safetensors", "json"}),
     reader=Reader(read, objects=True),
 )

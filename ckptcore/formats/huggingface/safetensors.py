@@ -202,6 +202,7 @@ FORMAT = Format(
     title="safetensors file or Hugging Face folder",
     recognised_by="`model.safetensors.index.json`, one `*.safetensors` file, or all `*-I-of-N.safetensors`",
     detect=detect,
+    suffixes=frozenset({"safetensors", "json"}),
     reader=Reader(read, objects=True),
     writer=Writer(
         Layout(arrange),

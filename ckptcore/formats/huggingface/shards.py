@@ -291,5 +291,6 @@ FORMAT = Format(
     title="shards of torch's HuggingFaceStorageWriter",
     recognised_by="`shard-*-model-*-of-*.safetensors`, here or in `sharded/`",
     detect=detect,
+    suffixes=frozenset({"safetensors"}),
     reader=Reader(read),
 )

@@ -269,6 +269,7 @@ FORMAT = Format(
     title="Lightning and Fabric checkpoint (Trainer, FSDPStrategy, ModelParallelStrategy)",
     recognised_by="`meta.pt` beside a DCP folder; a torch zip with the key `pytorch-lightning_version`",
     detect=detect,
+    suffixes=frozenset({"pt", "ckpt", "pth", "bin"}),
     reader=Reader(read, checksums="CRC-32 per item or record", objects=True),
     writer=Writer(
         Layout(arrange, nests=True, place=place, values="trainers", torch_load=True),

@@ -51,6 +51,7 @@ def _format(name: str, title: str, keys: str, wrapped: bool) -> Format:
         title=title,
         recognised_by=f"`.metadata` without `metadata.json`, keys `checkpoint_version` and {keys}",
         detect=_detect(name, wrapped),
+        suffixes=frozenset({"metadata"}),
         reader=Reader(_reader_of(name), checksums="CRC-32 per item", objects=True),
     )
 

@@ -28,5 +28,6 @@ FORMAT = Format(
     title="Legacy Megatron-LM checkpoint of mp_rank folders",
     recognised_by="`mp_rank_*/model_optim_rng.pt`",
     detect=detect,
+    suffixes=frozenset({"pt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
 )

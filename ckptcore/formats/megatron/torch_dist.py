@@ -138,6 +138,7 @@ FORMAT = Format(
     title="Megatron-Core distributed checkpoint, torch_dist (0.6 to 0.19)",
     recognised_by="`metadata.json` with `sharded_backend` torch_dist, beside `.metadata`",
     detect=detect,
+    suffixes=frozenset({"json", "metadata"}),
     reader=Reader(read, checksums="CRC-32 per item, SHA-256 per file", objects=True),
     # VocabParallelEmbedding and the output layer are loaded with `allow_shape_mismatch`.
     writer=Writer(

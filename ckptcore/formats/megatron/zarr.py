@@ -214,6 +214,7 @@ FORMAT = Format(
     title="Megatron-Core distributed checkpoint, zarr (0.5 to 0.15)",
     recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
     detect=detect,
+    suffixes=frozenset({"json", "zarray"}),
     reader=Reader(read, objects=True),
     writer=Writer(Layout(arrange, values="trainers"), world="megatron"),
 )

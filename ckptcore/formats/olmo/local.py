@@ -225,5 +225,6 @@ FORMAT = Format(
     title="OLMo `local` checkpoint (flat parameters a rank)",
     recognised_by="`metadata.yaml` beside `model/rankR.pt` and `optim/rankR.pt`",
     detect=detect,
+    suffixes=frozenset({"pt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
 )

@@ -198,5 +198,6 @@ FORMAT = Format(
     title="OLMo unsharded checkpoint",
     recognised_by="`model.pt`, `optim.pt`, `train.pt`, `config.yaml`; safetensors whose names are pickles",
     detect=detect,
+    suffixes=frozenset({"safetensors", "pt"}),
     reader=Reader(read, checksums="CRC-32 per record (`.pt`)", objects=True),
 )

@@ -190,6 +190,7 @@ FORMAT = Format(
     title="OLMo-core 0.1 checkpoint (safetensors a rank)",
     recognised_by="`metadata.json` beside `rank_R.safetensors`, also in `model/` and `optim/`",
     detect=detect,
+    suffixes=frozenset({"safetensors", "json"}),
     reader=Reader(read, objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
 )

@@ -205,6 +205,7 @@ FORMAT = Format(
     title="torch.save file per rank (verl, Accelerate, OLMo, FSDP scripts)",
     recognised_by="torch zips named by rank: `*_rank_R.pt`, `*_rankR.bin`, `rankR.pt`",
     detect=detect,
+    suffixes=frozenset({"pt", "pth", "bin", "ckpt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
 )
@@ -213,6 +214,7 @@ META = Format(
     title="model-parallel files of Meta's Llama (generations 1 to 4)",
     recognised_by="two or more `consolidated.NN.pth`",
     detect=detect_meta,
+    suffixes=frozenset({"pth"}),
     reader=Reader(read_meta, checksums="CRC-32 per record", objects=True),
 )
 TORCH_CHECKPOINTING = Format(
@@ -220,5 +222,6 @@ TORCH_CHECKPOINTING = Format(
     title="torch_checkpointing checkpoint (0.1.1, torchtitan's new backend)",
     recognised_by="`ITEM_RANK.pt` of several items and all ranks, or beside `metadata.pkl`",
     detect=detect_items,
+    suffixes=frozenset({"pt", "pth", "bin", "ckpt", "safetensors"}),
     reader=Reader(read_checkpointing, checksums="CRC-32 per record (`.pt`)", objects=True),
 )

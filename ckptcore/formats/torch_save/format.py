@@ -320,6 +320,7 @@ FORMAT = Format(
     title="torch.save file of a full state dict",
     recognised_by="a torch file named `.pt`, `.pth`, `.bin` or `.ckpt`, or `*.bin.index.json`",
     detect=detect,
+    suffixes=frozenset({"pt", "pth", "bin", "ckpt", "tar", "json"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
     writer=Writer(Layout(arrange, values="plain", torch_load=True)),
 )
