@@ -1,14 +1,13 @@
 """The Prefect flows. Importing this package sets Prefect's environment before Prefect itself is imported."""
 
-from flows._place import complete_environment
+from flows._place import complete_environment, is_command
 
 with complete_environment():
+    from ckptcore.utils.command_process import start_quickly
     from flows._address import require_address_of_command
-    from flows._prefect import read_no_authorities, server_configured, set_environment
-    from flows._start import is_command, start_command
+    from flows._prefect import set_environment
 
 require_address_of_command()
 set_environment()
 if is_command():
-    start_command(server_configured())
-    read_no_authorities()
+    start_quickly()

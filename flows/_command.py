@@ -14,7 +14,6 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
@@ -34,10 +33,8 @@ from ckptcore.utils import standard_streams, terminal
 from ckptcore.utils.command_process import leave
 from ckptcore.utils.units import show_size
 from flows._address import end_with, unanswered
-from flows._heartbeats import own_heartbeats
 from flows._options import misfit, option_of
 from flows._prefect import serve_while_alive
-from flows._start import early_server
 from tasks.artifacts import sending_artifacts
 from tasks.logs import send_logs
 from tasks.markdown_text import count
@@ -57,10 +54,6 @@ def entry(flow: Flow[..., Any]) -> NoReturn:
         main(flow)
     except SystemExit as end:
         code = end.code or 0
-    # Prefect sends its last events and logs in functions that only this one calls, as Python does before it
-    # takes modules apart: that is half a second of a run.
-    with suppress(KeyboardInterrupt):  # the run has ended: nothing is left to stop
-        threading._shutdown()  # type: ignore[attr-defined]
     leave(code)
 
 
@@ -69,14 +62,13 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     terminal.guard()
     parameters = parse(flow, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("prefect.task_runs").addFilter(_is_news)
-    logging.getLogger("prefect.flow_runs").addFilter(_has_page)
     # A tenth of a small run's imports, while it waits for the server's first answers.
     threading.Thread(target=import_module, args=("ckptcore.catalog.catalog",), daemon=True).start()
     try:
         serve_while_alive()
         # Prefect sets the state of the run and sends logs while the last artifacts are sent, by one client.
-        with SyncClientContext.get_or_create(), sending_artifacts(), own_heartbeats(flow) as beating:
-            state = cast("State[Any]", beating(**parameters, return_state=True))
+        with SyncClientContext.get_or_create(), sending_artifacts():
+            state = cast("State[Any]", flow(**parameters, return_state=True))
             send_logs()
     except KeyboardInterrupt:
         terminal.line(f"stopped; {Interrupted.default_hint}", err=True)
@@ -171,12 +163,6 @@ def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
 def _is_news(record: logging.LogRecord) -> bool:
     # Tasks log their results themselves. Prefect's lines about retries and failures stay.
     return not record.getMessage().startswith("Finished in state Completed")
-
-
-def _has_page(record: logging.LogRecord) -> bool:
-    # The temporary server has no pages. Prefect takes the early one for a configured server.
-    early = early_server()
-    return early is None or not record.getMessage().startswith(f"View at {early.address}")
 
 
 def write_plainly() -> None:

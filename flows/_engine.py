@@ -13,24 +13,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from prefect import Task
 from prefect.futures import PrefectFuture
-from prefect.settings import (
-    PREFECT_API_SSL_CERT_FILE,
-    PREFECT_API_URL,
-    get_current_settings,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from ckptcore.errors import MissingDependency, UsageError
 from ckptcore.utils.extras import install
-from flows._prefect import NO_AUTHORITY
-from flows._start import early_server
 
 VARIABLE = "CKPTCORE_ENGINE"
 KINDS = ("threads", "dask", "ray")
@@ -179,16 +172,15 @@ def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
     An ephemeral server, which ends with this process, serves workers on this machine only. Raises
     `UsageError` if workers on other machines need it.
     """
-    url, early = get_current_settings().api.url, early_server()
-    if address is not None and (url is None or (early is not None and url == early.api_url)):
+    url = get_current_settings().api.url
+    if address is not None and url is None:
         raise UsageError(
             f"the {name} workers at {address} need a Prefect server, and none is configured",
             hint="start one (`prefect server start`), and set PREFECT_API_URL here and on the workers",
         )
     # Tasks bring the settings to workers; the environment is for other processes there.
     if url is not None:
-        with _without_own_file():
-            yield {"PREFECT_API_URL": url}
+        yield {"PREFECT_API_URL": url}
         return
     from prefect.server.api.server import SubprocessASGIServer  # a second of imports
 
@@ -196,12 +188,6 @@ def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
     server.start()  # does nothing if it is already running
     with temporary_settings({PREFECT_API_URL: server.api_url}):
         yield {"PREFECT_API_URL": server.api_url}
-
-
-def _without_own_file() -> AbstractContextManager[object]:
-    """Leave out the setting that names a file of this installation: workers may have it elsewhere."""
-    is_ours = get_current_settings().api.ssl_cert_file == NO_AUTHORITY
-    return temporary_settings({PREFECT_API_SSL_CERT_FILE: None}) if is_ours else nullcontext()
 
 
 def _missing(name: str) -> MissingDependency:

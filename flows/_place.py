@@ -41,5 +41,11 @@ def complete_environment() -> Iterator[None]:
         raise ModuleNotFoundError(line, name=error.name) from error
 
 
+def is_command() -> bool:
+    """Return whether this process was started as ``python -m flows.NAME``, while it imports the package."""
+    # Until the module is found, its place in `sys.argv` has "-m".
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").startswith("flows.")
+
+
 class _Elsewhere(ModuleNotFoundError):
     pass

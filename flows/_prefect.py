@@ -8,19 +8,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import MutableMapping
-from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_state_path
 
-from ckptcore.utils.foreign_text import InvalidText, parse_url
 from flows._address import configured
-from flows._start import early_server, end_with_this_process, wait_for
 
 # Settings that only reduce logging or lengthen timeouts. The user's own take precedence.
 QUIET = {
@@ -35,8 +34,13 @@ QUIET = {
     # A server whose database is down replies 500; retry as for "unavailable".
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
 }
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-NO_AUTHORITY = str(Path(__file__).with_name("_no_authority.pem"))
+# Of the temporary server. Blocks register themselves where they are saved: at its start the server would
+# import all collections of Prefect that are installed. No proxy is before it whose headers could be believed.
+SERVER = {
+    "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
+    "PREFECT_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
+    "FORWARDED_ALLOW_IPS": "",
+}
 
 
 def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
@@ -51,35 +55,20 @@ def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env["PREFECT_HOME"] = str(_own_home())
 
 
-def read_no_authorities(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let Prefect's clients read no certificates of authorities where the server is at ``http://127.0.0.1``.
-
-    Each of four clients would read all of them, 20 ms each, and use none. If such a server redirects to
-    ``https``, the run fails.
-    """
-    with suppress(InvalidText):  # `require_address` reports it
-        url = parse_url(env.get("PREFECT_API_URL", ""))
-        if url.scheme == "http" and url.hostname in LOOPBACK:
-            env.setdefault("PREFECT_API_SSL_CERT_FILE", NO_AUTHORITY)
-
-
 def serve_while_alive() -> None:
-    """Wait for the early server; else start the ephemeral one, unless one is configured.
+    """Start Prefect's temporary server, unless a server is configured.
 
     It ends with this process. Prefect would start it too, but leave it running forever after a process that
     was killed.
     """
     from prefect.settings import get_current_settings
 
-    settings = get_current_settings()
-    early = early_server()
-    if early is not None:
-        wait_for(early, settings.server.ephemeral.startup_timeout_seconds)
-        return
-    if settings.api.url is not None:
+    if get_current_settings().api.url is not None:
         return
     from prefect.server.api.server import SubprocessASGIServer  # a second of imports
 
+    for name, value in SERVER.items():
+        os.environ.setdefault(name, value)
     server = SubprocessASGIServer()
     # Ctrl-C would end the server too, and the run could not report its final state.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -88,7 +77,20 @@ def serve_while_alive() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert server.server_process is not None
-    end_with_this_process(server.server_process.pid)
+    _end_with_this_process(server.server_process.pid)
+
+
+def _end_with_this_process(pid: int) -> None:
+    """End another process with this one, even if this one is killed."""
+    # The pipe closes when this process ends. A session of its own: Ctrl-C must not reach the watcher.
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", f"read _; kill {pid}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    atexit.register(watcher.terminate)  # on a normal exit the server is stopped already
 
 
 def _own_home() -> Path:

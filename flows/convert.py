@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from prefect import State, runtime
+from prefect import State, flow, runtime
 
 from ckptcore.checking.export_proof import require_match
 from ckptcore.conversion.pipeline import digests_of_source
@@ -32,7 +32,6 @@ from ckptcore.planning.request import Request
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
 from flows._command import entry
-from flows._flow import flow
 from flows._naming import closed, failed, run_name
 from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, takes
 from flows._write import write_all

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import State
+from prefect import State, flow
 
 from ckptcore.conversion.publish import Result
 from ckptcore.planning.options import OF_VERB, Destination, Sources, read_options
 from flows._command import entry
-from flows._flow import flow
 from flows._naming import run_name
 from flows._options import EXPORT, RUN, FlowOptions, declared, takes
 from flows.convert import converted

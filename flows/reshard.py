@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Annotated, Any, Literal
 
-from prefect import State
+from prefect import State, flow
 from pydantic import BaseModel, ConfigDict
 
 from ckptcore.conversion.publish import Result
@@ -18,7 +18,6 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.options import OF_VERB, Mesh, Option, Sources, read_options
 from ckptcore.store.place import identify, overlaps
 from flows._command import entry
-from flows._flow import flow
 from flows._naming import failed, run_name
 from flows._options import RUN, FlowOptions, declared, takes
 from flows.convert import fan_out

@@ -7,7 +7,6 @@ others. ``ckptcore retire`` does the same.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Annotated, Any
 
 from prefect import State, flow
@@ -15,9 +14,8 @@ from prefect.states import Completed
 
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.planning.options import MEANS, Option, Options, options_of
-from ckptcore.utils.units import parse_duration, show_size
+from ckptcore.utils.units import show_size
 from flows._command import entry
 from flows._naming import failed
 from flows._options import declared, takes
@@ -35,23 +33,10 @@ def retire(
     """Retire source checkpoints that a verified conversion fully replaces. Dry run by default."""
     options = RetireOptions(**{name: parameters[name] for name in options_of(RetireOptions)})
     try:
-        means = Options(
+        settings = Options(
             memory=parameters["memory"], workers=parameters["workers"], device=parameters["device"]
         ).settings()
-        policy, allowed = rules(options)
-        take = means if options.fingerprint else None
-        report = retire_sources(
-            scope,
-            policy,
-            bool(options.yes),
-            allowed,
-            take,
-            options.catalog,
-            means,
-            of_root(options),
-            purging=options.purge,
-            grace=timedelta(seconds=parse_duration(options.grace)),
-        )
+        report = retire_sources(scope, options, settings)
     except CkptError as error:
         return failed(error)
     counts = ", ".join(f"{n} {name}" for name, n in sorted(report.counts.items())) or "no source"

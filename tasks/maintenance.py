@@ -10,16 +10,15 @@ from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.retirements import totals
-from ckptcore.custody.replacing import GRACE
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import OfRoot, RetireDecision, RetireReport
+from ckptcore.operations.options import RetireOptions
+from ckptcore.operations.retire import RetireDecision, RetireReport
 from ckptcore.operations.retire import retire as run_retire
+from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.operations.verify import FINE
 from ckptcore.planning.request import Settings
-from ckptcore.utils.units import show_size
+from ckptcore.utils.units import parse_duration, show_size
 from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
@@ -48,39 +47,28 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
 
 
 @task(task_run_name="retire", cache_policy=NO_CACHE, persist_result=False)
-def retire(
-    scope: str | None,
-    policy: Policy,
-    yes: bool,
-    allowed: Allowed,
-    take: Settings | None,
-    catalog: str | None,
-    means: Settings | None = None,
-    of_root: OfRoot | None = None,
-    *,
-    purging: bool = False,
-    grace: timedelta = GRACE,
-) -> RetireReport:
+def retire(scope: str | None, options: RetireOptions, settings: Settings) -> RetireReport:
     """Retire the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
+    policy, allowed = rules(options)
 
     def note(decision: RetireDecision) -> None:
         log.info("%s is %s: %s", decision.source.uri, decision.fate.value, "; ".join(decision.why))
         for name, kind in decision.unproven[:MAX_ROWS]:
             log.info("unproven in %s: %s (%s)", decision.source.uri, name, kind)
 
-    with open_catalog(catalog, create=False) as catalog_db:
+    with open_catalog(options.catalog, create=False) as catalog_db:
         report = run_retire(
             catalog_db,
             policy,
             scope,
-            yes=yes,
-            purging=purging,
-            grace=grace,
+            yes=bool(options.yes),
+            purging=options.purge,
+            grace=timedelta(seconds=parse_duration(options.grace)),
             allowed=allowed,
-            fingerprint_settings=take,
-            verify_settings=means,
+            fingerprint_settings=settings if options.fingerprint else None,
+            verify_settings=settings,
             on_retired=note,
-            of_root=of_root,
+            of_root=of_root(options),
         )
     for folder_text in report.left:
         log.warning("%s", folder_text)

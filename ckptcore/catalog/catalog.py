@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -202,14 +202,7 @@ class Catalog:
         _forget_processes(succeeded)
 
     def succeed(
-        self,
-        conversion_id: str,
-        facts: ConversionFacts,
-        *,
-        source: CheckpointFacts,
-        derived: CheckpointFacts,
-        findings: Iterable[Finding] = (),
-        inputs: Sequence[tuple[float, CheckpointFacts]] = (),
+        self, conversion_id: str, facts: ConversionFacts, *, source: CheckpointFacts, derived: CheckpointFacts
     ) -> str:
         """Record that a conversion published `derived`, made from `source`.
 
@@ -217,19 +210,15 @@ class Catalog:
 
         Args:
             conversion_id: the id that `begin` returned.
-            facts: the conversion's sizes, digests and times.
+            facts: the conversion's sizes, digests, times and findings.
             source: the checkpoint that was read.
             derived: the checkpoint that was written.
-            findings: the warnings and notes about the source or the output.
-            inputs: (weight, checkpoint) of what `source` is the average of.
 
         Returns:
             The id of the derived checkpoint.
         """
         with self.writing() as conn:
-            derived_id = conversions.succeed(
-                conn, clock(conn), conversion_id, facts, source, derived, findings, inputs
-            )
+            derived_id = conversions.succeed(conn, clock(conn), conversion_id, facts, source, derived)
         _forget_processes([conversion_id])
         return derived_id
 

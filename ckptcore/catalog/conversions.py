@@ -178,12 +178,10 @@ def succeed(
     facts: ConversionFacts,
     source: CheckpointFacts,
     derived: CheckpointFacts,
-    findings: Iterable[Finding] = (),
-    inputs: Sequence[tuple[float, CheckpointFacts]] = (),
 ) -> str:
     """Record the success of a conversion: both checkpoints, the edge between them, and the end.
 
-    A second call (a retried task) changes nothing. inputs: (weight, checkpoint) of an average's inputs.
+    A second call (a retried task) changes nothing.
 
     Returns:
         The public id of the derived checkpoint.
@@ -197,14 +195,13 @@ def succeed(
     )
     put_stamp(conn, derived_id, derived.stamp)
     _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
-    all_findings = tuple(findings)
-    of_source = [f for f in all_findings if f.code not in _OF_OUTPUT]
-    of_output = [f for f in all_findings if f.code in _OF_OUTPUT]
+    of_source = [f for f in facts.findings if f.code not in _OF_OUTPUT]
+    of_output = [f for f in facts.findings if f.code in _OF_OUTPUT]
     note_findings(conn, now, of_source, checkpoint=source_id, conversion=row.id, level=source.verified)
     note_findings(conn, now, of_output, checkpoint=derived_id, conversion=row.id, level=derived.verified)
     _inherit(conn, now, source_id, derived_id)
-    if inputs:
-        _record_average(conn, now, row.id, source_id, inputs)
+    if facts.inputs:
+        _record_average(conn, now, row.id, source_id, facts.inputs)
     conn.execute(
         update(Conversion)
         .where(Conversion.id == row.id)

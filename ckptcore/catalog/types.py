@@ -138,7 +138,8 @@ class ConversionFacts:
 
     plan_digest: of the executed plan. bytes_in, bytes_out: read and written.
     peak_memory: resident bytes, or None. timings: seconds by stage. map_digest, fingerprint, source_stamp,
-    source_ctime: see `ConversionRow`.
+    source_ctime: see `ConversionRow`. findings: about the source or the output. inputs: (weight, checkpoint) of
+    what the source is the average of.
     """
 
     plan_digest: str
@@ -150,6 +151,8 @@ class ConversionFacts:
     fingerprint: str | None = None
     source_stamp: str | None = None
     source_ctime: str | None = None
+    findings: tuple[Finding, ...] = ()
+    inputs: tuple[tuple[float, CheckpointFacts], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import numpy as np
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import CkptError
-from ckptcore.naming.model_part import ModelPart, find_model
+from ckptcore.naming.model_part import find_model
+from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import StoredKinds
 
 MODEL, OTHER, UNSURE = "model", "other", "tensors"

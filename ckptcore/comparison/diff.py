@@ -34,8 +34,8 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select
 from ckptcore.errors import Finding, UsageError
 from ckptcore.formats import by_name
-from ckptcore.naming.model_part import ModelPart, find_model, in_model
-from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
+from ckptcore.naming.model_part import find_model, in_model
+from ckptcore.naming.rename import ModelPart, apply_renames, matches, remap, strip_wrappers
 from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names, set_by_reshard
 from ckptcore.planning.request import Settings
 from ckptcore.reading.rereading import rereading
@@ -223,13 +223,7 @@ def _prepare(
     with labelled(f"{label} ({url})"):
         report = require_complete(manifest, selected)
         model = find_model(manifest, prefix) if rules.model else None
-        mapped = remap(
-            manifest,
-            prefix=model.prefix if model else None,
-            also=model.foreign if model else None,
-            unwrap=model is not None,
-            rename=rename,
-        )
+        mapped = remap(manifest, model=model, rename=rename)
     before = [t.fqn for t in mapped.manifest.tensors]
     new = [form.name(name) for name in before]
     named = mapped.manifest if new == before else select(mapped.manifest, range(len(new)), new)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
@@ -93,11 +92,8 @@ def fingerprint(
         settings = replace(settings, device="cpu")
     inside = in_model(manifest, rules.model_prefix) if rules.model else str
     require_complete(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
-    options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rules.rename}
-    if rules.model:
-        part = find_model(manifest, rules.model_prefix)
-        options |= {"prefix": part.prefix, "also": part.foreign, "unwrap": True}
-    mapped = remap(manifest, **options)
+    part = find_model(manifest, rules.model_prefix) if rules.model else None
+    mapped = remap(manifest, include=include, exclude=exclude, model=part, rename=rules.rename)
     if not mapped.manifest.tensors:
         raise UsageError(
             f"no tensor is left (got {len(manifest.tensors)} in the checkpoint)",

@@ -232,16 +232,17 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         fingerprint=result.fingerprint,
         source_stamp=result.source_stamp,
         source_ctime=result.source_ctime,
+        findings=tuple(result.warnings),
     )
-    rows = {"facts": conversion_facts, "source": read, "derived": derived, "findings": result.warnings}
     if is_average(registration.request.source):
         from ckptcore.conversion.average_inputs import inputs_of  # most sources are no average
 
-        rows["inputs"] = [
+        inputs = tuple(
             (each.weight, facts(each.manifest, each.url, each.digests, verified="coverage", training=True))
             for each in inputs_of(registration.request, result.source_digests)
-        ]
-    return rows
+        )
+        conversion_facts = replace(conversion_facts, inputs=inputs)
+    return {"facts": conversion_facts, "source": read, "derived": derived}
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:

@@ -26,6 +26,7 @@ from ckptcore.naming.peft import holds_adapter
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.live_maps import map_live_names
+from ckptcore.planning.name_maps import NameRequest
 from ckptcore.planning.transformers_conversion import written_tensors
 from ckptcore.reading.gather import index_of
 from ckptcore.utils.foreign_text import load_json_object
@@ -110,7 +111,7 @@ def _under_file_names(model: Any, state: Mapping[str, torch.Tensor]) -> Manifest
     manifest = builder.build("memory", "memory://model", {})
     try:
         named = map_live_names(
-            Mapped(manifest, (), ()), arch="auto", to=HUB, source=manifest, config=config, url="of the model"
+            Mapped(manifest, (), ()), NameRequest(to=HUB, source=manifest, config=config, url="of the model")
         )
     except CkptError as error:
         message = f"cannot fingerprint: not comparable: {error.message}"

@@ -31,6 +31,7 @@ from ckptcore.naming.worlds import LIVE
 from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.hub_files import CONFIG
 from ckptcore.planning.live_maps import map_live_names
+from ckptcore.planning.name_maps import NameRequest
 from ckptcore.planning.request import Request
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
@@ -166,11 +167,7 @@ def _live_tensors(
     """Return the tensors of the export under the names of the model's parameters."""
     named = map_live_names(
         composed.mapped,
-        arch="auto",
-        to=LIVE,
-        source=manifest,
-        config=form,
-        url=request.config or CONFIG,
+        NameRequest(to=LIVE, source=manifest, config=form, url=request.config or CONFIG),
         parameters=[n for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)],
     )
     return composed.mapped.manifest if named is None else named.mapped.manifest

@@ -27,7 +27,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
 from ckptcore.naming.moments import SHAPED, endings, state_of, trained_parameters
-from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
+from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, ModelPart, strip_wrappers
 from ckptcore.naming.training_state import StoredKinds, below, below_states, is_average
 
 # Names of entries beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning,
@@ -47,38 +47,6 @@ _COPY = re.compile(
 # (composer/models/huggingface.py, `get_metadata`).
 _COMPOSER = re.compile(r"^((?:state\.)?)integrations(\.huggingface(?:\.|$)|$)")
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPart:
-    """Where the model is.
-
-    Attributes:
-        prefix: Prefix of its names in the checkpoint.
-        because: The evidence, one sentence.
-        beside: First path elements of the trainer's own entries below that prefix, to be left out.
-        model_names: Names below ``beside`` that are the model's.
-        other_prefixes: Prefixes of parts that could be the model too, and are left out.
-        strays: Stored names outside of the part that the optimizer has state for, unless the user named it.
-    """
-
-    prefix: str
-    because: str
-    beside: tuple[str, ...] = ()
-    model_names: frozenset[str] = frozenset()
-    other_prefixes: tuple[str, ...] = ()
-    strays: tuple[str, ...] = ()
-
-    def holds(self, name: str) -> bool:
-        """Return whether a stored name of a tensor is in the part."""
-        return name.startswith(self.prefix) and self.foreign(name[len(self.prefix) :]) is None
-
-    def foreign(self, name: str) -> str | None:
-        """Return the rule that drops a name below the prefix; None for the model's own names."""
-        for root in self.beside:
-            if (name == root or name.startswith(root + ".")) and name not in self.model_names:
-                return f"not part of the model ({root})"
-        return None
 
 
 def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -78,26 +78,54 @@ class Mapped:
     map: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """Where the model is.
+
+    Attributes:
+        prefix: Prefix of its names in the checkpoint.
+        because: The evidence, one sentence.
+        beside: First path elements of the trainer's own entries below that prefix, to be left out.
+        model_names: Names below ``beside`` that are the model's.
+        other_prefixes: Prefixes of parts that could be the model too, and are left out.
+        strays: Stored names outside of the part that the optimizer has state for, unless the user named it.
+    """
+
+    prefix: str
+    because: str
+    beside: tuple[str, ...] = ()
+    model_names: frozenset[str] = frozenset()
+    other_prefixes: tuple[str, ...] = ()
+    strays: tuple[str, ...] = ()
+
+    def holds(self, name: str) -> bool:
+        """Return whether a stored name of a tensor is in the part."""
+        return name.startswith(self.prefix) and self.foreign(name[len(self.prefix) :]) is None
+
+    def foreign(self, name: str) -> str | None:
+        """Return the rule that drops a name below the prefix; None for the model's own names."""
+        for root in self.beside:
+            if (name == root or name.startswith(root + ".")) and name not in self.model_names:
+                return f"not part of the model ({root})"
+        return None
+
+
 def remap(
     manifest: Manifest,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    prefix: str | None = None,
-    also: Callable[[str], str | None] | None = None,
-    unwrap: bool = False,
+    model: ModelPart | None = None,
     rename: Sequence[tuple[str, str]] = (),
     tie: Sequence[tuple[str, str]] = (),
 ) -> Mapped:
-    """Apply the rules in order: globs, model prefix, wrappers, renames, ties.
+    """Apply the rules in order: globs, model part, wrappers, renames, ties.
 
     Args:
         manifest: The checkpoint.
         include: Globs on stored names; empty for all.
         exclude: Globs on stored names.
-        prefix: Keep only names below it, and remove it; None keeps all.
-        also: Called with the name below the prefix; a text it returns is the rule that drops the tensor.
-        unwrap: Remove wrapper parts from names.
+        model: Keep only its names, without its prefix and without the parts of wrappers; None keeps all.
         rename: (old, new) as `apply_renames` takes them.
         tie: (name to drop, name to keep), after renaming.
 
@@ -110,7 +138,7 @@ def remap(
     origin: dict[str, str] = {}
     dropped: list[Dropped] = []
     for row, spec in enumerate(manifest.tensors):
-        name, rule = _new_name(spec.fqn, include, exclude, prefix, also, unwrap, rename)
+        name, rule = _new_name(spec.fqn, include, exclude, model, rename)
         if rule:
             dropped.append(Dropped(spec.fqn, rule))
             continue
@@ -248,24 +276,20 @@ def _new_name(
     fqn: str,
     include: Sequence[str],
     exclude: Sequence[str],
-    prefix: str | None,
-    also: Callable[[str], str | None] | None,
-    unwrap: bool,
+    model: ModelPart | None,
     rename: Sequence[tuple[str, str]],
 ) -> tuple[str, str]:
     rule = _glob_rule(fqn, include, exclude)
     if rule:
         return fqn, rule
     name = fqn
-    if prefix is not None:
-        if not fqn.startswith(prefix):
-            return fqn, f"not part of the model (model prefix {prefix!r})"
-        name = fqn[len(prefix) :]
-        reason = also(name) if also else None
+    if model is not None:
+        if not fqn.startswith(model.prefix):
+            return fqn, f"not part of the model (model prefix {model.prefix!r})"
+        reason = model.foreign(fqn[len(model.prefix) :])
         if reason:
             return fqn, reason
-    if unwrap:
-        name = strip_wrappers(name)
+        name = strip_wrappers(fqn[len(model.prefix) :])
     name = apply_renames(name, rename)
     if fqn and not name:
         raise NameMismatch(

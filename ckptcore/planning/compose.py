@@ -31,7 +31,7 @@ from ckptcore.errors import AmbiguousModel, Finding, NameMismatch, UsageError, f
 from ckptcore.fingerprints.sums import map_digest
 from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
-from ckptcore.naming.model_part import ModelPart, find_model, in_model
+from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.peft import (
     BELOW,
     Adapter,
@@ -46,6 +46,7 @@ from ckptcore.naming.quantized_names import without_activations
 from ckptcore.naming.rename import (
     Dropped,
     Mapped,
+    ModelPart,
     applies,
     apply_renames,
     is_kept,
@@ -415,13 +416,7 @@ def _adapter_alone(
     if request.tie:
         raise UsageError("cannot tie tensors of an adapter", hint="leave --tie out")
     mapped = remap(
-        manifest,
-        include=request.include,
-        exclude=request.exclude,
-        prefix=model.prefix,
-        also=model.foreign,
-        unwrap=True,
-        rename=request.rename,
+        manifest, include=request.include, exclude=request.exclude, model=model, rename=request.rename
     )
     of_trainer = adapter.of_trainer
     if of_trainer:
@@ -682,9 +677,8 @@ def _named_tensors(
         "include": request.include,
         "exclude": request.exclude,
         "rename": request.rename,
+        "model": model,
     }
-    if model is not None:
-        options |= {"prefix": model.prefix, "also": model.foreign, "unwrap": True}
     bare = remap(manifest, **options)
     mapped_names = in_world(request, manifest, bare, config) if model is not None else None
     return _Named(bare, options, mapped_names)

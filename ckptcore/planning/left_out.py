@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import AmbiguousModel, Finding, finding
-from ckptcore.naming.model_part import ModelPart
-from ckptcore.naming.rename import is_kept
+from ckptcore.naming.rename import ModelPart, is_kept
 from ckptcore.naming.training_state import AVERAGE, TRAINING_STATE, StoredKinds
 from ckptcore.planning.request import Request
 from ckptcore.utils.globs import covering

@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptcore.core.manifest import Manifest
 from ckptcore.errors import MissingDependency, NameMismatch, UsageError
 from ckptcore.naming.maps.conversion import converted
 from ckptcore.naming.maps.from_transformers import entries_of, family_of
@@ -33,7 +32,7 @@ from ckptcore.naming.worlds import HUB
 from ckptcore.planning.config_folder import require_possible
 from ckptcore.planning.kept_answers import ask_once
 from ckptcore.planning.meta_model import built
-from ckptcore.planning.name_maps import MappedNames, NameMap, composed, lacking
+from ckptcore.planning.name_maps import MappedNames, NameMap, NameRequest, composed, lacking
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.planning.transformers_process import Answer, brief, quiet_transformers, serve
 from ckptcore.utils.extras import install
@@ -43,26 +42,13 @@ _FUSED = (".gate_up_proj", ".experts.down_proj")  # of modules of transformers 5
 
 
 def map_live_names(
-    mapped: Mapped,
-    *,
-    arch: str,
-    to: str,
-    source: Manifest,
-    config: Mapping[str, Any] | None,
-    url: str,
-    part: bool = False,
-    parameters: Iterable[str] | None = None,
+    mapped: Mapped, request: NameRequest, parameters: Iterable[str] | None = None
 ) -> MappedNames | None:
     """Map a model part to the hub's names, or to those of a live module.
 
     Args:
         mapped: The model part under its stored names, without ties.
-        arch: A model type or class, or ``auto``.
-        to: ``hf-hub`` or ``hf-live``.
-        source: The whole checkpoint, beside which a config may be.
-        config: Content of ``--config``, or None.
-        url: Value of ``--config``, for messages.
-        part: Whether a part of the model was requested, so that tensors may be missing.
+        request: The names that are asked for: ``hf-hub`` or ``hf-live``, of a model type or class.
         parameters: Names of the live module's tensors, where it is built.
 
     Returns:
@@ -73,10 +59,11 @@ def map_live_names(
         UsageError: The architecture is unknown, or no rule can express its conversion.
         MissingDependency: The architecture is not frozen, and transformers is not installed.
     """
-    content, source_name = _named_config(source, config, url)
+    content, source_name = _named_config(request)
+    to = request.to
     tensors = mapped.manifest.tensors
     names = [t.fqn for t in tensors]
-    family = _family(arch, content, {t.fqn: t.shape for t in tensors})
+    family = _family(request.arch, content, {t.fqn: t.shape for t in tensors})
     if family is None:
         if to == HUB:
             return None
@@ -84,7 +71,7 @@ def map_live_names(
             f"cannot map to {to}: unknown model",
             hint="try --config FOLDER with the model's config.json, or --arch",
         )
-    because = f"--arch {arch}" if arch != "auto" else f"{source_name} says {family.form.arch}"
+    because = f"--arch {request.arch}" if request.arch != "auto" else f"{source_name} says {family.form.arch}"
     world = world_of(family, names)
     if world == to or (world is None and to == HUB):
         return None
@@ -99,20 +86,18 @@ def map_live_names(
     else:
         rules = hub_map(family, names, content, shapes, parameters)
     matched = match(rules, mapped.manifest.tensors, {})
-    require_fit(matched, mapped.manifest.tensors, part=part)
+    require_fit(matched, mapped.manifest.tensors, part=request.part)
     conversion = converted(mapped.manifest, matched)
     numbers = {k: (v, source_name) for k, v in numbers_of(family, content or {}).items()}
     name_map = NameMap(rules.arch, world, to, f"{because} ({rules.version})", numbers, rules.digest)
     return MappedNames(composed(mapped, conversion), name_map, conversion, tuple(lacking(matched)))
 
 
-def _named_config(
-    source: Manifest, config: Mapping[str, Any] | None, url: str
-) -> tuple[Mapping[str, Any] | None, str]:
+def _named_config(request: NameRequest) -> tuple[Mapping[str, Any] | None, str]:
     """Return (content of the model's config.json, its name for messages)."""
-    if config is not None:
-        return config, f"--config {url}"
-    beside = next((c for c in stored_configs(source, HUB) if c.architectures), None)
+    if request.config is not None:
+        return request.config, f"--config {request.url}"
+    beside = next((c for c in stored_configs(request.source, HUB) if c.architectures), None)
     return (None, "") if beside is None else (beside.content, beside.name)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from blake3 import blake3
@@ -108,29 +108,14 @@ class MappedNames:
     warnings: tuple[Finding, ...]
 
 
-def map_names(
-    mapped: Mapped,
-    world: str,
-    *,
-    arch: str,
-    to: str,
-    source: Manifest,
-    config: Mapping[str, Any] | None,
-    url: str,
-    part: bool = False,
-    generation: str = "",
-    untried: bool = False,
-    because: str = "",
-    tp: int = 0,
-) -> MappedNames:
-    """Map a model part to another world of names.
+@dataclass(frozen=True, kw_only=True)
+class NameRequest:
+    """The names that are asked for, and what says which architecture has them.
 
-    Args:
-        mapped: The model part under its stored names, without ties.
-        world: World of these names.
-        arch: Name of an architecture, or ``auto``.
+    Attributes:
         to: World of the result.
-        source: The full checkpoint, which may have the arguments of its training.
+        source: The full checkpoint, which may have the arguments of its training, and a config beside it.
+        arch: Name of an architecture, or ``auto``.
         config: Content of ``--config``, or None.
         url: Value of ``--config``, for messages.
         part: Whether a part of the model was requested, so that tensors may be missing.
@@ -138,6 +123,27 @@ def map_names(
         untried: Whether a map may be used that no code of the trainer has loaded.
         because: Why this architecture, where ``arch`` is none of the user's.
         tp: Tensor parallel ranks, for which a trainer pads the vocabulary; 0 for no padding.
+    """
+
+    to: str
+    source: Manifest
+    arch: str = "auto"
+    config: Mapping[str, Any] | None = None
+    url: str = ""
+    part: bool = False
+    generation: str = ""
+    untried: bool = False
+    because: str = ""
+    tp: int = 0
+
+
+def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
+    """Map a model part to another world of names.
+
+    Args:
+        mapped: The model part under its stored names, without ties.
+        world: World of these names.
+        request: The names that are asked for.
 
     Raises:
         NameMismatch: No map fits, or configs contradict each other.
@@ -145,18 +151,19 @@ def map_names(
             is untried.
     """
     configs = [
-        *([Config(f"--config {url}", HUB, config)] if config is not None else []),
-        *stored_configs(source, world),
+        *([Config(f"--config {request.url}", HUB, request.config)] if request.config is not None else []),
+        *stored_configs(request.source, world),
     ]
-    numbers = agreed(configs)
+    to, numbers = request.to, agreed(configs)
     if world == HUB:
         _require_plain(mapped.manifest, to)
     sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
-    maps = _maps(world, to, generation)
+    maps = _maps(world, to, request.generation)
     if world == HUB:
         _require_one_head(mapped.manifest, to, configs)
         mapped = _with_tied(mapped, maps, configs)
-    matched, chosen_by = _choose(mapped.manifest, maps, world, arch, to, configs, sizes, part)
+    search = _MapSearch(mapped.manifest, maps, world, to, configs, sizes, request.part)
+    matched, chosen_by = search.choose(request.arch)
     if matched.map.refused:
         raise UsageError(
             f"cannot map {world} names of {matched.map.arch}: {matched.map.refused}",
@@ -164,11 +171,11 @@ def map_names(
         )
     _require_agreed(matched.map, configs)
     if world == HUB:
-        _require_tried(matched.map, untried)
-    require_fit(matched, mapped.manifest.tensors, part=part, hint=_part_hint(matched, mapped))
+        _require_tried(matched.map, request.untried)
+    require_fit(matched, mapped.manifest.tensors, part=request.part, hint=_part_hint(matched, mapped))
     conversion = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
     if to in VOCABULARY_STEP:
-        conversion = with_padding(conversion, VOCABULARY_STEP[to] * tp)
+        conversion = with_padding(conversion, VOCABULARY_STEP[to] * request.tp)
     used = {a for of in matched.groups for a in of.sizes} | {
         name for of in matched.groups for name in _axis_names(of.rule.axes)
     }
@@ -182,7 +189,7 @@ def map_names(
         matched.map.arch,
         world,
         to,
-        because or chosen_by,
+        request.because or chosen_by,
         used_numbers,
         matched.map.digest,
         matched.map.generation,
@@ -286,103 +293,117 @@ def _axis_names(axes: Mapping[str, str]) -> Iterator[str]:
         yield from names_in(expression)
 
 
-def _choose(
-    manifest: Manifest,
-    maps: Sequence[ArchMap],
-    world: str,
-    arch: str,
-    to: str,
-    configs: Sequence[Config],
-    sizes: Mapping[str, int],
-    part: bool,
-) -> tuple[Matched, str]:
-    """Return the only map that fits, and why."""
-    tensors = manifest.tensors
-    templates = Templates.of(t.fqn for t in tensors)
-    if arch != "auto":
-        chosen = [m for m in maps if arch == m.arch or arch in (*m.model_types, *m.architectures)]
-        if not chosen:
+@dataclass(frozen=True)
+class _MapSearch:
+    """The search for the one map that takes a manifest's names to another world.
+
+    Attributes:
+        manifest: The model part.
+        maps: Those between both worlds.
+        world: Of the manifest's names.
+        to: World of the result.
+        configs: That may name an architecture, or contradict a map.
+        sizes: Numbers of the configs.
+        part: Whether tensors may be missing.
+    """
+
+    manifest: Manifest
+    maps: Sequence[ArchMap]
+    world: str
+    to: str
+    configs: Sequence[Config]
+    sizes: Mapping[str, int]
+    part: bool
+
+    @cached_property
+    def templates(self) -> Templates:
+        """The kinds of names in the manifest."""
+        return Templates.of(t.fqn for t in self.manifest.tensors)
+
+    def _match(self, rules: ArchMap) -> Matched:
+        return match(rules, self.manifest.tensors, self.sizes, self.templates)
+
+    def choose(self, arch: str) -> tuple[Matched, str]:
+        """Return the only map that fits, and why."""
+        if arch != "auto":
+            chosen = [m for m in self.maps if arch == m.arch or arch in (*m.model_types, *m.architectures)]
+            if not chosen:
+                raise UsageError(
+                    f"no map takes {self.world} names of architecture {arch!r} to {self.to}",
+                    hint=f"one of: {_archs(self.maps)}",
+                )
+            because = f"--arch {arch}"
+        else:
+            named = next((c for c in self.configs if c.architectures), None)
+            if named is None and self.world == HUB:
+                raise UsageError(
+                    f"cannot map to {self.to}: nothing says which architecture this is, and many share "
+                    "their names",
+                    hint="try --config FOLDER with the model's config.json, or --arch",
+                )
+            if named is None:
+                return self._fitting()
+            calls = named.architectures
+            chosen = [m for m in self.maps if {m.arch, *m.model_types, *m.architectures} & set(calls)]
+            because = f"{named.name} says {calls[0]}"
+            if not chosen:
+                raise NameMismatch(
+                    f"no map takes {self.world} names of {calls[0]} to {self.to} ({because})",
+                    hint="try --names stored to keep the names as they are; there are maps for "
+                    f"{_archs(self.maps)}",
+                )
+        supported = [m for m in chosen if not m.refused]
+        # Where configs contradict every map, one is chosen all the same: `_require_agreed` reports it.
+        able = [m for m in supported if not _contradicted(m, self.configs)] or supported
+        matches = [self._match(m) for m in able]
+        if not matches:
+            return _nothing(chosen[0]), because
+        if len({_outcome(m) for m in matches if m.fits}) > 1:
             raise UsageError(
-                f"no map takes {world} names of architecture {arch!r} to {to}", hint=f"one of: {_archs(maps)}"
+                f"cannot find the layout of {matches[0].map.arch}: several fit its names and shapes",
+                hint="try with the config that the trainer wrote beside the checkpoint",
             )
-        because = f"--arch {arch}"
-    else:
-        named = next((c for c in configs if c.architectures), None)
-        if named is None and world == HUB:
-            raise UsageError(
-                f"cannot map to {to}: nothing says which architecture this is, and many share their names",
-                hint="try --config FOLDER with the model's config.json, or --arch",
-            )
-        if named is None:
-            return _fitting(manifest, maps, world, to, configs, sizes, templates, part)
-        calls = named.architectures
-        chosen = [m for m in maps if {m.arch, *m.model_types, *m.architectures} & set(calls)]
-        because = f"{named.name} says {calls[0]}"
-        if not chosen:
+        return min(matches, key=_distance), because
+
+    def _fitting(self) -> tuple[Matched, str]:
+        """Return the only map that accounts for every tensor, by names, shapes and configs of modules."""
+        supported = [m for m in self.maps if not m.refused and not m.by_name]
+        able = [m for m in supported if not _contradicted(m, self.configs)] or supported
+        if not able:
             raise NameMismatch(
-                f"no map takes {world} names of {calls[0]} to {to} ({because})",
-                hint=f"try --names stored to keep the names as they are; there are maps for {_archs(maps)}",
+                f"no map takes {self.world} names to {self.to}",
+                hint="try --names stored to keep the names as they are",
             )
-    supported = [m for m in chosen if not m.refused]
-    # Where configs contradict every map, one is chosen all the same: `_require_agreed` reports the field.
-    able = [m for m in supported if not _contradicted(m, configs)] or supported
-    matches = [match(m, tensors, sizes, templates) for m in able]
-    if not matches:
-        return _nothing(chosen[0]), because
-    if len({_outcome(m) for m in matches if m.fits}) > 1:
-        raise UsageError(
-            f"cannot find the layout of {matches[0].map.arch}: several fit its names and shapes",
-            hint="try with the config that the trainer wrote beside the checkpoint",
-        )
-    return min(matches, key=_distance), because
-
-
-def _fitting(
-    manifest: Manifest,
-    maps: Sequence[ArchMap],
-    world: str,
-    to: str,
-    configs: Sequence[Config],
-    sizes: Mapping[str, int],
-    templates: Templates,
-    part: bool,
-) -> tuple[Matched, str]:
-    """Return the only map that accounts for every tensor, by names, shapes and configs of modules."""
-    supported = [m for m in maps if not m.refused and not m.by_name]
-    able = [m for m in supported if not _contradicted(m, configs)] or supported
-    if not able:
-        raise NameMismatch(
-            f"no map takes {world} names to {to}", hint="try --names stored to keep the names as they are"
-        )
-    matches = [match(m, manifest.tensors, sizes, templates) for m in able if _covers(m, templates)]
-    fitting = [m for m in matches if m.fits]
-    if not fitting and part:
-        able_in_part = [m for m in matches if m.fits_in_part]
-        least = min(map(_distance, able_in_part), default=0)
-        fitting = [m for m in able_in_part if _distance(m) == least]
-    if not fitting:
-        for refused in (m for m in maps if m.refused):
-            if any(sign.search(t.fqn) for sign in refused.signs for t in manifest.tensors):
-                return _nothing(refused), "its names"
-        excluded = (m for m in supported if m not in able and _covers(m, templates))
-        contradicted = (match(m, manifest.tensors, sizes, templates) for m in excluded)
-        refused_by_config = next((m for m in contradicted if m.fits), None)
-        if refused_by_config is not None:  # the caller reports the contradiction
-            return refused_by_config, "names and shapes"
-        all_matches = matches or [match(m, manifest.tensors, sizes, templates) for m in able]
-        return min(all_matches, key=_distance), "the closest by names"
-    first = fitting[0]
-    kinds = {_outcome(m) for m in fitting}
-    if len(kinds) > 1:
-        names = [m.map.arch for m in fitting]
-        raise UsageError(
-            f"cannot choose the architecture: names and shapes fit {', '.join(names)}, whose tensors differ",
-            hint=f"try --arch {names[0]}, or --config with the model's config.json",
-            candidates=names,
-        )
-    other_archs = [m.map.arch for m in fitting[1:]]
-    same = f" (as for {', '.join(other_archs)})" if other_archs else ""
-    return first, f"names and shapes fit {first.map.arch}{same}"
+        matches = [self._match(m) for m in able if _covers(m, self.templates)]
+        fitting = [m for m in matches if m.fits]
+        if not fitting and self.part:
+            able_in_part = [m for m in matches if m.fits_in_part]
+            least = min(map(_distance, able_in_part), default=0)
+            fitting = [m for m in able_in_part if _distance(m) == least]
+        if not fitting:
+            for refused in (m for m in self.maps if m.refused):
+                if any(sign.search(t.fqn) for sign in refused.signs for t in self.manifest.tensors):
+                    return _nothing(refused), "its names"
+            excluded = (m for m in supported if m not in able and _covers(m, self.templates))
+            contradicted = (self._match(m) for m in excluded)
+            refused_by_config = next((m for m in contradicted if m.fits), None)
+            if refused_by_config is not None:  # the caller reports the contradiction
+                return refused_by_config, "names and shapes"
+            all_matches = matches or [self._match(m) for m in able]
+            return min(all_matches, key=_distance), "the closest by names"
+        first = fitting[0]
+        kinds = {_outcome(m) for m in fitting}
+        if len(kinds) > 1:
+            names = [m.map.arch for m in fitting]
+            raise UsageError(
+                f"cannot choose the architecture: names and shapes fit {', '.join(names)}, whose tensors "
+                "differ",
+                hint=f"try --arch {names[0]}, or --config with the model's config.json",
+                candidates=names,
+            )
+        other_archs = [m.map.arch for m in fitting[1:]]
+        same = f" (as for {', '.join(other_archs)})" if other_archs else ""
+        return first, f"names and shapes fit {first.map.arch}{same}"
 
 
 def _covers(rules: ArchMap, templates: Templates) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import NameMismatch
@@ -15,7 +15,7 @@ from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.topology.mesh_spec import parse_mesh
 
 if TYPE_CHECKING:
-    from ckptcore.planning.name_maps import MappedNames
+    from ckptcore.planning.name_maps import MappedNames, NameRequest
 
 
 def of_trainer(names: str) -> bool:
@@ -49,11 +49,15 @@ def in_world(
     else:
         from ckptcore.planning.name_maps import map_names
 
-        options = _map_options(request, source, config, to)
+        name_request = replace(
+            _name_request(request, source, config, to),
+            generation=generation,
+            untried=request.allow_untried,
+            tp=dict(parse_mesh(request.mesh).axes).get("tp", 1) if request.mesh else 1,
+        )
         if first is not None:
-            options |= {"arch": first.map.arch, "because": first.map.because}
-        options |= {"tp": dict(parse_mesh(request.mesh).axes).get("tp", 1) if request.mesh else 1}
-        second = map_names(on_hub, HUB, **options, generation=generation, untried=request.allow_untried)
+            name_request = replace(name_request, arch=first.map.arch, because=first.map.because)
+        second = map_names(on_hub, HUB, name_request)
     if first is None or second is None:
         return second or first
     return replace(
@@ -61,15 +65,17 @@ def in_world(
     )
 
 
-def _map_options(request: Request, source: Manifest, config: ConfigFolder | None, to: str) -> dict[str, Any]:
-    return {
-        "arch": request.arch,
-        "to": to,
-        "source": source,
-        "config": None if config is None else config.form,
-        "url": config.url if config is not None else "",
-        "part": bool(request.include or request.exclude),
-    }
+def _name_request(request: Request, source: Manifest, config: ConfigFolder | None, to: str) -> NameRequest:
+    from ckptcore.planning.name_maps import NameRequest
+
+    return NameRequest(
+        to=to,
+        source=source,
+        arch=request.arch,
+        config=None if config is None else config.form,
+        url=config.url if config is not None else "",
+        part=bool(request.include or request.exclude),
+    )
 
 
 def _mapped_to(
@@ -79,12 +85,11 @@ def _mapped_to(
 
     world: the trainer's world of its names, or None.
     """
-    options = _map_options(request, source, config, to)
     if world is not None:
         from ckptcore.planning.name_maps import map_names
 
         try:
-            return map_names(bare, world, **options)
+            return map_names(bare, world, _name_request(request, source, config, to))
         except NameMismatch:  # a model of the hub may have a trainer's names itself
             shapes = {t.fqn: t.shape for t in bare.manifest.tensors}
             if config is None or "" not in exact_prefixes(config, shapes):
@@ -94,4 +99,4 @@ def _mapped_to(
         return None  # unknown model
     from ckptcore.planning.live_maps import map_live_names  # imports pydantic
 
-    return map_live_names(bare, **options)
+    return map_live_names(bare, _name_request(request, source, config, to))

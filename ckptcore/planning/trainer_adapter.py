@@ -20,7 +20,7 @@ from ckptcore.naming.peft import BASE_WEIGHT, BELOW
 from ckptcore.naming.rename import MadeTensor, Mapped, without_tensors
 from ckptcore.naming.worlds import PEFT, suspected
 from ckptcore.planning.config_folder import ConfigFolder
-from ckptcore.planning.name_maps import map_names
+from ckptcore.planning.name_maps import NameRequest, map_names
 from ckptcore.planning.stored_configs import stored_section
 from ckptcore.utils.text import listed
 
@@ -105,12 +105,14 @@ def under_peft_names(
     named = map_names(
         alone,
         _MEGATRON,
-        arch=arch,
-        to=PEFT,
-        source=source,
-        config=None if base is None else base.form,
-        url="" if base is None else base.url,
-        part=True,
+        NameRequest(
+            arch=arch,
+            to=PEFT,
+            source=source,
+            config=None if base is None else base.form,
+            url="" if base is None else base.url,
+            part=True,
+        ),
     )
     return _with_every_half(named.mapped), named.warnings
 

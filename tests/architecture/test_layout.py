@@ -105,7 +105,7 @@ def test_secrets_get_neither_into_the_image_nor_into_git() -> None:
     # The Dockerfile copies whole folders; what this file names is not there for it.
     kept_out = PathSpec.from_lines("gitignore", (ROOT / ".dockerignore").read_text("utf-8").splitlines())
     assert tuple(kept_out.match_files(secret)) == secret
-    needed = ("deployments/compose.env.example", "flows/_no_authority.pem", "tasks/read.py", "alembic/env.py")
+    needed = ("deployments/compose.env.example", "tasks/read.py", "alembic/env.py")
     assert list(kept_out.match_files(needed)) == []
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return  # an unpacked archive

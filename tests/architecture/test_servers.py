@@ -10,9 +10,10 @@ import pytest
 from local_system import environment, state
 from paths import ROOT
 
+from flows._prefect import SERVER
+
 FOLDERS = ("ckptcore", "tasks", "flows", "deployments")
-# The one function, and Prefect's temporary server, which imports nothing of this project.
-CONFIGURED_IN = {"ckptcore/page/http_server.py", "flows/_server.py"}
+CONFIGURED_IN = {"ckptcore/page/http_server.py"}
 
 
 def configurations() -> list[tuple[str, ast.Call]]:
@@ -36,7 +37,7 @@ def test_no_server_believes_the_headers_of_proxies() -> None:
         assert options.get("proxy_headers") == "False", file
 
 
-def test_neither_does_the_server_that_prefects_command_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_do_the_servers_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     import uvicorn
 
     prefect = environment(state(), "prefect", monkeypatch)
@@ -47,9 +48,9 @@ def test_neither_does_the_server_that_prefects_command_starts(monkeypatch: pytes
 
     headers = [(b"x-forwarded-for", b"10.0.0.5"), (b"x-forwarded-proto", b"https")]
     scope = {"type": "http", "client": ("127.0.0.1", 1), "scheme": "http", "headers": headers}
-    for allowed in ("127.0.0.1", prefect["FORWARDED_ALLOW_IPS"]):
+    for allowed in ("127.0.0.1", prefect["FORWARDED_ALLOW_IPS"], SERVER["FORWARDED_ALLOW_IPS"]):
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", allowed)
         config = uvicorn.Config(application, interface="asgi3", log_config=None)
         config.load()
         asyncio.run(config.loaded_app(dict(scope), None, None))  # type: ignore[arg-type]  # it calls neither
-    assert clients == [(("10.0.0.5", 0), "https"), (("127.0.0.1", 1), "http")]
+    assert clients == [(("10.0.0.5", 0), "https"), *[(("127.0.0.1", 1), "http")] * 2]

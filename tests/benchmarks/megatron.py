@@ -246,7 +246,7 @@ def mapped(given: argparse.Namespace) -> dict[str, Any]:
     import ckptcore
     from ckptcore.naming.rename import remap
     from ckptcore.planning.meta_model import describe
-    from ckptcore.planning.name_maps import map_names
+    from ckptcore.planning.name_maps import NameRequest, map_names
 
     library: Any = transformers
     library.utils.logging.disable_progress_bar()
@@ -278,7 +278,7 @@ def mapped(given: argparse.Namespace) -> dict[str, Any]:
         settings = form | {"num_hidden_layers": layers, "num_experts": count}
         begin = time.perf_counter()
         found = map_names(
-            bare, "megatron", arch="auto", to="hf-hub", source=manifest, config=settings, url="config"
+            bare, "megatron", NameRequest(to="hf-hub", source=manifest, config=settings, url="config")
         )
         half = time.perf_counter()
         answer = describe(settings, {t.fqn: list(t.shape) for t in found.mapped.manifest.tensors})

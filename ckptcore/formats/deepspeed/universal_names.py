@@ -18,8 +18,8 @@ from ckptcore.errors import UnsupportedFormat
 from ckptcore.formats.deepspeed.file_names import NAME
 from ckptcore.formats.deepspeed.optimizer_states import MASTER, STATE
 from ckptcore.formats.deepspeed.reader import LOW_PRECISION, MODEL
-from ckptcore.naming.model_part import ModelPart, find_model
-from ckptcore.naming.rename import strip_wrappers
+from ckptcore.naming.model_part import find_model
+from ckptcore.naming.rename import ModelPart, strip_wrappers
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"

@@ -83,11 +83,8 @@ def convert(catalog):
             verb=verb,
             tool_version="0.1.0",
         )
-        findings = more.pop("findings", ())
         done = ConversionFacts(**(given | more))
-        return conversion, catalog.succeed(
-            conversion, done, source=source, derived=derived, findings=findings
-        )
+        return conversion, catalog.succeed(conversion, done, source=source, derived=derived)
 
     return make
 

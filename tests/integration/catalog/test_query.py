@@ -276,10 +276,9 @@ def test_two_thousand_checkpoints_of_five_hundred_tensors(tmp_path, facts):
             )
             catalog.succeed(
                 conversion,
-                ConversionFacts("p", 1, 1, None, {}),
+                ConversionFacts("p", 1, 1, None, {}, findings=(finding("stray-file", "files", "left over"),)),
                 source=source,
                 derived=derived,
-                findings=[finding("stray-file", "files", "left over")],
             )
         questions = {
             "list": lambda: catalog.list(),

@@ -48,7 +48,7 @@ def test_success_links_source_and_derived(catalog, facts, convert):
     source = facts("/runs/a/step-7", step=7, run="a", origin={"ranks": 8}, verified="coverage")
     derived = facts("/out/model", content="c1", verified="bytes")
     warning = finding("stray-file", "files", "left over", file="x.distcp")
-    conversion, public = convert(source, derived, findings=[warning])
+    conversion, public = convert(source, derived, findings=(warning,))
 
     detail = catalog.show(conversion)
     assert detail.conversion.state == "succeeded"
@@ -104,8 +104,9 @@ def test_a_second_success_changes_nothing(catalog, facts):
     given = {
         "source": facts("/runs/step-1"),
         "derived": facts("/out/model", content="c1"),
-        "facts": ConversionFacts("p", 1, 1, None, {}),
-        "findings": [finding("stray-file", "files", "left over")],
+        "facts": ConversionFacts(
+            "p", 1, 1, None, {}, findings=(finding("stray-file", "files", "left over"),)
+        ),
     }
     first = catalog.succeed(conversion, **given)
     before = catalog.show(conversion)
@@ -402,7 +403,7 @@ def test_findings_of_the_output_are_recorded_against_it(catalog, facts, convert)
         facts("/runs/a/step-7", verified="coverage"),
         facts("/out/model", content="c1", verified="coverage"),
     )
-    conversion, public = convert(source, derived, findings=found)
+    conversion, public = convert(source, derived, findings=tuple(found))
     assert {f.code for f in catalog.show(conversion).findings} == {"not-loadable", "stray-file"}
     assert [f.code for f in catalog.show(public).findings] == ["not-loadable"]
     assert [f.code for f in catalog.show("/runs/a/step-7").findings] == ["stray-file"]

@@ -19,14 +19,13 @@ import observe
 import pytest
 from paths import HELPERS, ROOT
 from prefect import flow, task
-from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckptcore.errors import MissingDependency, UsageError, WorkerLost
 from ckptcore.planning.request import Settings
 from flows import _engine
 from flows import _write as _writing
 from flows._engine import RunningEngine, engine, running_engine
-from flows._prefect import NO_AUTHORITY
 from flows.convert import convert
 
 pytestmark = [pytest.mark.xdist_group("prefect"), pytest.mark.timeout(300)]
@@ -80,16 +79,6 @@ def test_remote_workers_need_a_reachable_server(name: str) -> None:
     with temporary_settings({PREFECT_API_URL: None}), refused as caught, running_engine(found, 1, "cpu"):
         pass
     assert "PREFECT_API_URL" in caught.value.hint
-
-
-def test_tasks_bring_no_file_of_this_installation_to_workers() -> None:
-    def on_workers(file: str) -> str | None:
-        settings = {PREFECT_API_URL: "http://127.0.0.1:4200/api", PREFECT_API_SSL_CERT_FILE: file}
-        with temporary_settings(settings), _engine._serving("dask", "tcp://127.0.0.1:8786"):
-            return PREFECT_API_SSL_CERT_FILE.value()
-
-    assert on_workers(NO_AUTHORITY) is None
-    assert on_workers("mine.pem") == "mine.pem"
 
 
 def server_urls() -> tuple[str | None, str | None]:

@@ -170,9 +170,7 @@ def test_without_setup_a_failure_is_short_and_non_zero(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) < 15, done.stderr
     database = tmp_path / "state" / "ckptcore" / "prefect" / "prefect.db"
     with closing(sqlite3.connect(database)) as recorded:  # though the server ended with the run
-        assert recorded.execute("SELECT name, state_type FROM task_run").fetchall() == [
-            (f"read {tmp_path / 'nowhere'}", "FAILED")
-        ]
+        assert recorded.execute("SELECT state_type FROM flow_run").fetchall() == [("FAILED",)]
     assert not (tmp_path / ".prefect").exists()
     assert alive("uvicorn", str(tmp_path)) == []
 

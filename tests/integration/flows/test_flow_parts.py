@@ -9,28 +9,22 @@ import sys
 import threading
 from pathlib import Path
 from queue import Queue
-from typing import Any
 from uuid import UUID, uuid4
 
-import cloudpickle
 import pytest
-from prefect import Flow
-from prefect.client.schemas.objects import FlowRun
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
 from ckptcore.conversion.pipeline import Prepared
 from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
 from ckptcore.planning.request import Settings
-from flows import _command, _heartbeats, _prefect, _write
+from flows import _command, _prefect, _write
 from flows._engine import HERE
 from flows._naming import explain
 from flows._write import MAX_TASKS, batches
 from flows.convert import convert
-from flows.scrub import scrub
 from tasks import logs, progress, retry
 from tasks.artifacts import artifact_later, sending_artifacts
 
-MODULES = ["flows._write", "flows._heartbeats", "flows._naming", "tasks.markdown_text"]
+MODULES = ["flows._write", "flows._naming", "tasks.markdown_text"]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -213,56 +207,6 @@ def test_progress_is_updated_at_intervals_and_at_the_end(monkeypatch: pytest.Mon
     assert created == [(5.0, "1.0 KiB of 20.0 KiB")]
     assert len(updates) == 19
     assert updates[-1] == (100.0, "20.0 KiB of 20.0 KiB")
-
-
-def test_a_run_sends_its_own_heartbeats_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: Queue[dict[str, Any]] = Queue()
-    monkeypatch.setattr(_heartbeats, "emit_event", lambda **event: sent.put(event))
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}):
-        before = threading.active_count()
-        with _heartbeats.own_heartbeats(scrub) as beating:
-            assert get_current_settings().flows.heartbeat_frequency is None  # Prefect sends none
-            run = FlowRun(flow_id=uuid4(), name="a run", tags=["b", "a"])
-            beating.on_running_hooks[-1](scrub, run, run.state)
-            event = sent.get(timeout=60)
-            (thread,) = (t for t in threading.enumerate() if t.name == _heartbeats.NAME)
-        thread.join(60)  # it waits for no second
-        assert threading.active_count() == before
-    assert event["event"] == "prefect.flow-run.heartbeat"
-    assert event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
-    assert [one["prefect.resource.role"] for one in event["related"]] == ["flow", "tag", "tag"]
-    assert sent.empty()
-
-
-def test_a_run_with_its_own_heartbeats_can_be_sent_to_workers() -> None:
-    """Each task on a cluster brings its flow."""
-    with (
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}),
-        _heartbeats.own_heartbeats(convert) as beating,
-    ):
-        assert len(beating.on_running_hooks) == len(convert.on_running_hooks) + 1
-        sent = cloudpickle.loads(cloudpickle.dumps(beating))
-    assert (type(sent), sent.name) == (type(beating), "convert")
-    assert sent.on_running_hooks == convert.on_running_hooks
-
-
-def test_heartbeats_that_are_off_stay_off() -> None:
-    with (
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-        _heartbeats.own_heartbeats(scrub) as beating,
-    ):
-        assert beating is scrub
-
-
-def test_plain_parameters_are_sent_without_prefects_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {"source": "a", "step": 3, "share": 0.5, "yes": True, "dtype": None, "tags": ["a", "b"]}
-    other = {"source": ["a"], "also": [{"destination": Path("b")}]}
-    own = _heartbeats._OwnRun.of(convert, lambda flow, run, state: None)
-    assert own.serialize_parameters(plain) == convert.serialize_parameters(plain) == plain
-    assert own.serialize_parameters(other) == convert.serialize_parameters(other)
-    assert own.serialize_parameters(other)["also"] == [{"destination": "b"}]
-    monkeypatch.delattr(Flow, "serialize_parameters")  # it imports FastAPI
-    assert own.serialize_parameters(plain) == plain
 
 
 def test_artifacts_are_sent_beside_a_run_and_before_its_end() -> None:

@@ -18,7 +18,7 @@ from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.rename import Mapped, remap
 from ckptcore.naming.worlds import parse_world
 from ckptcore.planning.model_card import is_untouched
-from ckptcore.planning.name_maps import MappedNames, map_names
+from ckptcore.planning.name_maps import MappedNames, NameRequest, map_names
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -70,8 +70,8 @@ def hub_manifest(folder: Path, family: str, state: State | None = None) -> Manif
 
 def to_trainer(mapped: Mapped, source: Manifest, to: str, **options: Any) -> MappedNames:
     world, of = parse_world(to)
-    options = {"arch": "auto", "config": None, "url": "", "untried": True, "generation": of} | options
-    return map_names(mapped, "hf-hub", to=world, source=source, **options)
+    options = {"untried": True, "generation": of} | options
+    return map_names(mapped, "hf-hub", NameRequest(to=world, source=source, **options))
 
 
 def equal(manifest: Manifest, state: State) -> None:
@@ -110,8 +110,7 @@ def test_comes_out_as_the_trainer_has_it_and_back(tmp_path: Path, family: str, w
         state[name] = torch.zeros(4)
     equal(found.mapped.manifest, state)
     assert names == state.keys()
-    options = {"arch": found.map.arch, "to": "hf-hub", "source": source, "config": None, "url": ""}
-    back = map_names(found.mapped, world, **options)
+    back = map_names(found.mapped, world, NameRequest(arch=found.map.arch, to="hf-hub", source=source))
     equal(back.mapped.manifest, hub_model(family)[1])
 
 

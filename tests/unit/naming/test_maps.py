@@ -18,9 +18,9 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps, read_maps
 from ckptcore.naming.maps.layout import parse_layout, solved
-from ckptcore.naming.rename import remap
+from ckptcore.naming.rename import ModelPart, remap
 from ckptcore.naming.worlds import suspected
-from ckptcore.planning.name_maps import MappedNames, map_names
+from ckptcore.planning.name_maps import MappedNames, NameRequest, map_names
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -42,10 +42,12 @@ def stored(folder: Path, state: State) -> Manifest:
 
 
 def mapped(manifest: Manifest, config: dict[str, Any] | None, arch: str = "auto") -> MappedNames:
-    bare = remap(manifest, prefix="model.")
+    bare = remap(manifest, model=ModelPart("model.", "by the test"))
     world = suspected(t.fqn for t in bare.manifest.tensors)
     assert world is not None
-    return map_names(bare, world, arch=arch, to="hf-hub", source=manifest, config=config, url="hub")
+    return map_names(
+        bare, world, NameRequest(arch=arch, to="hf-hub", source=manifest, config=config, url="hub")
+    )
 
 
 def made(folder: Path, arch: str, world: str, form: str) -> tuple[Manifest, dict[str, Any], State]:
@@ -208,7 +210,7 @@ def test_another_order_is_another_model(tmp_path: Path, old: str, new: str) -> N
     from ckptcore.naming.maps.conversion import convert
 
     manifest, _, hub = made(tmp_path, "llama", "megatron", "layers")
-    bare = remap(manifest, prefix="model.").manifest
+    bare = remap(manifest, model=ModelPart("model.", "by the test")).manifest
     numbers = {"heads": 4, "kv_heads": 2, "vocab": 40}
     found = convert(bare, _mutated(built_in_maps()[0], old, new), numbers).manifest
     assert {t.fqn: t.shape for t in found.tensors} == {n: tuple(t.shape) for n, t in hub.items()}

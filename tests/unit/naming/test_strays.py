@@ -10,7 +10,8 @@ import pytest
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import AmbiguousModel
-from ckptcore.naming.model_part import ModelPart, find_model
+from ckptcore.naming.model_part import find_model
+from ckptcore.naming.rename import ModelPart
 
 W = ("embed.weight", "layers.0.w", "layers.0.b", "norm.weight")
 SHAPES = {"embed.weight": (8, 4), "layers.0.w": (4, 4), "layers.0.b": (4,), "norm.weight": (4,)}

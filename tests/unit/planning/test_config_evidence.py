@@ -80,7 +80,7 @@ def test_a_map_is_not_unrolled_for_a_config_of_a_million_layers(tmp_path: Path, 
     import tracemalloc
 
     from ckptcore.naming.rename import remap
-    from ckptcore.planning.name_maps import map_names
+    from ckptcore.planning.name_maps import NameRequest, map_names
 
     layer = {"megatron": "decoder.layers.0.mlp.router", "torchtitan": "layers.0.moe.router.gate"}[world]
     experts = {
@@ -94,7 +94,7 @@ def test_a_map_is_not_unrolled_for_a_config_of_a_million_layers(tmp_path: Path, 
     tracemalloc.start()
     with pytest.raises(NameMismatch):
         map_names(
-            remap(manifest), world, arch="auto", to="hf-hub", source=manifest, config=form, url="hostile"
+            remap(manifest), world, NameRequest(to="hf-hub", source=manifest, config=form, url="hostile")
         )
     assert tracemalloc.get_traced_memory()[1] < 100 << 20
     tracemalloc.stop()

@@ -18,7 +18,7 @@ from ckptcore.core.object_tree import decode
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.formats.megatron.start import extra_states
 from ckptcore.naming.rename import remap
-from ckptcore.planning.name_maps import map_names
+from ckptcore.planning.name_maps import NameRequest, map_names
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -124,8 +124,7 @@ def test_a_job_finds_its_release_and_the_hub_its_model_back(
 
 def test_rows_of_zeros_are_made_in_the_plan(tmp_path: Path) -> None:
     source = ckptcore.open(str(hub(tmp_path / "hub", "llama")))
-    options: dict[str, Any] = {"arch": "auto", "config": None, "url": "", "untried": True}
-    mapped = map_names(remap(source), "hf-hub", to="megatron", source=source, tp=3, **options)
+    mapped = map_names(remap(source), "hf-hub", NameRequest(to="megatron", source=source, tp=3, untried=True))
     made = {m.name: m for m in mapped.mapped.made}
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert mapped.map.as_dict()["padding"][name] == 384 - 40
@@ -158,8 +157,9 @@ def test_extra_states_are_those_that_megatron_wrote(
     """And those of modules that only Transformer Engine's layers have."""
     truths = unpack(request.config.rootpath / ".pytest_cache/samples", FIXTURES / "maps/truths.tar.zst")
     source = ckptcore.open(str(truths / of_hub))
-    options: dict[str, Any] = {"arch": "auto", "config": None, "url": "", "untried": True}
-    mapped = map_names(remap(source), "hf-hub", to="megatron", source=source, **options).mapped
+    mapped = map_names(
+        remap(source), "hf-hub", NameRequest(to="megatron", source=source, untried=True)
+    ).mapped
     wrote = {b.key for b in ckptcore.open(str(truths / trained / "ckpt")).blobs if "._extra_state/" in b.key}
     made = set(extra_states(mapped.manifest.tensors))
     assert wrote
