@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
@@ -13,7 +14,7 @@ from ckptcore.catalog.retirements import totals
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.retire import RetireDecision, RetireReport
 from ckptcore.operations.retire import retire as run_retire
-from ckptcore.operations.root_retention import of_root, rules
+from ckptcore.operations.root_retention import rules
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.operations.verify import FINE
@@ -68,7 +69,7 @@ def retire(scope: str | None, options: RetireOptions, settings: Settings) -> Ret
             fingerprint_settings=settings if options.fingerprint else None,
             verify_settings=settings,
             on_retired=note,
-            of_root=of_root(options),
+            of_root=partial(rules, options),
         )
     for folder_text in report.left:
         log.warning("%s", folder_text)

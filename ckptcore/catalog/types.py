@@ -138,8 +138,8 @@ class ConversionFacts:
 
     plan_digest: of the executed plan. bytes_in, bytes_out: read and written.
     peak_memory: resident bytes, or None. timings: seconds by stage. map_digest, fingerprint, source_stamp,
-    source_ctime: see `ConversionRow`. findings: about the source or the output. inputs: (weight, checkpoint) of
-    what the source is the average of.
+    source_ctime: see `ConversionRow`. findings: about the source or the output. inputs: (weight, checkpoint)
+    of what the source is the average of.
     """
 
     plan_digest: str

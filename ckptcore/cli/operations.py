@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -101,7 +102,7 @@ def retire(
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.operations.retire import retire as run
-    from ckptcore.operations.root_retention import of_root, rules
+    from ckptcore.operations.root_retention import rules
     from ckptcore.utils.units import parse_duration
 
     settings = Options(**{name: arguments[name] for name in RUN}).settings()
@@ -120,7 +121,7 @@ def retire(
             verify_settings=settings,
             allowed=allowed,
             on_retired=show.fate(as_json),
-            of_root=of_root(asked),
+            of_root=partial(rules, asked),
         )
     show.retired(outcome, as_json=as_json)
 

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckptcore")
 _RANKED = 100_000  # steps of a run that have a metric
-OfRoot = Callable[[roots.RootRow], tuple[Policy, Allowed]]
+Rules = tuple[Policy, Allowed]
+OfRoot = Callable[[roots.RootRow], Rules]
 
 
 class Fate(StrEnum):
@@ -239,14 +240,13 @@ def retire(
     reading = fingerprint_settings or verify_settings or Settings()
     earlier = _earlier(catalog, scope, reading, yes=yes, purging=purging)
     items = []
+    default = policy, allowed or Allowed()
     for item in plan(
         catalog,
-        policy,
         scope,
-        allowed=allowed,
+        lambda root: default if root is None or of_root is None else of_root(root),
         fingerprint_settings=fingerprint_settings,
         verify_settings=verify_settings,
-        of_root=of_root,
     ):
         item = replace(item, files=_listed_bytes(item))
         if yes and item.fate is Fate.LET_GO:
@@ -259,20 +259,24 @@ def retire(
 
 def plan(
     catalog: Catalog,
-    policy: Policy,
-    scope: str | None = None,
+    scope: str | None,
+    rules_of: Callable[[roots.RootRow | None], Rules],
     *,
-    allowed: Allowed | None = None,
     fingerprint_settings: Settings | None = None,
     verify_settings: Settings | None = None,
-    of_root: OfRoot | None = None,
     after: str | None = None,
     limit: int | None = None,
 ) -> Iterator[RetireDecision]:
     """Yield each source with the policy's verdict, and the child of those that may be deleted.
 
-    The arguments are those of `retire`, and two for a part of the plan, with the verdicts of the whole: as
-    many sources as ``limit`` at most, ordered by URI, behind the one with the public id ``after``.
+    Args:
+        catalog: The catalog.
+        scope: As in `retire`.
+        rules_of: Policy and allowed losses of a root's sources; of None, those of all other sources.
+        fingerprint_settings: As in `retire`.
+        verify_settings: As in `retire`.
+        after: Public id of a source: the plan is the part behind it, ordered by URI, with the same verdicts.
+        limit: The most sources of that part.
     """
     with catalog.reading() as conn:
         now = clock(conn)
@@ -284,7 +288,8 @@ def plan(
                 f"there is no watched root or run {run} with checkpoints below a watched root",
                 hint="only checkpoints below a watched root are ever deleted",
             )
-        rules = {row.id: attempt(_rules, row, above, of_root, (policy, allowed or Allowed())) for row in rows}
+        policy, _ = rules_of(None)
+        rules = {row.id: attempt(_rules, row, above, rules_of) for row in rows}
         ties = ties_of_places(conn, now, rows)
         promoted = maintenance.aliases_below(conn, [row.id for row in rows])
         entries = [
@@ -342,7 +347,7 @@ def _planned(
     catalog: Catalog,
     row: CheckpointRow,
     verdict: Verdict,
-    rule: tuple[Policy, Allowed] | CkptError,
+    rule: Rules | CkptError,
     above: Sequence[roots.RootRow],
     fingerprint_settings: Settings | None,
     verify_settings: Settings | None,
@@ -430,13 +435,11 @@ def _scope(watched_roots: Sequence[roots.RootRow], scope: str | None) -> tuple[l
 def _rules(
     row: CheckpointRow,
     above: Iterable[roots.RootRow],
-    of_root: OfRoot | None,
-    default: tuple[Policy, Allowed],
-) -> tuple[Policy, Allowed]:
+    rules_of: Callable[[roots.RootRow | None], Rules],
+) -> Rules:
     """Return the policy and the allowed losses of the innermost root above a source, or the default."""
     around = [root for root in above if row.uri.startswith(root.uri.rstrip("/") + "/")]
-    innermost = max(around, key=lambda root: len(root.uri), default=None)
-    return default if innermost is None or of_root is None else of_root(innermost)
+    return rules_of(max(around, key=lambda root: len(root.uri), default=None))
 
 
 def _listed_bytes(item: RetireDecision) -> int | None:

@@ -7,7 +7,7 @@ and ``accept_loss``. What the user names wins over it, field by field.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.catalog.row_values import require_sound
@@ -45,11 +45,6 @@ def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Al
         raise UsageError(f"--rest must be {FULL} or {WEIGHTS} (got {rest!r})")
     names = [*(chosen("accept_loss") or ()), *([OPTIMIZER] if rest == WEIGHTS else [])]
     return policy, Allowed.of(names)
-
-
-def of_root(asked: RetireOptions) -> Callable[[RootRow], tuple[Policy, Allowed]]:
-    """Return `rules` as a function of the root."""
-    return lambda root: rules(asked, root)
 
 
 def checked(retention: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog.retirements import totals
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.retire import Fate, RetireDecision, plan
-from ckptcore.operations.root_retention import of_root, rules
+from ckptcore.operations.root_retention import rules
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -69,13 +70,11 @@ class Retiring:
         Raises:
             UsageError: There is no such root or run, a value is invalid, or another plan takes long.
         """
-        policy, allowed = rules(asked)
+        rules(asked)  # what is invalid is an error before anything is read
         if not self.turn.acquire(timeout=WAIT_SECONDS):
             raise UsageError("another plan is being made", hint="try again in a minute")
         try:
-            decisions = plan(
-                catalog, policy, scope, allowed=allowed, of_root=of_root(asked), after=after, limit=limit + 1
-            )
+            decisions = plan(catalog, scope, partial(rules, asked), after=after, limit=limit + 1)
             # The plan has one source more than a part: that one tells whether another part follows.
             return _part(decisions, limit)
         finally:

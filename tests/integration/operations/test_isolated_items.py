@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 from checkpoints import save
@@ -24,7 +25,7 @@ from ckptcore.operations import claims, purge, readiness, rebuild_catalog, retir
 from ckptcore.operations.export_target import ExportTarget
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.root_retention import of_root, rules
+from ckptcore.operations.root_retention import rules
 from ckptcore.planning.request import Settings
 
 AT_ONCE = sweep.SweepSettings(settle_s=0)
@@ -409,7 +410,7 @@ def test_an_odd_rule_of_a_root_deletes_nothing(catalog, converted, runs, target)
     with catalog.writing() as conn:
         conn.execute(text("UPDATE watched_roots SET target = :odd"), {"odd": target})
     policy, allowed = rules(RetireOptions(keep_last=1))
-    asked = of_root(RetireOptions(keep_last=1))
+    asked = partial(rules, RetireOptions(keep_last=1))
     means = {"fingerprint_settings": SETTINGS, "verify_settings": SETTINGS}
     found = retire.retire(catalog, policy, yes=True, grace=NONE, allowed=allowed, of_root=asked, **means)
     assert {item.fate.value for item in found.items} == {"unsafe", "kept"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 
@@ -11,9 +12,8 @@ from ckptcore.catalog import CheckpointFacts, aliases, maintenance, open_catalog
 from ckptcore.catalog import holds as kept
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import plan
-from ckptcore.operations.root_retention import of_root, rules
+from ckptcore.operations.root_retention import rules
 
 NOW = datetime.now(UTC)
 
@@ -80,12 +80,11 @@ def stated(item):
 @pytest.mark.parametrize("limit", [1, 3, 1000])
 def test_parts_are_the_full_plan(url, scope, limit):
     asked = RetireOptions(keep_every=4) if scope == "one" else RetireOptions()
-    policy, allowed = rules(asked)
-    given = {"allowed": allowed, "of_root": of_root(asked)}
+    rules_of = partial(rules, asked)
     with open_catalog(url) as catalog:
-        full = [stated(item) for item in plan(catalog, policy, scope, **given)]
+        full = [stated(item) for item in plan(catalog, scope, rules_of)]
         found, after = [], None
-        while part := list(plan(catalog, policy, scope, **given, after=after, limit=limit)):
+        while part := list(plan(catalog, scope, rules_of, after=after, limit=limit)):
             found += [(item.source.uri, *stated(item)) for item in part]
             after = part[-1].source.id
     assert full
@@ -98,7 +97,7 @@ def test_what_one_root_says_does_not_hold_for_another(url):
     asked = RetireOptions()
     with open_catalog(url) as catalog:
         found = {
-            name: " ".join(w for i in plan(catalog, Policy(3), name, of_root=of_root(asked)) for w in i.why)
+            name: " ".join(w for i in plan(catalog, name, partial(rules, asked)) for w in i.why)
             for name in ("lower", "upper", "inner")
         }
     assert "one of the last 2" in found["lower"]
