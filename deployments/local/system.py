@@ -7,19 +7,18 @@ import os
 import pwd
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, TypeAlias
-from xmlrpc.client import Fault, dumps, loads
+from xmlrpc.client import Fault, ServerProxy
 
 import httpx
+from supervisor.xmlrpc import SupervisorTransport
 
 from ckptcore.errors import MissingDependency, UsageError
 from ckptcore.redaction import ending
@@ -172,14 +171,8 @@ def _postgres_user() -> pwd.struct_passwd:
 
 def _call(socket_path: Path, method: str, *arguments: Any) -> Any:
     """Return the answer of a method of the supervisor: http://supervisord.org/api.html."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(socket_path))
-        http = HTTPConnection("localhost")
-        http.sock = connection
-        http.request("POST", "/RPC2", dumps(arguments, f"supervisor.{method}"), {"Content-Type": "text/xml"})
-        with http.getresponse() as response:
-            ((answer,), _) = loads(response.read())
-    return answer
+    with ServerProxy("http://localhost", SupervisorTransport(serverurl=f"unix://{socket_path}")) as proxy:
+        return getattr(proxy.supervisor, method)(*arguments)
 
 
 def _supervisor(folder: Path) -> Supervisor | None:
