@@ -433,9 +433,7 @@ def _scope(watched_roots: Sequence[roots.RootRow], scope: str | None) -> tuple[l
 
 
 def _rules(
-    row: CheckpointRow,
-    above: Iterable[roots.RootRow],
-    rules_of: Callable[[roots.RootRow | None], Rules],
+    row: CheckpointRow, above: Iterable[roots.RootRow], rules_of: Callable[[roots.RootRow | None], Rules]
 ) -> Rules:
     """Return the policy and the allowed losses of the innermost root above a source, or the default."""
     around = [root for root in above if row.uri.startswith(root.uri.rstrip("/") + "/")]
