@@ -1,4 +1,4 @@
-"""The SQL queries in the catalog's README run on both databases, on rows of flows and on none."""
+"""The SQL queries in the catalog's README run on both databases, on rows of conversions and on none."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from retiring import delete_now
+from strict_exports import ask_here
 
 import ckptcore.catalog
-from ckptcore.catalog import aliases, audit, holds, open_catalog, upgrade
+from ckptcore.catalog import aliases, audit, holds, open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.catalog.training import read_facts
 from ckptcore.catalog.views import VIEWS
-
-pytestmark = [
-    pytest.mark.usefixtures("prefect_api"),
-    pytest.mark.xdist_group("prefect"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+from ckptcore.conversion import pipeline
+from ckptcore.errors import DamagedCheckpoint
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.sweep import SweepSettings, sweep
+from ckptcore.operations.verified_exports import verifying
+from ckptcore.planning.request import Request, Settings
 
 README = (Path(ckptcore.catalog.__file__).parent / "README.md").read_text()
 QUESTIONS = dict(re.findall(r"\n([^\n]+\?)\n\n```sql\n(.*?);\n```", README, re.DOTALL))
@@ -118,7 +120,6 @@ ANSWERS = {
     ],
     "Which stage takes the time?": [
         *((stage, 9, "a number") for stage in ("inspect", "plan", "publish", "validate", "verify")),
-        ("verify_export", 3, "a number"),
         ("write", 9, "a number"),
     ],
     "Which checkpoints hold a tensor of this name, in which shape and dtype?": [
@@ -173,15 +174,16 @@ ANSWERS = {
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory, prefect_api):
+def ran(tmp_path_factory):
     """(root, SQLite catalog): a training run of which one step is damaged, one that is swept and retired, and
-    all that flows made of both."""
+    all that was made of both."""
     root = tmp_path_factory.mktemp("example").resolve()
     catalog = tmp_path_factory.mktemp("catalogs") / "catalog.sqlite"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        patch.setattr("ckptcore.planning.transformers_process.ask", ask_here)
         _save(root)
-        _run_flows(root, str(catalog))
+        _convert_all(root, str(catalog))
     return root, catalog
 
 
@@ -192,18 +194,16 @@ def databases(request, tmp_path_factory):
         folder = tmp_path_factory.mktemp("catalogs")
         yield str(folder / "catalog.sqlite"), str(folder / "empty.sqlite")
         return
-    server = request.getfixturevalue("postgres")
-    with server.database() as filled, server.database() as empty:
-        for url in (filled, empty):
-            upgrade(url)
+    server, upgraded = request.getfixturevalue("postgres"), request.getfixturevalue("upgraded")
+    with server.database(upgraded) as filled, server.database(upgraded) as empty:
         yield filled, empty
 
 
 @pytest.fixture(scope="module")
 def example(request, databases, ran):
-    """(root, URL): what flows made, and what people and a receiver add to it."""
+    """(root, URL): what was made, and what people and a receiver add to it."""
     root, catalog = ran
-    # Flows run once, on SQLite; deployments/local tests them on PostgreSQL.
+    # Conversions run once, on SQLite; other tests run them on PostgreSQL.
     if databases[0].startswith("postgresql"):
         _copy_to_postgresql(catalog, databases[0])
     else:
@@ -248,40 +248,32 @@ def _save(root):
         dcp.save(state, checkpoint_id=root / "mistral" / f"step-{step}", no_dist=True)
 
 
-def _run_flows(root, url):
-    from flows.convert import convert as convert_flow
-    from flows.retire import retire
-    from flows.sweep import sweep
+def _convert_all(root, url):
+    settings = Settings(memory=64 << 20, workers=1, fingerprint=True)
+    run = verifying(lambda request: pipeline.convert(request, settings, None, url), settings, url)
 
-    def convert(source, destination, **options):
-        state = convert_flow(
-            str(root / source),
-            str(root / destination),
-            catalog=url,
-            workers=1,
-            fingerprint=True,
-            return_state=True,
-            **options,
-        )
-        return state.is_completed()
+    def convert(source, destination, verb="consolidate", **options):
+        run(Request(str(root / source), str(root / destination), verb, **options))
 
     config = {"model_type": "of-its-own", "architectures": ["OfItsOwn"]}
     (root / "mistral/config.json").write_text(json.dumps(config))
-    assert convert("llama/step-10", "out/10")
-    assert convert("out/10", "copies/10.pt")
-    assert convert("copies/10.pt", "again/10")
-    assert convert("llama/step-20", "out/20", dtype="bf16")
-    assert not convert("llama/step-30", "out/30")
-    with open_catalog(url) as catalog, catalog.writing() as conn:
-        target = {"verb": "export", "destination": "{root}/../exports/{name}"}
-        roots.add(conn, NOW, "mistral", str(root / "mistral"), targets=[target])
-    state = sweep(min_age="0s", workers=1, catalog=url, return_state=True)
-    assert state.is_completed(), state.message
-    assert convert("mistral/step-5", "exports/bf16-5", verb="export", dtype="bf16")
-    assert convert("mistral/step-4", "whole/4")
-    assert convert("mistral/step-5", "whole/5")  # with the optimizer, and newer than both exports
-    state = retire("mistral", keep_last=1, yes=True, grace="0", catalog=url, return_state=True)
-    assert state.message.startswith("1 deleted, 1 kept"), state.message
+    convert("llama/step-10", "out/10")
+    convert("out/10", "copies/10.pt")
+    convert("copies/10.pt", "again/10")
+    convert("llama/step-20", "out/20", dtype="bf16")
+    with pytest.raises(DamagedCheckpoint):
+        convert("llama/step-30", "out/30")
+    with open_catalog(url) as catalog:
+        with catalog.writing() as conn:
+            target = {"verb": "export", "destination": "{root}/../exports/{name}"}
+            roots.add(conn, NOW, "mistral", str(root / "mistral"), targets=[target])
+        found = sweep(catalog, run, settings=SweepSettings(settle_s=0))
+        assert [item.standing.value for item in found.items] == ["made", "made"]
+        convert("mistral/step-5", "exports/bf16-5", "export", dtype="bf16")
+        convert("mistral/step-4", "whole/4")
+        convert("mistral/step-5", "whole/5")  # with the optimizer, and newer than both exports
+        retired = delete_now(catalog, Policy(1), "mistral", yes=True, purging=True)
+    assert sorted(item.fate.value for item in retired.items) == ["deleted", "kept"]
     assert not (root / "mistral/step-4").exists()
 
 
