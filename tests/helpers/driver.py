@@ -31,7 +31,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # A fork copies the tables of all pages, and its end takes them apart: with pages of 2 MiB that takes 2 ms and
 # not 8, and 10 ms less in the child. Only memory of `malloc` can have them.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
-ENVIRONMENT = {"OMP_NUM_THREADS": "2", "NO_COLOR": "1", "COLUMNS": "200", **LARGE_PAGES}
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+ENVIRONMENT = {"NO_COLOR": "1", "COLUMNS": "200", **THREADS, **LARGE_PAGES}
 GIB = 1 << 30
 
 

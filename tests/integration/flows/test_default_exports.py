@@ -18,7 +18,7 @@ from ckptcore.catalog import CheckpointDetail, browse, open_catalog
 from ckptcore.catalog.run_outputs import outputs_of_run
 
 pytestmark = [
-    pytest.mark.usefixtures("prefect_api"),
+    pytest.mark.usefixtures("prefect_api", "asked_here"),
     pytest.mark.xdist_group("prefect"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

@@ -127,6 +127,7 @@ def seen(address: str, folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     url, runs_folder, exports = str(tmp_path / "catalog.sqlite"), tmp_path / "runs", tmp_path / "exports"
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", url)
