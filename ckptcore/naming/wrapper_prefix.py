@@ -46,6 +46,23 @@ def possible_wrapper(names: Collection[str]) -> str:
     return "" if prefix == "model." and below <= _OF_THE_HUB else prefix
 
 
+def note_of_wrapper(names: Collection[str]) -> tuple[str, str]:
+    """Return what to say, and to advise, of names that may be below a wrapper; "" and "" for others.
+
+    >>> note_of_wrapper(["net.h.0.w", "net.head.w"])[1]
+    "--rename net.= if the model's names do not begin with it"
+    >>> note_of_wrapper(["model.layers.0.w", "model.norm.w"])
+    ('', '')
+    """
+    prefix = possible_wrapper(names)
+    if not prefix:
+        return "", ""
+    return (
+        f"; every name begins with {prefix}, which may be a trainer's wrapper around the model",
+        f"{remove_prefix(prefix)} if the model's names do not begin with it",
+    )
+
+
 def prefix_of_taken(names: Collection[str], taken: Callable[[Sequence[str]], int]) -> str:
     """Return the prefix without which a map takes most names, or "".
 

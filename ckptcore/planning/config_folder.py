@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
-from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
+from ckptcore.naming.wrapper_prefix import note_of_wrapper, remove_prefix, unneeded_prefix
 from ckptcore.planning.hub_files import is_of_diffusers
 from ckptcore.planning.kept_answers import ask_once
 from ckptcore.planning.transformers_process import Answer
@@ -149,7 +149,7 @@ def check_names(
     library = "diffusers" if config.of_diffusers else "transformers"
     if find_spec(library) is None:
         hint = "pip install diffusers" if config.of_diffusers else "pip install 'ckptcore[hf]'"
-        return _unchecked(f"{library} is not installed", hint)
+        return _unchecked(f"{library} is not installed", hint, tensor_shapes)
     require_possible(
         config.form, f"--config {config.url}", (s for s in tensor_shapes.values() if s is not None)
     )
@@ -160,11 +160,11 @@ def check_names(
             hint="name the folder of the model that was trained, or leave --config out",
         )
     if "unknown" in answer:
-        return _unchecked(
-            answer["unknown"], f"install a release of {library} that knows it, and retry the export"
-        )
+        hint = f"install a release of {library} that knows it, and retry the export"
+        return _unchecked(answer["unknown"], hint, tensor_shapes)
     if "error" in answer:
-        return _unchecked(answer["error"], f"check them by opening the result with {library}")
+        hint = f"check them by opening the result with {library}"
+        return _unchecked(answer["error"], hint, tensor_shapes)
     shapes = [f"{n} {list(got)} (config says {list(right)})" for n, got, right in answer["shapes"]]
     kinds = {
         "missing": answer["missing"],
@@ -377,6 +377,8 @@ def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
     return bool(changes)
 
 
-def _unchecked(reason: str, hint: str) -> Expected:
-    message = f"names and shapes were not checked against the model: {reason}"
-    return Expected((), (finding("names-unchecked", "coverage", message, hint=hint),))
+def _unchecked(reason: str, hint: str, names: Collection[str] = ()) -> Expected:
+    note, advice = note_of_wrapper(names)
+    message = f"names and shapes were not checked against the model: {reason}{note}"
+    both = f"{hint}; or add {advice}" if advice else hint
+    return Expected((), (finding("names-unchecked", "coverage", message, hint=both),))

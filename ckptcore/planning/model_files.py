@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import AmbiguousModel, Finding, SourceUnreadable, UsageError, finding
-from ckptcore.naming.wrapper_prefix import possible_wrapper, remove_prefix
+from ckptcore.naming.wrapper_prefix import note_of_wrapper
 from ckptcore.planning.config_folder import ConfigFolder
 from ckptcore.planning.hub_files import (
     ADAPTER,
@@ -400,17 +400,10 @@ def unopened(request: Request, beside: ModelFiles, names: Collection[str]) -> It
     if request.single is None:
         is_reported = any(f.code == "not-loadable" for f in beside.findings)
         if beside.config is None and beside.adapter is None and not is_reported:
-            message, hint = "no config.json was named or found: transformers will not open the output", None
-            wrapper = possible_wrapper(names)
-            if wrapper:
-                message += (
-                    f"; every name begins with {wrapper}, which may be a trainer's wrapper around the model"
-                )
-                hint = (
-                    "name the model's with --config DIR or FILE, add "
-                    f"{remove_prefix(wrapper)} if the model's names do not begin with it, and export again"
-                )
-            yield finding("not-loadable", "files", message, hint=hint)
+            note, advice = note_of_wrapper(names)
+            message = f"no config.json was named or found: transformers will not open the output{note}"
+            hint = f"name the model's with --config DIR or FILE, add {advice}, and export again"
+            yield finding("not-loadable", "files", message, hint=hint if advice else None)
         return
     options = {"--config": request.config, "--tokenizer": request.tokenizer}
     named = [f"{option} {value}" for option, value in options.items() if value not in (None, NONE)]

@@ -205,6 +205,20 @@ def test_without_a_config_a_prefix_of_every_name_is_reported(
     assert (f"every name begins with {named}" in warning.message) == bool(named)
 
 
+@pytest.mark.parametrize("prefix", ["net.", ""])
+def test_without_transformers_a_prefix_of_every_name_is_reported(
+    prefix: str, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptcore.planning.config_folder.find_spec", lambda name: None)
+    source = saved(model, prefix, tmp_path / "run")
+    result = ckptcore.convert(
+        source, str(tmp_path / "out"), verb="export", config=str(tmp_path / "config"), catalog=False
+    )
+    (warning,) = [w for w in result.warnings if w.code == "names-unchecked"]
+    assert ("every name begins with net." in warning.message) == bool(prefix)
+    assert ("--rename net.=" in (warning.hint or "")) == bool(prefix)
+
+
 def test_names_of_the_hub_are_no_wrapper(tmp_path: Path) -> None:
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.norm.weight")
     torch.save({name: torch.ones(2) for name in names}, tmp_path / "w.pt")
