@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sqlalchemy import Connection, Engine, exc, select, update
 
-from ckptcore.catalog import checkpoints, conversions, lineage, query, training_rows
+from ckptcore.catalog import checkpoints, claims, conversions, lineage, query, retirements, training_rows
 from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, clock, translated
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.models import Conversion
 from ckptcore.catalog.normalize import clean, clean_json
+from ckptcore.catalog.retirements import RetirementRecord
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
@@ -221,6 +222,37 @@ class Catalog:
             derived_id = conversions.succeed(conn, clock(conn), conversion_id, facts, source, derived)
         _forget_processes([conversion_id])
         return derived_id
+
+    def thinned(
+        self,
+        conversion_id: str,
+        before: CheckpointRow,
+        facts: CheckpointFacts,
+        findings: Iterable[Finding],
+        record: RetirementRecord,
+        digests: tuple[str, str],
+    ) -> str:
+        """Record that a conversion left a checkpoint at its place without a part of it.
+
+        Args:
+            conversion_id: the id that `begin` returned.
+            before: the checkpoint until now.
+            facts: what is there now.
+            findings: the warnings about it.
+            record: what was given up; its child is filled in.
+            digests: of the content until now and from now on, as claims have them.
+
+        Returns:
+            The id of what is there now.
+        """
+        with self.writing(durable=True) as conn:
+            now = clock(conn)
+            public = conversions.thinned(conn, now, conversion_id, before, facts, findings)
+            claims.follow(conn, before.uri, *digests)
+            if public != before.id:
+                retirements.note(conn, now, before.id, replace(record, child=public), "checkpoint.thin")
+        _forget_processes([conversion_id])
+        return public
 
     def fail(
         self,

@@ -164,6 +164,23 @@ def drop(conn: Connection, claim: ClaimRow) -> bool:
     return conn.execute(delete(Claim).where(*_owned(claim))).rowcount == 1
 
 
+def follow(conn: Connection, source: str, before: str, after: str) -> None:
+    """Let the claims that are done stand for a source whose files changed, and not what was made of it.
+
+    Args:
+        conn: a writer's transaction.
+        source: the URI of the source.
+        before: the digest of its content until now.
+        after: that of its content from now on.
+    """
+    done_of_it = (
+        Claim.source_digest == before,
+        Claim.source_uri.in_(same_places(source)),
+        Claim.state == DONE,
+    )
+    conn.execute(update(Claim).where(*done_of_it).values(source_digest=after))
+
+
 def current(conn: Connection, key: Key) -> ClaimRow | None:
     """Return a claim, or None if it was never taken."""
     row = conn.execute(select(Claim.__table__).where(*_is(key)).order_by(Claim.taken_at.desc())).first()

@@ -20,9 +20,10 @@ from ckptcore.catalog.database import clock
 from ckptcore.catalog.holdings import put_stamp
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
-from ckptcore.catalog.query import current_first
+from ckptcore.catalog.query import current_first, resolve_checkpoint
 from ckptcore.catalog.types import (
     CheckpointFacts,
+    CheckpointRow,
     ConversionFacts,
     ConversionStart,
     Direction,
@@ -233,6 +234,43 @@ def succeed(
     _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
     _forget_process(conn, Conversion.id == row.id)
     return derived_uuid
+
+
+def thinned(
+    conn: Connection,
+    now: datetime,
+    conversion: str,
+    before: CheckpointRow,
+    facts: CheckpointFacts,
+    findings: Iterable[Finding],
+) -> str:
+    """Record that a conversion left a checkpoint at its place without a part of it.
+
+    What is there now is of the same kind, run and step, and has the same training.
+
+    Args:
+        conn: The transaction.
+        now: The time to record.
+        conversion: The conversion.
+        before: The checkpoint until now.
+        facts: What is there now.
+        findings: Warnings about it.
+
+    Returns:
+        The public id of what is there now.
+    """
+    row, source = _conversion(conn, conversion), resolve_checkpoint(conn, before.id)
+    facts = replace(facts, run=before.run, step=before.step)
+    derived, public = put_checkpoint(conn, now, facts, Kind(before.kind))
+    put_stamp(conn, derived, facts.stamp)
+    if derived != source:
+        _link(conn, row.id, {(source, Direction.IN), (derived, Direction.OUT)})
+        _inherit(conn, now, source, derived)
+    note_findings(conn, now, findings, checkpoint=derived, conversion=row.id, level=facts.verified)
+    ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
+    conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))
+    _forget_process(conn, Conversion.id == row.id)
+    return public
 
 
 def fail(

@@ -1,4 +1,4 @@
-"""Record how `retire` proved a source that it deleted, and what was given up with it.
+"""Record how `retire` proved a source that it deleted, and what was given up with it or by `thin`.
 
 Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
@@ -20,7 +20,7 @@ from ckptcore.catalog.normalize import clean
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-FULL, PART = "full", "model part"
+FULL, PART, THINNED = "full", "model part", "thinned"
 _MOST = 1000  # names in an audit record; the table has all
 
 
@@ -43,7 +43,7 @@ class RetirementRecord:
 
     Attributes:
         child: Public id of the checkpoint that proved it.
-        proof: `FULL` or `PART`.
+        proof: `FULL`, `PART`, or `THINNED` for a step that was left at its place without what was given up.
         fingerprint: Of the child's tensors; None if its digests proved it.
         freed: Bytes of files.
         given_up: What went without proof.
@@ -68,7 +68,9 @@ def totals(given_up: Iterable[GivenUp]) -> dict[str, dict[str, int]]:
     return {kind: {"names": names[kind], "bytes": sizes[kind]} for kind in sorted(names)}
 
 
-def note(conn: Connection, now: datetime, public: str, record: RetirementRecord) -> None:
+def note(
+    conn: Connection, now: datetime, public: str, record: RetirementRecord, action: str = "checkpoint.retire"
+) -> None:
     """Record a deletion, with an audit row, in the transaction that marks the source as deleted."""
     row = _row_id(conn, public)
     withdraw(conn, public)
@@ -85,7 +87,7 @@ def note(conn: Connection, now: datetime, public: str, record: RetirementRecord)
     detail["given_up"] = [g.as_dict() for g in record.given_up[:_MOST]]
     if len(record.given_up) > _MOST:
         detail["more"] = len(record.given_up) - _MOST
-    audit.note(conn, now, "checkpoint.retire", public, detail)
+    audit.note(conn, now, action, public, detail)
 
 
 def withdraw(conn: Connection, public: str) -> None:

@@ -7,7 +7,7 @@ SQLAlchemy.
     main           the table of commands, `program`, and `run`: ends every command with its exit code
     checkpoints    inspect, validate, diff, fingerprint, verify-export, formats
     conversions    consolidate, export, reshard, plan, apply
-    operations     sweep, scrub, retire, gc
+    operations     sweep, scrub, retire, thin, gc
     catalog*       catalog list, show, lineage, rebuild, ...; names, queues, and what they share
     options        declared options as typer has them (`ckptcore.planning.options`)
     render*        answers as text and JSON

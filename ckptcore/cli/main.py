@@ -40,6 +40,7 @@ COMMANDS = {
     "sweep": ("operations", "sweep"),
     "scrub": ("operations", "scrub"),
     "retire": ("operations", "retire"),
+    "thin": ("operations", "thin"),
     "gc": ("operations", "gc"),
     "catalog": ("catalog", "app"),
 }

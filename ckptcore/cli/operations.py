@@ -15,7 +15,7 @@ import typer
 
 from ckptcore.cli.catalog_shared import As, Where, write_json
 from ckptcore.cli.options import ANSWER, RUN, Output, RootNames, declared, takes
-from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOptions
+from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOptions, ThinOptions
 from ckptcore.planning.options import Options, options_of, read_options
 from ckptcore.utils import terminal
 from ckptcore.utils.text import count
@@ -124,6 +124,43 @@ def retire(
             of_root=partial(rules, asked),
         )
     show.retired(outcome, as_json=as_json)
+
+
+@takes(declared(*options_of(ThinOptions), of=ThinOptions), RUN, ANSWER)
+def thin(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC...", help="Steps, by path or URL; or watched roots and runs, for all of their steps."
+        ),
+    ],
+    **arguments: Any,
+) -> None:
+    """Let steps lose their optimizer, in their own format and place.
+
+    This is a dry run by default. `--yes` writes each step anew beside its place without the optimizer, reads
+    both, and lets them change places. The newest steps, and those that are written or held, stay as they are.
+    """
+    from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.cli import render_operations as show
+    from ckptcore.operations.thin import ThinRules
+    from ckptcore.operations.thin import thin as run
+    from ckptcore.utils.units import parse_duration
+
+    settings = Options(**{name: arguments[name] for name in RUN}).settings()
+    rules = ThinRules(
+        **({"drop": tuple(arguments["drop"])} if arguments["drop"] else {}),
+        keep_last=arguments["keep_optimizer_last"],
+        min_age_s=parse_duration(arguments["min_age"]),
+        grace=timedelta(seconds=parse_duration(arguments["grace"])),
+    )
+    as_json = arguments["output"] is Output.JSON
+    with open_catalog(arguments["catalog"] or default_url()) as catalog:
+        outcome = run(
+            catalog, sources, rules, settings, yes=bool(arguments["yes"]), on_item=show.thin_line(as_json)
+        )
+    show.thinned(outcome, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)
 
 
 def gc(

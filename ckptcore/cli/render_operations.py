@@ -1,18 +1,20 @@
-"""Print the answers of sweep, scrub and retire: a line for each checkpoint, then the totals."""
+"""Print the answers of sweep, scrub, retire and thin: a line for each checkpoint, then the totals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptcore.utils import terminal
 from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
+    from ckptcore.catalog.retirements import GivenUp
     from ckptcore.errors import CkptError
     from ckptcore.operations.retire import RetireDecision, RetireReport
     from ckptcore.operations.scrub import Looked, Scrubbed
     from ckptcore.operations.sweep_items import SweepItem, Swept
+    from ckptcore.operations.thin import ThinDecision, ThinReport
 
 _MOST = 50  # unproven names that are printed for one source
 
@@ -78,20 +80,54 @@ def fate(as_json: bool) -> Callable[[RetireDecision], None]:
     """Return a callback that prints what becomes of each source."""
 
     def line(decision: RetireDecision) -> None:
-        lines = [f"{decision.fate:<9} {decision.source.uri}: {'; '.join(decision.why)}"]
-        named = [f"unproven: {name} ({kind})" for name, kind in decision.unproven]
-        word = "unproven"
+        terminal.line(f"{decision.fate:<9} {decision.source.uri}: {'; '.join(decision.why)}", err=as_json)
+        unproven = [f"{name} ({kind})" for name, kind in decision.unproven]
         if decision.given_up:
-            word = "given up"
-            sizes = ((g, "" if g.nbytes is None else f", {show_size(g.nbytes)}") for g in decision.given_up)
-            named = [f"given up: {g.name} ({g.kind}{size})" for g, size in sizes]
-        lines += [f"{'':<9} {line}" for line in named[:_MOST]]
-        if len(named) > _MOST:
-            lines.append(f"{'':<9} {word}: {len(named) - _MOST} more, --output json lists all")
-        for text in lines:
-            terminal.line(text, err=as_json)
+            _names("given up", _given_up(decision.given_up), as_json)
+        else:
+            _names("unproven", unproven, as_json)
 
     return line
+
+
+def _given_up(contents: Sequence[GivenUp]) -> list[str]:
+    sizes = ((g, "" if g.nbytes is None else f", {show_size(g.nbytes)}") for g in contents)
+    return [f"{g.name} ({g.kind}{size})" for g, size in sizes]
+
+
+def _names(word: str, names: Sequence[str], as_json: bool) -> None:
+    """Print what goes, or what is not proven, a name a line."""
+    for name in names[:_MOST]:
+        terminal.line(f"{'':<9} {word}: {name}", err=as_json)
+    if len(names) > _MOST:
+        terminal.line(f"{'':<9} {word}: {len(names) - _MOST} more, --output json lists all", err=as_json)
+
+
+def thin_line(as_json: bool) -> Callable[[ThinDecision], None]:
+    """Return a callback that prints what becomes of each step."""
+
+    def line(decision: ThinDecision) -> None:
+        sizes = f"{show_size(decision.freed)} of {show_size(decision.before)}" if decision.plan else ""
+        reasons = "; ".join(filter(None, (sizes, *decision.why)))
+        terminal.line(f"{decision.outcome:<9} {decision.uri}: {reasons}", err=as_json)
+        _names("drops", _given_up(decision.given_up), as_json)
+
+    return line
+
+
+def thinned(value: ThinReport, *, as_json: bool) -> None:
+    """Print the answer of `thin`."""
+    if as_json:
+        terminal.write_json(value.as_dict(), indent=2)
+        return
+    counted = f"{_counts(value.counts, 'no step was found')}, {show_size(value.freed)}"
+    if not value.done:
+        terminal.line(f"{counted} would be freed; nothing was changed, --yes thins them")
+    elif value.grace:
+        later = f"`ckptcore retire --purge` frees it after {show_duration(value.grace.total_seconds())}"
+        terminal.line(f"{counted} set aside; {later}")
+    else:
+        terminal.line(f"{counted} freed")
 
 
 def retired(value: RetireReport, *, as_json: bool) -> None:

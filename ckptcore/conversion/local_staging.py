@@ -211,6 +211,20 @@ class LocalStaging(Staging):
         """Cut an output file into parts of about ``nbytes``; empty if one worker must write it."""
         return cut(file, nbytes, Budget.of(settings))
 
+    def take_times(self, place: str) -> None:
+        """Give the staged files and folders the modes and the modification times of those at a place.
+
+        Trainers that rotate their saves by time would take a changed one for the newest.
+        """
+        with self._home.below(("files",)) as staged:
+            assert staged is not None  # it was filled
+            for below, folders, files, fd in os.fwalk(".", topdown=False, dir_fd=staged):
+                for name in (*files, *folders, *(["."] if below == "." else [])):
+                    original = look_at(os.path.join(place, below, name))
+                    if original is not None:
+                        os.chmod(name, stat.S_IMODE(original.st_mode), dir_fd=fd)
+                        os.utime(name, ns=(original.st_atime_ns, original.st_mtime_ns), dir_fd=fd)
+
     def require_room(self, nbytes: int) -> None:
         """Raise `DiskFull` if fewer bytes are free than are still to be written."""
         free = self.root.free_bytes()
@@ -409,6 +423,14 @@ class LocalStaging(Staging):
             if os.path.islink(folder) and not os.path.exists(folder):
                 why = f"{folder} is a broken link"
         return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
+
+
+def look_at(path: str) -> os.stat_result | None:
+    """Return the status of a name, links not followed; None if there is nothing."""
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
 
 
 def _unexpected_names(names: Names) -> list[str]:

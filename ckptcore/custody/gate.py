@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -133,7 +133,14 @@ def _of_moved_neighbours(place: str) -> Iterator[Duty]:
 
 
 def judge(
-    catalog: Catalog | None, place: str, settings: Settings, at_rest: AtRest, called: str = ""
+    catalog: Catalog | None,
+    place: str,
+    settings: Settings,
+    at_rest: AtRest,
+    called: str = "",
+    *,
+    staying: Ids = frozenset(),
+    counted: Sequence[Duty] = (),
 ) -> Judged:
     """Decide whether a place may go.
 
@@ -143,6 +150,8 @@ def judge(
         settings: Memory and threads for reading.
         at_rest: Keeps writers away from a copy.
         called: Its name in messages, if that is another one.
+        staying: Content ids that what takes its place holds, as it was read.
+        counted: What must be proven elsewhere, as if obligations were on it.
 
     Returns:
         Where contents under an obligation were read.
@@ -152,12 +161,12 @@ def judge(
         SourceUnreadable: The place, or a record of obligations, cannot be read.
     """
     things = contents(place)
-    duties = duties_at(catalog, place, things)
+    duties = (*duties_at(catalog, place, things), *counted)
     if not duties:
         return Judged()
     specs = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
     read_contents = contents_at(place, things, specs, settings, catalog)
-    matched = {duty.row.id: _matched(duty, read_contents, place) for duty in duties}
+    matched = {duty.row.id: _matched(duty, read_contents, place) - staying for duty in duties}
     needed = frozenset[bytes]().union(*matched.values())
     proven, looks = dict[str, Ids](), dict[str, str]()
     if catalog is not None and needed:

@@ -15,16 +15,19 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ckptcore.catalog import obligations, set_aside
+from ckptcore.catalog import obligations
+from ckptcore.catalog import set_aside as entries
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.retirements import GivenUp
 from ckptcore.custody.gate import duties_at, duties_beside, existing_catalog, judge
 from ckptcore.custody.judged import AtRest, Judged, Replacer, digest_of_files
 from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin, folder_of
 from ckptcore.errors import Busy, SourceChanged, UsageError
+from ckptcore.fingerprints.holdings import Holding
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.file_status import NameKind
@@ -54,7 +57,7 @@ def purge_frees(catalog: str | bool | None, place: str) -> int:
         if opened is None:
             return 0
         with opened.reading() as conn:
-            rows = set_aside.every(conn)
+            rows = entries.every(conn)
     device = _device_of(os.fspath(path))
     return sum(row.nbytes for row in rows if local_path(row.uri) and _device_of(row.record) == device)
 
@@ -99,7 +102,7 @@ def _admitted(catalog: Catalog | None, place: str, judged: Judged, at_rest: AtRe
     assert catalog is not None  # without one, no other place is known
     with moving_obligations(catalog, place, judged, at_rest):
         pass
-    return "" if local_path(place) is None else _set_aside(catalog, place)
+    return "" if local_path(place) is None else set_aside(catalog, place)
 
 
 def require_row(writer: Replacer) -> None:
@@ -127,7 +130,7 @@ def counting_on(
 
     Args:
         catalog: The catalog.
-        duties: Place of a copy -> the obligations that count on it from now on.
+        duties: Place of a copy -> the obligations that count on it from now on, if any.
         at_rest: Keeps writers away from a copy.
         require_same: Raises an error if a copy is not what was read.
 
@@ -140,7 +143,8 @@ def counting_on(
     # A run that is killed behind this, or refused, leaves a record too many, and never none.
     with catalog.writing():  # records beside copies are changed by one process at a time
         for place, of_place in duties.items():
-            add_duties(place, of_place)
+            if of_place:
+                add_duties(place, of_place)
     with ExitStack() as locks:
         for place in duties:
             locks.enter_context(at_rest(place))
@@ -175,9 +179,9 @@ def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: At
     duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())} if judged.moves else {}
     # The others ended meanwhile.
     left = {key: places for key, places in judged.moves.items() if key in duties}
+    # Also what no obligation is on, and the gate was asked to find elsewhere.
     counted = {
-        where: [duties[key] for key, places in left.items() if where in places]
-        for where in dict.fromkeys(where for places in left.values() for where in places)
+        where: [duties[key] for key, places in left.items() if where in places] for where in judged.looks
     }
 
     def require_same(where: str) -> None:
@@ -216,14 +220,35 @@ def _device_of(path: str) -> int | None:
     return os.stat(path).st_dev
 
 
-def _set_aside(catalog: Catalog, place: str) -> str:
-    """Make the folder into which the old output is moved; return its name."""
+def set_aside(
+    catalog: Catalog,
+    place: str,
+    grace: timedelta = GRACE,
+    expects: Collection[Holding] = (),
+    given_up: tuple[GivenUp, ...] = (),
+) -> str:
+    """Make the folder into which a publication moves what is at a place.
+
+    Args:
+        catalog: The catalog.
+        place: A path.
+        grace: How long it can be restored.
+        expects: What must be proven elsewhere before it is purged.
+        given_up: What goes with it, as a user said.
+
+    Returns:
+        The name of the folder.
+
+    Raises:
+        UsageError: The folder cannot be made.
+    """
     uri = normal_uri(place)
     things, now = contents(place), catalog.now()
     nbytes = sum(thing.nbytes for thing in things.values() if thing.kind is NameKind.FILE)
     old_output = catalog.at(place)
     checkpoint = old_output[0].id if old_output is not None else ""
-    record = SetAsideRecord(REPLACED, checkpoint, uri, "", "", (), (), now, now + GRACE, things)
+    due = now + grace
+    record = SetAsideRecord(REPLACED, checkpoint, uri, "", "", expects, given_up, now, due, things)
     try:
         above = os.open(os.path.dirname(uri), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -231,8 +256,7 @@ def _set_aside(catalog: Catalog, place: str) -> str:
     with closing(begin(record, above)) as aside:
         assert isinstance(aside, LocalSetAside)
         with catalog.writing() as conn:
-            due = now + GRACE
-            row = set_aside.SetAsideEntry(
+            row = entries.SetAsideEntry(
                 aside.home,
                 checkpoint or None,
                 uri,
@@ -242,5 +266,5 @@ def _set_aside(catalog: Catalog, place: str) -> str:
                 record.digest,
                 folder=folder_of(aside.home),
             )
-            set_aside.put(conn, row)
+            entries.put(conn, row)
         return os.path.basename(aside.home)

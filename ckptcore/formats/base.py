@@ -17,7 +17,8 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.tree_paths import Path
 from ckptcore.store import Readable
 from ckptcore.store.file_status import FileStatus
-from ckptcore.store.subfolder import FileRange, SubStore, explain
+from ckptcore.store.subfolder import FileRange as ReadRange
+from ckptcore.store.subfolder import SubStore, explain
 from ckptcore.topology.layout import Topology
 
 
@@ -67,7 +68,7 @@ class Source:
             values: Key -> decoded value (`ckptcore.core.object_tree`).
             odd: Those of the keys that the reader knows, with values of another type; a finding names them.
         """
-        FileRange(self.store, path, 0, 0).carry(name, values, odd)
+        ReadRange(self.store, path, 0, 0).carry(name, values, odd)
 
     def file(self, name: str) -> Source:
         """Return one file of this folder as a source of its own."""
@@ -210,6 +211,42 @@ class Arrange(Protocol):
         """Return every file; raise an error of `ckptcore.errors` for what the format cannot hold."""
 
 
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of a file of the source.
+
+    Attributes:
+        path: The file, relative to the root of the checkpoint.
+        start: First byte.
+        nbytes: Bytes.
+    """
+
+    path: str
+    start: int
+    nbytes: int
+
+
+FilePiece = FileRange | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """How the files of a checkpoint change when names are left out of it.
+
+    Attributes:
+        files: Path -> the pieces that the file consists of; () for a file that goes. All others stay.
+    """
+
+    files: Mapping[str, tuple[FilePiece, ...]]
+
+
+class Thin(Protocol):
+    """Leave names of tensors and objects out of the files of a checkpoint, in its own format."""
+
+    def __call__(self, source: Source, manifest: Manifest, drop: frozenset[str], /) -> Thinned:
+        """Return the files that change; raise `UnsupportedFormat` for files that cannot be cut."""
+
+
 class Place(Protocol):
     """Map the paths of a source to those of an output that has a structure of its own."""
 
@@ -310,6 +347,7 @@ class Format:
         versions: Versions of the format itself, if it has any; the first is written by default.
         suffixes: What the names of its files end with behind their last dots, as `suffixes_of` returns it:
             in a folder without any of them ``detect`` is not asked. Empty where names may end with anything.
+        thin: What leaves names out in place, for trainers that load the rest; or why that is not possible.
 
     Raises:
         TypeError: ``reader`` or ``writer`` has another type, or there is a writer without a reader.
@@ -323,6 +361,7 @@ class Format:
     writer: Writer | None = None
     versions: tuple[str, ...] = ("1",)
     suffixes: frozenset[str] = frozenset()
+    thin: Thin | str = "no loader of it is known to take a part"
 
     def __post_init__(self) -> None:
         for field_, kind in (("reader", Reader), ("writer", Writer)):

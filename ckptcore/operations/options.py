@@ -1,4 +1,4 @@
-"""Declare the options of sweep, scrub, retire and verify-export once, for the command line and for flows.
+"""Declare the options of sweep, scrub, retire, thin and verify-export once, for commands and for flows.
 
 As in `ckptcore.planning.options`, a field is an option. Commands add those for memory, threads and device.
 """
@@ -127,6 +127,44 @@ class RetireOptions:
             "GLOB",
         ),
     ] = None
+    catalog: Catalog = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinOptions:
+    """Hold what steps lose, and which stay as they are."""
+
+    drop: Annotated[
+        Texts,
+        Option(
+            "What goes: a kind of training state (optimizer, scheduler, random state, data loader, loss "
+            "scaler, progress), or a glob on names of tensors, objects and files that are not the model's "
+            "(repeatable). Default: optimizer.",
+            "NAME",
+        ),
+    ] = None
+    keep_optimizer_last: Annotated[
+        int,
+        Option(
+            "Leave the newest N steps of every run as they are. Only complete steps that have what would go "
+            "are counted.",
+            "N",
+        ),
+    ] = 1
+    min_age: Annotated[
+        str, Option("Leave steps as they are that changed within this time: 90s, 2m or 1h.", "TIME")
+    ] = "2m"
+    yes: Annotated[
+        bool | None,
+        Option(
+            "Thin the steps. The old ones are set aside, from where `ckptcore catalog restore` brings them "
+            "back, and `ckptcore retire --purge` deletes them. Without it, nothing is changed.",
+            off="dry-run",
+        ),
+    ] = None
+    grace: Annotated[
+        str, Option("How long the old steps can be restored: 7d or 12h. 0 deletes them at once.", "TIME")
+    ] = "7d"
     catalog: Catalog = None
 
 

@@ -192,7 +192,8 @@ def purge_one(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> t
     if record.why == RETIRED:
         _give_to_child(catalog, aside, verify_settings)
     else:
-        judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri)
+        expected = _expected(aside)
+        judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri, counted=expected)
         with moving_obligations(catalog, aside.place, judged, at_rest) as conn:
             _decide(conn, aside)
     if not is_resumed:
@@ -424,6 +425,16 @@ def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings)
         if not decided and not isinstance(current_row, CkptError):
             drop_duties(child.uri, [row.id])
         raise
+
+
+def _expected(aside: SetAside) -> tuple[Duty, ...]:
+    """Return what the record of a replaced one asks for, as a duty: it must be proven elsewhere now."""
+    record = aside.record
+    if not record.expects:
+        return ()
+    specs = pack_specs(record.expects)
+    row = ObligationRow(_id_of(aside), record.checkpoint, record.uri, record.uri, specs, record.at)
+    return (Duty.of(row, tuple(record.expects)),)
 
 
 def _decide(conn: Any, aside: SetAside) -> None:

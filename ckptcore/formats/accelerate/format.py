@@ -28,6 +28,7 @@ from ckptcore.errors import (
 from ckptcore.formats.accelerate import file_names as names
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import read_folder
 from ckptcore.utils.foreign_text import InvalidText
 
@@ -173,4 +174,5 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
+    thin=thin,
 )

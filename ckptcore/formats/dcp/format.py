@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import finding
-from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
+from ckptcore.formats.base import (
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Layout,
+    Reader,
+    Source,
+    Thinned,
+    Writer,
+)
 from ckptcore.formats.dcp.reader import DATA, RANK_METADATA, ranges, read_folder
 from ckptcore.formats.dcp.stages import named_alone, read_stages, stage_folders
 
@@ -63,6 +73,13 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return tuple(arrange_folder(request))
 
 
+def thin(source: Source, manifest: Manifest, drop: frozenset[str]) -> Thinned:
+    """Leave names out of the DCP folders of a checkpoint; raise the errors of `thinning.thin_folders`."""
+    from ckptcore.formats.dcp.thinning import thin_folders
+
+    return thin_folders(source, manifest, drop)
+
+
 _LAYOUT = Layout(arrange, nests=True, values="libraries", flattens=True)
 FORMAT = Format(
     name="dcp",
@@ -72,4 +89,5 @@ FORMAT = Format(
     suffixes=frozenset({"metadata", "distcp", "tmp"}),
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT, serializations=("torch_save", "safetensors")),
+    thin=thin,
 )

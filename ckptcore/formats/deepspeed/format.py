@@ -39,4 +39,5 @@ FORMAT = Format(
     detect=detect,
     suffixes=frozenset({"pt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
+    thin="its optimizer files may hold the weights themselves, in fp32",
 )

@@ -32,6 +32,7 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
+from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.common.weight_index import INDEX, fits_index, index_name
 from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION, read_folder, recognised
 from ckptcore.formats.huggingface.quantized import lost_scales
@@ -210,4 +211,5 @@ FORMAT = Format(
         adapter=Layout(arrange_adapter),
         component=Layout(arrange_component),
     ),
+    thin=thin_files,
 )

@@ -39,6 +39,7 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.formats.common.trees import built
+from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.lightning.optimizer_names import parameter_names
 from ckptcore.formats.lightning.tree import META, VERSION, Contents, contents, read_tree
@@ -276,4 +277,5 @@ FORMAT = Format(
         for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place, values="trainers", flattens=True),
         single_file=True,
     ),
+    thin=thin,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.formats.base import Evidence, Format, Reader, Source
+from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.megatron.legacy_names import FILE, NAME
 
 
@@ -30,4 +31,5 @@ FORMAT = Format(
     detect=detect,
     suffixes=frozenset({"pt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
+    thin=thin_files,
 )

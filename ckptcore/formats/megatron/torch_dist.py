@@ -13,8 +13,18 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.errors import Finding, finding
-from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
+from ckptcore.errors import Finding, UnsupportedFormat, finding
+from ckptcore.formats.base import (
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Layout,
+    Reader,
+    Source,
+    Thinned,
+    Writer,
+)
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
@@ -132,6 +142,18 @@ def arrange_start(request: Arrangement) -> Iterable[FileLayout]:
     return start.arrange_start(request)
 
 
+def thin(source: Source, manifest: Manifest, drop: frozenset[str]) -> Thinned:
+    """Leave names out of the folder; raise `UnsupportedFormat` where a file has the digests of all others."""
+    if INTEGRITY in source.listing:
+        raise UnsupportedFormat(
+            f"cannot thin {source.store.url}: {INTEGRITY} has the digest of every file, which would change",
+            hint=f"Megatron-Core loads a folder without {INTEGRITY}: remove it where nothing asks for it",
+        )
+    from ckptcore.formats.dcp.thinning import thin_folders
+
+    return thin_folders(source, manifest, drop)
+
+
 _LAYOUT = Layout(arrange, values="trainers")
 FORMAT = Format(
     name=NAME,
@@ -147,4 +169,5 @@ FORMAT = Format(
         world="megatron",
         start=Layout(arrange_start, values="trainers", repads=True),
     ),
+    thin=thin,
 )

@@ -217,4 +217,5 @@ FORMAT = Format(
     suffixes=frozenset({"json", "zarray"}),
     reader=Reader(read, objects=True),
     writer=Writer(Layout(arrange, values="trainers"), world="megatron"),
+    thin="Megatron-Core reads the format no more",
 )

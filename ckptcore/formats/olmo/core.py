@@ -38,6 +38,7 @@ from ckptcore.core.used_files import placed
 from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.olmo.common import (
     DCP,
@@ -195,4 +196,5 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT, like=like_source),
+    thin=thin,
 )

@@ -24,6 +24,7 @@ from ckptcore.encodings.torchzip.reader import Objects, read_objects
 from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.olmo.common import missing_part, model_origin, require_renamed, train_part
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
@@ -227,4 +228,5 @@ FORMAT = Format(
     detect=detect,
     suffixes=frozenset({"pt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
+    thin=thin_files,
 )

@@ -23,6 +23,7 @@ from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
@@ -200,4 +201,5 @@ FORMAT = Format(
     detect=detect,
     suffixes=frozenset({"safetensors", "pt"}),
     reader=Reader(read, checksums="CRC-32 per record (`.pt`)", objects=True),
+    thin=thin_files,
 )

@@ -193,4 +193,5 @@ FORMAT = Format(
     suffixes=frozenset({"safetensors", "json"}),
     reader=Reader(read, objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
+    thin="its metadata lists every file",
 )

@@ -28,6 +28,7 @@ from ckptcore.formats.common.rank_file_names import (
     item_files,
     rank_files,
 )
+from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.common.trainer_files import is_state, without_links
 
 _NAME = "torch_ranks"
@@ -208,6 +209,7 @@ FORMAT = Format(
     suffixes=frozenset({"pt", "pth", "bin", "ckpt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
+    thin=thin_files,
 )
 META = Format(
     name="meta",

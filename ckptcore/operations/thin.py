@@ -1,0 +1,587 @@
+"""Let steps lose their optimizer in their own format and place. Nothing is changed by default.
+
+1. `decide` names what a step would lose, and why it may not: it is among the newest of its run, is being
+   written, is held by a user, is read now, or its format cannot be cut.
+2. `carry_out` writes the thinned step beside it, reads both, and asks custody's gate. Then the two change
+   places in one step, and the old one is set aside for a grace period, as `retire` does it.
+3. A purge (`ckptcore retire --purge`) deletes the old one, once what stays is read in another place again.
+
+A killed run leaves the old step at its place or the thinned one, complete; the next run on it ends the rest.
+On an object store nothing can be set aside: there the old one is replaced object by object, without grace.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.catalog import CheckpointDetail, maintenance, retirements
+from ckptcore.catalog import holdings as recorded
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.database import clock
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.retirements import THINNED, GivenUp, RetirementRecord
+from ckptcore.catalog.sightings import Condition
+from ckptcore.catalog.types import CheckpointRow, State
+from ckptcore.checking.examine import inspect
+from ckptcore.checking.source_stamps import published_stamp
+from ckptcore.comparison.fingerprint import fingerprint
+from ckptcore.conversion.file_fingerprints import matching
+from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.publication_record import Publication, Replaced
+from ckptcore.conversion.registration import facts, with_fingerprints
+from ckptcore.conversion.staging import Staging, noted
+from ckptcore.conversion.thinned_files import stage
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import used
+from ckptcore.custody.gate import judge
+from ckptcore.custody.holdings import objects_of
+from ckptcore.custody.place_ties import inside_of_place, ties_of_places, writer_of_place
+from ckptcore.custody.replacing import GRACE, set_aside
+from ckptcore.custody.set_aside import require_files
+from ckptcore.errors import Busy, CkptError, Conflict, UsageError, ended_by
+from ckptcore.fingerprints.holdings import ids_of, numbered, pack_ids, tensor_holdings
+from ckptcore.fingerprints.sums import Fingerprinted
+from ckptcore.operations.claims import source_digest
+from ckptcore.operations.purge import purge
+from ckptcore.operations.readiness import SETTLE_S, look
+from ckptcore.operations.retention import user_reasons
+from ckptcore.operations.setting_aside import retention_entry
+from ckptcore.operations.thin_plan import (
+    OPTIMIZER,
+    PREFIX,
+    ProvenThin,
+    ThinPlan,
+    names_to_drop,
+    plan_thin,
+    prove_thin,
+)
+from ckptcore.planning.request import Settings
+from ckptcore.store import fetch, join_url, local_path, split_url
+from ckptcore.store.listing import contents, folder_at, list_settled_destination, require_no_mount, survey
+from ckptcore.utils.foreign_text import load_json_object, parsing
+from ckptcore.utils.isolation import attempt
+from ckptcore.utils.merged_url import is_merged
+from ckptcore.utils.step_names import step_of
+from ckptcore.utils.version import __version__
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+VERB = "thin"
+_log = logging.getLogger("ckptcore")
+
+
+class Outcome(StrEnum):
+    """What becomes of a step.
+
+    kept: by the policy, or by a user. unsafe: it cannot be thinned. thin: it has nothing of that. ready: it
+    would be thinned. thinned: it was.
+    """
+
+    KEPT = "kept"
+    UNSAFE = "unsafe"
+    THIN = "thin"
+    READY = "ready"
+    THINNED = "thinned"
+
+
+@dataclass(frozen=True)
+class ThinDecision:
+    """One step.
+
+    Attributes:
+        uri: Its path or URL.
+        outcome: What becomes of it.
+        why: The reasons.
+        run: Its training run.
+        step: Its step.
+        plan: What it would lose, or lost.
+        given_up: What goes, by name.
+        checkpoint: Id in the catalog of what is there now.
+        home: Where the old one can be restored from; empty: nowhere.
+    """
+
+    uri: str
+    outcome: Outcome
+    why: tuple[str, ...] = ()
+    run: str | None = None
+    step: int | None = None
+    plan: ThinPlan | None = field(default=None, repr=False)
+    given_up: tuple[GivenUp, ...] = field(default=(), repr=False)
+    checkpoint: str | None = None
+    home: str = ""
+
+    @property
+    def before(self) -> int:
+        """Bytes of its files."""
+        return self.plan.before if self.plan is not None else 0
+
+    @property
+    def freed(self) -> int:
+        """Bytes of files that it loses."""
+        return self.plan.before - self.plan.after if self.plan is not None else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        form = {name: getattr(self, name) for name in ("uri", "run", "step", "checkpoint", "home")}
+        return form | {
+            "outcome": self.outcome.value,
+            "why": list(self.why),
+            "bytes": self.before,
+            "freed_bytes": self.freed,
+            "given_up": [content.as_dict() for content in self.given_up],
+            "given_up_totals": retirements.totals(self.given_up),
+        }
+
+
+@dataclass(frozen=True)
+class ThinReport:
+    """The result.
+
+    Attributes:
+        items: The steps.
+        done: Whether this was more than a dry run.
+        grace: How long what was set aside can be restored.
+    """
+
+    items: tuple[ThinDecision, ...]
+    done: bool
+    grace: timedelta = GRACE
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Outcome -> number of steps."""
+        return {each.value: n for each in Outcome if (n := sum(i.outcome is each for i in self.items))}
+
+    @property
+    def freed(self) -> int:
+        """Bytes of files that the steps lose, now or by a purge."""
+        return sum(i.freed for i in self.items)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 if a step could not be thinned."""
+        return int(any(i.outcome is Outcome.UNSAFE for i in self.items))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "thinned": self.done,
+            "counts": self.counts,
+            "bytes": sum(i.before for i in self.items),
+            "freed_bytes": self.freed,
+            "grace_seconds": self.grace.total_seconds(),
+            "checkpoints": [i.as_dict() for i in self.items],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ThinRules:
+    """What goes, and which steps stay as they are.
+
+    Attributes:
+        drop: Kinds of training state, and globs on names of tensors, objects and files.
+        keep_last: How many of the newest complete steps of a run keep what would go.
+        min_age_s: Seconds without a change before a step may be thinned.
+        grace: How long the old one can be restored; zero deletes it at once.
+    """
+
+    drop: tuple[str, ...] = (OPTIMIZER,)
+    keep_last: int = 1
+    min_age_s: float = SETTLE_S
+    grace: timedelta = GRACE
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise UsageError(
+                f"--keep-optimizer-last must be at least 1 (got {self.keep_last})",
+                hint="a run resumes from its newest step",
+            )
+        if not self.drop:
+            raise UsageError("--drop must name something", hint=f"the default is {OPTIMIZER}")
+
+
+def thin(
+    catalog: Catalog,
+    sources: Sequence[str],
+    rules: ThinRules,
+    settings: Settings,
+    *,
+    yes: bool = False,
+    on_item: Callable[[ThinDecision], None] | None = None,
+) -> ThinReport:
+    """Thin steps.
+
+    Args:
+        catalog: The catalog.
+        sources: Paths or URLs of steps, or names of watched roots or runs for all of their steps.
+        rules: What goes, and which steps stay as they are.
+        settings: Memory and threads for reading.
+        yes: Thin them; otherwise nothing is changed.
+        on_item: Called for each step.
+
+    Returns:
+        The steps, each with what became of it.
+
+    Raises:
+        UsageError: A name is no step, root or run.
+    """
+    items = []
+    newest = cache(lambda folder, run: _newest(catalog, folder, run, rules))
+    for uri in dict.fromkeys(uri for source in sources for uri in _places(catalog, source)):
+        item = attempt(_decided, catalog, uri, rules, newest, settings, yes)
+        if isinstance(item, CkptError):
+            outcome = Outcome.KEPT if isinstance(item, (Busy, Conflict)) else Outcome.UNSAFE
+            item = ThinDecision(uri, outcome, (f"{item.code}: {item.message}",), step=_step(uri))
+        items.append(item)
+        if on_item is not None:
+            on_item(item)
+    return ThinReport(tuple(items), yes, rules.grace)
+
+
+def _places(catalog: Catalog, source: str) -> Iterator[str]:
+    """Yield the steps that a name means, oldest first."""
+    with catalog.reading() as conn:
+        watched = roots.every(conn)
+        root_uris = [root.uri for root in watched if root.name == source]
+        rows = maintenance.sources(conn, root_uris) if root_uris else ()
+        if not root_uris and "/" not in source:
+            rows = maintenance.sources(conn, (), source)
+    if rows:
+        yield from (row.uri for row in sorted(rows, key=lambda row: (row.run or "", row.step or 0)))
+    elif root_uris:
+        return
+    else:
+        yield normal_uri(source)
+
+
+def _step(uri: str) -> int | None:
+    return step_of(split_url(uri)[1])
+
+
+def _decided(
+    catalog: Catalog,
+    uri: str,
+    rules: ThinRules,
+    newest: Callable[[str, str | None], Sequence[int]],
+    settings: Settings,
+    yes: bool,
+) -> ThinDecision:
+    """Return what becomes of one step; raise `CkptError` if it cannot be thinned."""
+    if yes:
+        _end_killed_run(catalog, uri, rules, settings)
+    row = _row(catalog, uri)
+    step = row.step if row is not None and row.step is not None else _step(uri)
+    item = ThinDecision(uri, Outcome.KEPT, (), row.run if row is not None else None, step)
+    reason = _reason_to_keep(catalog, uri, row, step, rules, newest)
+    if reason:
+        return replace(item, why=(reason,))
+    _require_place(uri, rules)
+    plan = plan_thin(uri, rules.drop)
+    if plan is None:
+        return replace(item, outcome=Outcome.THIN, why=(f"it has nothing of {', '.join(rules.drop)}",))
+    ready = replace(item, outcome=Outcome.READY, plan=plan, given_up=plan.given_up)
+    return _carried_out(catalog, ready, rules, settings) if yes else ready
+
+
+def _row(catalog: Catalog, uri: str) -> CheckpointRow | None:
+    found = catalog.at(uri)
+    return found[0] if found is not None and found[0].state == State.PRESENT.value else None
+
+
+def _reason_to_keep(
+    catalog: Catalog,
+    uri: str,
+    row: CheckpointRow | None,
+    step: int | None,
+    rules: ThinRules,
+    newest: Callable[[str, str | None], Sequence[int]],
+) -> str:
+    """Return why a step stays as it is; empty if it may be thinned."""
+    if step is None:
+        return "no step is known"
+    kept = newest(split_url(uri)[0], row.run if row is not None else None)
+    if not kept or step >= kept[-1]:
+        return f"one of the last {rules.keep_last} complete steps" if kept else "no newer step is complete"
+    ready = look(uri, survey(uri), None, catalog.now(), settle_s=rules.min_age_s)
+    if ready.state is not Condition.COMPLETE:
+        return f"it is {ready.state.value}: {ready.message}"
+    with catalog.reading() as conn:
+        return _ties(conn, uri, row)
+
+
+def _ties(conn: Any, uri: str, row: CheckpointRow | None, own: str = "") -> str:
+    """Return a user's reason to keep a step, or what is at work on it now. own: this conversion's id."""
+    now = clock(conn)
+    if row is not None:
+        ties = ties_of_places(conn, now, [row])[row.id]
+        ties = replace(ties, readers=tuple(reader for reader in ties.readers if reader.split(" ")[0] != own))
+        reasons = user_reasons(retention_entry(row, ties))
+        if reasons:
+            return reasons[0]
+    else:
+        readers = maintenance.ties_at(conn, now, [uri]).get(uri, maintenance.Ties()).readers
+        if others := [reader for reader in readers if reader != own]:
+            return f"{others[0]} reads it"
+    if inner := inside_of_place(conn, uri):
+        return f"{inner[0]} is inside it"
+    writer = writer_of_place(conn, uri)
+    return f"conversion {writer} writes to it" if writer not in (None, own) else ""
+
+
+def _newest(catalog: Catalog, folder: str, run: str | None, rules: ThinRules) -> tuple[int, ...]:
+    """Return the newest complete steps of a run that have what would go, the last one first.
+
+    There are as many as the policy keeps, or none: what is being written, or was thinned, does not count. The
+    steps are those in the same folder, and those of the run in the catalog.
+    """
+    steps: dict[int, str] = {}
+    for name in folder_at(folder).folders:
+        step = step_of(name)
+        if step is not None and not name.startswith("."):
+            steps.setdefault(step, join_url(folder, name))
+    if run is not None:
+        with catalog.reading() as conn:
+            for row in maintenance.sources(conn, (), run):
+                if row.step is not None:
+                    steps.setdefault(row.step, row.uri)
+    newest = []
+    for step in sorted(steps, reverse=True):
+        if _resumes(catalog, steps[step], rules):
+            newest.append(step)
+        if len(newest) == rules.keep_last:
+            return tuple(newest)
+    return ()
+
+
+def _resumes(catalog: Catalog, uri: str, rules: ThinRules) -> bool:
+    """Return whether a step is complete, and has what would go."""
+    files = attempt(survey, uri)
+    if isinstance(files, CkptError):
+        return False
+    ready = look(uri, files, None, catalog.now(), settle_s=0)
+    if ready.state is not Condition.COMPLETE or ready.manifest is None:
+        return False
+    names = names_to_drop(ready.manifest, rules.drop)
+    if any(name in ready.manifest.index for name in names):
+        return True
+    # Objects that are stored with others stay in a thinned step, too.
+    return attempt(plan_thin, uri, rules.drop) is not None
+
+
+def _require_place(uri: str, rules: ThinRules) -> None:
+    """Raise `UsageError` for a place that is several, is mounted, is another user's, or needs no grace."""
+    path = local_path(uri)
+    if is_merged(uri):
+        raise UsageError(f"cannot thin {uri}: it is several folders")
+    if path is None:
+        if rules.grace > timedelta(0):
+            raise UsageError(
+                f"cannot set {uri} aside: objects cannot be moved",
+                hint="--grace 0 replaces it object by object; no reader can use it meanwhile",
+            )
+        return
+    if os.path.realpath(path) != os.path.abspath(path):
+        raise UsageError(f"cannot thin {uri}: a link is on the way", hint=f"name {os.path.realpath(path)}")
+    require_no_mount(uri)
+    owner = os.stat(path).st_uid
+    if owner != os.geteuid():
+        raise UsageError(
+            f"cannot thin {uri}: it is another user's (uid {owner}), who could not write to the new one",
+            hint="run the command as that user",
+        )
+
+
+def _carried_out(catalog: Catalog, item: ThinDecision, rules: ThinRules, settings: Settings) -> ThinDecision:
+    """Thin one step; raise `CkptError` if it stays as it is."""
+    plan = item.plan
+    assert plan is not None  # it is ready
+    with _recorded(catalog, plan.uri, rules.drop) as conversion:
+        staging = open_staging(plan.uri, catalog)
+        with staging.lock(make=True):
+            _begin_staging(staging)
+            try:
+                staged = _staged(catalog, staging, plan, rules, settings, conversion)
+            except BaseException:
+                staging.remove()
+                raise
+            commit = _loadable(staged.proven.manifest, plan.files)
+            staging.publish(staged.publication, commit, single=False)
+            checkpoint = _record(catalog, conversion, plan.uri, staged.begun, staged.proven.tensors)
+            staging.remove()
+    name = staged.publication.replaces.home
+    home = join_url(split_url(plan.uri)[0], name) if name else ""
+    item = replace(
+        item, outcome=Outcome.THINNED, given_up=staged.begun.given_up, checkpoint=checkpoint, home=home
+    )
+    if not home or rules.grace > timedelta(0):
+        return item
+    purged = [row for row in purge(catalog, settings, [plan.uri], due=catalog.now()) if row.record == home]
+    left = tuple(row.why for row in purged if row.why)
+    return replace(item, why=left, home=home if left else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A thinned step that may change places with the old one: read, and admitted by the gate."""
+
+    proven: ProvenThin
+    publication: Publication
+    begun: _Begun
+
+
+def _staged(
+    catalog: Catalog, staging: Staging, plan: ThinPlan, rules: ThinRules, settings: Settings, conversion: str
+) -> _Staged:
+    """Write a thinned step beside the old one, read both, and ask whether they may change places."""
+    written = stage(staging, plan.uri, plan.manifest.versions, plan.files)
+    proven = prove_thin(plan, staging.files.url, settings)
+    given_up = tuple(content for content in plan.given_up if content.name in proven.gone)
+    judged = judge(catalog, plan.uri, settings, staying=ids_of(proven.holdings))
+    if judged.moves:
+        raise Conflict(
+            f"an obligation counts on what would go from {plan.uri}",
+            hint="see ckptcore catalog obligation list",
+        )
+    row = _row(catalog, plan.uri)
+    if row is None:
+        catalog.record_validation(facts(plan.manifest, plan.uri, verified="coverage", training=True))
+        row = _row(catalog, plan.uri)
+    assert row is not None  # it was recorded
+    inventory = list_settled_destination(plan.uri)
+    require_files(plan.uri, plan.things, contents(plan.uri))
+    with catalog.reading() as conn:
+        if reason := _ties(conn, plan.uri, row, conversion):
+            raise Conflict(f"{reason}, meanwhile")
+    begun = _Begun(row.id, source_digest(plan.manifest), plan.before - plan.after, given_up)
+    staging.plan.put(_BEGUN, begun.dump())
+    home = ""
+    if local_path(plan.uri) is not None:
+        home = set_aside(catalog, plan.uri, rules.grace, proven.holdings, given_up)
+    first = tuple(name for name in inventory if name not in used(plan.manifest).data)
+    replaces = Replaced(inventory, first, judged, home)
+    return _Staged(proven, Publication(plan.digest, None, "", replaces, written), begun)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What a run records beside a step before it changes places: the next one registers what it published.
+
+    Attributes:
+        checkpoint: Id of the step until now.
+        source: Its `ckptcore.operations.claims.source_digest`.
+        freed: Bytes of files that it loses.
+        given_up: What goes, by name.
+    """
+
+    checkpoint: str
+    source: str
+    freed: int
+    given_up: tuple[GivenUp, ...]
+
+    def dump(self) -> bytes:
+        """Return the JSON form."""
+        form = {"checkpoint": self.checkpoint, "source": self.source, "freed": self.freed}
+        return canonical_json(form | {"given_up": [content.as_dict() for content in self.given_up]})
+
+    @classmethod
+    def load(cls, data: bytes) -> _Begun:
+        """Read the form of `dump`; raise `InvalidText` for other data."""
+        with parsing("a record of thin"):
+            form = load_json_object(data)
+            given_up = tuple(GivenUp(g["name"], g["kind"], g["bytes"]) for g in form["given_up"])
+            return cls(str(form["checkpoint"]), str(form["source"]), int(form["freed"]), given_up)
+
+
+_BEGUN = "thin.json"
+
+
+def _begin_staging(staging: Staging) -> None:
+    """Empty the staging folder of a step, unless a conversion to its place was begun there."""
+    staging.finish_interrupted_publish()
+    if fetch(staging.plan, "head.json") is not None:
+        raise Conflict(
+            f"a conversion to {staging.destination} was begun, and is not published",
+            hint=f"run it again, or remove what is left of it: ckptcore gc {staging.parent}",
+        )
+    staging.clear()
+
+
+def _loadable(manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Return the files that make a checkpoint loadable: those without tensors."""
+    data = used(manifest).data
+    return [name for name in names if name not in data]
+
+
+@contextmanager
+def _recorded(catalog: Catalog, uri: str, drop: Sequence[str]) -> Iterator[str]:
+    """Record in the catalog that a step is written; yield the id.
+
+    While the row is alive, no purge counts on the step, and no conversion reads it unnoticed.
+    """
+    request = {"verb": VERB, "drop": list(drop)}
+    conversion = catalog.begin(
+        request, source_uri=uri, destination_uri=uri, verb=VERB, tool_version=__version__
+    )
+    try:
+        yield conversion
+    except BaseException as error:
+        ended = ended_by(error)
+        failed = attempt(catalog.fail, conversion, code=ended.code, message=ended.message)
+        if isinstance(failed, CkptError):  # the first error matters more; the row ends with its process
+            _log.warning("the failure could not be recorded: %s", failed.message)
+        raise
+
+
+def _record(
+    catalog: Catalog, conversion: str, uri: str, begun: _Begun, tensors: Sequence[Fingerprinted]
+) -> str:
+    """Record a thinned step that is at its place; return its id."""
+    manifest = inspect(uri)
+    made = with_fingerprints(
+        facts(manifest, uri, verified="coverage", training=True), matching(manifest, tensors, {})
+    )
+    stamp = published_stamp(manifest) if made.fingerprint is not None else None
+    record = RetirementRecord("", THINNED, made.fingerprint, begun.freed, begun.given_up)
+    warnings = [f for f in manifest.findings if f.severity == "warning"]
+    detail = catalog.show(begun.checkpoint, tensors=False)
+    assert isinstance(detail, CheckpointDetail)  # it is the id of a checkpoint
+    digests = (begun.source, source_digest(manifest))
+    public = catalog.thinned(
+        conversion, detail.checkpoint, replace(made, stamp=stamp), warnings, record, digests
+    )
+    ids = ids_of(numbered(tensor_holdings(tensors, {}))) | ids_of(objects_of(manifest))
+    with catalog.writing() as conn:  # where a gate looks for what stays
+        recorded.keep(conn, public, pack_ids(ids), stamp)
+    return public
+
+
+def _end_killed_run(catalog: Catalog, uri: str, rules: ThinRules, settings: Settings) -> None:
+    """Finish what a killed run began at a step: what it published is recorded, anything else removed."""
+    staging = open_staging(uri, catalog)
+    record, data = noted(staging), fetch(staging.plan, _BEGUN)
+    if data is None or (record is not None and not record.plan.startswith(PREFIX)):
+        return
+    begun = _Begun.load(data)
+    with staging.lock():
+        staging.finish_interrupted_publish()
+        record = noted(staging)
+        halfway = record is not None and staging.publishing_plan(record) == record.plan
+        if record is not None and (halfway or staging.published_plan(record) == record.plan):
+            with _recorded(catalog, uri, rules.drop) as conversion:
+                if halfway:
+                    names = _loadable(inspect(staging.files.url), record.puts)
+                    staging.publish(record, names, single=False)
+                manifest = inspect(uri)
+                sums = fingerprint(manifest, settings).tensors if manifest.tensors else ()
+                _record(catalog, conversion, uri, begun, sums)
+        staging.remove()
