@@ -30,6 +30,7 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=1, help="how many seeds from this one on")
     parser.add_argument("--steps", type=int, default=LENGTH, help="only this many; 0 for all")
     parser.add_argument("--disk", choices=("local", "bucket"), default="local")
+    parser.add_argument("--theme", default="", help="of every program: a name of tests/simulation/themes.py")
     parser.add_argument("--mutant", default="", help="a name of tests/simulation/mutants.py")
     parser.add_argument(
         "--mutants", type=int, default=0, metavar="N", help="run the program of every N-th mutant"

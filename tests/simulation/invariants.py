@@ -242,9 +242,9 @@ def _at_sources(there: dict[str, Contents | None]) -> set[str]:
 
 
 def _sources(there: dict[str, Contents | None]) -> Counter[tuple[str, frozenset[tuple[str, str]]]]:
-    """Return the sources at their places or set aside, by where they belong."""
+    """Return the sources at their places or set aside, by where they belong; what is staged is none."""
     found: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
     for place, contents in there.items():
-        if contents and logical(place).startswith("runs/"):
+        if contents and logical(place).startswith("runs/") and not is_hidden(logical(place)):
             found[logical(place), frozenset(contents.items())] += 1
     return found

@@ -35,13 +35,14 @@ from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts, record_fingerprint
 from ckptcore.custody.upkeep import listed, release
-from ckptcore.errors import CkptError
+from ckptcore.errors import CkptError, UsageError
 from ckptcore.operations.purge import purge, restore
 from ckptcore.operations.rebuild_catalog import rebuild
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
+from ckptcore.operations.thin import Outcome, ThinRules, thin
 from ckptcore.planning.request import Request, Settings
 from tests.simulation.invariants import Act, Broken, Check
 from tests.simulation.records import all_in, beside, ids_in_sight, is_kept, vouched
@@ -532,6 +533,26 @@ class Run:
         }
         self._note(f"grace={grace.days} {globs}")
         self._product(lambda catalog: retire(catalog, Policy(1), yes=True, **options), purges=not grace)
+
+    def _thin(self, which: str = "") -> None:
+        """A step loses what a user names, in its place; what stays as it is, is refused."""
+        place = place_of(which) if which else self._pick(self._steps())
+        contents = self._visible("runs/").get(place)
+        if contents is None or not self._is_up(place):
+            return
+        drop = tuple(n for n in ("note", "tokenizer.json") if n in contents or f"file {n}" in contents)
+        grace = timedelta(0) if self.disk.kind == "bucket" or self.draw.random() < 0.3 else WEEK
+        made = {name: id for name, id in contents.items() if name.removeprefix("file ") not in drop}
+        self.accepted.setdefault(place, set()).update(drop)
+        self._note(f"{place} {drop} grace={grace.days}")
+        rules = ThinRules(drop or ("note",), min_age_s=0, grace=grace)
+
+        def act(catalog: Any) -> None:
+            (item,) = thin(catalog, [self.disk.url(place)], rules, MEANS, yes=True).items
+            if item.outcome is not Outcome.THINNED:
+                raise UsageError("; ".join(item.why))
+
+        self._product(act, place, made, purges=not grace)
 
     def _purge(self) -> None:
         later = self.catalog.now() + timedelta(days=8)

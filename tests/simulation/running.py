@@ -190,17 +190,23 @@ def _kind(outcome: Outcome) -> str:
     return re.sub(r"[^a-z ].*", "", outcome.broken.splitlines()[-1])
 
 
-def _seed(length: int, disk: str, seed: int) -> tuple[int, Outcome]:
-    return seed, run_steps(program(seed, length), disk=disk)
+def _seed(length: int, disk: str, theme: str, seed: int) -> tuple[int, Outcome]:
+    return seed, run_steps(program(seed, length, theme), disk=disk)
 
 
 def hunt(
-    seeds: Sequence[int], *, length: int = LENGTH, disk: str = "local", mutant: str = "", jobs: int = 1
+    seeds: Sequence[int],
+    *,
+    length: int = LENGTH,
+    disk: str = "local",
+    mutant: str = "",
+    jobs: int = 1,
+    theme: str = "",
 ) -> Iterator[tuple[int, Outcome]]:
     """Run the programs of some seeds, with a known fault in the product if one is named."""
     warm_up()
     mutate(mutant)
-    one = functools.partial(_seed, length, disk)
+    one = functools.partial(_seed, length, disk, theme)
     if jobs == 1:
         yield from map(one, seeds)
         return
@@ -216,7 +222,7 @@ def main(asked: argparse.Namespace) -> int:
         return _run_suite(asked.suite)
     seeds, failed, began = range(asked.seed, asked.seed + asked.count), [], time.monotonic()
     for seed, outcome in hunt(
-        seeds, length=asked.steps, disk=asked.disk, mutant=asked.mutant, jobs=asked.jobs
+        seeds, length=asked.steps, disk=asked.disk, mutant=asked.mutant, jobs=asked.jobs, theme=asked.theme
     ):
         if asked.log:
             print(*outcome.calls, sep="\n")
@@ -224,7 +230,7 @@ def main(asked: argparse.Namespace) -> int:
             print(*outcome.trace, sep="\n")
         if outcome.broken:
             failed.append(seed)
-            steps, least = shortest(program(seed, asked.steps), disk=asked.disk)
+            steps, least = shortest(program(seed, asked.steps, asked.theme), disk=asked.disk)
             title = f"seed {seed} fails, in {len(steps)} steps:"
             print(title, *least.trace, least.broken.splitlines()[-1], sep="\n", flush=True)
         print(_line(seed, outcome), flush=True)
@@ -245,8 +251,13 @@ def _run_suite(count: int) -> int:
     """Run what `make test` runs: programs on each disk, those that once failed, each fourth known fault."""
     warm_up()
     failed = 0
-    for disk, seeds in (("local", range(count)), ("bucket", range(1, 3))):
-        for seed, outcome in hunt(seeds, disk=disk):
+    for disk, seeds, theme in (
+        ("local", range(count), ""),
+        ("bucket", range(1, 3), ""),
+        ("local", range(count // 5), "thin"),
+        ("bucket", range(2), "thin"),
+    ):
+        for seed, outcome in hunt(seeds, disk=disk, theme=theme):
             failed += bool(outcome.broken)
             print(
                 _line(seed, outcome),

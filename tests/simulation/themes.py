@@ -57,10 +57,11 @@ class Theme:
     steps: Callable[[Draw], Steps]
 
 
-def program(seed: int, length: int = 0) -> list[tuple[str, int]]:
-    """Return a random program. length: of it, at most; 0 for its own."""
+def program(seed: int, length: int = 0, theme: str = "") -> list[tuple[str, int]]:
+    """Return a random program. length: of it, at most; 0 for its own. theme: of it; else any."""
     draw = random.Random(seed)
-    (theme,) = draw.choices(list(THEMES), [theme.often for theme in THEMES.values()])
+    (any_theme,) = draw.choices(list(THEMES), [theme.often for theme in THEMES.values()])
+    theme = theme or any_theme
     steps = THEMES[theme].steps(draw)
     if draw.random() < 0.15:
         steps.insert(draw.randint(4, len(steps)), _anything(draw))
@@ -235,6 +236,29 @@ def _catalogs(draw: Draw) -> Steps:
     return steps
 
 
+def _thin(draw: Draw) -> Steps:
+    """Steps lose something in their place; what is beside is purged, restored, held and replaced."""
+    steps = _start("save", *(["make=1>a"] if draw.random() < 0.5 else []))
+    if draw.random() < 0.3:
+        steps.insert(0, "plain/setup")
+    act = f"thin={draw.choice('112')}"
+    steps.append(
+        draw.choice(
+            [
+                f"{act}/calm",
+                _crash(draw, act),
+                _at(draw, f"{act}/kill"),
+                _at(draw, f"{act}/power"),
+                f"{act}/hand",
+                f"{act}+{draw.choice(['thin=1', 'retire=now', 'make=1>b', 'purge'])}/race",
+            ]
+        )
+    )
+    acts = ["thin=1", "thin=2", "purge", "purge/kill", "restore", "hold=1", "resave=1", "retire=now", "scrub"]
+    steps += (step if "/" in step else _crash(draw, step) for step in draw.choices(acts, k=3))
+    return [*steps, "thin=1/calm", draw.choice(["purge/calm", "restore/calm", "retire=now/calm"])]
+
+
 THEMES = {
     "anywhere": Theme(10, "any steps", _anywhere),
     "replace": Theme(18, str(_replace.__doc__), _replace),
@@ -246,4 +270,6 @@ THEMES = {
     "mutual": Theme(5, str(_mutual.__doc__), _mutual),
     "grace": Theme(9, str(_grace.__doc__), _grace),
     "catalogs": Theme(4, str(_catalogs.__doc__), _catalogs),
+    # By its name only (`--theme thin`): the seeds of known faults are of programs of the others.
+    "thin": Theme(0, str(_thin.__doc__), _thin),
 }

@@ -1,0 +1,94 @@
+"""On an object store a step is thinned object by object, without grace; a killed run is ended by the next."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import fault_s3
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from retiring import MEANS
+
+from ckptcore import api
+from ckptcore.catalog import open_catalog
+from ckptcore.conversion import remote_publication
+from ckptcore.operations.thin import Outcome, ThinRules, thin
+
+STEP = "s3://b/runs/llama/step-1"
+NOW = ThinRules(min_age_s=0, grace=timedelta(0))
+
+
+def state(step):
+    generator = torch.Generator().manual_seed(step)
+    weights = {f"model.{n}": torch.randn(64, 32, generator=generator) for n in "abc"}
+    moments = {
+        f"optim.state.{n}.{k}": torch.randn(64, 32, generator=generator)
+        for n in "abc"
+        for k in ("exp_avg", "exp_avg_sq")
+    }
+    return weights | moments | {"optim.param_groups.0.lr": 0.1, "step": step}
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    with fault_s3.serving() as server:
+        for step in (1, 2):
+            dcp.save(state(step), checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+            for file in (tmp_path / f"step-{step}").iterdir():
+                server.put(f"b/runs/llama/step-{step}/{file.name}", file.read_bytes())
+        server.put("b/runs/llama/step-1/notes.txt", b"of the user")
+        yield server
+
+
+def is_thin(catalog):
+    manifest = api.open(STEP)
+    assert {t.fqn for t in manifest.tensors} == {f"model.{n}" for n in "abc"}
+    assert all(torch.equal(api.read(manifest, f"model.{n}"), state(1)[f"model.{n}"]) for n in "abc")
+    shown = catalog.show(STEP).checkpoint
+    return (shown.num_tensors, shown.state, shown.kind) == (3, "present", "source")
+
+
+def test_a_step_is_thinned_without_grace(bucket, tmp_path):
+    with open_catalog(str(tmp_path / "catalog.sqlite")) as catalog:
+        before = {n: o.data for n, o in bucket.objects.items()}
+        (item,) = thin(catalog, [STEP], ThinRules(min_age_s=0), MEANS, yes=True).items
+        assert (item.outcome, "--grace" in str(item.why) or "cannot be moved" in str(item.why)) == (
+            Outcome.UNSAFE,
+            True,
+        )
+        assert {n: o.data for n, o in bucket.objects.items()} == before
+        (item,) = thin(catalog, [STEP], NOW, MEANS, yes=True).items
+        assert (item.outcome, item.home, item.why) == (Outcome.THINNED, "", ())
+        assert is_thin(catalog)
+        names = sorted(n for n in bucket.objects if "step-1" in n)
+        assert names == [f"b/runs/llama/step-1/{n}" for n in (".metadata", "__0_0.distcp", "notes.txt")]
+        assert bucket.objects["b/runs/llama/step-1/notes.txt"].data == b"of the user"
+        assert sum(len(bucket.objects[n].data) for n in names) == item.before - item.freed
+
+
+@pytest.mark.parametrize("step", ["_begin", "_remove", "_put_all", "_end"])
+def test_a_killed_run_is_ended_by_the_next(bucket, tmp_path, step):
+    url = str(tmp_path / "catalog.sqlite")
+    child = os.fork()
+    if not child:
+        real = getattr(remote_publication, step)
+
+        def dying(*given, **options):
+            real(*given, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(remote_publication, step, dying)
+        try:
+            with open_catalog(url) as catalog:
+                thin(catalog, [STEP], NOW, MEANS, yes=True)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    with open_catalog(url) as catalog:
+        (item,) = thin(catalog, [STEP], NOW, MEANS, yes=True).items
+        assert item.outcome in (Outcome.THIN, Outcome.THINNED), item.why
+        assert is_thin(catalog)
+        assert not [n for n in bucket.objects if ".ckptcore" in n]
