@@ -1,8 +1,9 @@
-"""Say what a checkpoint is in a few lines: its parts, who wrote them, and which rank holds which pieces."""
+"""Say what a checkpoint is in a few lines: its parts, its step, and which rank holds which pieces."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,8 +17,13 @@ from ckptcore.errors import CkptError
 from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import StoredKinds
+from ckptcore.store import split_url
+from ckptcore.utils.step_names import step_of
 
-MODEL, OTHER, UNSURE = "model", "other", "tensors"
+MODEL, OPTIMIZER, OTHER, UNSURE = "model", "optimizer", "other", "tensors"
+# Names of a step in metadata and in plain values, and values that have one in them.
+_STEPS = ("step", "global_step", "global_steps", "iteration")
+_STEP_PARENTS = ("train_state.", "trainer.", "train.")
 _PLACED = 100_000  # cut tensors whose pieces are looked at
 _Cut: TypeAlias = tuple[tuple[tuple[int, int], ...], tuple[str, ...]]  # cuts and owners of `PieceOwners`
 # How trainers name the rank in a file's name, most specific first.
@@ -91,24 +97,38 @@ class PieceOwners:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What `inspect` says first.
+    """What `inspect`, `validate` and `plan` say first.
 
     Attributes:
         parts: The model first, then what is beside it.
+        dtypes: Dtype -> bytes, over all parts.
+        step: The step of the training that the checkpoint or its place states.
         ranks: Ranks that the files name, in natural order.
-        placements: How tensors are cut and where their pieces are, the most frequent first.
+        files: Number of files that hold tensors.
+        chunks: Number of stored chunks.
+        objects: Number of plain values beside the tensors.
     """
 
     parts: tuple[PartSummary, ...]
+    dtypes: dict[str, int]
+    step: int | None
     ranks: tuple[str, ...]
-    placements: tuple[PieceOwners, ...]
+    files: int
+    chunks: int
+    objects: int
+
+    @property
+    def without_optimizer(self) -> bool:
+        """Whether it is certain that no tensor is of an optimizer."""
+        names = {part.name for part in self.parts}
+        return bool(names) and names.isdisjoint((OPTIMIZER, UNSURE))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
             "parts": [part.as_dict() for part in self.parts],
+            "step": self.step,
             "ranks": list(self.ranks),
-            "placements": [placement.as_dict() for placement in self.placements],
         }
 
 
@@ -116,7 +136,29 @@ def summarize(manifest: Manifest) -> Summary:
     """Return the summary of a checkpoint, from its manifest alone."""
     used = [manifest.files[file].path for file in sorted({*manifest.items.file.tolist()})]
     ranks = {rank for path in used if (rank := rank_of(path)) is not None}
-    return Summary(tuple(_parts(manifest)), tuple(sorted(ranks, key=natural)), _placements(manifest))
+    parts, dtypes = tuple(_parts(manifest)), Counter[str]()
+    for part in parts:
+        dtypes.update(part.dtypes)
+    return Summary(
+        parts,
+        dict(dtypes.most_common()),
+        _step(manifest),
+        tuple(sorted(ranks, key=natural)),
+        len(used),
+        len(manifest.chunks) + (len(manifest.inputs.chunks) if manifest.inputs is not None else 0),
+        len(manifest.blobs) - len(manifest.unread),
+    )
+
+
+def _step(manifest: Manifest) -> int | None:
+    """Return the step that the metadata, a plain value or the name of the folder or file states."""
+    origin = manifest.origin
+    stated = [origin.get(name) for name in _STEPS]
+    stated += [facts.get("global_step") for facts in origin.values() if isinstance(facts, dict)]
+    values = {blob.key: blob.tree for blob in manifest.blobs if blob.known}
+    stated += [values.get(prefix + name) for prefix in ("", *_STEP_PARENTS) for name in _STEPS]
+    steps = (step for step in stated if type(step) is int and step >= 0)
+    return next(steps, step_of(split_url(manifest.root)[1]))
 
 
 def rank_of(file: str) -> str | None:
@@ -173,7 +215,7 @@ def _parts(manifest: Manifest) -> Iterable[PartSummary]:
         )
 
 
-def _placements(manifest: Manifest) -> tuple[PieceOwners, ...]:
+def piece_owners(manifest: Manifest) -> tuple[PieceOwners, ...]:
     """Return how tensors are cut and who holds the pieces: of those that are cut, the first ones."""
     chunks, files = manifest.chunks, manifest.items.file
     owner = [rank_of(file.path) or file.path for file in manifest.files]

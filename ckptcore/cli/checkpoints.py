@@ -15,6 +15,7 @@ from ckptcore.cli.options import (
     LEFT_OUT,
     NAMES,
     PART,
+    ROWS,
     RUN,
     As,
     Level,
@@ -33,7 +34,7 @@ from ckptcore.utils import terminal
 from ckptcore.utils.average_url import is_average
 
 
-@takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ANSWER)
+@takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ROWS, ANSWER)
 def inspect(src: Srcs, **arguments: Any) -> None:
     """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
     # Not through `convert`: what only writes is not imported.
@@ -50,11 +51,15 @@ def inspect(src: Srcs, **arguments: Any) -> None:
         )
     )
     show.manifest(
-        manifest, options.include or (), options.exclude or (), as_json=arguments["output"] is Output.JSON
+        manifest,
+        options.include or (),
+        options.exclude or (),
+        every=arguments["all"],
+        as_json=arguments["output"] is Output.JSON,
     )
 
 
-@takes(declared("allow_incomplete", "keep_quantized", "weights", "workers", *RECORD), ANSWER)
+@takes(declared("allow_incomplete", "keep_quantized", "weights", "workers", *RECORD), ROWS, ANSWER)
 def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
     """Check that a checkpoint is complete and correct. Exit code 1 if it is damaged."""
     from ckptcore.checking.examine import examine
@@ -83,10 +88,10 @@ def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
     except CkptError as error:
         if error.exit_code != 1:
             raise
-        show.report(show.report_of(error, url, level), as_json=as_json)
+        show.report(show.report_of(error, url, level), every=arguments["all"], as_json=as_json)
         raise typer.Exit(1) from error
     # The answer comes first: an unusable catalog must not hide a result that took hours.
-    show.report(report, as_json=as_json)
+    show.report(report, manifest, every=arguments["all"], as_json=as_json)
     if not options.no_catalog and not is_average(url):  # an average is at no place
         from ckptcore.operations.registered_files import record_report
 

@@ -15,6 +15,7 @@ import typer
 from ckptcore.cli import render as show
 from ckptcore.cli.options import (
     ANSWER,
+    ROWS,
     RUN,
     SAVE,
     WAIT,
@@ -154,7 +155,7 @@ def merge(
     _convert(merge_request(options, named_places(src, arguments), dst, weights, decay, verb), arguments)
 
 
-@takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ANSWER)
+@takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ROWS, ANSWER)
 def plan(
     src: Srcs,
     dst: Dst,
@@ -203,7 +204,8 @@ def plan(
         from ckptcore.custody.replacing import purge_frees
 
         frees = purge_frees(options.register_in, dst)
-    show.plan(composed, peak, costs, frees, as_json=arguments["output"] is Output.JSON)
+    as_json = arguments["output"] is Output.JSON
+    show.plan(composed, manifest, peak, costs, frees, every=arguments["all"], as_json=as_json)
 
 
 @takes(RUN, declared(*PROOF, *RECORD), ANSWER)

@@ -118,6 +118,9 @@ class IfExists(StrEnum):
 
 
 As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
+Every = Annotated[
+    bool, typer.Option("--all", help="Print every row of long tables, as into a pipe. JSON always has them.")
+]
 Level = Annotated[
     str,
     typer.Option(
@@ -209,6 +212,7 @@ LEFT_OUT: Table = {"record": (Record, None), "ignore_dropped": (IgnoreDropped, F
 RUN: Table = declared(*MEANS, "device")
 WAIT: Table = {"wait": (Wait, None), "if_exists": (Existing, IfExists.FAIL)}
 SAVE: Table = {"save": (Save, None)}
+ROWS: Table = {"all": (Every, False)}
 ANSWER: Table = {"output": (As, Output.TEXT)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,30 +38,35 @@ if TYPE_CHECKING:
 _MOST, _FEW = 20, 3  # rows of a comparison; tensors whose first difference is printed, too
 _WAYS, _PIECES = 6, 16  # ways to cut tensors, and pieces of one, that `inspect` prints
 _ROWS = 40  # rows of a table of names before it is cut for a terminal
+_TENSORS, _FINDINGS, _FEW_ROWS = 10, 10, 4  # rows that leave the summary of a checkpoint on a terminal
+_ALL, _JSON = "--all lists all", "--output json lists all"
 _NAMES_TWICE = ("renamed", "mapped")  # tables of pairs whose second column has names, too
 _STATUS = {"ok": "green", "unproven": "yellow"}
 _VERDICT = {"ok": "green", "failed": "red", "unproven": "yellow", "not-done": "yellow"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
-def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (), *, as_json: bool) -> None:
-    """Print the answer of `inspect`."""
-    from ckptcore.checking.summary import summarize
+def manifest(
+    value: Manifest,
+    include: Sequence[str],
+    exclude: Sequence[str] = (),
+    *,
+    every: bool = False,
+    as_json: bool,
+) -> None:
+    """Print the answer of `inspect`. every: list every tensor on a terminal, too."""
+    from ckptcore.checking.summary import piece_owners, summarize
     from ckptcore.core.subset import describe_derived
     from ckptcore.naming.rename import matches
 
-    summary = summarize(value)
+    summary, placements = summarize(value), piece_owners(value)
     tensors = [
         (i, t)
         for i, t in enumerate(value.tensors)
         if (not include or matches(t.fqn, include)) and not matches(t.fqn, exclude)
     ]
-    dtypes: Counter[str] = Counter()
-    for part in summary.parts:
-        dtypes.update(part.dtypes)
     chunks = (value.chunks.first[1:] - value.chunks.first[:-1]).tolist()
     computed = {i: describe_derived(value, i) for i in value.derived}
-    stored = len(value.chunks) + (len(value.inputs.chunks) if value.inputs is not None else 0)
     used = sorted({int(f) for f in value.items.file.tolist()})
     if as_json:
         terminal.write_json(
@@ -71,9 +76,9 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
                 "root": value.root,
                 "digest": value.digest,
                 "num_tensors": value.num_tensors,
-                "bytes": dtypes.total(),
-                "dtypes": dict(dtypes),
-                "summary": summary.as_dict(),
+                "bytes": sum(summary.dtypes.values()),
+                "dtypes": summary.dtypes,
+                "summary": summary.as_dict() | {"placements": [p.as_dict() for p in placements]},
                 "files": [{"path": value.files[f].path, "size": value.files[f].size} for f in used],
                 "tensors": [
                     {"fqn": t.fqn, "dtype": t.dtype, "shape": list(t.shape), "chunks": chunks[i]}
@@ -87,50 +92,65 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
         )
         return
     out = terminal.console()
-    out.print(terminal.text((value.root, "bold"), f": {value.format} ({_evidence(value)})"))
-    kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
-    tensors_text, chunks_text = count(value.num_tensors, "tensor"), count(stored, "chunk")
-    objects_text = count(len(value.blobs) - len(value.unread), "object")
-    out.print(
-        f"{tensors_text}, {show_size(dtypes.total())} ({kinds}); {chunks_text} in "
-        f"{count(len(used), 'file')}; {objects_text}"
-    )
-    _print_summary(out, summary)
-    _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()])
+    _print_summary(out, value, summary)
+    _print_placements(out, placements, summary.ranks)
+    _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()], every)
+    limit = _limit(_TENSORS, every)
     rows = [
         (t.fqn, t.dtype, str([*t.shape]), computed[i] if i in computed else str(chunks[i]))
-        for i, t in tensors[: _limit(_ROWS)]
+        for i, t in tensors[:limit]
     ]
     print_table(out, ("tensor", "dtype", "shape", "chunks"), rows)
-    if len(tensors) > _limit(_ROWS):
-        remainder = count(len(tensors) - _ROWS, "more tensor")
-        out.print(f"and {remainder} (--output json lists all, --include selects)")
+    _print_remainder(out, len(tensors) - limit, "tensors", f"{_ALL}, --include selects")
 
 
-def _print_summary(out: Console, summary: Summary) -> None:
-    """Print the parts of a checkpoint, and how its tensors are cut and which rank has the pieces."""
-    from ckptcore.checking.summary import MODEL, UNSURE
+def _print_summary(out: Console, value: Manifest, summary: Summary | None = None) -> None:
+    """Print what a checkpoint is: format, sizes, step and ranks, and a line for each of its parts."""
+    from ckptcore.checking.summary import MODEL, OPTIMIZER, UNSURE, summarize
 
+    summary = summary or summarize(value)
+    out.print(terminal.text((value.root, "bold"), f": {value.format} ({_evidence(value)})"), soft_wrap=True)
+    size = _sizes(summary.dtypes)
+    facts = [f"{count(value.num_tensors, 'tensor')}, {show_size(sum(summary.dtypes.values()))} ({size})"]
+    facts.append(f"{count(summary.chunks, 'chunk')} in {count(summary.files, 'file')}")
+    facts.append(count(summary.objects, "object"))
+    facts += [count(len(summary.ranks), "rank")] if summary.ranks else []
+    facts += [f"step {summary.step}"] if summary.step is not None else []
+    out.print("; ".join(facts))
     for part in summary.parts:
-        dtypes = ", ".join(f"{show_size(n)} {d}" for d, n in part.dtypes.items())
         elements = "parameters" if part.name == MODEL else "elements"
-        size = f"{count(part.tensors, 'tensor')}, {part.elements:,} {elements}, {dtypes}"
+        text = f"{count(part.tensors, 'tensor')}, {part.elements:,} {elements}, {_sizes(part.dtypes)}"
         note = f" ({part.note})" if part.name == UNSURE and part.note else ""
-        out.print(terminal.text((f"{part.name:<13}", "bold"), f" {size}{note}"))
-    if not any(placement.cuts for placement in summary.placements):
+        _print_line(out, part.name, text + note)
+    if summary.without_optimizer and not value.unread:
+        _print_line(out, OPTIMIZER, "none")
+
+
+def _sizes(dtypes: Mapping[str, int]) -> str:
+    return ", ".join(f"{show_size(nbytes)} {dtype}" for dtype, nbytes in dtypes.items())
+
+
+def _print_line(out: Console, name: str, text: str) -> None:
+    """Print one line of a summary, as all of them are aligned."""
+    out.print(terminal.text((f"{name:<13}", "bold"), f" {text}"), soft_wrap=True)
+
+
+def _print_placements(out: Console, placements: Sequence[PieceOwners], ranks: Sequence[str]) -> None:
+    """Print how tensors are cut, and which rank has the pieces."""
+    if not any(placement.cuts for placement in placements):
         return
     ways = [
         (
             ", ".join(f"dim {dim} in {pieces}" for dim, pieces in placement.cuts) or "not cut",
-            owners_text(placement, summary.ranks),
+            owners_text(placement, ranks),
             str(placement.tensors),
             placement.example,
         )
-        for placement in summary.placements[:_WAYS]
+        for placement in placements[:_WAYS]
     ]
     print_table(out, ("cut", "held by rank", "tensors", "such as"), ways)
-    if len(summary.placements) > _WAYS:
-        out.print(f"and {count(len(summary.placements) - _WAYS, 'more way')} to cut (--output json)")
+    if len(placements) > _WAYS:
+        out.print(f"and {count(len(placements) - _WAYS, 'more way')} to cut (--output json)")
 
 
 def owners_text(placement: PieceOwners, ranks: Sequence[str]) -> str:
@@ -149,8 +169,15 @@ def owners_text(placement: PieceOwners, ranks: Sequence[str]) -> str:
     return " | ".join(pieces) if len(pieces) <= _PIECES // 2 else spans(pieces)
 
 
-def report(value: Report, *, as_json: bool) -> None:
-    """Print the answer of `validate`."""
+def report(value: Report, manifest: Manifest | None = None, *, every: bool = False, as_json: bool) -> None:
+    """Print the answer of `validate`.
+
+    Args:
+        value: The report.
+        manifest: What was checked, if it could be read.
+        every: List every finding on a terminal, too.
+        as_json: Print JSON.
+    """
     if as_json:
         terminal.write_json(value.as_dict())
         return
@@ -165,7 +192,9 @@ def report(value: Report, *, as_json: bool) -> None:
             f"{show_size(value.nbytes)}; {', '.join(kinds) or 'no findings'}",
         )
     )
-    _findings(out, value.findings)
+    if manifest is not None:
+        _print_summary(out, manifest)
+    _findings(out, value.findings, every)
 
 
 def report_of(error: CkptError, source: str, level: str) -> Report:
@@ -178,20 +207,42 @@ def report_of(error: CkptError, source: str, level: str) -> Report:
     return Report(level, "", 0, 0, findings)
 
 
-def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, as_json: bool) -> None:
-    """Print the answer of `plan`. frees: bytes that `retire --purge` frees on the disk of the destination."""
+def plan(
+    value: Composed,
+    source: Manifest,
+    peak: int,
+    costs: RequestCosts | None,
+    frees: int,
+    *,
+    every: bool = False,
+    as_json: bool,
+) -> None:
+    """Print the answer of `plan`.
+
+    Args:
+        value: The plan with everything around it.
+        source: The manifest of the source.
+        peak: Bytes of memory that a run should take at most.
+        costs: Requests to an object store.
+        frees: Bytes that `retire --purge` frees on the disk of the destination.
+        every: List every file and name on a terminal, too.
+        as_json: Print JSON.
+    """
     if as_json:
         terminal.write_json(_plan_form(value, peak, costs, frees))
         return
     p = value.plan
     out = terminal.console()
+    _print_summary(out, source)
     if value.model:
-        out.print(terminal.text(f"model: {value.model.because}"))
+        _print_line(out, "model is", value.model.because)
     _print_naming(out, value.naming)
-    out.print(
-        f"reads {show_size(p.bytes_in)} in {count(p.requests, 'request')}, "
-        f"writes {show_size(p.bytes_out)} in {count(len(p.files), 'file')} ({p.target.format}), "
-        f"peak memory at most {show_size(peak)}"
+    _print_line(out, "reads", f"{show_size(p.bytes_in)} in {count(p.requests, 'request')}")
+    _print_line(
+        out,
+        "writes",
+        f"{show_size(p.bytes_out)} in {count(len(p.files), 'file')} ({p.target.format}), "
+        f"peak memory at most {show_size(peak)}",
     )
     if frees:
         out.print(f"retire --purge frees {show_size(frees)} on this disk, of checkpoints that are set aside")
@@ -209,22 +260,33 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, 
     for s in value.stages:
         other_tensors = f"; {some(s.others)}" if s.others else ""
         out.print(terminal.text(f"  pp={s.stage}: layers {s.ranges or 'none'}{other_tensors}"))
-    print_table(
-        out,
-        ("file", "size", "tensors"),
-        [(f.path, show_size(f.nbytes), str(f.tensors)) for f in p.files[: _limit(_ROWS)]],
-    )
-    if len(p.files) > _limit(_ROWS):
-        out.print(f"and {count(len(p.files) - _ROWS, 'more file')} (--output json lists all)")
-    _print_pairs(out, "renamed", [(a, b) for a, b in p.renamed])
-    _print_pairs(
-        out, "mapped", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same]
-    )
-    _print_pairs(out, "computed", list(p.derived))
-    _print_pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
-    _print_pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
-    _print_pairs(out, "dropped", list(p.dropped))
-    _findings(out, value.warnings)
+    _print_rows_of(out, value, every)
+    _findings(out, value.warnings, every)
+
+
+def _print_rows_of(out: Console, value: Composed, every: bool) -> None:
+    """Print a plan's files and what happens to names: a line for each kind, where its table is long."""
+    p = value.plan
+    tables: dict[str, list[tuple[str, ...]]] = {
+        "file": [(f.path, show_size(f.nbytes), str(f.tensors)) for f in p.files],
+        "renamed": list(p.renamed),
+        "mapped": [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same],
+        "computed": list(p.derived),
+        "cast": [(name, f"{stored} to {output}") for name, stored, output in p.cast],
+        "tied": [(gone, f"{stays}, equality is checked") for gone, stays in p.ties],
+        "dropped": list(p.dropped),
+    }
+    cut = [name for name, table in tables.items() if len(table) > _limit(_FEW_ROWS, every)]
+    for name in cut:
+        first = tables[name][0]
+        such = first[0] if name == "file" else f"{first[0]}: {first[1]}"
+        _print_line(out, name, f"{len(tables[name]):,}, such as {such}")
+    if cut:
+        out.print(f"({_ALL})", style="dim")
+    for name, table in tables.items():
+        if table and name not in cut:
+            heads = ("file", "size", "tensors") if name == "file" else (name, "")
+            print_table(out, heads, table, names=(0, 1) if name in _NAMES_TWICE else (0,))
 
 
 def _print_naming(out: Console, naming: NameMap | None) -> None:
@@ -312,8 +374,7 @@ def difference(value: Difference, *, as_json: bool) -> None:
         out.print(f"{count(number, 'tensor')}: {a} in A, {b} in B, equal after the cast to {cast}")
     if rows:
         print_table(out, ("name", "differs in", "A", "B"), rows[: _limit(_MOST)])
-    if len(rows) > _limit(_MOST):
-        out.print(f"and {len(rows) - _MOST} more (--output json lists all)")
+    _print_remainder(out, len(rows) - _limit(_MOST), "", _JSON)
     _print_pairs(out, "left out", [(d.name, f"{d.what}: {d.why}") for d in value.dropped])
     if value.dropped and not (value.tensors or value.objects or value.equal):
         out.print(
@@ -346,8 +407,7 @@ def _changes(out: Console, value: Difference, moved: Sequence[TensorDifference])
         ("tensor", "|B-A|/|A|", "max |B-A|", "mean |B-A|", "cosine", "differ"),
         [(tensor.name, *_measured(tensor)) for tensor in moved[: _limit(_MOST)]],
     )
-    if len(moved) > _limit(_MOST):
-        out.print(f"and {len(moved) - _MOST} more (--output json lists all)")
+    _print_remainder(out, len(moved) - _limit(_MOST), "", _JSON)
     for tensor in moved if len(moved) <= _FEW else ():
         if (first := tensor.first) is not None:
             bits = f"{first.a!r} (0x{first.a_bits}) and {first.b!r} (0x{first.b_bits})"
@@ -567,30 +627,40 @@ def progress() -> Iterator[Progress]:
         yield advance
 
 
-def _limit(rows: int) -> int:
-    """Return how many rows a table has at most: into a pipe all of them."""
-    return sys.maxsize if terminal.is_piped() else rows
+def _limit(rows: int, every: bool = False) -> int:
+    """Return how many rows a table has at most: into a pipe, and on demand, all of them."""
+    return sys.maxsize if every or terminal.is_piped() else rows
 
 
-def _findings(out: Console, findings: Sequence[Finding]) -> None:
+def _print_remainder(out: Console, number: int, what: str, demand: str) -> None:
+    """Print how many rows of a table are left out, and how to see them."""
+    if number > 0:
+        out.print(f"and {number:,} more {what}".rstrip() + f" ({demand})")
+
+
+def _findings(out: Console, findings: Sequence[Finding], every: bool | None = None) -> None:
+    """Print findings. every: whether all of them are asked for; None where the command has no ``--all``."""
     if not findings:
         return
     table = new_table()
     for column in ("finding", "level", "message"):
         table.add_column(column, overflow="fold")
-    for f in findings[: _limit(_ROWS)]:
+    limit = _limit(_ROWS if every is None else _FINDINGS, bool(every))
+    for f in findings[:limit]:
         message = terminal.text(f.message, lines=True)
         if f.hint:
             message.append("\n").append_text(terminal.text((f"next: {f.hint}", "dim")))
         table.add_row(terminal.text((f.code, _STYLE[f.severity])), f.level, message)
     out.print(table)
-    if len(findings) > _limit(_ROWS):
-        out.print(f"and {len(findings) - _ROWS} more (--output json lists all)")
+    _print_remainder(out, len(findings) - limit, "", _JSON if every is None else _ALL)
 
 
-def _print_pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+def _print_pairs(
+    out: Console, title: str, rows: Sequence[tuple[str, str]], every: bool | None = None
+) -> None:
+    """Print a table of names, each with a text. every: see `_findings`."""
     if not rows:
         return
-    print_table(out, (title, ""), rows[: _limit(_ROWS)], names=(0, 1) if title in _NAMES_TWICE else (0,))
-    if len(rows) > _limit(_ROWS):
-        out.print(f"and {len(rows) - _ROWS} more {title} (--output json lists all)")
+    limit = _limit(_ROWS, bool(every))
+    print_table(out, (title, ""), rows[:limit], names=(0, 1) if title in _NAMES_TWICE else (0,))
+    _print_remainder(out, len(rows) - limit, title, _JSON if every is None else _ALL)

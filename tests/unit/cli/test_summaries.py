@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.checking.summary import PieceOwners
+from ckptcore.checking.summary import PieceOwners, summarize
 from ckptcore.cli.main import run
 from ckptcore.cli.render import owners_text
+from ckptcore.core.manifest import Blob
+from ckptcore.core.manifest_builder import Builder
 from ckptcore.formats import FORMATS
 
 
@@ -112,3 +115,73 @@ def test_the_grid_of_ranks() -> None:
     assert owners_text(everywhere, ["0", "1", "2"]) == "0+1"
     many = PieceOwners(((0, 64),), tuple(map(str, range(64))), 1, "w")
     assert owners_text(many, [*map(str, range(64))]) == "0 to 63"
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A model of 60 tensors and its optimizer, of step 30."""
+    model = {f"layers.{n}.weight": torch.ones(4, 2) for n in range(60)}
+    optim = {f"state.{name}.exp_avg": torch.zeros(4, 2) for name in model}
+    dcp.save({"model": model, "optim": optim, "step": 30}, checkpoint_id=tmp_path / "trained", no_dist=True)
+    return tmp_path / "trained"
+
+
+@pytest.mark.parametrize("verb", ["inspect", "validate", "plan"])
+def test_a_summary_comes_first_and_no_table_scrolls_it_away(
+    verb: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = [verb, str(trained)]
+    if verb == "plan":
+        command += [str(tmp_path / "out"), "--verb", "export", "--config", "none", "--no-catalog"]
+    if verb == "validate":
+        command += ["--no-catalog"]
+    monkeypatch.setenv("COLUMNS", "200")  # a terminal of this width
+    assert run(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    summary = [
+        f"{trained}: dcp (found .metadata; 1 *.distcp file)",
+        "120 tensors, 3.8 KiB (3.8 KiB float32); 120 chunks in 1 file; 1 object; 1 rank; step 30",
+        "model         60 tensors, 480 parameters, 1.9 KiB float32",
+        "optimizer     60 tensors, 480 elements, 1.9 KiB float32",
+    ]
+    start = 1 if verb == "validate" else 0  # its verdict is first
+    assert [line.rstrip() for line in lines[start : start + 4]] == summary
+    assert len(lines) <= 24
+    assert run([*command, "--all"]) == 0
+    every = capsys.readouterr().out
+    monkeypatch.delenv("COLUMNS")
+    assert run(command) == 0
+    piped = capsys.readouterr().out
+    for text in (every, piped):
+        listed = [n for n in range(60) if f"layers.{n}.weight" in text]
+        assert len(listed) == (0 if verb == "validate" else 60)
+    assert ("--all lists all" in "\n".join(lines)) is (verb != "validate")
+
+
+def test_a_summary_says_that_there_is_no_optimizer(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", str(source), "--no-catalog"]) == 0
+    assert "optimizer     none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("origin", "values", "folder", "step"),
+    [
+        ({"iteration": 7}, {}, "iter_0000009", 7),
+        ({"lightning": {"global_step": 8}}, {}, "last", 8),
+        ({}, {"train_state.step": 6}, "x", 6),
+        ({}, {"step": True}, "step-5", 5),
+        ({}, {"step": "many"}, "model", None),
+    ],
+)
+def test_the_step_is_stated_by_metadata_then_values_then_the_name(
+    origin: dict[str, object], values: dict[str, object], folder: str, step: int | None
+) -> None:
+    blobs = tuple(Blob(key, -1, tree) for key, tree in values.items())
+    manifest = replace(Builder().build("dcp", f"/runs/{folder}", origin), blobs=blobs)
+    assert summarize(manifest).step == step
