@@ -130,6 +130,9 @@ class Catalog:
     @contextmanager
     def kept_open(self) -> Iterator[None]:
         """Keep one idle connection open: SQLite merges its log into the file when the last one closes."""
+        if self._engine.dialect.name != "sqlite":  # a server has few connections, and keeps its log
+            yield
+            return
         with translated(self.url), self._engine.connect():
             yield
 
@@ -365,10 +368,11 @@ class Catalog:
             tensors: False omits the list of tensors, which can be long.
         """
         with self.reading() as conn:
-            detail = query.show(conn, ref, tensors)
+            table, row_id = query.resolve(conn, ref)
+            detail = query.detail_of(conn, table, row_id, tensors)
             if isinstance(detail, ConversionDetail):
                 return detail
-            return replace(detail, training=training_rows.read(conn, query.resolve_checkpoint(conn, ref)))
+            return replace(detail, training=training_rows.read(conn, row_id))
 
     def place_of(self, name: str) -> str | None:
         """Return the URI of the checkpoint with an id, the beginning of one, or an alias; None without one.

@@ -119,13 +119,13 @@ class Running:
 
 def running(conn: Connection) -> tuple[Running, ...]:
     """Return the conversions that run now."""
-    ended = frozenset(interrupted(conn))
-    rows = conn.execute(
-        select(Conversion.uuid, Conversion.source_uri, Conversion.destination_uri)
-        .where(Conversion.state == Outcome.RUNNING.value)
-        .order_by(Conversion.id)
+    rows = _recorded(conn)
+    dead = _dead({(row.process, row.silent) for row in rows})
+    return tuple(
+        Running(row.uuid, row.source_uri, row.destination_uri)
+        for row in rows
+        if (row.process, row.silent) not in dead
     )
-    return tuple(Running(*row) for row in rows if row.uuid not in ended)
 
 
 def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
@@ -147,12 +147,14 @@ def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
 
 
 def _recorded(conn: Connection, *conditions: ColumnElement[bool]) -> Sequence[Any]:
-    """Return id, uuid, process and whether it was silent, of the conversions that are recorded as running."""
+    """Return the conversions that are recorded as running: ids, places, process and whether it was silent."""
     last = func.coalesce(ConversionProcess.renewed_at, Conversion.started_at)
     return conn.execute(
         select(
             Conversion.id,
             Conversion.uuid,
+            Conversion.source_uri,
+            Conversion.destination_uri,
             func.coalesce(ConversionProcess.process, "").label("process"),
             (last < clock(conn) - LEASE).label("silent"),
         )

@@ -360,6 +360,12 @@ def existing(conn: Connection) -> tuple[str, ...]:
     return tuple(conn.execute(query.distinct().order_by(Checkpoint.uri)).scalars())
 
 
+def row_of(conn: Connection, public: str) -> CheckpointRow | None:
+    """Return the row of a checkpoint, or None if this catalog does not know it."""
+    row = conn.execute(checkpoint_rows().where(Checkpoint.uuid == public)).first()
+    return None if row is None else checkpoint_row(row)
+
+
 def state_of(conn: Connection, public: str) -> str | None:
     """Return the state of a checkpoint, or None if this catalog does not know it."""
     return conn.execute(select(Checkpoint.state).where(Checkpoint.uuid == public)).scalar()

@@ -117,7 +117,13 @@ def list_conversions(conn: Connection, limit: int | None, state: str | None) -> 
 
 def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | ConversionDetail:
     """Return the details of the checkpoint or conversion that `ref` names."""
-    table, row_id = resolve(conn, ref)
+    return detail_of(conn, *resolve(conn, ref), tensors)
+
+
+def detail_of(
+    conn: Connection, table: type[Checkpoint | Conversion], row_id: int, tensors: bool
+) -> CheckpointDetail | ConversionDetail:
+    """Return the details of what `resolve` has found."""
     if table is Conversion:
         return _conversion_detail(conn, row_id)
     return _checkpoint_detail(conn, row_id, tensors)

@@ -128,6 +128,13 @@ def purge(
     Yields:
         What became of each thing that is set aside.
     """
+    with catalog.kept_open():
+        yield from _purged_each(catalog, verify_settings, places, due, run)
+
+
+def _purged_each(
+    catalog: Catalog, verify_settings: Settings, places: Sequence[str] | None, due: datetime, run: str | None
+) -> Iterator[Purged]:
     with catalog.reading() as conn:
         rows = set_aside.every(conn)
         above = roots.every(conn)
@@ -380,15 +387,9 @@ def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) ->
 
 def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None:
     """Return the row of what is set aside; None if this catalog does not know it."""
-    if not record.checkpoint:
-        return None
-    try:
-        detail = catalog.show(record.checkpoint, tensors=False)
-    except UsageError:
-        return None
-    if not isinstance(detail, CheckpointDetail) or detail.checkpoint.uri != normal_uri(record.uri):
-        return None
-    return detail.checkpoint
+    with catalog.reading() as conn:
+        row = maintenance.row_of(conn, record.checkpoint)
+    return None if row is None or row.uri != normal_uri(record.uri) else row
 
 
 def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> None:

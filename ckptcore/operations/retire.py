@@ -238,22 +238,23 @@ def retire(
         UsageError: There is no such root or run.
     """
     reading = fingerprint_settings or verify_settings or Settings()
-    earlier = _earlier(catalog, scope, reading, yes=yes, purging=purging)
-    items = []
-    default = policy, allowed or Allowed()
-    for item in plan(
-        catalog,
-        scope,
-        lambda root: default if root is None or of_root is None else of_root(root),
-        fingerprint_settings=fingerprint_settings,
-        verify_settings=verify_settings,
-    ):
-        item = replace(item, files=_listed_bytes(item))
-        if yes and item.fate is Fate.LET_GO:
-            item = carry_out(catalog, item, reading, grace)
-        items.append(item)
-        if on_retired is not None:
-            on_retired(item)
+    with catalog.kept_open():
+        earlier = _earlier(catalog, scope, reading, yes=yes, purging=purging)
+        items = []
+        default = policy, allowed or Allowed()
+        for item in plan(
+            catalog,
+            scope,
+            lambda root: default if root is None or of_root is None else of_root(root),
+            fingerprint_settings=fingerprint_settings,
+            verify_settings=verify_settings,
+        ):
+            item = replace(item, files=_listed_bytes(item))
+            if yes and item.fate is Fate.LET_GO:
+                item = carry_out(catalog, item, reading, grace)
+            items.append(item)
+            if on_retired is not None:
+                on_retired(item)
     return RetireReport(tuple(items), yes, earlier)
 
 
