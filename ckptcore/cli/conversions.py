@@ -176,7 +176,7 @@ def plan(
     from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing
     from ckptcore.conversion.pipeline import peak_memory
-    from ckptcore.conversion.saved_plan import plan_into
+    from ckptcore.conversion.staged_plan import plan_into
     from ckptcore.planning.compose import compose
     from ckptcore.utils.memory import reusing_memory
 
@@ -192,7 +192,7 @@ def plan(
         composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     costs = None
     if is_s3(dst):
-        from ckptcore.conversion.staged_uploads import upload_budget
+        from ckptcore.conversion.s3_staging import upload_budget
 
         upload_budget(composed.plan.files, settings)  # as a run refuses it
     if reads_s3(request.source) or is_s3(dst):
@@ -216,7 +216,7 @@ def apply(
     **arguments: Any,
 ) -> None:
     """Execute a saved plan. Refuses if the source has changed since."""
-    from ckptcore.conversion.saved_plan import load_request
+    from ckptcore.conversion.staged_plan import load_request
 
     _convert(load_request(here("PLAN", plan_dir)), arguments)
 

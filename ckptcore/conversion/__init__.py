@@ -6,15 +6,14 @@ destination, so each stage can run in another process, and the next run resumes 
 
     pipeline         `convert`, and its stages `prepare`, `execute`, `finish`, `remove_staging`; `inspect`,
                      `validate`
-    saved_plan       `plan_into`, `load_request`: plans saved for later
     destination      `refuse_existing`, `require_place`: checks whether a place may be written
     registration     `start`, `register`, `fail`: records conversions in the catalog
     export_verdict   `find_source`, `record_verdict`: finds an export's source, and stores the verdict on it
     publish          `Result`; reads the output back, then publishes it
     open_staging     `open_staging`: the staging folder of a destination, by the kind of its store
-    staging          its interface; local_staging, object_staging and s3_staging are the kinds
-    local_publication, remote_publication, s3_publication
-                     how each kind brings staged files to the destination
-    staged_plan, staged_proof, publication_record, foreign_files, file_fingerprints
+    staging          its interface; local_staging, object_staging and s3_staging are the kinds, each with how
+                     it brings staged files to the destination
+    staged_plan      plans in a staging folder; `plan_into`, `load_request`: plans saved for later
+    remote_publication, foreign_files, file_fingerprints, source_digests
                      the internals of the stages
 """

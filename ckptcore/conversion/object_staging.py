@@ -10,10 +10,9 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
-from ckptcore.conversion.publication_record import DONE, Publication
 from ckptcore.conversion.remote_publication import Destination, is_published, publish_remote
 from ckptcore.conversion.staged_plan import put_extra
-from ckptcore.conversion.staging import RECORDS, Staging
+from ckptcore.conversion.staging import DONE, RECORDS, Publication, Staging
 from ckptcore.errors import DestinationUnwritable
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed

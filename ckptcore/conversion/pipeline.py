@@ -24,12 +24,11 @@ from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.checking.source_stamps import require_planned, require_same, take_listed
 from ckptcore.conversion.destination import refuse_existing, require_place
 from ckptcore.conversion.open_staging import at_rest, open_staging, staging_of_plan
-from ckptcore.conversion.publication_record import DONE, Publication, Replaced, packed_replaced
 from ckptcore.conversion.publish import Result, finish_staged
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
 from ckptcore.conversion.source_digests import require_as_recorded
 from ckptcore.conversion.staged_plan import REQUEST, plan_run, restore, save, saved_digest
-from ckptcore.conversion.staging import Staging, noted
+from ckptcore.conversion.staging import DONE, Publication, Replaced, Staging, noted, packed_replaced
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
@@ -398,7 +397,7 @@ def publishing(
         conversion_id, recorded = (registration.id, registration.source) if registration else (None, None)
         require_as_recorded(manifest, digests, recorded)
         if registration is not None and is_average(request.source):
-            from ckptcore.conversion.average_inputs import require_inputs_as_recorded
+            from ckptcore.conversion.source_digests import require_inputs_as_recorded
 
             require_inputs_as_recorded(request, digests, registration.catalog)
         with span("publish", destination=request.destination):

@@ -41,9 +41,16 @@ from ckptcore.checking.source_stamps import (
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.file_fingerprints import fingerprints
 from ckptcore.conversion.open_staging import at_rest
-from ckptcore.conversion.publication_record import ITSELF, Publication, Replaced
 from ckptcore.conversion.staged_plan import plan_run, planned_paths, staged_request
-from ckptcore.conversion.staging import Staging, UploadCompletion, noted, noted_replaced
+from ckptcore.conversion.staging import (
+    ITSELF,
+    Publication,
+    Replaced,
+    Staging,
+    UploadCompletion,
+    noted,
+    noted_replaced,
+)
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.custody.judged import NOBODY, Replacer
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, SourceChanged, UsageError, finding

@@ -1,20 +1,30 @@
 """Compare the files of a source with the digests that the catalog recorded when it first saw it.
 
 A source is what a training wrote: nothing else knows its bytes. So the first digest of a file stays, and a
-later one that differs is damage, unless the checkpoint was saved once more at the same place.
+later one that differs is damage, unless the checkpoint was saved once more at the same place. The inputs of
+an average are looked at one by one: each is a checkpoint of the catalog, the average is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow, FileRow, Role, State
+from ckptcore.checking.examine import inspect
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import DamagedCheckpoint, Finding, finding
+from ckptcore.planning.request import Request
 from ckptcore.store import local_path
+from ckptcore.utils.average_url import folder_of_input, is_of_last, split_average
 from ckptcore.utils.part_digest import is_crc, short_digest
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
 
 Recorded = tuple[CheckpointRow, tuple[FileRow, ...]]  # what the catalog has at a place
 NOT_THERE = frozenset({State.REPLACED, State.RETIRED, State.DELETED})
@@ -101,3 +111,52 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
         findings=tuple(differing),
         recorded=not is_another,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AverageInput:
+    """One input of an average.
+
+    Attributes:
+        url: Its path or URL.
+        weight: As it was given.
+        manifest: The input as it is now.
+        digests: Path -> digest of those of its files that were read completely.
+    """
+
+    url: str
+    weight: float
+    manifest: Manifest
+    digests: Mapping[str, str]
+
+
+def inputs_of(request: Request, digests: Mapping[str, str]) -> Iterator[AverageInput]:
+    """Yield the inputs of the average that a request reads, in the order of the sum.
+
+    Args:
+        request: Its source is an average.
+        digests: Path in the average -> digest of a file that was read completely.
+
+    Raises:
+        CkptError: An input cannot be read any more.
+    """
+    roots, weights = split_average(request.source)
+    for place, (root, weight) in enumerate(zip(roots, weights, strict=True)):
+        folder = folder_of_input(place, len(roots))
+        own = {
+            path.removeprefix(folder): digest
+            for path, digest in digests.items()
+            if (path.startswith(folder) if folder else is_of_last(path))
+        }
+        manifest = inspect(root, request.recover, request.keep_quantized, request.weights)
+        yield AverageInput(root, weight, manifest, own)
+
+
+def require_inputs_as_recorded(request: Request, digests: Mapping[str, str], catalog: Catalog) -> None:
+    """Require of every input what `require_as_recorded` requires of a source.
+
+    Raises:
+        DamagedCheckpoint: A file of an input has other bytes than the catalog recorded.
+    """
+    for each in inputs_of(request, digests):
+        require_as_recorded(each.manifest, each.digests, catalog.at(each.url))

@@ -1,7 +1,8 @@
 """Stage an output until it is complete: one interface for local folders and for object stores.
 
 The staging folder is beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with ``plan/``, ``receipts/``,
-``files/`` and the records of a publication. A killed run leaves it, and the next one resumes from it.
+``files/`` and the `Publication`, which describes a publication before its first change, so that a rerun can
+finish it. A killed run leaves it, and the next one resumes from it.
 `ckptcore.conversion.local_staging` is the folder on this machine, `ckptcore.conversion.object_staging` the
 prefix of an object store, and `ckptcore.conversion.s3_staging` that of a store with uploads and leases.
 `ckptcore.conversion.open_staging` chooses one by the destination.
@@ -12,11 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptcore.conversion.publication_record import DONE, REPLACES, Publication, Replaced
 from ckptcore.core.columnar_file import canonical_json
+from ckptcore.custody.judged import Judged
 from ckptcore.errors import AlteredInTransit, CkptError, Finding, OutputMismatch, UsageError
 from ckptcore.execution.join_parts import join_parts
 from ckptcore.execution.parts import FilePart
@@ -25,6 +26,8 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, Store, fetch, join_url, split_url
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.listing import Inventory
 from ckptcore.utils.foreign_text import load_json
 
 if TYPE_CHECKING:
@@ -32,6 +35,111 @@ if TYPE_CHECKING:
     from ckptcore.store.listing import Inventory
     from ckptcore.store.objects.uploaded import Uploaded
     from ckptcore.store.objects.uploads import Uploads
+
+
+REPLACES = "replaces.json"
+ITSELF = ""  # the name, below the destination, of a destination that is one file
+# Steps of a publication, in order. REMOVING, PUTTING: on an object store; MOVING: on this machine.
+MOVING, REMOVING, PUTTING, DONE = "moving", "removing", "putting", "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What a publication may replace.
+
+    Attributes:
+        inventory: All of it; empty for nothing.
+        first: Files that make it loadable; they are removed before the files with its tensors.
+        judged: What the gate decided about it (`ckptcore.custody.gate`); None if it was not asked.
+        home: Name of the folder beside the destination that it is moved into; "" if it is removed.
+    """
+
+    inventory: Inventory = field(default_factory=dict)
+    first: tuple[str, ...] = ()
+    judged: Judged | None = None
+    home: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        form: dict[str, Any] = {"inventory": _listed(self.inventory)}
+        judged = None if self.judged is None else self.judged.as_dict()
+        return form | {"first": list(self.first), "judged": judged, "home": self.home}
+
+    @classmethod
+    def from_dict(cls, form: Mapping[str, Any]) -> Replaced:
+        """Read the form of `as_dict`."""
+        judged = form.get("judged")
+        return cls(
+            _inventory_of(form["inventory"]),
+            tuple(form["first"]),
+            None if judged is None else Judged.from_dict(judged),
+            str(form.get("home", "")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A publication that was begun.
+
+    Attributes:
+        plan: The plan's digest.
+        identity: (device, inode, mtime in ns) of what is moved into place; None on an object store.
+        step: The current step; "" before the first.
+        replaces: What may be replaced.
+        puts: Name -> (bytes, BLAKE3 or None) of every file.
+        there: The content of the destination after all files were written.
+        receipts: Of its files.
+    """
+
+    plan: str
+    identity: tuple[int, ...] | None
+    step: str = ""
+    replaces: Replaced = field(default_factory=Replaced)
+    puts: Mapping[str, tuple[int, str | None]] = field(default_factory=dict)
+    there: Inventory = field(default_factory=dict)
+    receipts: tuple[Receipt, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "plan": self.plan,
+            "identity": None if self.identity is None else list(self.identity),
+            "step": self.step,
+            "replaces": self.replaces.as_dict(),
+            "puts": {name: list(put) for name, put in self.puts.items()},
+            "there": _listed(self.there),
+            "receipts": [
+                {**r.as_dict(), "sums": None if r.sums is None else r.sums.hex()} for r in self.receipts
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, form: Mapping[str, Any]) -> Publication:
+        """Read the form of `as_dict`."""
+        identity = form["identity"]
+        return cls(
+            str(form["plan"]),
+            None if identity is None else tuple(identity),
+            str(form["step"]),
+            Replaced.from_dict(form["replaces"]),
+            {name: (int(nbytes), digest) for name, (nbytes, digest) in form["puts"].items()},
+            _inventory_of(form["there"]),
+            tuple(map(Receipt.from_dict, form["receipts"])),
+        )
+
+
+def packed_replaced(replaced: Replaced) -> tuple[str, bytes]:
+    """Return the name and the bytes of the record of what may be replaced."""
+    return REPLACES, canonical_json(replaced.as_dict())
+
+
+def _listed(inventory: Inventory) -> dict[str, list[Any]]:
+    return {name: status.as_list() for name, status in inventory.items()}
+
+
+def _inventory_of(form: Mapping[str, list[Any]]) -> dict[str, FileStatus]:
+    return {name: FileStatus.of_list(status) for name, status in form.items()}
+
 
 PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
 REPLACED = "replaced"  # the old output that a new one replaced
@@ -50,7 +158,7 @@ class UploadCompletion:
     Attributes:
         uploads: The uploads of the plan.
         handles: Name below the destination -> upload.
-        publish: Completes them, and publishes the rest: see `ckptcore.conversion.s3_publication`.
+        publish: Completes them, and publishes the rest: see `ckptcore.conversion.s3_staging`.
     """
 
     uploads: Uploads

@@ -16,9 +16,8 @@ from enum import StrEnum
 from typing import Any
 
 from ckptcore.conversion.open_staging import open_staging
-from ckptcore.conversion.publication_record import DONE
 from ckptcore.conversion.s3_staging import is_of_staging
-from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging, noted
+from ckptcore.conversion.staging import DONE, PUBLISHING, UPLOADS, Staging, noted
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload

@@ -29,7 +29,6 @@ WRITING = (
     "ckptcore.execution.execute",
     "ckptcore.conversion.staging",
     "ckptcore.conversion.local_staging",
-    "ckptcore.conversion.local_publication",
 )
 OBJECTS = ("ckptcore.conversion.object_staging", "ckptcore.conversion.remote_publication")
 # Formats that the checkpoint of these tests is not of.

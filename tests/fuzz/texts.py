@@ -40,8 +40,8 @@ from webhooks import HOOKS, Hook  # noqa: E402
 from ckptcore.catalog.normalize import clean, clean_json, normal_uri  # noqa: E402
 from ckptcore.catalog.training import facts_of_pairs, read_facts  # noqa: E402
 from ckptcore.checking.examine import inspect  # noqa: E402
-from ckptcore.conversion import stored_training  # noqa: E402
-from ckptcore.conversion.saved_plan import plan_into  # noqa: E402
+from ckptcore.conversion import registration  # noqa: E402
+from ckptcore.conversion.staged_plan import plan_into  # noqa: E402
 from ckptcore.core import columnar_file  # noqa: E402
 from ckptcore.core.columnar_file import canonical_json  # noqa: E402
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode, encode  # noqa: E402
@@ -348,9 +348,9 @@ PARSERS: tuple[Parser, ...] = (
     Parser("safetensors header", lambda d: parse_header(d, 8, "x"), CkptError, (_HEADER,)),
     Parser("zarray", lambda d: zarr_v2.parse(d, "x"), CkptError, (_ZARRAY,)),
     Parser("object tree", _tree, InvalidText, _OBJECTS),
-    Parser("state of a trainer", _stored_facts(stored_training._json_state), InvalidText, (_STATE,)),
-    Parser("config of OLMo-core", _stored_facts(stored_training._olmo_core_config), InvalidText, (_CONFIG,)),
-    Parser("config of a trainer", _stored_facts(stored_training._yaml_config), InvalidText, _YAML),
+    Parser("state of a trainer", _stored_facts(registration._json_state), InvalidText, (_STATE,)),
+    Parser("config of OLMo-core", _stored_facts(registration._olmo_core_config), InvalidText, (_CONFIG,)),
+    Parser("config of a trainer", _stored_facts(registration._yaml_config), InvalidText, _YAML),
     Parser(
         "facts",
         _of_text(lambda t: facts_of_pairs([t])),

@@ -38,7 +38,7 @@ class Mutant:
     also: tuple[tuple[str, str, str], ...] = ()
 
 
-PUBLICATION, STAGING = "conversion.local_publication", "conversion.local_staging"
+STAGING = "conversion.local_staging"
 WRITER, GATE, PURGE = "store.local_writer", "custody.gate", "operations.purge"
 ASIDE, REPLACING = "custody.set_aside", "custody.replacing"
 
@@ -63,7 +63,7 @@ MUTANTS = {
     ),
     "unsynced-publish": Mutant(
         "the folder of the destination is not synced after the output is moved there",
-        f"{PUBLICATION}:publish_local",
+        f"{STAGING}:publish_local",
         'sync_folder(".", paths.target.folder_fd)',
         "pass",
         seed=80,
@@ -99,34 +99,34 @@ MUTANTS = {
     # Publishing.
     "no-exchange": Mutant(
         "an output is replaced in two steps where one would do",
-        f"{PUBLICATION}:_move",
+        f"{STAGING}:_move",
         "if _exchange(staged, target):",
         "if False:",
         seed=308,
     ),
     "removed-before-move": Mutant(
         "the old output is removed before the new one is in its place",
-        f"{PUBLICATION}:_move",
+        f"{STAGING}:_move",
         "if _exchange(staged, target):",
         "_discard(replace(paths, aside=target), replaces.inventory)\n    if _exchange(staged, target):",
         seed=4,
     ),
     "move-without-record": Mutant(
         "an output is moved before the record of its publication is written",
-        f"{PUBLICATION}:publish_local",
+        f"{STAGING}:publish_local",
         "note(staging, publication)\n        _move(output, paths, publication.replaces)",
         "_move(output, paths, publication.replaces)\n        note(staging, publication)",
         seed=51,
     ),
     "old-output-not-restored": Mutant(
         "a resumed run removes the old output, whether or not the new one is in its place",
-        f"{PUBLICATION}:finish_interrupted_publish",
+        f"{STAGING}:finish_interrupted_publish",
         "if record.identity is not None and _inode(target) == record.identity[:2]:",
         "if True:",
     ),
     "old-output-forgotten": Mutant(
         "a resumed run does not look for an exchanged output",
-        f"{PUBLICATION}:old_output",
+        f"{STAGING}:old_output",
         "return None if linked or _is_empty(exchanged) else exchanged",
         "return None",
     ),
@@ -157,14 +157,14 @@ MUTANTS = {
     ),
     "changed-destination-is-replaced": Mutant(
         "a destination is not looked at again before it is replaced, nor before it is removed",
-        f"{PUBLICATION}:_move",
+        f"{STAGING}:_move",
         "if name is not None:",
         "if False:",
         also=(
-            (f"{PUBLICATION}:_remove_aside", "if not strangers or (", "if True or ("),
-            (f"{PUBLICATION}:_remove_recorded", "if not same_content(", "if False and not same_content("),
+            (f"{STAGING}:_remove_aside", "if not strangers or (", "if True or ("),
+            (f"{STAGING}:_remove_recorded", "if not same_content(", "if False and not same_content("),
             (
-                f"{PUBLICATION}:_discard",
+                f"{STAGING}:_discard",
                 'elif same_content(inventory.get("")',
                 'elif True or same_content(inventory.get("")',
             ),
@@ -173,7 +173,7 @@ MUTANTS = {
     ),
     "old-output-not-kept": Mutant(
         "an old output that was to be set aside is removed after it was moved away",
-        f"{PUBLICATION}:_remove_aside",
+        f"{STAGING}:_remove_aside",
         "if not strangers and replaces.home:",
         "if False:",
         seed=27,

@@ -21,7 +21,7 @@ from sqlalchemy import text
 
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.heartbeats import RUNNING, Heartbeats
-from ckptcore.conversion import local_publication
+from ckptcore.conversion import local_staging
 from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare
 from ckptcore.conversion.registration import facts, start
 from ckptcore.custody import obligation_records as records
@@ -266,13 +266,13 @@ def test_a_purge_while_the_old_output_is_on_its_way(copies, monkeypatch):
     """The folder that it is moved into is still empty, and not locked."""
     copies.convert(copies.source, copies.out / "x")
     copies.counted_on()
-    move = local_publication._move
+    move = local_staging._move
 
     def purged(*given):
         copies.due()
         return move(*given)
 
-    monkeypatch.setattr(local_publication, "_move", purged)
+    monkeypatch.setattr(local_staging, "_move", purged)
     copies.replaces(copies.out / "x")
 
 
@@ -280,7 +280,7 @@ def test_a_purge_after_a_kill_before_the_old_output_is_set_aside(copies, monkeyp
     copies.convert(copies.source, copies.out / "x")
     copies.counted_on()
     with monkeypatch.context() as patch:
-        patch.setattr(local_publication, "_keep_aside", dying)
+        patch.setattr(local_staging, "_keep_aside", dying)
         with pytest.raises(Killed):
             copies.overwrite(copies.out / "x")
     copies.due()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.conversion import local_publication as publishing
+from ckptcore.conversion import local_staging as publishing
 from ckptcore.conversion.open_staging import open_staging
 from ckptcore.errors import CkptError, DestinationExists, StagingForeign
 

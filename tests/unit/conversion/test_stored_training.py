@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.catalog import open_catalog
 from ckptcore.checking.examine import inspect
-from ckptcore.conversion import stored_training
-from ckptcore.conversion.registration import Announcement, facts
-from ckptcore.conversion.stored_training import stored_facts
+from ckptcore.conversion import registration
+from ckptcore.conversion.registration import Announcement, facts, stored_facts
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 Make = Callable[..., Path]
@@ -157,12 +156,12 @@ def test_an_error_of_a_reader_of_facts_costs_no_conversion(
         raise error
 
     warned: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(stored_training._log, "warning", lambda *given: warned.append(given))
-    monkeypatch.setattr(stored_training, "_FILES", (("trainer_state.json", broken),))
-    monkeypatch.setattr(stored_training, "_OBJECTS", (("a state", broken),))
+    monkeypatch.setattr(registration._log, "warning", lambda *given: warned.append(given))
+    monkeypatch.setattr(registration, "_FILES", (("trainer_state.json", broken),))
+    monkeypatch.setattr(registration, "_OBJECTS", (("a state", broken),))
     assert not stored_facts(inspect(str(folder(trainer_state__json="{}"))))
     assert len(warned) == 2
-    monkeypatch.setattr(stored_training, "read_facts", broken)
+    monkeypatch.setattr(registration, "read_facts", broken)
     assert not stored_facts(inspect(str(folder())))
 
 
