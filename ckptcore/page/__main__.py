@@ -23,7 +23,7 @@ def main() -> None:
     terminal.log_to_stderr()
     try:
         with needed("page", "serve the catalog page"):
-            from ckptcore.page.serve import serve
+            from ckptcore.page.app import serve
 
         token = os.environ.get(TOKEN)
         serve(options.catalog, options.host, options.port, token, tuple(options.allow_host))

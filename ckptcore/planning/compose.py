@@ -62,7 +62,6 @@ from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype, load
 from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_adapted, check_names, exact_prefixes
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, CONFIG, NONE, json_object
-from ckptcore.planning.left_out import left_out_findings, require_decided
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import (
     ModelFiles,
@@ -72,13 +71,18 @@ from ckptcore.planning.model_files import (
     unopened,
 )
 from ckptcore.planning.nesting import LEFT_OUT, nest, split_objects, without
+from ckptcore.planning.output_findings import (
+    left_out_findings,
+    require_decided,
+    reshard_findings,
+    stages_of,
+    value_findings,
+)
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.quantized_folder import plain_shapes
 from ckptcore.planning.rank_layout import Balance, balance, lay_out
 from ckptcore.planning.rank_local_state import require_cut, without_bound
 from ckptcore.planning.request import STORED, Request
-from ckptcore.planning.reshard_findings import reshard_findings, stages_of
-from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.several_models import several_models
 from ckptcore.planning.target_names import in_world, of_trainer
 from ckptcore.planning.zero_tensors import require_zero
@@ -220,7 +224,7 @@ def compose(
         request.serialization,
     )
     if writer.world or request.verb == "export":  # others are loaded by the names that they have
-        from ckptcore.planning.loader_names import require_loaded_names
+        from ckptcore.planning.target_names import require_loaded_names
 
         config = None if beside.config is None else beside.config.form
         require_loaded_names(request, writer, [t.fqn for t in mapped.manifest.tensors], config)

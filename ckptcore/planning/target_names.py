@@ -1,18 +1,25 @@
-"""Give a model part the names that an output asks for, through the hub's names where two trainers differ."""
+"""Give a model part the names that an output asks for, through the hub's names where two trainers differ.
+
+An output whose loaders look for other names than the hub's is refused.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import NameMismatch
+from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.formats.base import Writer
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, parse_world, suspected
 from ckptcore.planning.config_folder import ConfigFolder, exact_prefixes
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.topology.mesh_spec import parse_mesh
+from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameRequest
@@ -100,3 +107,56 @@ def _mapped_to(
     from ckptcore.planning.live_maps import map_live_names  # imports pydantic
 
     return map_live_names(bare, _name_request(request, source, config, to))
+
+
+# Names in models of the hub, which are in no trainer's own modules.
+_OF_THE_HUB = re.compile(
+    r"(?:.*\.)?(?:layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)"
+    r"|h\.\d+\.attn\.c_attn|layer\.\d+\.attention\.self\.(?:query|key|value))\..+"
+)
+
+
+def require_loaded_names(
+    request: Request, writer: Writer, names: Collection[str], config: Mapping[str, Any] | None
+) -> None:
+    """Require names that the loaders of an output look for.
+
+    Args:
+        request: The output.
+        writer: Of its format.
+        names: Of the tensors as they are written.
+        config: Content of the model's config.json, or None.
+
+    Raises:
+        UsageError: The names are the hub's, and loaders of the output look for a trainer's.
+    """
+    if writer.world and suspected(names) != writer.world:
+        hub = [name for name in names if _OF_THE_HUB.fullmatch(name)]
+        if hub or (config is not None and request.names == HUB):
+            display = some(hub or [*names])
+            raise UsageError(
+                f"cannot write {request.to or request.format} with names of the hub ({display}): "
+                f"its loaders look for those of {writer.world}",
+                hint=f"add --names {writer.world}, or write another format: --to dcp",
+            )
+    if request.verb != "export" or request.names != HUB or writer.hub is not None or config is None:
+        return
+    changed = _other_in_modules(config, names)
+    if changed:
+        raise UsageError(
+            f"cannot write {request.to or request.format} with names of the hub ({some(changed)}): "
+            "no module has them, and this format is loaded into modules",
+            hint="add --names hf-live for the names of transformers' own modules, or --names stored",
+        )
+
+
+def _other_in_modules(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Return the names of files that modules of the config's model have under others."""
+    from ckptcore.naming.maps.live_families import frozen_family, world_of  # imports pydantic
+    from ckptcore.naming.maps.live_steps import live_names
+
+    family = frozen_family(config)
+    if family is None or world_of(family, names) != HUB:
+        return []
+    loaded = live_names(family.steps, names, refuse=False)
+    return [name for name, live in loaded.items() if live != (name,)]

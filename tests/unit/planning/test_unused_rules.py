@@ -13,7 +13,7 @@ from topologies import hf, manifest_of, with_adam
 
 import ckptcore
 from ckptcore.cli.main import run
-from ckptcore.planning.unused_rules import unused_rules
+from ckptcore.planning.output_findings import unused_rules
 
 SLIP = """
 [[rule]]
