@@ -47,8 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # More tests run at a time than there are cores: torch's threads would mostly wait for each other, and they
-    # do that at full speed. It is not imported yet; what tests start inherits this.
+    # More tests run at a time than there are cores: torch's threads would mostly wait for each other, and
+    # they do that at full speed. It is not imported yet; what tests start inherits this.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Torch and the collected tests are a million objects that stay: to look through them again every few

@@ -34,10 +34,9 @@ from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
-from ckptcore.conversion.open_staging import open_staging
-from ckptcore.conversion.publication_record import Publication, Replaced
+from ckptcore.conversion.open_staging import at_rest, open_staging
 from ckptcore.conversion.registration import facts, with_fingerprints
-from ckptcore.conversion.staging import Staging, noted
+from ckptcore.conversion.staging import Publication, Replaced, Staging, noted
 from ckptcore.conversion.thinned_files import stage
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
@@ -446,7 +445,7 @@ def _staged(
     written = stage(staging, plan.uri, plan.manifest.versions, plan.files)
     proven = prove_thin(plan, staging.files.url, settings)
     given_up = tuple(content for content in plan.given_up if content.name in proven.gone)
-    judged = judge(catalog, plan.uri, settings, staying=ids_of(proven.holdings))
+    judged = judge(catalog, plan.uri, settings, at_rest, staying=ids_of(proven.holdings))
     if judged.moves:
         raise Conflict(
             f"an obligation counts on what would go from {plan.uri}",

@@ -33,7 +33,8 @@ from ckptcore.errors import (
 from ckptcore.fingerprints.holdings import OBJECT, TENSOR, Holding, ids_of, numbered, tensor_holdings
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.formats import FilePiece, FileRange, by_name, open_source
-from ckptcore.naming.model_part import ModelPart, find_model
+from ckptcore.naming.model_part import find_model
+from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
 from ckptcore.operations.replacement import accepted
 from ckptcore.planning.request import Settings

@@ -1,4 +1,4 @@
-"""A detector that is not asked, because a folder lacks the suffixes of its format, would have found nothing."""
+"""A detector that is not asked, as a folder lacks the suffixes of its format, would have found nothing."""
 
 from __future__ import annotations
 

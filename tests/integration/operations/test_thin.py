@@ -15,7 +15,7 @@ from retiring import snapshot
 from ckptcore import api
 from ckptcore.catalog import holds, obligations, open_catalog, retirements, set_aside
 from ckptcore.cli.main import run
-from ckptcore.conversion import local_publication
+from ckptcore.conversion import local_staging
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import UsageError
 from ckptcore.operations import thin as module
@@ -294,10 +294,10 @@ KILLS = {
     "admitted": (module, "judge", True),
     "before it is set aside": (module, "set_aside", False),
     "set aside in the catalog": (module, "set_aside", True),
-    "recorded": (local_publication, "note", True),
-    "exchanged": (local_publication, "_exchange", True),
-    "before it is kept aside": (local_publication, "_keep_aside", False),
-    "kept aside": (local_publication, "_keep_aside", True),
+    "recorded": (local_staging, "note", True),
+    "exchanged": (local_staging, "_exchange", True),
+    "before it is kept aside": (local_staging, "_keep_aside", False),
+    "kept aside": (local_staging, "_keep_aside", True),
     "before it is registered": (module, "_record", False),
     "registered": (module, "_record", True),
 }

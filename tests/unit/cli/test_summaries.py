@@ -162,9 +162,7 @@ def test_a_summary_comes_first_and_no_table_scrolls_it_away(
     assert ("--all lists all" in "\n".join(lines)) is (verb != "validate")
 
 
-def test_a_summary_says_that_there_is_no_optimizer(
-    source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_summary_says_that_there_is_no_optimizer(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", str(source), "--no-catalog"]) == 0
     assert "optimizer     none" in capsys.readouterr().out
 
