@@ -117,7 +117,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def wait_for_end(pids: list[int]) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -60,7 +60,7 @@ def opened(folder: Path) -> Any:
     else:
         return report
     finally:
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 120
 
 
 ODD: list[Any] = [None, True, -1, 0, 7, 1 << 62, 1.5, float("nan"), "x", "a\nb/../c", b"x", (), (1, (2,))]

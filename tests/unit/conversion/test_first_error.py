@@ -24,12 +24,12 @@ pytestmark = [
 ]
 PART = 64 << 10
 EVER = 10**9
-SOON_S = 20.0  # far below the deadline of a request, far above what the requests take
+SOON_S = 120.0  # far below the deadline of a request, far above what the requests take
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "40")
+    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "500")
     monkeypatch.setattr("ckptcore.store.objects.part_plan.PART", PART)
 
 
@@ -115,7 +115,7 @@ def test_a_wait_of_another_thread_ends_with_the_first_error() -> None:
 
     def job(number: int) -> None:
         if number:
-            repeated(trouble, "s3://bucket/key", deadline=30.0)
+            repeated(trouble, "s3://bucket/key", deadline=500.0)
         waiting.wait(10)
         raise DestinationUnwritable("the first error")
 
@@ -133,7 +133,7 @@ def test_the_repeats_of_a_pool_end_with_the_error_of_the_pool_around_it() -> Non
         raise ConnectionResetError("reset by peer")
 
     def inner(number: int) -> None:
-        repeated(trouble, "s3://bucket/key", deadline=30.0)
+        repeated(trouble, "s3://bucket/key", deadline=500.0)
 
     def job(number: int) -> None:
         if number:
@@ -161,7 +161,7 @@ def test_requests_behind_a_good_end_of_a_pool_are_repeated() -> None:
         return "bytes"
 
     def job(_: int) -> None:
-        found.append(threads.start(lambda _: repeated(trouble, "s3://bucket/key", deadline=30.0)))
+        found.append(threads.start(lambda _: repeated(trouble, "s3://bucket/key", deadline=500.0)))
 
     run_jobs(iter([0]), lambda: job, threads=1)
     done.set()
