@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def quick(folder: Path) -> Iterator[None]:
                 first = database.engine_for(database.parse(str(template)))
                 ensure_head(first, "", True)
                 first.dispose()
-            copy_at_once(template, path)
+            with suppress(OSError):  # the catalog that is created then has the error of a user
+                copy_at_once(template, path)
         ensure_head(engine, public_url, create)
 
     def of_shared_statements(*arguments: Any, **options: Any) -> Engine:
@@ -59,10 +60,8 @@ def quick(folder: Path) -> Iterator[None]:
 def copy_at_once(template: Path, path: Path) -> None:
     """Copy a file, unless another thread or process is faster: nobody finds a part of one."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    shutil.copyfile(template, beside)
     try:
+        shutil.copyfile(template, beside)
         os.link(beside, path)
-    except FileExistsError:
-        pass
     finally:
-        beside.unlink()
+        beside.unlink(missing_ok=True)
