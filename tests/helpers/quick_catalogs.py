@@ -33,12 +33,12 @@ def quick(folder: Path) -> Iterator[None]:
 
     def copied_or_created(engine: Engine, public_url: str, create: bool) -> None:
         path = database.sqlite_path(engine.url)
-        if create and path is not None and path.parent.is_dir() and not os.path.lexists(path):
-            if not template.exists():
-                first = database.engine_for(database.parse(str(template)))
-                ensure_head(first, "", True)
-                first.dispose()
-            with suppress(OSError):  # the catalog that is created then has the error of a user
+        with suppress(OSError):  # what is created then has the error that a user sees
+            if create and path is not None and path.parent.is_dir() and not os.path.lexists(path):
+                if not template.exists():
+                    first = database.engine_for(database.parse(str(template)))
+                    ensure_head(first, "", True)
+                    first.dispose()
                 copy_at_once(template, path)
         ensure_head(engine, public_url, create)
 
