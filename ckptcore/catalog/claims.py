@@ -165,7 +165,7 @@ def drop(conn: Connection, claim: ClaimRow) -> bool:
 
 
 def follow(conn: Connection, source: str, before: str, after: str) -> None:
-    """Let the claims that are done stand for a source whose files changed, and not what was made of it.
+    """Let the claims that are done be those of a source whose files changed, and not what was made of it.
 
     Args:
         conn: a writer's transaction.

@@ -76,7 +76,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         {
             "id": "Row id.",
             "uuid": "Public id.",
-            "verb": "Command: consolidate, export, reshard or rebuilt.",
+            "verb": "Command: consolidate, export, reshard, thin or rebuilt.",
             "state": "running, succeeded or failed.",
             "source_uri": "What was read.",
             "destination_uri": "What was, or would be, written.",
@@ -317,7 +317,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         {
             "checkpoint_id": "The deleted source.",
             "child": "Public id of the checkpoint that proved it.",
-            "proof": "full, or model part: then given_up lists the rest.",
+            "proof": "full, model part or thinned: of these, given_up lists the rest.",
             "fingerprint": "Of the child's tensors when it was last read; NULL if its digests proved it.",
             "freed": "Bytes of files, except those with other names.",
             "at": "When it was deleted.",

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from ckptcore.conversion.local_staging import LocalStaging
 from ckptcore.conversion.staging import Staging
-from ckptcore.formats import FilePiece, FileRange
+from ckptcore.formats import FilePiece, SourceRange
 from ckptcore.store import FileWriter, Store, open_source_store
 
 _BLOCK = 8 << 20
@@ -22,7 +22,7 @@ Written = tuple[int, str | None]  # bytes, and the BLAKE3 of a file whose bytes 
 
 def size_of(pieces: Iterable[FilePiece]) -> int:
     """Return the bytes of a file that consists of these pieces."""
-    return sum(piece.nbytes if isinstance(piece, FileRange) else len(piece) for piece in pieces)
+    return sum(piece.nbytes if isinstance(piece, SourceRange) else len(piece) for piece in pieces)
 
 
 def stage(
@@ -60,7 +60,7 @@ def _write(source: Store, target: Store, path: str, pieces: Sequence[FilePiece])
     writer = target.writer(path, nbytes)
     try:
         for piece in pieces:
-            if isinstance(piece, FileRange):
+            if isinstance(piece, SourceRange):
                 offset += _copy(source, writer, piece, offset, hasher)
             else:
                 writer.write(offset, piece)
@@ -73,7 +73,7 @@ def _write(source: Store, target: Store, path: str, pieces: Sequence[FilePiece])
     return nbytes, hasher.hexdigest() if writer.sequential else None
 
 
-def _copy(source: Store, writer: FileWriter, piece: FileRange, offset: int, hasher: blake3) -> int:
+def _copy(source: Store, writer: FileWriter, piece: SourceRange, offset: int, hasher: blake3) -> int:
     if not piece.nbytes or writer.copy(source, piece.path, piece.start, piece.nbytes, offset):
         return piece.nbytes
     for first in range(0, piece.nbytes, _BLOCK):

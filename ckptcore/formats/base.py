@@ -17,8 +17,7 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.tree_paths import Path
 from ckptcore.store import Readable
 from ckptcore.store.file_status import FileStatus
-from ckptcore.store.subfolder import FileRange as ReadRange
-from ckptcore.store.subfolder import SubStore, explain
+from ckptcore.store.subfolder import FileRange, SubStore, explain
 from ckptcore.topology.layout import Topology
 
 
@@ -68,7 +67,7 @@ class Source:
             values: Key -> decoded value (`ckptcore.core.object_tree`).
             odd: Those of the keys that the reader knows, with values of another type; a finding names them.
         """
-        ReadRange(self.store, path, 0, 0).carry(name, values, odd)
+        FileRange(self.store, path, 0, 0).carry(name, values, odd)
 
     def file(self, name: str) -> Source:
         """Return one file of this folder as a source of its own."""
@@ -212,7 +211,7 @@ class Arrange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FileRange:
+class SourceRange:
     """Bytes of a file of the source.
 
     Attributes:
@@ -226,7 +225,7 @@ class FileRange:
     nbytes: int
 
 
-FilePiece = FileRange | bytes
+FilePiece = SourceRange | bytes
 
 
 @dataclass(frozen=True, slots=True)

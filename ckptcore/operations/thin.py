@@ -26,6 +26,7 @@ from ckptcore.catalog import CheckpointDetail, maintenance, retirements
 from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
+from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.retirements import THINNED, GivenUp, RetirementRecord
 from ckptcore.catalog.sightings import Condition
@@ -79,7 +80,7 @@ VERB = "thin"
 _log = logging.getLogger("ckptcore")
 
 
-class Outcome(StrEnum):
+class ThinOutcome(StrEnum):
     """What becomes of a step.
 
     kept: by the policy, or by a user. unsafe: it cannot be thinned. thin: it has nothing of that. ready: it
@@ -110,7 +111,7 @@ class ThinDecision:
     """
 
     uri: str
-    outcome: Outcome
+    outcome: ThinOutcome
     why: tuple[str, ...] = ()
     run: str | None = None
     step: int | None = None
@@ -158,8 +159,8 @@ class ThinReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Outcome -> number of steps."""
-        return {each.value: n for each in Outcome if (n := sum(i.outcome is each for i in self.items))}
+        """ThinOutcome -> number of steps."""
+        return {each.value: n for each in ThinOutcome if (n := sum(i.outcome is each for i in self.items))}
 
     @property
     def freed(self) -> int:
@@ -169,7 +170,7 @@ class ThinReport:
     @property
     def exit_code(self) -> int:
         """0, or 1 if a step could not be thinned."""
-        return int(any(i.outcome is Outcome.UNSAFE for i in self.items))
+        return int(any(i.outcome is ThinOutcome.UNSAFE for i in self.items))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -239,7 +240,7 @@ def thin(
     for uri in dict.fromkeys(uri for source in sources for uri in _places(catalog, source)):
         item = attempt(_decided, catalog, uri, rules, newest, settings, yes)
         if isinstance(item, CkptError):
-            outcome = Outcome.KEPT if isinstance(item, (Busy, Conflict)) else Outcome.UNSAFE
+            outcome = ThinOutcome.KEPT if isinstance(item, (Busy, Conflict)) else ThinOutcome.UNSAFE
             item = ThinDecision(uri, outcome, (f"{item.code}: {item.message}",), step=_step(uri))
         items.append(item)
         if on_item is not None:
@@ -280,15 +281,15 @@ def _decided(
         _end_killed_run(catalog, uri, rules, settings)
     row = _row(catalog, uri)
     step = row.step if row is not None and row.step is not None else _step(uri)
-    item = ThinDecision(uri, Outcome.KEPT, (), row.run if row is not None else None, step)
+    item = ThinDecision(uri, ThinOutcome.KEPT, (), row.run if row is not None else None, step)
     reason = _reason_to_keep(catalog, uri, row, step, rules, newest)
     if reason:
         return replace(item, why=(reason,))
     _require_place(uri, rules)
     plan = plan_thin(uri, rules.drop)
     if plan is None:
-        return replace(item, outcome=Outcome.THIN, why=(f"it has nothing of {', '.join(rules.drop)}",))
-    ready = replace(item, outcome=Outcome.READY, plan=plan, given_up=plan.given_up)
+        return replace(item, outcome=ThinOutcome.THIN, why=(f"it has nothing of {', '.join(rules.drop)}",))
+    ready = replace(item, outcome=ThinOutcome.READY, plan=plan, given_up=plan.given_up)
     return _carried_out(catalog, ready, rules, settings) if yes else ready
 
 
@@ -420,7 +421,7 @@ def _carried_out(catalog: Catalog, item: ThinDecision, rules: ThinRules, setting
     name = staged.publication.replaces.home
     home = join_url(split_url(plan.uri)[0], name) if name else ""
     item = replace(
-        item, outcome=Outcome.THINNED, given_up=staged.begun.given_up, checkpoint=checkpoint, home=home
+        item, outcome=ThinOutcome.THINNED, given_up=staged.begun.given_up, checkpoint=checkpoint, home=home
     )
     if not home or rules.grace > timedelta(0):
         return item
@@ -461,6 +462,7 @@ def _staged(
     with catalog.reading() as conn:
         if reason := _ties(conn, plan.uri, row, conversion):
             raise Conflict(f"{reason}, meanwhile")
+    RUNNING.require(catalog.renew, conversion)  # else others may count on the step by now
     begun = _Begun(row.id, source_digest(plan.manifest), plan.before - plan.after, given_up)
     staging.plan.put(_BEGUN, begun.dump())
     home = ""

@@ -32,7 +32,7 @@ from ckptcore.errors import (
 )
 from ckptcore.fingerprints.holdings import OBJECT, TENSOR, Holding, ids_of, numbered, tensor_holdings
 from ckptcore.fingerprints.sums import Fingerprinted
-from ckptcore.formats import FilePiece, FileRange, by_name, open_source
+from ckptcore.formats import FilePiece, SourceRange, by_name, open_source
 from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
@@ -96,7 +96,7 @@ class ThinPlan:
             [
                 path,
                 [
-                    [p.path, p.start, p.nbytes] if isinstance(p, FileRange) else blake3(p).hexdigest()
+                    [p.path, p.start, p.nbytes] if isinstance(p, SourceRange) else blake3(p).hexdigest()
                     for p in pieces
                 ],
             ]
@@ -172,7 +172,7 @@ def plan_thin(uri: str, asked: Sequence[str]) -> ThinPlan | None:
             hint="move it away, or put a copy in its place",
         )
     files = {
-        name: changed.get(name, (FileRange(name, 0, thing.nbytes),) if thing.nbytes else ())
+        name: changed.get(name, (SourceRange(name, 0, thing.nbytes),) if thing.nbytes else ())
         for name, thing in things.items()
         if thing.kind is NameKind.FILE and changed.get(name, None) != ()
     }
@@ -289,8 +289,8 @@ def prove_thin(plan: ThinPlan, url: str, settings: Settings) -> ProvenThin:
     if lost:
         raise OutputMismatch(f"the thinned {plan.uri} lacks {some(lost)}")
     files_gone = frozenset(plan.goes.keys() & plan.changed)
-    held = tuple(holding for holding in theirs if holding.id is not None)
-    return ProvenThin(manifest, tuple(sums), held, gone | files_gone)
+    identified = tuple(holding for holding in theirs if holding.id is not None)
+    return ProvenThin(manifest, tuple(sums), identified, gone | files_gone)
 
 
 def _same_bytes(before: Manifest, after: Manifest, name: str) -> bool:

@@ -42,7 +42,7 @@ from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.thin import Outcome, ThinRules, thin
+from ckptcore.operations.thin import ThinOutcome, ThinRules, thin
 from ckptcore.planning.request import Request, Settings
 from tests.simulation.invariants import Act, Broken, Check
 from tests.simulation.records import all_in, beside, ids_in_sight, is_kept, vouched
@@ -549,7 +549,7 @@ class Run:
 
         def act(catalog: Any) -> None:
             (item,) = thin(catalog, [self.disk.url(place)], rules, MEANS, yes=True).items
-            if item.outcome is not Outcome.THINNED:
+            if item.outcome is not ThinOutcome.THINNED:
                 raise UsageError("; ".join(item.why))
 
         self._product(act, place, made, purges=not grace)

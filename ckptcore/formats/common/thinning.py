@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckptcore.core.manifest import Chunks, Manifest
 from ckptcore.errors import UnsupportedFormat
-from ckptcore.formats.base import FilePiece, FileRange, Source, Thinned
+from ckptcore.formats.base import FilePiece, Source, SourceRange, Thinned
 from ckptcore.utils.text import some
 
 Bools = npt.NDArray[np.bool_]
@@ -81,8 +81,8 @@ def thin_files(
         if cuts and index is not None and any(stays for stays, _ in uses.values()):
             of_folder = source.below(folder) if folder else source
             cut = cuts[index](of_folder, ranges)
-            whole = {name: (FileRange(name, 0, of_folder.listing[name]),) for name in cut}
-            if any(pieces != whole[name] for name, pieces in cut.items() if name != index):
+            unchanged = {name: (SourceRange(name, 0, of_folder.listing[name]),) for name in cut}
+            if any(pieces != unchanged[name] for name, pieces in cut.items() if name != index):
                 files |= {prefix + name: _below(prefix, pieces) for name, pieces in cut.items()}
             continue
         both = [prefix + name for name, (stays, goes) in uses.items() if stays and goes]
@@ -100,7 +100,7 @@ def thin_files(
 def _below(prefix: str, pieces: tuple[FilePiece, ...]) -> tuple[FilePiece, ...]:
     """Return pieces of the files of a folder by the paths that these have above it."""
     return tuple(
-        replace(piece, path=prefix + piece.path) if isinstance(piece, FileRange) else piece
+        replace(piece, path=prefix + piece.path) if isinstance(piece, SourceRange) else piece
         for piece in pieces
     )
 

@@ -17,7 +17,7 @@ import numpy as np
 from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import UnsupportedFormat
-from ckptcore.formats.base import FilePiece, FileRange, Source
+from ckptcore.formats.base import FilePiece, Source, SourceRange
 from ckptcore.formats.common.thinning import Ranges, thin_files
 from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, StoredTensor, metadata_pickle
 from ckptcore.formats.dcp.reader import parse_folder, read_folder
@@ -121,7 +121,7 @@ def _moved(
 ) -> tuple[dict[_Place, _Place], dict[str, tuple[FilePiece, ...]]]:
     """Return the new place of each item that stays, and the pieces of the files with them."""
     moved: dict[_Place, _Place] = {}
-    pieces: dict[str, list[FileRange]] = {}
+    pieces: dict[str, list[SourceRange]] = {}
     ends: dict[str, int] = {}
     for place in sorted({place for places in kept.values() for place in places.values()}):
         path, start, length = place
@@ -130,9 +130,9 @@ def _moved(
         of_file = pieces.setdefault(path, [])
         last = of_file[-1] if of_file else None
         if last is not None and last.start + last.nbytes == start:
-            of_file[-1] = FileRange(path, last.start, last.nbytes + length)
+            of_file[-1] = SourceRange(path, last.start, last.nbytes + length)
         elif length:
-            of_file.append(FileRange(path, start, length))
+            of_file.append(SourceRange(path, start, length))
     return moved, {path: tuple(of_file) for path, of_file in pieces.items()}
 
 

@@ -20,7 +20,7 @@ from samples import SAMPLES
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.open_staging import open_staging
 from ckptcore.conversion.thinned_files import stage
-from ckptcore.formats.base import FileRange
+from ckptcore.formats.base import SourceRange
 from ckptcore.operations.thin_plan import plan_thin, prove_thin
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
@@ -90,4 +90,4 @@ def test_four_fifths_of_a_step_with_masters_are_freed(tmp_path):
     assert {t.fqn for t in inspect(folder).tensors} == {n for n in state if n.startswith("decoder")}
     with closing(open_store(folder)) as store:
         assert sum(store.list().values()) == plan.after
-    assert all(isinstance(p, FileRange) for p in plan.files["__0_0.distcp"])
+    assert all(isinstance(p, SourceRange) for p in plan.files["__0_0.distcp"])

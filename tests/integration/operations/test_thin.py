@@ -21,7 +21,7 @@ from ckptcore.errors import UsageError
 from ckptcore.operations import thin as module
 from ckptcore.operations.purge import purge, restore
 from ckptcore.operations.sweep import SweepSettings, sweep
-from ckptcore.operations.thin import Outcome, ThinRules, thin
+from ckptcore.operations.thin import ThinOutcome, ThinRules, thin
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
@@ -58,7 +58,7 @@ class Steps:
         self.report = found
         return found.items[0]
 
-    def keeps(self, says, *steps, outcome=Outcome.KEPT, **options):
+    def keeps(self, says, *steps, outcome=ThinOutcome.KEPT, **options):
         before = snapshot(self.run)
         found = self.thin(*steps, **options)
         assert found.outcome is outcome, (found.outcome, found.why)
@@ -92,7 +92,7 @@ def steps(catalog, runs):
 def test_a_step_loses_its_optimizer_and_all_is_named(steps, catalog):
     (steps.first / "notes.txt").write_text("of the user")
     os.utime(steps.first, (1000, 1000))
-    planned = steps.keeps("", outcome=Outcome.READY, yes=False)
+    planned = steps.keeps("", outcome=ThinOutcome.READY, yes=False)
     found = steps.thin(1, 2, 3)
     assert [i.outcome.value for i in steps.report.items] == ["thinned", "thinned", "kept"]
     assert steps.is_thin()
@@ -127,7 +127,7 @@ def test_two_thirds_of_an_adam_step_are_freed(steps):
 def test_the_old_step_is_restored_or_purged_when_the_new_one_is_proven(steps):
     old = snapshot(steps.first)
     steps.thin(1, 2)
-    assert steps.thin(1).outcome is Outcome.THIN
+    assert steps.thin(1).outcome is ThinOutcome.THIN
     back = restore(steps.catalog, str(steps.first), "step-1-full")
     assert snapshot(back) == old
     (home,) = steps.homes()
@@ -145,7 +145,7 @@ def test_the_old_step_is_restored_or_purged_when_the_new_one_is_proven(steps):
 
 def test_without_grace_the_old_step_is_gone_at_once(steps):
     found = steps.thin(rules=ThinRules(min_age_s=0, grace=timedelta(0)))
-    assert (found.outcome, found.why, found.home) == (Outcome.THINNED, (), "")
+    assert (found.outcome, found.why, found.home) == (ThinOutcome.THINNED, (), "")
     assert not steps.homes()
     assert steps.is_thin()
 
@@ -154,7 +154,7 @@ def test_the_newest_steps_that_can_resume_stay(steps):
     steps.keeps("one of the last 1 complete steps", 3)
     two = ThinRules(min_age_s=0, keep_last=2)
     steps.keeps("one of the last 2 complete steps", 2, rules=two)
-    assert steps.thin(1, rules=two).outcome is Outcome.THINNED
+    assert steps.thin(1, rules=two).outcome is ThinOutcome.THINNED
     # A save that has begun, and one without an optimizer, are no steps to resume from.
     (steps.run / "step-4").mkdir()
     (steps.run / "step-4" / "__0_0.distcp").write_bytes(b"half")
@@ -182,11 +182,11 @@ def test_users_and_what_is_at_work_keep_a_step(steps, catalog, url):
     with other.lock(make=True):
         steps.keeps("another process")
     other.remove()
-    assert steps.thin().outcome is Outcome.THINNED
+    assert steps.thin().outcome is ThinOutcome.THINNED
 
 
 def test_what_is_not_the_optimizer_goes_by_its_name_and_no_weight_goes(steps):
-    unsafe = {"outcome": Outcome.UNSAFE}
+    unsafe = {"outcome": ThinOutcome.UNSAFE}
     steps.keeps(
         "a part of the model is never given up", rules=ThinRules(("model.norm*",), min_age_s=0), **unsafe
     )
@@ -202,7 +202,7 @@ def test_what_is_not_the_optimizer_goes_by_its_name_and_no_weight_goes(steps):
 
 
 def test_places_that_cannot_be_exchanged_are_refused(steps, tmp_path):
-    unsafe = {"outcome": Outcome.UNSAFE}
+    unsafe = {"outcome": ThinOutcome.UNSAFE}
     (steps.first / "link").symlink_to(tmp_path)
     steps.keeps("is a link or no file", **unsafe)
     (steps.first / "link").unlink()
@@ -229,7 +229,7 @@ def test_what_an_obligation_counts_on_does_not_go(steps, catalog, url, tmp_path)
         duty = Duty.of(row, contents)
         obligations.put(conn, row, duty.packed)
     add_duties(str(steps.first), [duty])
-    steps.keeps("it holds the only proven copy of 7 contents", outcome=Outcome.UNSAFE)
+    steps.keeps("it holds the only proven copy of 7 contents", outcome=ThinOutcome.UNSAFE)
     copy = tmp_path / "copy"
     convert(Request(str(steps.first), str(copy)), MEANS, None, url)
     steps.keeps("an obligation counts on what would go")
@@ -251,10 +251,10 @@ def test_a_thinned_step_that_differs_is_not_published(steps, monkeypatch):
         return written
 
     monkeypatch.setattr(module, "stage", altered)
-    steps.keeps("", outcome=Outcome.UNSAFE)
+    steps.keeps("", outcome=ThinOutcome.UNSAFE)
 
 
-def test_what_was_made_of_a_step_is_not_made_again(steps, catalog, url, watch, tmp_path):
+def test_what_was_made_of_a_step_is_not_outdated(steps, catalog, url, watch, tmp_path):
     watch(verb="export", destination=str(tmp_path / "out" / "{name}"), names="stored", config="none")
     made = []
 
@@ -264,9 +264,9 @@ def test_what_was_made_of_a_step_is_not_made_again(steps, catalog, url, watch, t
 
     sweep(catalog, one, (), SweepSettings(settle_s=0.0))
     assert len(made) == 3
-    assert steps.thin(1, 2).outcome is Outcome.THINNED
-    again = sweep(catalog, one, (), SweepSettings(settle_s=0.0))
-    assert {item.standing.value for item in again.items} == {"converted"}
+    assert steps.thin(1, 2).outcome is ThinOutcome.THINNED
+    later = sweep(catalog, one, (), SweepSettings(settle_s=0.0))
+    assert {item.standing.value for item in later.items} == {"converted"}
     assert len(made) == 3
 
 
@@ -326,13 +326,13 @@ def test_a_killed_run_leaves_the_old_or_the_new_step(steps, catalog, url, name):
     if snapshot(steps.first) != old:
         assert steps.is_thin()
     found = steps.thin()
-    assert found.outcome in (Outcome.THINNED, Outcome.THIN), found.why
+    assert found.outcome in (ThinOutcome.THINNED, ThinOutcome.THIN), found.why
     assert steps.is_thin()
-    shown = catalog.show(str(steps.first))
-    assert (shown.checkpoint.num_tensors, shown.checkpoint.state) == (len(SHAPES), "present")
+    entry = catalog.show(str(steps.first))
+    assert (entry.checkpoint.num_tensors, entry.checkpoint.state) == (len(SHAPES), "present")
     with catalog.reading() as conn:
         (aside,) = (r for r in set_aside.every(conn) if os.path.isdir(f"{r.record}/step-1"))
-        assert retirements.of(conn, aside.checkpoint).child == shown.checkpoint.id
+        assert retirements.of(conn, aside.checkpoint).child == entry.checkpoint.id
     assert snapshot(f"{aside.record}/step-1") == old
     assert {p.fate for p in steps.purge()} == {"purged"}
     assert steps.homes() == []

@@ -15,7 +15,7 @@ from retiring import MEANS
 from ckptcore import api
 from ckptcore.catalog import open_catalog
 from ckptcore.conversion import remote_publication
-from ckptcore.operations.thin import Outcome, ThinRules, thin
+from ckptcore.operations.thin import ThinOutcome, ThinRules, thin
 
 STEP = "s3://b/runs/llama/step-1"
 NOW = ThinRules(min_age_s=0, grace=timedelta(0))
@@ -47,8 +47,8 @@ def is_thin(catalog):
     manifest = api.open(STEP)
     assert {t.fqn for t in manifest.tensors} == {f"model.{n}" for n in "abc"}
     assert all(torch.equal(api.read(manifest, f"model.{n}"), state(1)[f"model.{n}"]) for n in "abc")
-    shown = catalog.show(STEP).checkpoint
-    return (shown.num_tensors, shown.state, shown.kind) == (3, "present", "source")
+    entry = catalog.show(STEP).checkpoint
+    return (entry.num_tensors, entry.state, entry.kind) == (3, "present", "source")
 
 
 def test_a_step_is_thinned_without_grace(bucket, tmp_path):
@@ -56,12 +56,12 @@ def test_a_step_is_thinned_without_grace(bucket, tmp_path):
         before = {n: o.data for n, o in bucket.objects.items()}
         (item,) = thin(catalog, [STEP], ThinRules(min_age_s=0), MEANS, yes=True).items
         assert (item.outcome, "--grace" in str(item.why) or "cannot be moved" in str(item.why)) == (
-            Outcome.UNSAFE,
+            ThinOutcome.UNSAFE,
             True,
         )
         assert {n: o.data for n, o in bucket.objects.items()} == before
         (item,) = thin(catalog, [STEP], NOW, MEANS, yes=True).items
-        assert (item.outcome, item.home, item.why) == (Outcome.THINNED, "", ())
+        assert (item.outcome, item.home, item.why) == (ThinOutcome.THINNED, "", ())
         assert is_thin(catalog)
         names = sorted(n for n in bucket.objects if "step-1" in n)
         assert names == [f"b/runs/llama/step-1/{n}" for n in (".metadata", "__0_0.distcp", "notes.txt")]
@@ -89,6 +89,6 @@ def test_a_killed_run_is_ended_by_the_next(bucket, tmp_path, step):
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     with open_catalog(url) as catalog:
         (item,) = thin(catalog, [STEP], NOW, MEANS, yes=True).items
-        assert item.outcome in (Outcome.THIN, Outcome.THINNED), item.why
+        assert item.outcome in (ThinOutcome.THIN, ThinOutcome.THINNED), item.why
         assert is_thin(catalog)
         assert not [n for n in bucket.objects if ".ckptcore" in n]
