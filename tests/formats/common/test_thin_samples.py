@@ -8,9 +8,12 @@ from itertools import combinations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from samples import SAMPLES
+from torch.distributed.checkpoint import FileSystemReader
 
+from ckptcore import api
 from ckptcore.conversion.open_staging import open_staging
 from ckptcore.conversion.thinned_files import stage
 from ckptcore.errors import CkptError, OutputMismatch, UnsupportedFormat
@@ -79,6 +82,25 @@ def test_a_sample_loses_its_optimizer(copied, name):
     assert plan_thin(folder, ("optimizer",)) is None, "a thinned step has nothing more to lose"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["dcp_fsdp2_bf16_4r", "dcp_torchtitan_like_4r", "v3_bf16params_ws2"])
+def test_torch_loads_the_model_of_a_thinned_sample(copied, name):
+    """By `dcp.load` of its names, in the files of several ranks."""
+    plan, proven, folder = thinned(copied(name))
+    (index,) = (path for path in plan.files if path.endswith(".metadata"))
+    place = index.removesuffix(".metadata")
+    below = FileSystemReader(f"{folder}/{place}").read_metadata().state_dict_metadata
+    wanted = {
+        n: torch.zeros(m.size, dtype=m.properties.dtype) for n, m in below.items() if hasattr(m, "size")
+    }
+    dcp.load(wanted, checkpoint_id=f"{folder}/{place}", no_dist=True)
+    of_source = api.open(plan.uri)
+    assert len(wanted) >= len(proven.manifest.tensors) > 5
+    for spec in proven.manifest.tensors:
+        (loaded,) = (v for n, v in wanted.items() if n == spec.fqn or n.endswith(f".{spec.fqn}"))
+        assert torch.equal(loaded, api.read(of_source, spec.fqn)), spec.fqn
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_thinned_is_refused_by_name(copied, name):
     with pytest.raises(UnsupportedFormat, match=REFUSED[name]):
@@ -130,6 +152,30 @@ def test_a_folder_of_the_trainer_loses_the_file_of_its_optimizer(tmp_path):
         "trainer_state.json",
     }
     assert plan_thin(folder, ("optimizer",)) is None
+
+
+@pytest.mark.soak
+def test_the_trainer_resumes_from_a_folder_without_its_optimizer(tmp_path):
+    """The model and the step are those of the folder; the optimizer begins anew."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    def trainer():
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+        config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+        rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+        how = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+        arguments = TrainingArguments(str(tmp_path), max_steps=4, save_steps=2, **how)
+        return Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+
+    trainer().train()
+    place = tmp_path / "checkpoint-2"
+    _, _, folder = thinned(place)
+    shutil.rmtree(place)
+    shutil.move(folder, place)
+    assert not (place / "optimizer.pt").exists()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(place))
+    assert resumed.state.global_step == 4
 
 
 def test_a_file_that_only_has_the_name_of_an_optimizer_stays(tmp_path):
