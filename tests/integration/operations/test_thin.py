@@ -303,7 +303,10 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("name", KILLS)
+FEW = ("staged", "set aside in the catalog", "exchanged", "before it is registered")
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.soak) for n in KILLS])
 def test_a_killed_run_leaves_the_old_or_the_new_step(steps, catalog, url, name):
     old = snapshot(steps.first)
     child = os.fork()

@@ -69,7 +69,9 @@ def test_a_step_is_thinned_without_grace(bucket, tmp_path):
         assert sum(len(bucket.objects[n].data) for n in names) == item.before - item.freed
 
 
-@pytest.mark.parametrize("step", ["_begin", "_remove", "_put_all", "_end"])
+@pytest.mark.parametrize(
+    "step", ["_remove", *(pytest.param(n, marks=pytest.mark.soak) for n in ("_begin", "_put_all", "_end"))]
+)
 def test_a_killed_run_is_ended_by_the_next(bucket, tmp_path, step):
     url = str(tmp_path / "catalog.sqlite")
     child = os.fork()
