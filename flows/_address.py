@@ -67,12 +67,12 @@ def require_address_of_command() -> None:
         raise
 
 
-def await_server(seconds: float, env: Mapping[str, str] = os.environ) -> None:
+def await_server(seconds: float) -> None:
     """Wait until something listens at the address; raise `UsageError` if nothing does for so long.
 
     Nothing is asked for without an address, and behind a proxy, which alone may reach it.
     """
-    url, _ = configured(env)
+    url, _ = configured()
     if not url or urllib.request.getproxies():
         return
     parts, until = parse_url(url), time.monotonic() + seconds

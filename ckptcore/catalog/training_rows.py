@@ -105,15 +105,11 @@ def read(conn: Connection, checkpoint: int) -> Training | None:
     )
 
 
-def metrics_of(
-    conn: Connection, checkpoints: Sequence[int], names: Sequence[str] = ()
-) -> dict[int, dict[str, Measured]]:
-    """Return metrics by row id of checkpoint and by name. names: only these; () means all."""
+def metrics_of(conn: Connection, checkpoints: Sequence[int]) -> dict[int, dict[str, Measured]]:
+    """Return metrics by row id of checkpoint and by name."""
     if not checkpoints:
         return {}
     query = select(Metric).where(Metric.checkpoint_id.in_(checkpoints)).order_by(Metric.name)
-    if names:
-        query = query.where(Metric.name.in_(names))
     by_checkpoint: dict[int, dict[str, Measured]] = {}
     for m in conn.execute(query):
         by_checkpoint.setdefault(m.checkpoint_id, {})[m.name] = _measured(m)
@@ -124,12 +120,8 @@ def _measured(row: Any) -> Measured:
     return sound(Measured, value=row.value, nonfinite=row.nonfinite, step=row.step)
 
 
-def names_of_metrics(conn: Connection, run: int | None = None, limit: int = 200) -> tuple[str, ...]:
-    """Return the names of recorded metrics, of all checkpoints or of one run (row id)."""
-    if run is not None:
-        of_run = select(Metric.name).join(Checkpoint, Checkpoint.id == Metric.checkpoint_id)
-        rows = of_run.where(Checkpoint.run_id == run).distinct().order_by(Metric.name).limit(limit)
-        return tuple(conn.execute(rows).scalars())
+def names_of_metrics(conn: Connection, limit: int = 200) -> tuple[str, ...]:
+    """Return the names of recorded metrics, of all checkpoints."""
     # One probe of the index for each name; DISTINCT would read every row.
     names: list[str] = []
     last = ""

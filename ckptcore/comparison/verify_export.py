@@ -206,9 +206,7 @@ class PartProof:
     tensors: tuple[Fingerprinted, ...] = ()
 
 
-def compare_part(
-    url: str, source: ExportSource, settings: Settings | None, progress: Progress | None = None
-) -> PartProof:
+def compare_part(url: str, source: ExportSource, settings: Settings | None) -> PartProof:
     """Compare an export with the part of its source that it holds, whatever model it is.
 
     Names, shapes and the stored elements behind them are compared. With ``settings``, both sides are read
@@ -218,7 +216,6 @@ def compare_part(
         url: Path or URL of the export.
         source: What it was exported from.
         settings: Memory and threads for reading the values; None compares no values.
-        progress: Called with the number of bytes read.
 
     Raises:
         CkptError: A side cannot be read, or the source cannot be mapped as it was.
@@ -231,7 +228,7 @@ def compare_part(
     checks = [_elements(export, mapped)]
     pair_results: tuple[PairResult, ...] = ()
     if settings is not None:
-        values, _, pair_results = _values(export, mapped, (), {}, settings, progress)
+        values, _, pair_results = _values(export, mapped, (), {}, settings, None)
         checks.append(values)
     cast = tuple(
         (spec.fqn, spec.dtype, export.stored.tensors[export_rows[spec.fqn]].dtype)

@@ -41,7 +41,8 @@ from ckptcore.reading.file_digests import has_digest
 from ckptcore.store import Readable, fetch, objects
 from ckptcore.store.file_status import NO_VERSION, FileStatus, same_object
 from ckptcore.store.listing import Inventory
-from ckptcore.store.objects import ObjectClient, ObjectSeen, of_object
+from ckptcore.store.objects import ObjectSeen, of_object
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.lease import Arbiter, Lease
@@ -235,7 +236,7 @@ class UploadedDestination(S3Destination):
         return PinnedFiles(self.client, completed, self.staging.files, staged)
 
 
-def _copied(client: ObjectClient, source: str, target: str, match: str | None, old: FileStatus | None) -> str:
+def _copied(client: S3Client, source: str, target: str, match: str | None, old: FileStatus | None) -> str:
     """Copy an object with the conditions that the store knows; return the copy's ETag."""
     replaces = None if old is None else _etag(old)
     for copy in (
@@ -250,12 +251,12 @@ def _copied(client: ObjectClient, source: str, target: str, match: str | None, o
     return client.copy(source, target)
 
 
-def _is_now(client: ObjectClient, key: str, etag: str) -> bool:
+def _is_now(client: S3Client, key: str, etag: str) -> bool:
     head = client.head(key)
     return head is not None and head.etag == etag
 
 
-def _remove_copy(client: ObjectClient, key: str, etag: str) -> None:
+def _remove_copy(client: S3Client, key: str, etag: str) -> None:
     """Remove what was just copied to a key, and no object that another program has put there since."""
     try:
         client.delete(key, match=etag or None)
@@ -285,7 +286,7 @@ class DestinationKeys:
         staging: Key of the staging prefix.
     """
 
-    client: ObjectClient
+    client: S3Client
     destination: str
     target: str
     staging: str

@@ -20,7 +20,8 @@ from ckptcore.conversion.s3_staging import is_of_staging
 from ckptcore.conversion.staging import DONE, PUBLISHING, UPLOADS, Staging, noted
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.store import is_s3, join_url
-from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
+from ckptcore.store.objects import ObjectSeen, OpenUpload
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.shared_clients import client_of
 from ckptcore.utils import host
@@ -106,7 +107,7 @@ def collect(
 
 
 def _each(
-    client: ObjectClient, url: str, older_than_s: float, dry_run: bool, catalog: str | bool | None
+    client: S3Client, url: str, older_than_s: float, dry_run: bool, catalog: str | bool | None
 ) -> Iterator[Left]:
     _, _, key = url.partition("://")[2].strip("/").partition("/")
     prefix = f"{key}/" if key else ""
@@ -140,7 +141,7 @@ def _each(
             yield Left(f"{client.url}/{upload.key}", "upload", LeftFate.FOREIGN, why, 0, 1, age)
 
 
-def _uploads_of(client: ObjectClient, folder: str, uploads: list[OpenUpload]) -> list[OpenUpload]:
+def _uploads_of(client: S3Client, folder: str, uploads: list[OpenUpload]) -> list[OpenUpload]:
     """Return those of some open uploads that the journal of a staging prefix has."""
     journal = UploadJournal(client, f"{folder}/{UPLOADS}/")
     entries = journal.entries()
@@ -150,7 +151,7 @@ def _uploads_of(client: ObjectClient, folder: str, uploads: list[OpenUpload]) ->
 
 
 def _staging(
-    client: ObjectClient,
+    client: S3Client,
     folder: str,
     objects: Mapping[str, ObjectSeen],
     uploads: list[OpenUpload],

@@ -30,32 +30,21 @@ Ints = npt.NDArray[np.int64]
 Items = tuple[tuple[int, int], ...]
 
 
-def arrange_folder(
-    request: Arrangement,
-    *,
-    folder: str = "",
-    paths: bool = True,
-    wrap: Callable[[str, Any], Any] = lambda key, value: value,
-    commit: bool = True,
-) -> Iterator[FileLayout]:
+def arrange_folder(request: Arrangement, *, folder: str = "", commit: bool = True) -> Iterator[FileLayout]:
     """Yield the files of a DCP folder as the ranks of a mesh save it, `.metadata` last.
 
     Args:
         request: What to write.
         folder: Folder below the root of the output, "" for the root itself.
-        paths: Whether `.metadata` records each name's path in the saved tree.
-        wrap: (key, value) -> what is stored for an object.
         commit: Whether `.metadata` completes the output.
     """
     order = in_order(request.tensors)
     objects, places_in_tree = _stored_objects(request)
     files = Files(request, f"{folder}/" if folder else "")
     for key, value in objects.items():
-        files.object(key, wrap(key, value))
+        files.object(key, value)
     yield from files.ranks(order)
-    pickled = metadata_pickle(
-        files.stored(order), files.objects, {**request.paths, **places_in_tree} if paths else None
-    )
+    pickled = metadata_pickle(files.stored(order), files.objects, {**request.paths, **places_in_tree})
     name = f"{folder}/{METADATA}" if folder else METADATA
     yield FileLayout(name, len(pickled), (), (), (Literal(0, pickled),), commit)
 

@@ -447,13 +447,13 @@ def read_maps(text: str, file_name: str) -> tuple[ArchMap, ...]:
         raise UsageError(f"cannot read the map {file_name}: {error}") from error
 
 
-def compiled(form: RuleForm, *, group: str = "", texts: Mapping[str, str] | None = None) -> list[Rule]:
+def compiled(form: RuleForm) -> list[Rule]:
     """Return the rules of a declaration, one for each choice in its names.
 
     Raises:
         ValueError: The rule is impossible.
     """
-    return list(_rules_of_form(form, group, texts or {}, {}, {}))
+    return list(_rules_of_form(form, "", {}, {}, {}))
 
 
 @cache

@@ -74,7 +74,7 @@ class RequestThreads:
         return future
 
     def each(self, call: Callable[[K], T], items: Iterable[K]) -> list[T]:
-        """Call a function with each item, several at once; see `ckptcore.store.objects.ObjectClient.each`."""
+        """Call a function with each item, several at once; see `S3Client.each`."""
         answers, flying = list[T](), deque[Future[T]]()
         try:
             for item in items:
@@ -128,7 +128,12 @@ _SECRETS = ("key", "secret", "token", "username", "password")
 
 
 class S3Client:
-    """Requests to one bucket; see `ckptcore.store.objects.ObjectClient`.
+    """Requests to one bucket. Safe to use from several threads.
+
+    Each method sends one request, repeats it after momentary failures until the deadline, and then raises
+    `StorageTrouble`. Final answers raise at once: `SourceUnreadable` or `DestinationUnwritable`. The answer's
+    kind is in ``error.values["kind"]`` (`ckptcore.store.objects.retry.Kind`), and
+    ``error.values["attempts"]`` counts the requests: with more than one, an earlier reply may have been lost.
 
     Attributes:
         url: The bucket's URL, without credentials.
@@ -172,13 +177,13 @@ class S3Client:
         return client
 
     def list(self, prefix: str) -> Iterator[ObjectSeen]:
-        """Yield every object whose key starts with ``prefix``, page by page."""
+        """Yield every object whose key starts with ``prefix``, in the store's order, page by page."""
         for page in self._pages("list_objects_v2", prefix, _listing(Prefix=prefix)):
             for row in page.get("Contents", ()):
                 yield listed(row)
 
     def below(self, prefix: str) -> KeysBelow:
-        """Return what is directly below a prefix."""
+        """Return what is directly below a prefix that ends with a slash, or is empty."""
         objects, prefixes = list[ObjectSeen](), list[str]()
         asked = _listing(Prefix=prefix, Delimiter="/")
         for page in self._pages("list_objects_v2", prefix, asked):
@@ -205,7 +210,16 @@ class S3Client:
         )
 
     def get(self, key: str, start: int, etag: str | None, into: Buffer) -> ObjectSeen:
-        """Fill ``into`` with bytes of an object, from ``start``; raises `SourceChanged` for another ETag."""
+        """Fill ``into`` with bytes of an object, from ``start``.
+
+        The ETag and the length of every response are compared, also where the store ignores conditions.
+
+        Returns:
+            The object, with its complete size.
+
+        Raises:
+            SourceChanged: The object's ETag is not ``etag``, or changed on the way.
+        """
         return self._repeat(_Body(self, key, start, etag, into).attempt, key)
 
     def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
@@ -218,13 +232,16 @@ class S3Client:
         return _THREADS.start(work)
 
     def get_all(self, key: str, etag: str | None, into: Buffer) -> ObjectSeen:
-        """Fill ``into`` with a complete object, and return the checksums that the store keeps of it, too."""
+        """Fill ``into`` with a complete object of that size, like `get`; return its checksums, too."""
         return self._repeat(_Body(self, key, 0, etag, into, complete=True).attempt, key)
 
     def fetch(self, key: str, most: int = IN_ONE) -> bytes | None:
         """Return all bytes of a small object, of one version, or None if there is no such object.
 
         They are proven: by a checksum of the store, by the ETag, or by a second response.
+
+        Raises:
+            SourceUnreadable: It has more than ``most`` bytes (kind INVALID).
         """
 
         def receive_once() -> tuple[bytes, bool]:  # and whether they are proven
@@ -271,7 +288,16 @@ class S3Client:
         metadata: Mapping[str, str] | None = None,
         checksum: Checksum | None = None,
     ) -> str:
-        """Write a small object in one request, and return its ETag."""
+        """Write a small object in one request, and return its ETag.
+
+        Args:
+            key: Its key.
+            data: Its bytes.
+            create: Refuse to replace an object (kind EXISTS).
+            match: Replace only the object with this ETag (kind CHANGED).
+            metadata: Stored beside it.
+            checksum: Compared by the store; None to compute a CRC-32.
+        """
         asked = {
             "Key": key,
             "Body": _sendable(data),
@@ -330,7 +356,19 @@ class S3Client:
         create: bool = False,
         replaces: str | None = None,
     ) -> str:
-        """Copy an object on the server, to a key of this bucket; return the copy's ETag, or ""."""
+        """Copy an object on the server, to a key of this bucket.
+
+        Args:
+            key: The object to copy.
+            target: Where the copy goes.
+            match: Copy only the object with this ETag, where the store knows that condition.
+            bucket: The bucket of the object to copy; None for this one.
+            create: Refuse to replace an object (kind CHANGED), where the store knows that condition.
+            replaces: Replace only the object with this ETag, where the store knows that condition.
+
+        Returns:
+            The ETag of the copy; "" where the store does not say it.
+        """
         asked: dict[str, Any] = {"CopySource": {"Bucket": bucket or self.bucket, "Key": key}, "Key": target}
         # Conditions on the target: S3 knows them since October 2025, and older botocores do not send them.
         asked |= _conditions(create, replaces)
@@ -352,7 +390,13 @@ class S3Client:
         return _THREADS.start(lambda _: call())
 
     def each(self, call: Callable[[K], T], items: Iterable[K]) -> Sequence[T]:
-        """Call a function that sends requests with each item, several at once; return what it returns."""
+        """Call a function that sends requests with each item, several at once.
+
+        After an error no further call begins; it is raised when those that have begun have ended.
+
+        Returns:
+            What the calls return, in the order of the items.
+        """
         return _THREADS.each(call, items)
 
     def begin(
@@ -363,7 +407,14 @@ class S3Client:
         algorithm: str | None = "CRC32",
         on_repeat: Callable[[], object] | None = None,
     ) -> str:
-        """Begin an upload in parts, and return its id."""
+        """Begin an upload in parts, and return its id.
+
+        Args:
+            key: The key it will appear under.
+            metadata: Stored beside it.
+            algorithm: The checksum of each part, combined to that of the object; None for none.
+            on_repeat: Called before the request is sent again: an upload whose id was lost may be open then.
+        """
         asked: dict[str, Any] = {"Key": key}
         if metadata:
             asked["Metadata"] = dict(metadata)
@@ -387,13 +438,13 @@ class S3Client:
     def upload_part(
         self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
     ) -> UploadedPart:
-        """Upload one part; any process may, in any order."""
+        """Upload one part; any process may, in any order. The checksum is as for `put`."""
         return self._upload(key, upload_id, number, data, checksum, never)
 
     def start_part(
         self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
     ) -> Future[UploadedPart]:
-        """Begin an `upload_part`, and return without waiting for it."""
+        """Begin an `upload_part`, and return without waiting; ``data`` must stay as it is until it ends."""
         return _THREADS.start(lambda given_up: self._upload(key, upload_id, number, data, checksum, given_up))
 
     def _upload(
@@ -440,7 +491,16 @@ class S3Client:
         match: str | None = None,
         checksum: Checksum | None = None,
     ) -> str:
-        """Make an upload the object, and return the ETag of the answer, which some stores leave empty."""
+        """Make an upload the object, and return the ETag of the answer, which some stores leave empty.
+
+        Args:
+            key: Its key.
+            upload_id: Its id; one that has ended is kind NO_UPLOAD.
+            parts: All of its parts.
+            create: Refuse to replace an object (kind EXISTS), where the store knows that condition.
+            match: Replace only the object with this ETag (kind CHANGED).
+            checksum: That of the complete object, compared by the store.
+        """
         rows = []
         for part in sorted(parts, key=lambda uploaded_part: uploaded_part.number):
             row: dict[str, Any] = {"PartNumber": part.number, "ETag": part.etag}

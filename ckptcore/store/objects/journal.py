@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from ckptcore.errors import AlteredInTransit, CkptError, StorageTrouble
-from ckptcore.store.objects import RECORD, ObjectClient, OpenUpload
+from ckptcore.store.objects import RECORD, OpenUpload
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.retry import Kind, kind_of, never
 from ckptcore.utils import host
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
@@ -80,7 +81,7 @@ class UploadJournal:
         prefix: Prefix of the entries' keys, with a slash at its end.
     """
 
-    def __init__(self, client: ObjectClient, prefix: str) -> None:
+    def __init__(self, client: S3Client, prefix: str) -> None:
         self.client, self.prefix = client, prefix
 
     def find(self, index: int) -> UploadEntry | None:

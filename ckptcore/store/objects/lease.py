@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable
-from ckptcore.store.objects import RECORD, ObjectClient
+from ckptcore.store.objects import RECORD
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils import host, processes
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
@@ -93,7 +94,7 @@ class Lease:
 
     def __init__(
         self,
-        client: ObjectClient,
+        client: S3Client,
         key: str,
         destination: str,
         arbiter: Arbiter | None = None,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ckptcore.errors import SourceUnreadable
 from ckptcore.store import Buffer, Readable, ReadObserver
-from ckptcore.store.objects import ObjectClient, ObjectSeen
+from ckptcore.store.objects import ObjectSeen
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.small_reads import PAGE, SHARED
 
 MOST_PAGES = 256  # files whose first page is kept
@@ -25,7 +26,7 @@ class PinnedFiles:
 
     def __init__(
         self,
-        client: ObjectClient,
+        client: S3Client,
         objects: Mapping[str, ObjectSeen],
         staged_files: Readable,
         paths: Mapping[str, int],
@@ -92,7 +93,7 @@ class PinnedFiles:
         """Do nothing: the stores belong to the caller."""
 
 
-def first_page(client: ObjectClient, key: str, etag: str, nbytes: int) -> bytes:
+def first_page(client: S3Client, key: str, etag: str, nbytes: int) -> bytes:
     """Return the first bytes of an object of one version, which are kept from then on."""
     version, length = (client.url, key, etag), min(PAGE, nbytes)
     page_bytes = SHARED.find(version, 0, length) if etag else None

@@ -22,9 +22,10 @@ from ckptcore.errors import AlteredInTransit, CkptError, SourceUnreadable
 from ckptcore.store import Buffer, ReadObserver
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.file_status import FileStatus
-from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen, of_object
+from ckptcore.store.objects import Checksum, ObjectSeen, of_object
 from ckptcore.store.objects.blocks import BLOCK, BlockReader, plan_blocks
 from ckptcore.store.objects.checksums import checksum_of
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.ledger import Ledger, altered, damaged
 from ckptcore.store.objects.small_reads import LARGEST, SHARED, page_around
 from ckptcore.utils.foreign_text import is_number
@@ -54,7 +55,7 @@ class FolderReader:
 
     def __init__(
         self,
-        client: ObjectClient,
+        client: S3Client,
         prefix: str,
         url: str,
         *,

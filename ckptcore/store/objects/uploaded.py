@@ -53,7 +53,7 @@ class Uploaded:
 
     @property
     def parts(self) -> list[UploadedPart]:
-        """Return the parts as `ObjectClient.complete` needs them."""
+        """Return the parts as `S3Client.complete` needs them."""
         return [
             UploadedPart(n, etag, self.size_of(n), _CRC32.encoded(crc))
             for n, (etag, crc) in enumerate(zip(self.etags, self.crcs, strict=True), self.first)

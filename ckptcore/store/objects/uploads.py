@@ -27,8 +27,9 @@ from ckptcore.errors import (
     StorageTrouble,
 )
 from ckptcore.store import Buffer, Store
-from ckptcore.store.objects import ObjectClient, ObjectSeen, UploadedPart
+from ckptcore.store.objects import ObjectSeen, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
 from ckptcore.store.objects.part_plan import PartPlan, plan_parts
 from ckptcore.store.objects.pinned import first_page
@@ -103,7 +104,7 @@ class UploadWriter:
 
     def __init__(
         self,
-        client: ObjectClient,
+        client: S3Client,
         entry: UploadEntry,
         present: Mapping[int, UploadedPart],
         buffers: PartBuffers,
@@ -254,7 +255,7 @@ class Uploads:
 
     def __init__(
         self,
-        client: ObjectClient,
+        client: S3Client,
         journal: UploadJournal,
         key_of: Callable[[str], str],
         plan: str,
