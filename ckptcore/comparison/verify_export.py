@@ -412,6 +412,7 @@ def _values(
     mapped_tensors = mapped.export.mapped
     source_side = OpenSide(f"source ({mapped.manifest.root})", mapped_tensors.manifest)
     export_side = OpenSide(export.url, export.stored)
+    # Tensors that the export left out because they are tied must have been equal in the source, too.
     twins = OpenSide(source_side.label, mapped_tensors.twins) if mapped_tensors.twins is not None else None
     sides = [source_side, export_side, *([twins] if twins is not None else [])]
     with _closing(sides):
@@ -458,7 +459,7 @@ def _values(
     values = {"compared": len(export_results), "cast": dict(cast), "unverified": source_side.unverified}
     if problems:
         result = failed(VALUES, problems, **values)
-    elif of_source:
+    elif of_source:  # the export has no fault of its own, and what cannot be read proves nothing
         result = not_done(VALUES, f"the source cannot be read: {named(of_source)}", of_source)
     else:
         casts = "".join(f", {n} cast from {dtypes}" for dtypes, n in cast.items())

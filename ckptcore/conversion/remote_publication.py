@@ -181,6 +181,8 @@ def publish_remote(
     with closing(destination) as target:
         publication, url = target.publication, target.staging.destination
         old, puts, uploaded = publication.replaces, publication.puts, target.handles
+        # Uploaded tensors become objects when their uploads are completed; everything else is copied from the
+        # staging prefix. Either way the files of `commit`, which make the folder loadable, come last.
         beside = [name for name in puts if name not in commit and name not in uploaded]
         tensors = [name for name in puts if name not in commit and name in uploaded]
         last = [name for name in puts if name in commit and name in uploaded]
@@ -195,6 +197,7 @@ def publish_remote(
             alone = first == PUTTING and not begin
             _begin(target, publication, () if first == REMOVING else begin or last, alone=alone)
         if publication.step == REMOVING:
+            # Every removal again after a kill: one that is gone already is no error.
             for name in old.first:
                 _remove(target, name)
             before, publication = publication, replace(publication, step=PUTTING)
@@ -209,6 +212,7 @@ def publish_remote(
         for name in last:
             ends = name == last[-1] and not end
             target.put(name, (lambda: listed.append(list_destination(url))) if ends else None)
+        # Uploads have no address before they are completed, so nothing could be read back earlier.
         if read is not None:
             read()
         if uploaded:

@@ -195,6 +195,8 @@ def follow_source(files: Sequence[FilePieces], band: int) -> tuple[SourceOrder, 
 
     row, piece = _pairs(files)
     places = np.concatenate([f.reads.places for f in files])[row]
+    # A piece may read several ranges. Its place in the order is that of the first range, in the order of the
+    # source's files: `far` is behind all of them, for pieces that read nothing.
     count = sum(len(f.tensor) for f in files)
     far = np.iinfo(np.int64).max
     source, place = np.full(count, far), np.full(count, far)
@@ -208,10 +210,12 @@ def follow_source(files: Sequence[FilePieces], band: int) -> tuple[SourceOrder, 
     first_tensor = _first_tensors(files)
     piece_band = bands[first_tensor[owner] + of]
     first_byte = np.concatenate([f.first_byte for f in files])
+    # Band by band, so that a block is needed for a moment only; within a band as the source's files lie.
     order = np.lexsort((first_byte, owner, place, source, piece_band))
     when = np.empty(count, np.int64)
     when[order] = np.arange(count)
 
+    # The other way round: when each range of the source is needed first and last.
     begins, ends = np.full(len(path), far), np.zeros(len(path), np.int64)
     np.minimum.at(begins, row, when[piece])
     np.maximum.at(ends, row, when[piece] + 1)

@@ -162,6 +162,7 @@ def remap(
                 f"{gone} and {stays} cannot be tied: they are computed from quantised values",
                 hint="leave one out with --exclude, or carry the stored values with --keep-quantized",
             )
+    # The one that is dropped is still read: execution compares it with the one that stays.
     gone_names = [a for a, _ in ties]
     twins = select(manifest, [row_by_name[n] for n in gone_names], gone_names) if ties else None
     for gone, stays in ties:

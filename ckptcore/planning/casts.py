@@ -112,31 +112,35 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
     quantized: list[str] = []
     wide: list[str] = []
     for spec in tensors:
-        # (whether an exception decides, its dtype): the first glob that matches counts, not the narrowest.
-        hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
-        target_dtype = hit[1]
+        # The first glob that matches counts, not the narrowest.
+        is_exception, target_dtype = next(
+            ((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general)
+        )
         if target_dtype is None and spec.fqn in usual:
             cast_dtypes[spec.fqn] = usual[spec.fqn]
         if target_dtype is None or target_dtype.name == spec.dtype:
             continue
         if not dtypes.get(spec.dtype).is_float or not target_dtype.is_float:
-            if hit[0]:
+            # --dtype is about the floating-point tensors of any model; a glob names this very tensor.
+            if is_exception:
                 raise UsageError(
                     f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {target_dtype.name}; "
                     "only floating-point dtypes are cast"
                 )
             continue
         code, partner = is_code(spec.dtype), partners.get(spec.fqn)
-        if hit[0] and code and partner is not None:
+        # The code of a quantised value means something only with its scale, which would not be cast with it.
+        if is_exception and code and partner is not None:
             raise UsageError(
                 f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {target_dtype.name}, without "
                 f"{partner}, which its values need",
                 hint="leave it out of the globs",
             )
-        if not hit[0] and (partner is not None or (code and request.keep_quantized)):
+        if not is_exception and (partner is not None or (code and request.keep_quantized)):
             quantized.append(spec.fqn)
             continue
-        if not hit[0] and float32 is not None and spec.fqn in float32 and half_dtype(target_dtype.name):
+        # transformers would widen it at loading, when the bits are gone.
+        if not is_exception and float32 is not None and spec.fqn in float32 and half_dtype(target_dtype.name):
             wide.append(spec.fqn)
             target_dtype = dtypes.get("float32")
             if spec.dtype == target_dtype.name:

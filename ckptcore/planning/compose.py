@@ -174,20 +174,23 @@ def compose(
     warnings = [f for f in report.findings if f.severity == "warning" or f.code in _OF_AVERAGES]
     of_diffusers = beside.config is not None and beside.config.of_diffusers
     of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
+    # Before names and casts: what a layout keeps decides which values are restated, and where files go.
     layout = _output_layout(request, manifest, writer, of_export) if several is None else several.layout
     carried, carried_findings = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if request.takes_model else None
     if model is not None:
         require_decided(request, manifest, model)
-    free, bound = _without_unused(request, manifest)
+    # What no loader of the output uses leaves before names are mapped: a map accounts for every tensor that
+    # it sees.
+    usable, unused = _without_unused(request, manifest)
     if adapter is None or model is None:
-        fitted, beside = _fitted(request, free, model, beside)
+        fitted, beside = _fitted(request, usable, model, beside)
     else:
-        mapped, beside = _adapter_alone(request, free, model, adapter, beside)
+        mapped, beside = _adapter_alone(request, usable, model, adapter, beside)
         fitted = _Fitted(mapped, float32=frozenset())
     mapped, doubts, naming = fitted.mapped, fitted.findings, fitted.naming
     if by_config and (beside.config is None or any(f.severity != "info" for f in doubts)):
-        # The model class proves nothing.
+        # What was left to the model class above (`later`) is an error again: the class proves nothing here.
         require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings, *carried_findings, *unused_renames(request, manifest)]
     if model is not None:
@@ -196,10 +199,10 @@ def compose(
     if export and several is None:
         warnings += unopened(request, beside, [t.fqn for t in mapped.manifest.tensors])
     # Reads tensors, as nothing else here does: a refusal must come before anything is written.
-    require_zero(free, mapped.dropped)
+    require_zero(usable, mapped.dropped)
     cast = find_casts(request, manifest, mapped, fitted.float32 if several is None else several.float32)
     warnings += cast.findings
-    objects, dropped, left_out = _carried_objects(request, free)
+    objects, dropped, left_out = _carried_objects(request, usable)
     if several is not None:
         objects, dropped = {key: objects[key] for key in several.objects}, several.dropped(manifest)
     warnings += left_out
@@ -235,10 +238,12 @@ def compose(
                 hint="`ckptcore inspect SRC` shows what it has",
             )
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
+    # The names of a model part have lost the prefix; rules of a mesh match the names as they are written.
     written_prefix = request.model_prefix if model is None else ""
     if not reshard:
         topology = None
     else:
+        # State that only the ranks which saved it can use is known by its stored name.
         stored = {new: old for old, new in mapped.renamed}
         require_cut(manifest, [stored.get(t.fqn, t.fqn) for t in mapped.manifest.tensors])
         ruled = topology is None
@@ -248,7 +253,7 @@ def compose(
             topology = topology(mapped.manifest)
         named = replace(request, model_prefix=written_prefix)
         warnings += reshard_findings(
-            named, manifest, mapped.manifest, bound, ruled=ruled, repads=layout.repads
+            named, manifest, mapped.manifest, unused, ruled=ruled, repads=layout.repads
         )
     if several is None:
         arch = naming.arch if naming is not None and of_trainer(request.names) else ""
@@ -257,7 +262,7 @@ def compose(
         extra = several.extra(request, mapped, target.dtypes)
         extra["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
     plan, files = make_plan(
-        replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in bound))),
+        replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in unused))),
         target,
         layout,
         target.arrangement(mapped.manifest.tensors, paths, topology, _order(manifest, mapped)),

@@ -43,6 +43,7 @@ def place_stages(
     last = pp * stages.virtual - 1
     stacked = {n for n, shape in shapes.items() if shape and matches(n, stages.stacked)}
     layer = number_of(shapes, stages.layers)
+    # Megatron puts a copy of a tied embedding on the last stage, which has no head then.
     tied = stages.tied if not any(matches(n, stages.head) for n in shapes) else ()
     count = max([0, *(n + 1 for n in layer.values()), *(shapes[n][0] for n in stacked)])
     if stacked and (stages.split is not None or stages.virtual > 1):
@@ -78,6 +79,7 @@ def place_stages(
             where = set()
         else:
             continue
+        # Virtual stages are dealt out in turn: with pp=2, stages 0 and 2 are on the first rank.
         coordinates[name] = tuple(sorted({s % pp for s in where})) or None
     lost = [n for n in shapes if n not in coordinates and not matches(n, stages.every)]
     if lost:

@@ -285,6 +285,7 @@ def _gap(
 
 def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str]:
     """Return indices, mostly layers, for which a rule makes some of its tensors, or none though it must."""
+    # Without a config, how many layers there are is known by the highest index that any rule made.
     ends: dict[str, int] = {}
     for terms in assignment.terms_of_rule.values():
         for term in terms:
@@ -302,6 +303,8 @@ def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str
             all_indices = set[tuple[int, ...]]().union(*(made_indices.get(str(t), set()) for t in alike))
             if not all_indices:
                 continue
+            # Not every layer has every tensor (a mixture of experts is in some of them): only a rule that
+            # says so must make each first index. Of the indices behind it, as of experts, all must be there.
             firsts = {values[0] for values in all_indices}
             if assignment.everywhere.get(rule) == axes[0]:
                 firsts = set(range(min(sizes[axes[0]], _MOST_INDICES)))

@@ -111,6 +111,8 @@ def fits(table: BlockTable, memory: int) -> bool:
 
 def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTable:
     """Coalesce expected reads into blocks of at most ``size`` bytes."""
+    # By file, place and end, so that one pass finds spans: runs of reads without a large gap. All is in
+    # columns, because a checkpoint of a thousand ranks has millions of reads.
     rows = np.flatnonzero(reads.end > reads.start)
     rows = rows[np.lexsort((reads.end[rows], reads.start[rows], reads.file[rows]))]
     file, start, end = reads.file[rows], reads.start[rows], reads.end[rows]
@@ -127,6 +129,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     span_first = first[fresh]
     span_last = np.append(reach[np.flatnonzero(fresh)[1:] - 1], reach[-1])
     span_last[:-1] = np.minimum(span_last[:-1], span_first[1:])  # bands may overlap by a header
+    # Each span is cut into blocks of `size`; only its last one is shorter.
     counts = -(-(span_last - span_first) // size)
     owner = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -135,16 +138,20 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     read, block = _overlaps(block_first, first, last)
     part_first = np.maximum(first[read], block_first[block])
     part = np.minimum(last[read], block_last[block]) - part_first
+    # A read that touches several blocks passes through them in order, at an even pace: that is when each of
+    # them is used, and how long it must stay in memory.
     share = (part_first - first[read]) / (last[read] - first[read])
     when = begins[read] + share * (ends[read] - begins[read])
     turn = np.lexsort((when, block))
     block, when, part = block[turn], when[turn], part[turn]
+    # From here on a pair is one use of one block, sorted by block and time.
     first_pair = np.searchsorted(block, np.arange(len(block_first) + 1))
     sums = np.cumsum(part)
     used_bytes = sums - np.repeat(sums[first_pair[:-1]] - part[first_pair[:-1]], np.diff(first_pair))
     read_bytes = used_bytes[first_pair[1:] - 1]
     owner_file = block_first // stride
     needed = block_last - block_first
+    # Bytes between reads of a span are fetched with it, and nobody waits for them.
     hole_first, hole_last = _holes(first, reach, fresh)
     hole, holed = _overlaps(block_first, hole_first, hole_last)
     inside = np.minimum(hole_last[hole], block_last[holed]) - np.maximum(hole_first[hole], block_first[holed])
