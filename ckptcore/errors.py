@@ -561,6 +561,11 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "no other config says what config.json says in fields that change what the model computes",
         "name the config of the model that was trained; a trainer's own config beside the source confirms it",
     ),
+    "config-contradicted": (
+        "warning",
+        "--config and the config.json beside the checkpoint differ in what changes what the model computes",
+        "name the config of the model that was trained",
+    ),
     "assumed-size": (
         "warning",
         "a name map assumed a size that neither a config nor a shape states",

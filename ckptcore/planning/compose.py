@@ -583,7 +583,7 @@ def _fitting_names(
         if config is not None and model is not None:
             from ckptcore.planning.config_agreement import require_agreement
 
-            warnings += require_agreement(config, manifest, model_names(request, manifest).values())
+            warnings += require_agreement(request, config, manifest, model_names(request, manifest).values())
         return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request, naming, None, mapped))
     names = {t.fqn for t in named.tied(manifest, ()).manifest.tensors}
     mapped = named.tied(manifest, [tie for tie in request.tie if names.issuperset(tie)])
@@ -595,7 +595,7 @@ def _fitting_names(
     expected = check_names(config, shapes, request.arch)
     warnings += expected.warnings
     if not config.of_diffusers:  # its fields have other meanings
-        warnings += require_agreement(config, manifest, model_names(request, manifest).values())
+        warnings += require_agreement(request, config, manifest, model_names(request, manifest).values())
     exact: Mapping[str, str] = {}
     if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
         expected.require_exact(renaming=True)

@@ -32,6 +32,7 @@ from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.text import listed
 
 _NAMED = 12  # fields in a line of text
+_TEXTS = 3  # contradictions in one
 _SECONDS = 300  # to import transformers takes a few
 
 
@@ -85,28 +86,42 @@ def config_beside(request: Request, manifest: Manifest) -> Config | None:
     return None
 
 
-def require_agreement(config: ConfigFolder, manifest: Manifest, names: Iterable[str]) -> tuple[Finding, ...]:
+def require_agreement(
+    request: Request, config: ConfigFolder, manifest: Manifest, names: Iterable[str]
+) -> tuple[Finding, ...]:
     """Require that the config of an export contradicts neither itself nor what the checkpoint has.
 
     Args:
+        request: The export.
         config: The config that is to be published.
         manifest: The checkpoint.
         names: Of its model's tensors.
 
     Returns:
-        A finding with the fields that nothing confirms.
+        A finding with the fields that nothing confirms, and one with what the config.json beside the
+        checkpoint contradicts: the config that was named takes precedence over it.
 
     Raises:
         NameMismatch: Two places differ; with both values.
     """
     checkpoint_configs = source_configs(manifest, names)
     is_of_checkpoint = any(c.content == config.form for c in checkpoint_configs)
-    comparison = agreement_of(Config(f"--config {config.url}", HUB, config.form), checkpoint_configs)
+    named = Config(f"--config {config.url}", HUB, config.form)
+    comparison = agreement_of(named, checkpoint_configs)
     for contradiction in comparison.contradictions:
         raise NameMismatch(contradiction.text, hint=HINT)
-    if is_of_checkpoint or not comparison.unconfirmed:
+    if is_of_checkpoint:
         return ()
-    return (finding("config-unconfirmed", "coverage", unconfirmed_text(comparison.unconfirmed)),)
+    findings = []
+    if comparison.unconfirmed:
+        text = unconfirmed_text(comparison.unconfirmed)
+        findings.append(finding("config-unconfirmed", "coverage", text))
+    beside = None if request.config is None else config_beside(replace(request, config=None), manifest)
+    contradictions = agreement_of(named, [beside]).contradictions if beside is not None else ()
+    if contradictions:
+        text = listed([c.text for c in contradictions], _TEXTS)
+        findings.append(finding("config-contradicted", "coverage", text))
+    return tuple(findings)
 
 
 def unconfirmed_text(fields: Sequence[str]) -> str:

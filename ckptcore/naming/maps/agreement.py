@@ -7,8 +7,9 @@ trainer's by the numbers and terms that both have (`hyperparameters`). What no o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.hub_config import (
@@ -141,12 +142,11 @@ def _compare_fields(
 ) -> None:
     """Compare all fields of two configs of one model type."""
     mine, theirs = fields.functional, other_fields.functional
-    defaults = fields.of_class or {}
+    unset, their_unset = fields.unset, other_fields.unset
     for name in mine.keys() | theirs.keys():
-        first, second = mine.get(name), theirs.get(name)
-        if defaults.get(name) is not None or (name in defaults and _is_null(first or second)):
-            of_class = Stated(defaults[name], f"{name} (unset, the class has)")
-            first, second = first or of_class, second or of_class
+        stated, their_stated = mine.get(name), theirs.get(name)
+        first = stated or _taken(name, unset, their_stated)
+        second = their_stated or _taken(name, their_unset, stated)
         if first is None or second is None:
             if name in fields.values and name in other_fields.values:
                 continue  # it counts in one of them alone, by a field that is compared itself
@@ -157,8 +157,12 @@ def _compare_fields(
             notes.differs(first.place, f"{config.name} says {first}", f"{other_config.name} says {second}")
 
 
-def _is_null(stated: Stated | None) -> bool:
-    return stated is not None and stated.value is None
+def _taken(name: str, unset: Mapping[str, Any], other: Stated | None) -> Stated | None:
+    """Return what loaders take for a field that a config lacks, and the other one has; None if unknown."""
+    is_null = other is not None and other.value is None
+    if unset.get(name) is None and not (name in unset and is_null):
+        return None
+    return Stated(unset[name], f"{name} (unset, loaders take)")
 
 
 def _compare_types(config: Config, other_config: Config, notes: _Notes) -> None:

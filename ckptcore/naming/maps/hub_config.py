@@ -82,6 +82,19 @@ class HubFields:
         """The fields that the model's class has, with their defaults; None of a class that is not frozen."""
         return _frozen().get(self.model_type)
 
+    @property
+    def unset(self) -> Mapping[str, Any]:
+        """What loaders take for fields that the config lacks: of its class, and of its rotary embeddings."""
+        out = dict(self.of_class or {})
+        for field, stated in self.values.items():
+            if field.endswith(".rope_type"):
+                before, of_kind = (
+                    field.removesuffix("rope_type"),
+                    _table()["unset_rope"].get(str(stated.value), {}),
+                )
+                out |= {before + name: value for name, value in of_kind.items()}
+        return out
+
     def reads(self, field: str) -> bool:
         """Return whether the model's class may read a field: a trainer's own notes differ in nothing.
 

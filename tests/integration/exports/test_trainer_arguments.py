@@ -109,6 +109,20 @@ def test_what_contradicts_the_config_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_beside_the_checkpoint_that_another_one_replaces(tinies: Tinies, tmp_path: Path) -> None:
+    tiny = tinies("llama")
+    (tmp_path / "run").mkdir()
+    source = WRITERS["hf-live"](tiny, "one", tmp_path / "run/step")
+    form = json.loads((tiny.hub / "config.json").read_text())
+    (tmp_path / "run/config.json").write_text(json.dumps(form | {"rms_norm_eps": 3e-3}))
+    result = ckptcore.convert(str(source), str(tmp_path / "out"), verb="export", config=str(tiny.hub))
+    (warning,) = [w for w in result.warnings if w.code == "config-contradicted"]
+    assert "rms_norm_eps = 0.003" in warning.message
+    (tmp_path / "run/config.json").write_text(json.dumps(form))
+    result = ckptcore.convert(str(source), str(tmp_path / "same"), verb="export", config=str(tiny.hub))
+    assert "config-contradicted" not in {w.code for w in result.warnings}
+
+
 def test_the_same_scaling_is_exported(tinies: Tinies, tmp_path: Path) -> None:
     tiny = tinies("llama")
     arguments = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "normalization": "RMSNorm"}

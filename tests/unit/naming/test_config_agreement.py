@@ -169,6 +169,21 @@ def test_a_length_counts_where_frequencies_depend_on_it() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "changed", "same"), [("beta_fast", 16, 32), ("beta_slow", 2, 1.0), ("truncate", False, True)]
+)
+def test_a_parameter_that_only_one_scaling_has(name: str, changed: Any, same: Any) -> None:
+    """Loaders take one value for it where it is not said, whatever the class has with other parameters."""
+    yarn = hub(rope_parameters=YARN)
+    for named, unset in ((yarn, YARN | {name: changed}), (hub(rope_parameters=YARN | {name: changed}), YARN)):
+        assert f"rope_parameters.{name} (unset, loaders take)" in texts(named, hub(rope_parameters=unset))
+    found = agreement(hub(rope_parameters=YARN | {name: same}), [yarn])
+    assert not found.contradictions
+    assert not found.one_sided
+    oss = [hub(model_type="gpt_oss", rope_parameters=YARN | more) for more in ({}, {"truncate": False})]
+    assert "truncate" in texts(*oss)
+
+
 def test_a_padding_token_counts_for_a_classifier() -> None:
     """It says which token's output is the sequence's."""
     head = {"architectures": ["LlamaForSequenceClassification"]}
