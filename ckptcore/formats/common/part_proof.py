@@ -28,6 +28,7 @@ from ckptcore.utils.foreign_text import InvalidText
 Shape = tuple[int, ...]
 _MAX_LISTED = 100  # missing files that are named
 _MAX_CONFIG = 1 << 20
+_BLOCK = 4  # tensors that a block of a model has at least; a linear or a norm has two
 _ALONE = "name their folder to read all of them, or read this one with --allow-incomplete"
 _FIND = "copy it from where it was written, or read the others with --allow-incomplete"
 _UNPROVEN = (
@@ -70,9 +71,47 @@ def part_findings(
                 findings += _of_one(source, part, shapes, count, blobs)
     if not findings:
         findings += _half_pairs(source, shapes)
-    if len(paths) > 1 and not findings:
-        findings += unless_torn(source, files or {}, shapes)
+    if not findings:
+        findings += (
+            unless_torn(source, files or {}, shapes) if len(paths) > 1 else _unless_all_layers(paths, shapes)
+        )
     return findings
+
+
+def _unless_all_layers(paths: Collection[str], shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the warning that a file alone lacks layers, whatever its name is."""
+    lacking = _absent_from_layers(shapes)
+    # Adapters have the layers that they adapt.
+    if lacking is None or any(_LORA.search(name) for name in shapes):
+        return []
+    path = next(iter(paths))
+    message = f"{lacking} is not in {path}, and other layers have it: {path} may be one of several parts"
+    return [finding("unproven-whole", "files", message, file=path)]
+
+
+def _absent_from_layers(names: Iterable[str]) -> str | None:
+    """Return a tensor that the numbers of layers imply and no name has; None without one.
+
+    Numbers begin at 0 and have no gaps, and what all other layers have is in the first one and in the last.
+    Modules of an ``nn.Sequential``, which are numbered with those without weights, have fewer tensors.
+
+    >>> names = [f"layers.{n}.{k}" for n in range(4) for k in "qkvo"]
+    >>> [_absent_from_layers(names[a:b]) for a, b in ((0, 16), (4, 16), (0, 15), (0, 12))]
+    [None, 'layers.0.k', 'layers.3.o', None]
+    """
+    for container, layers in _layers_of(dict.fromkeys(names, "")).items():
+        alike = Counter(frozenset(layer) for layer in layers.values())
+        usual, most = alike.most_common(1)[0]
+        if len(usual) < _BLOCK:
+            continue
+        gap = next((n for n in range(len(layers)) if n not in layers), None)
+        if gap is not None:
+            return f"{container}{gap}.{min(usual)}"
+        for number in (0, len(layers) - 1):
+            layer = layers[number].keys()
+            if most > 1 and most == len(layers) - 1 and layer < usual:
+                return f"{container}{number}.{min(usual - layer)}"
+    return None
 
 
 def _half_pairs(source: Source, shapes: Mapping[str, Shape]) -> list[Finding]:
@@ -130,13 +169,7 @@ def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
     >>> torn_layer(dict.fromkeys(names[:6], "a") | dict.fromkeys(names[7:], "b"))
     ('layers.2.q', 'b')
     """
-    containers: dict[str, dict[int, dict[str, str]]] = {}
-    for name, file in files.items():
-        match = _NUMBERED.match(name)
-        if match:
-            layers = containers.setdefault(match[1], {})
-            layers.setdefault(int(match[2]), {})[match[3]] = file
-    for container, layers in containers.items():
+    for container, layers in _layers_of(files).items():
         alike = Counter(frozenset(layer) for layer in layers.values())
         # Names that one layer alone has are no rule for the others.
         usual, most = alike.most_common(1)[0]
@@ -149,6 +182,17 @@ def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
                 after = min(n for n in layers if n > number)
                 return f"{container}{number + 1}.{min(usual)}", next(iter(layers[after].values()))
     return None
+
+
+def _layers_of(files: Mapping[str, str]) -> dict[str, dict[int, dict[str, str]]]:
+    """Return what is before a layer's number -> number -> name in the layer -> file, of tensors in files."""
+    containers: dict[str, dict[int, dict[str, str]]] = {}
+    for name, file in files.items():
+        match = _NUMBERED.match(name)
+        if match:
+            layers = containers.setdefault(match[1], {})
+            layers.setdefault(int(match[2]), {})[match[3]] = file
+    return containers
 
 
 def _of_series(

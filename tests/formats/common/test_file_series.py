@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,41 @@ def test_one_file_that_is_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         for source in (folder, folder / name):
             assert not [f for f in findings(source) if f.severity != "info"], source
     assert set(swept(tmp_path / "runs", capsys).values()) == {"made"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "lost", "warns"),
+    [
+        (range(N), "", False),
+        (range(1, N), "", True),
+        ((0, 2, 3), "", True),
+        (range(N), "3.mlp.down_proj", True),
+        (range(N), "0.self_attn.q_proj", True),
+        (range(N), "2.self_attn.q_proj", False),
+        ((3,), "", True),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_file_that_lacks_layers(
+    layers: Sequence[int], lost: str, warns: bool, suffix: str, tmp_path: Path
+) -> None:
+    """No name says that it is a part: the numbers of its layers do. A model of any shape is not refused."""
+    kept = ("model.embed", "model.norm", "lm_head", *(f"model.layers.{n}." for n in layers))
+    tensors = {n: t for n, t in model().items() if n.startswith(kept) and not (lost and lost in n)}
+    write(tmp_path / f"weights_000.{suffix}", tensors)
+    for source in (tmp_path, tmp_path / f"weights_000.{suffix}"):
+        assert [f.code for f in findings(source) if f.severity != "info"] == ["unproven-whole"] * warns
+
+
+def test_layers_that_are_no_blocks(tmp_path: Path) -> None:
+    """Modules without weights have numbers, too, and an adapter has the layers that it adapts."""
+    write(
+        tmp_path / "a.pt", {f"layers.{n}.{k}": torch.ones(2) for n in (0, 2, 4) for k in ("weight", "bias")}
+    )
+    pairs = [f"layers.{n}.{k}_proj.lora_{half}.weight" for n in (8, 9) for k in "qkvo" for half in "AB"]
+    write(tmp_path / "b.pt", {name: torch.ones(2, 2) for name in pairs})
+    for name in ("a.pt", "b.pt"):
+        assert not [f for f in findings(tmp_path / name) if f.severity != "info"]
 
 
 PARTS_ALONE = (
