@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
@@ -369,6 +369,47 @@ def sizes_without_base(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[st
     """Return the `_adapted_sizes` of modules whose base weights are not in the model."""
     base = _base_sizes(adapter, shapes)
     return {m: size for m, size in _adapted_sizes(adapter, shapes).items() if m not in base}
+
+
+class AdapterFit(NamedTuple):
+    """How a LoRA adapter fits what it adapts.
+
+    Attributes:
+        problems: What contradicts each other.
+        unknown: Modules whose size nothing states.
+    """
+
+    problems: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+
+
+def adapter_fit(
+    shapes: Mapping[str, Shape], form: Mapping[str, Any], known_sizes: Mapping[str, Shape]
+) -> AdapterFit:
+    """Compare the pairs of a LoRA adapter with its config, the base weights beside it, and known sizes.
+
+    Args:
+        shapes: Name in the model -> shape.
+        form: adapter_config.json; {} where it is not there.
+        known_sizes: End of a module's name -> shape of its weight.
+    """
+    if any(form.get(key) for key in _OTHER_LAYOUTS) or form.get("peft_type", "LORA") != "LORA":
+        return AdapterFit()
+    try:
+        adapter = find_adapter(tuple(shapes), form)
+        ranks = _ranks(adapter, shapes) if adapter is not None and not adapter.is_other_kind else {}
+    except (NameMismatch, UsageError):
+        return AdapterFit()  # several adapters, or halves, which are no question of size
+    if adapter is None or not ranks:
+        return AdapterFit()
+    sizes, base = _adapted_sizes(adapter, shapes), _base_sizes(adapter, shapes)
+    by_name = {m: size for m in sizes for end, size in known_sizes.items() if f".{m}".endswith(f".{end}")}
+    problems = [
+        *(_odd_ranks(ranks, form) if type(form.get("r")) is int else ()),
+        *_unlike_base(sizes, by_name | base),
+        *_unlike_beside(sizes),
+    ]
+    return AdapterFit(problems, [m for m in sizes if m not in base and m not in by_name])
 
 
 def _adapted_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -23,6 +23,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_names import PartName, absent_parts, series
+from ckptcore.naming.peft import adapter_fit
 from ckptcore.utils.foreign_text import InvalidText
 
 Shape = tuple[int, ...]
@@ -70,7 +71,7 @@ def part_findings(
             for part in parts:
                 findings += _of_one(source, part, shapes, count, blobs)
     if not findings:
-        findings += _half_pairs(source, shapes)
+        findings += _half_pairs(source, shapes) or _unlike_adapted(source, paths, shapes)
     if not findings:
         findings += (
             unless_torn(source, files or {}, shapes) if len(paths) > 1 else _unless_all_layers(paths, shapes)
@@ -136,6 +137,29 @@ def _half_pairs(source: Source, shapes: Mapping[str, Shape]) -> list[Finding]:
         code = "missing-part" if source.recover else "unproven-parts"
         findings.append(finding(code, "coverage", message, fqn=name, hint=_FIND))
     return findings[:_MAX_LISTED]
+
+
+def _unlike_adapted(source: Source, paths: Collection[str], shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the finding that LoRA pairs do not fit what they adapt, or that nothing says what that is.
+
+    One rank's rows of a ``lora_B`` are a pair, too. What tells: adapter_config.json, the base weights, and
+    the sizes in a config.json, each where it is there.
+    """
+    if not any(_LORA.search(name) for name in shapes):
+        return []
+    expected = _expected(json_beside(source, "config.json"))
+    inside = expected.inside.items() if expected is not None else ()
+    sizes = {name.removesuffix(".weight"): size for name, size in inside}
+    fit = adapter_fit(shapes, json_beside(source, "adapter_config.json"), sizes)
+    path = min(paths)
+    if fit.problems:
+        suffix = f" and {len(fit.problems) - 1} more" if fit.problems[1:] else ""
+        code = "missing-part" if source.recover else "unproven-parts"
+        return [finding(code, "coverage", f"{fit.problems[0]}{suffix}", file=path, hint=_FIND)]
+    if not fit.unknown:
+        return []
+    message = f"nothing states the rows of {fit.unknown[0]}: a rank's rows of its lora_B would look like all"
+    return [finding("unproven-whole", "coverage", message, file=path)]
 
 
 def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:
@@ -368,8 +392,12 @@ def _expected(config: Mapping[str, Any]) -> _Expected | None:
         "norm.weight": (width,),
         **({} if config.get("tie_word_embeddings") else {"lm_head.weight": (vocabulary, width)}),
     }
+    groups = config.get("num_key_value_heads") or heads
+    narrow = int(groups) * head if type(groups) is int and type(head) is int else 0
     inside = {
         "self_attn.q_proj.weight": (rows, width),
+        "self_attn.k_proj.weight": (narrow, width),
+        "self_attn.v_proj.weight": (narrow, width),
         "self_attn.o_proj.weight": (width, rows),
         "mlp.down_proj.weight": (width, inner),
         "mlp.up_proj.weight": (inner, width),
@@ -400,6 +428,9 @@ def is_complete_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
     if any(layer != inside[0] for layer in inside.values()):
         return False
     if any(inside[0].get(name) != shape for name, shape in expected.inside.items()):
+        return False
+    up = expected.inside["mlp.up_proj.weight"]  # a gate, which not every model has, is multiplied with it
+    if inside[0].get("mlp.gate_proj.weight", up) != up:
         return False
     ends = expected.outside.items()
     return all(any(n.endswith(end) and s == shape for n, s in outside.items()) for end, shape in ends)

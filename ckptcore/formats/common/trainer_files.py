@@ -17,6 +17,7 @@ _STATE = re.compile(
     r"^(?:(?:optimizer|scheduler)(?:_\d+)?\.(?:bin|pt)|(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scaler\.pt"
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin|recipe_state\.pt)$"
 )
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _OPTIMIZER = re.compile(r"^optimizer(?:_\d+)?\.(?:bin|pt)$")
 _ADAPTERS = ("adapter_model.pt", "adapter_model.bin")
 _NUMBERED = re.compile(

@@ -19,6 +19,7 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsafeContent, finding
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.part_names import absent_parts, series
 from ckptcore.store import inner_path
 from ckptcore.utils.foreign_text import InvalidText, parsing
 
@@ -156,6 +157,19 @@ def unlike_index(names: set[str], listed: set[str], path: str, index: str) -> li
         )
         for name in sorted(names - listed)
     ]
+
+
+def unlisted_parts(index: WeightIndex, path: str) -> list[Finding]:
+    """Return the finding that an index lists fewer files than their names count."""
+    for parts in series(set(index.files.values())).values():
+        if all(part.is_run for part in parts):
+            missing, total = absent_parts(parts, 1)
+            if total:
+                message = (
+                    f"{path} lists {len(parts)} of {parts[0].count} files: {missing[0]} is not one of them"
+                )
+                return [finding("unproven-whole", "files", message, file=missing[0])]
+    return []
 
 
 def unlike_total(builder: Builder, index: WeightIndex, path: str) -> list[Finding]:

@@ -23,7 +23,12 @@ from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.trainer_files import require_one_model, unread_optimizers, without_links
+from ckptcore.formats.common.trainer_files import (
+    TORCH_SUFFIXES,
+    require_one_model,
+    unread_optimizers,
+    without_links,
+)
 from ckptcore.formats.common.weight_index import (
     INDEX,
     WeightIndex,
@@ -33,6 +38,7 @@ from ckptcore.formats.common.weight_index import (
     take_index,
     unlike_index,
     unlike_total,
+    unlisted_parts,
 )
 from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import short_repr
@@ -146,11 +152,12 @@ def read_folder(source: Source, format: str) -> Manifest:
         builder.findings += part_findings(source, files, shapes, files=file_of)
     elif listed is not None:
         take_index(source, listed, index, builder.tensors)
-        builder.findings += unlike_total(builder, index, listed)
-    if any(".bin" in path for path in source.listing):
-        from ckptcore.formats.common.torch_form import fuller_torch_form
+        builder.findings += [*unlike_total(builder, index, listed), *unlisted_parts(index, listed)]
+    if source.name is None and any(path.endswith(TORCH_SUFFIXES) for path in source.listing):
+        from ckptcore.formats.common.torch_form import fuller_torch_form, other_torch_files
 
         builder.findings += fuller_torch_form(source, files, shapes)
+        builder.findings += other_torch_files(source)
     builder.findings += unread_optimizers(source, files)
     return builder.build(format, source.store.url, origin)
 

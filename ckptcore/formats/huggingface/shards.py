@@ -29,6 +29,7 @@ from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join, joined_paths
+from ckptcore.formats.common.part_proof import is_complete_model, json_beside
 from ckptcore.formats.common.weight_index import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.formats.huggingface.consolidated_files import ConsolidatedTensor, consolidated_tensors, differs
@@ -198,7 +199,9 @@ def _incomplete(
             file=file.path,
             hint=_AWAY if consolidated else _ALONE,
         )
-    names = () if proven else unproven(shards, known_shapes([folder, source], shards))
+    shapes = {fqn: extent(parts) for fqn, parts in shards.parts.items()}
+    full = any(is_complete_model(json_beside(beside, "config.json"), shapes) for beside in (folder, source))
+    names = () if proven or full else unproven(shards, known_shapes([folder, source], shards))
     if names:
         suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield finding(

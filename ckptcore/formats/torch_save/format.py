@@ -55,6 +55,7 @@ from ckptcore.formats.common.weight_index import (
     take_index,
     unlike_index,
     unlike_total,
+    unlisted_parts,
 )
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
@@ -207,7 +208,7 @@ def read(source: Source) -> Manifest:
         builder.findings += part_findings(source, names, shapes, stated, origin, builder.blobs)
     else:
         take_index(source, path, index, builder.tensors)
-        builder.findings += unlike_total(builder, index, path)
+        builder.findings += [*unlike_total(builder, index, path), *unlisted_parts(index, path)]
     builder.findings += unread_optimizers(source, names)
     builder.findings += unread_adapters(source, names)
     # A flat dict has none: names are its keys.

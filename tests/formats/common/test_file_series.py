@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from part_series import CONFIG, DAMAGES, SERIES, N, model, numbered, write
+from part_series import CONFIG, DAMAGES, SERIES, WIDTH, N, model, numbered, write
 from safetensors.torch import load_file
 
 import ckptcore
@@ -243,6 +243,65 @@ def test_half_of_an_adapter_is_a_part(cut: str, tmp_path: Path) -> None:
     pair[second] = torch.ones(8, 2)
     write(tmp_path / "adapter_model.safetensors", {first: pair[first]} if cut == "half" else pair)
     assert [f.code for f in findings(tmp_path) if f.severity == "error"] == ["unproven-parts"]
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+RANKED: dict[str, object] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "form", "config", "code"),
+    [
+        (WIDTH, RANKED, CONFIG, None),
+        (WIDTH, RANKED, None, "unproven-whole"),
+        (WIDTH // 2, RANKED, CONFIG, "unproven-parts"),
+        (WIDTH // 2, RANKED, None, "unproven-whole"),
+        (WIDTH, {**RANKED, "r": 8}, CONFIG, "unproven-parts"),
+        (WIDTH, {**RANKED, "r": 8, "rank_pattern": {"q_proj": 4}}, CONFIG, None),
+    ],
+)
+def test_rows_of_an_adapter(
+    rows: int, form: dict[str, object], config: dict[str, object] | None, code: str | None, tmp_path: Path
+) -> None:
+    """One rank's rows of lora_B are a pair, too: adapter_config.json or the base's config decides."""
+    pair = {f"{Q}.lora_A.weight": torch.ones(4, WIDTH), f"{Q}.lora_B.weight": torch.ones(rows, 4)}
+    write(tmp_path / "adapter_model.safetensors", pair)
+    for path, content in (("adapter_config.json", form), ("config.json", config)):
+        if content is not None:
+            (tmp_path / path).write_text(json.dumps(content))
+    assert [f.code for f in findings(tmp_path) if f.severity != "info"] == [code] * (code is not None)
+    assert (run(["validate", str(tmp_path)]) == 0) is (code != "unproven-parts")
+
+
+def test_an_adapter_beside_its_base(tmp_path: Path) -> None:
+    """A live model has names of its adapters."""
+    pair = {
+        f"{Q}.lora_A.default.weight": torch.ones(4, WIDTH),
+        f"{Q}.base_layer.weight": torch.ones(WIDTH, WIDTH),
+    }
+    for rows, codes in ((WIDTH, []), (WIDTH // 2, ["unproven-parts"])):
+        write(tmp_path / "model.safetensors", {**pair, f"{Q}.lora_B.default.weight": torch.ones(rows, 4)})
+        assert [f.code for f in findings(tmp_path) if f.severity != "info"] == codes
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_index_of_fewer_files_than_their_names_count(suffix: str, tmp_path: Path) -> None:
+    name = f"model-00001-of-00003.{suffix}"
+    write(tmp_path / name, model())
+    rows = {"weight_map": dict.fromkeys(model(), name)}
+    (tmp_path / f"model.{suffix}.index.json").write_text(json.dumps(rows))
+    assert [f.code for f in findings(tmp_path) if f.severity != "info"] == ["unproven-whole"]
+
+
+def test_torch_files_beside_safetensors(tmp_path: Path) -> None:
+    """A projector or a value head is named; what a trainer keeps, and the model's torch form, are not."""
+    write(tmp_path / "model.safetensors", model())
+    for path in ("optimizer.pt", "rng_state.pth", "training_args.bin", "pytorch_model.bin"):
+        write(tmp_path / path, model())
+    assert {f.code for f in findings(tmp_path) if f.severity != "info"} <= {"unread-state"}
+    write(tmp_path / "mm_projector.bin", {"w": torch.ones(2)})
+    stray = [f.file for f in findings(tmp_path) if f.code == "stray-file"]
+    assert stray == ["mm_projector.bin"]
 
 
 def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
