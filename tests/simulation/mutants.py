@@ -24,7 +24,8 @@ class Mutant:
         where: ``module:function`` or ``module:Class.method``, without ``ckptcore.``.
         old: A piece of the function.
         new: What is there instead.
-        seed: Of a program that finds it, below 2000; None if none of those that were run did.
+        seed: Of a program that finds it, below 2000 or of fresh ones that once failed; None if none of those that
+            were run did.
         disk: Where that program runs.
         also: (where, old, new) of other guards that are left out with it, so that it shows.
     """
@@ -299,6 +300,7 @@ MUTANTS = {
         "an overwrite counts on a copy that a stopped process goes on to replace",
         *COPY_LOCK,
         also=(LOCK_WHEN_READ,),
+        seed=730441,
     ),
     "copy-not-looked-at-again": Mutant(
         "an overwrite counts on a copy as it was when the overwrite was planned", *LOOKED
