@@ -238,7 +238,7 @@ def fingerprint(
 
 
 def fingerprint_state(
-    state_dict: Mapping[str, Any] | torch.nn.Module, mesh: DeviceMesh | None = None
+    state_dict: Mapping[str, Any] | torch.nn.Module, mesh: DeviceMesh | None = None, *, alone: bool = False
 ) -> Fingerprints:
     """Fingerprint the tensors of a running job, as `fingerprint` does those of the checkpoint it would save.
 
@@ -251,6 +251,8 @@ def fingerprint_state(
         state_dict: What `load_into` takes, for example the state dict that is saved. Only tensors count.
         mesh: The ranks that hold it together; None: all ranks of the default process group, or this process
             alone where there is none. With a mesh of several axes, fewer sums are exchanged.
+        alone: Nothing is exchanged: this process holds all of it, though it may be one of several, such as
+            rank 0 of a replicated model. The state has no sharded tensors.
 
     Returns:
         The fingerprint, and one for each tensor, on every rank. ``differing`` names what differs from another
@@ -264,7 +266,7 @@ def fingerprint_state(
     """
     from ckptcore.loading.live_fingerprint import fingerprint_state as run
 
-    return run(state_dict, mesh)
+    return run(state_dict, mesh, alone=alone)
 
 
 def verify_export(

@@ -487,6 +487,16 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "a file's digest differs from the one in the checkpoint or the catalog",
         "copy the file again from where it was written",
     ),
+    "live-mismatch": (
+        "error",
+        "the checkpoint is not what the job had in memory when it was saved",
+        "`differing` of the job's fingerprints names the tensors; save the step again, or use another one",
+    ),
+    "live-not-compared": (
+        "info",
+        "the job sent a fingerprint of its memory, and the checkpoint was not compared with it",
+        "`ckptcore fingerprint SRC` reads it and compares",
+    ),
     "replica-mismatch": (
         "error",
         "two replicas of the same elements differ",

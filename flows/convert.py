@@ -3,7 +3,8 @@
 1. read the manifest: the stored tensors, without their bytes;
 2. check that it is complete;
 3. plan which bytes go where, and save the plan beside the destination;
-4. write the files in batches, a few at a time, within the memory budget;
+4. write the files in batches, a few at a time, within the memory budget, and compare the tensors with what
+   the job had in memory, if it sent a fingerprint;
 5. publish the verified files in one step; the file that makes a folder loadable comes last;
 6. verify an export against its source, element by element, and against its config;
 7. record source, output, verdict and run in the catalog, even for failed runs.
@@ -21,7 +22,8 @@ from typing import Any
 from prefect import State, flow, runtime
 
 from ckptcore.checking.export_proof import require_match
-from ckptcore.conversion.pipeline import digests_of_source
+from ckptcore.conversion.live_source import LiveSource
+from ckptcore.conversion.pipeline import compare_live, digests_of_source
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, fail, start
 from ckptcore.conversion.source_digests import require_as_recorded
@@ -143,11 +145,13 @@ def _one(
     timings: dict[str, float],
 ) -> Result:
     """Plan, write, publish and record one output of a checked source."""
-    prepared = plan(request, job.settings, closed(manifest), job.catalog)
+    live = LiveSource.of(registration, job.announcement)
+    settings = live.settings(job.settings)
+    prepared = plan(request, settings, closed(manifest), job.catalog)
     timings = timings | prepared.timings
     began = time.perf_counter()
     observe = manifest.sums is not None
-    tasks = write_all(prepared, job.settings, job.batch_bytes, job.engine, observe=observe)
+    tasks = write_all(prepared, settings, job.batch_bytes, job.engine, observe=observe)
     digests = digests_of_source(manifest, tasks)
     timings |= {"write": time.perf_counter() - began}
     conversion_id, recorded = (
@@ -155,8 +159,11 @@ def _one(
     )
     # Before publishing: an output of files that rotted since they were recorded must not appear.
     require_as_recorded(manifest, digests, recorded)
-    result = publish(prepared.plan_uri, job.settings, job.catalog, closed(prepared.warnings), conversion_id)
-    result = replace(result, timings=result.timings | timings, source_digests=digests)
+    compared = compare_live(prepared.plan_uri, manifest, live, digests, request.model_prefix)
+    warnings = (*prepared.warnings, *compared.findings)
+    result = publish(prepared.plan_uri, settings, job.catalog, closed(warnings), conversion_id)
+    timings = result.timings | timings
+    result = replace(result, timings=timings, source_digests=digests, live=compared.verdict)
     if request.verb == "export" and job.verify_export:
         began = time.perf_counter()
         with span("verify_export", destination=request.destination):

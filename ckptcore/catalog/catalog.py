@@ -36,7 +36,7 @@ from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.models import Conversion
 from ckptcore.catalog.normalize import clean, clean_json
 from ckptcore.catalog.retirements import RetirementRecord
-from ckptcore.catalog.training import USER, TrainingFacts
+from ckptcore.catalog.training import USER, Training, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
     CheckpointDetail,
@@ -329,6 +329,11 @@ class Catalog:
         """
         with self.writing() as conn:
             training_rows.put(conn, clock(conn), query.resolve_checkpoint(conn, ref), facts, origin)
+
+    def training(self, ref: str) -> Training | None:
+        """Return the recorded facts about the training of a checkpoint (id, prefix or URI), or None."""
+        with self.reading() as conn:
+            return training_rows.read(conn, query.resolve_checkpoint(conn, ref))
 
     def best(
         self,

@@ -100,6 +100,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     )
     for origin, training in facts.training:
         training_rows.put(conn, now, checkpoint, training, origin)
+    if facts.live is not None:
+        training_rows.put_live(conn, now, checkpoint, facts.live)
     return checkpoint, public
 
 

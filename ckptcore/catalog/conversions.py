@@ -203,6 +203,8 @@ def succeed(
     note_findings(conn, now, of_source, checkpoint=source_id, conversion=row.id, level=source.verified)
     note_findings(conn, now, of_output, checkpoint=derived_id, conversion=row.id, level=derived.verified)
     _inherit(conn, now, source_id, derived_id)
+    if source.live is not None:  # compared in this conversion: its output was written from these tensors
+        training_rows.put_live(conn, now, derived_id, source.live)
     if facts.inputs:
         _record_average(conn, now, row.id, source_id, facts.inputs)
     conn.execute(

@@ -448,7 +448,8 @@ class TrainingFactsRow(Base):
     """What is known about the training that wrote a checkpoint; see `training.py`.
 
     config, extra and sources are JSON; sources names the origin of each column: user, announced, stored or
-    inherited.
+    inherited. live_verdict is of the comparison with the fingerprint live_compared, see
+    `training.LiveVerdict`.
     """
 
     __tablename__ = "training_facts"
@@ -466,6 +467,10 @@ class TrainingFactsRow(Base):
     extra: Mapped[str]
     sources: Mapped[str]
     updated_at: Mapped[datetime]
+    live_fingerprint: Mapped[str | None] = mapped_column(index=True)
+    live_model_fingerprint: Mapped[str | None] = mapped_column(index=True)
+    live_verdict: Mapped[str | None]
+    live_compared: Mapped[str | None]
 
 
 class Metric(Base):

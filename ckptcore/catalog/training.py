@@ -35,8 +35,10 @@ MAX_DEPTH = 12
 _MOST = (1 << 63) - 1  # the largest number of a column
 
 TEXTS = ("git_commit", "user", "dataset", "job_url", "framework")
+# Fingerprints of what the job had in memory, as `ckptcore.fingerprint_state` computes them.
+LIVE = ("live_fingerprint", "live_model_fingerprint")
 COUNTS = ("samples", "tokens")
-OF_A_STEP = ("epoch", *COUNTS)  # beside the metrics: facts with another value at each step of a run
+OF_A_STEP = ("epoch", *COUNTS, *LIVE)  # beside the metrics: facts with another value at each step of a run
 # Words in names of metrics, and other names of the step, that people write without ``metrics.``.
 _METRIC_WORD = re.compile(
     r"(?i)(?:^|[_./-])(?:loss|nll|bpb|ppl|perplexity|acc|accuracy|f1|auc|bleu|rouge\w*|wer|reward|score|mmlu|"
@@ -67,6 +69,7 @@ _SPECIAL_TOKEN = re.compile(
     r"(?i)^(?:bos|eos|pad|unk|cls|sep|mask|image|video|audio|start|end|think|tool|fim|eot|eod)_.*token$"
     r"|^(?:bos|eos|pad|unk|cls|sep|mask)_token$"
 )
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}")  # of a sender's template, with nothing to fill in
 
 
@@ -103,6 +106,9 @@ class TrainingFacts:
         epoch: epochs so far.
         samples: training samples so far.
         tokens: training tokens so far.
+        live_fingerprint: of everything that the job saved, under the names of
+            `torch.distributed.checkpoint`, 64 hex digits.
+        live_model_fingerprint: of the model alone, under the names of its module.
         metrics: values by name.
         config: the trainer's config, or its hyperparameters.
         extra: other facts.
@@ -116,6 +122,8 @@ class TrainingFacts:
     epoch: float | None = None
     samples: int | None = None
     tokens: int | None = None
+    live_fingerprint: str | None = None
+    live_model_fingerprint: str | None = None
     metrics: Mapping[str, Measured] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -134,6 +142,31 @@ class TrainingFacts:
         return {name: value for name, value in form.items() if value is not None and value != {}}
 
 
+EQUAL, DIFFERENT = "equal", "different"
+_LIVE_TEXT = {
+    EQUAL: "equals what the job had in memory",
+    DIFFERENT: "differs from what the job had in memory",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LiveVerdict:
+    """Whether a checkpoint has what its job had in memory.
+
+    Attributes:
+        verdict: `EQUAL` or `DIFFERENT`.
+        compared: the job's fingerprint that it was compared with.
+    """
+
+    verdict: str
+    compared: str
+
+    @property
+    def text(self) -> str:
+        """The verdict in words."""
+        return _LIVE_TEXT[self.verdict]
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """The recorded facts of a checkpoint.
@@ -143,13 +176,21 @@ class Training:
         sources: the origin of each fact, and of each metric as ``metrics.NAME``: user, announced, stored or
             inherited.
         updated_at: when one of them last changed.
+        live_verdict: `EQUAL` or `DIFFERENT`, if the checkpoint was compared with the job's fingerprint; None
+            if it was not, or the recorded fingerprint is another one since.
         trouble: what is odd in the row, where an odd value is unknown here.
     """
 
     facts: TrainingFacts
     sources: dict[str, str]
     updated_at: datetime | None
+    live_verdict: str | None = None
     trouble: str = ""
+
+    @property
+    def live_text(self) -> str:
+        """The verdict in words, also of an odd row."""
+        return _LIVE_TEXT.get(self.live_verdict or "", "not compared with what the job had in memory")
 
 
 def read_facts(form: Any) -> tuple[TrainingFacts, tuple[str, ...]]:
@@ -181,6 +222,8 @@ def read_facts(form: Any) -> tuple[TrainingFacts, tuple[str, ...]]:
             _put(recognised, name, _text(name, value, left_out))
         elif name in COUNTS:
             _put(recognised, name, _count(name, value, left_out))
+        elif name in LIVE:
+            _put(recognised, name, _fingerprint(name, value, left_out))
         elif name == "epoch":
             _put(recognised, name, _finite(name, value, left_out))
         elif name not in ("metrics", "config"):
@@ -218,7 +261,7 @@ def facts_of_pairs(texts: Iterable[str], option: str = "--meta") -> TrainingFact
         if dot and group in ("metrics", "config"):
             form.setdefault(group, {})[name] = value if group == "metrics" else _parsed(value)
         else:
-            form[key] = value if SYNONYMS.get(key, key) in TEXTS else _parsed(value)
+            form[key] = value if SYNONYMS.get(key, key) in (*TEXTS, *LIVE) else _parsed(value)
     facts, left_out = read_facts(form)
     if left_out:
         raise UsageError(f"cannot use {option}: {'; '.join(left_out)}", hint="correct or remove it")
@@ -383,6 +426,15 @@ def _text(name: str, value: Any, left_out: list[str]) -> str | None:
         left_out.append(f"{name} is longer than {MAX_TEXT} characters")
         return None
     return clean(text)
+
+
+def _fingerprint(name: str, value: Any, left_out: list[str]) -> str | None:
+    if value is None or value == "" or (isinstance(value, str) and _PLACEHOLDER.fullmatch(value)):
+        return None
+    if isinstance(value, str) and _FINGERPRINT.fullmatch(value):
+        return value
+    left_out.append(f"{name} must be 64 hex digits (got {quoted(value)})")
+    return None
 
 
 def _count(name: str, value: Any, left_out: list[str]) -> int | None:

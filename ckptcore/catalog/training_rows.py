@@ -14,14 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, func, insert, or_, select, update
 
-from ckptcore.catalog.models import Checkpoint, ConversionIO, Metric, TrainingFactsRow, TrainingRun
+from ckptcore.catalog.models import (
+    Checkpoint,
+    ConversionIO,
+    FindingRecord,
+    Metric,
+    TrainingFactsRow,
+    TrainingRun,
+)
 from ckptcore.catalog.normalize import clean_json, storable
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
 from ckptcore.catalog.row_values import checked, parsed, sound
 from ckptcore.catalog.training import (
+    EQUAL,
     INHERITED,
     MAX_METRICS,
     PRECEDENCE,
+    LiveVerdict,
     Measured,
     Training,
     TrainingFacts,
@@ -81,6 +90,19 @@ def inherit(conn: Connection, now: datetime, source: int, derived: int) -> None:
         _put_one(conn, now, derived, source_facts.facts, INHERITED)
 
 
+def put_live(conn: Connection, now: datetime, checkpoint: int, live: LiveVerdict) -> None:
+    """Record whether a checkpoint (row id) has what its job had in memory; it has facts already.
+
+    A difference that was found earlier, before the files were restored, is resolved by equality alone.
+    """
+    values = {"live_verdict": live.verdict, "live_compared": live.compared}
+    conn.execute(update(TrainingFactsRow).where(TrainingFactsRow.checkpoint_id == checkpoint).values(values))
+    if live.verdict == EQUAL:
+        open_ones = (FindingRecord.checkpoint_id == checkpoint, FindingRecord.resolved_at.is_(None))
+        mismatch = FindingRecord.code == "live-mismatch"
+        conn.execute(update(FindingRecord).where(*open_ones, mismatch).values(resolved_at=now))
+
+
 def read(conn: Connection, checkpoint: int) -> Training | None:
     """Return the facts of a checkpoint (row id), or None if there are none."""
     row = conn.execute(select(TrainingFactsRow).where(TrainingFactsRow.checkpoint_id == checkpoint)).first()
@@ -95,14 +117,22 @@ def read(conn: Connection, checkpoint: int) -> Training | None:
     stored = {
         "sources": {} if row is None else parsed(row.sources),
         "updated_at": max((time for time in times if isinstance(time, datetime)), default=None),
+        "live_verdict": None if row is None else _live_verdict(row),
     }
     right, odd_sources = checked(Training, stored)
     return Training(
         TrainingFacts(**facts, metrics={m.name: _measured(m) for m in metric_rows}),
         right["sources"] | {f"metrics.{m.name}": str(m.source) for m in metric_rows},
         right["updated_at"],
+        right["live_verdict"],
         "; ".join(filter(None, (odd, odd_sources))),
     )
+
+
+def _live_verdict(row: Any) -> Any:
+    """Return the verdict of a row, if it is about a fingerprint that is still the recorded one."""
+    current = (row.live_fingerprint, row.live_model_fingerprint)
+    return row.live_verdict if row.live_compared in current else None
 
 
 def metrics_of(conn: Connection, checkpoints: Sequence[int]) -> dict[int, dict[str, Measured]]:

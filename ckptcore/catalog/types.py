@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from ckptcore.catalog.training import Training, TrainingFacts
+from ckptcore.catalog.training import LiveVerdict, Training, TrainingFacts
 from ckptcore.errors import LEVELS, Finding
 
 
@@ -88,6 +88,7 @@ class CheckpointFacts:
         extra: as `files`, for every other file that was published or found.
         training: (origin, facts) of the training that wrote it, each as `ckptcore.catalog.training`.
         stamp: digest over the identity of its files, right after they were published; None if unknown.
+        live: whether it has what its job had in memory, if that was compared.
     """
 
     uri: str
@@ -105,6 +106,7 @@ class CheckpointFacts:
     extra: Sequence[tuple[str, int, str | None]] = ()
     training: Sequence[tuple[str, TrainingFacts]] = ()
     stamp: str | None = None
+    live: LiveVerdict | None = None
 
     def __post_init__(self) -> None:
         if self.verified is not None and self.verified not in LEVELS:

@@ -81,6 +81,16 @@ JOIN conversion_io o     ON o.conversion_id = v.id AND o.direction = 'out'
 JOIN checkpoint c        ON c.id = o.checkpoint_id
 LEFT JOIN training_run r ON r.id = c.run_id
 WHERE v.export_verdict IS NOT NULL""",
+    # A verdict is about the fingerprint that was compared; another one that arrived since is not compared.
+    "live_fingerprints": """
+SELECT r.name AS run, c.step, c.kind, c.state, c.uuid AS checkpoint, c.uri,
+       f.live_fingerprint, f.live_model_fingerprint,
+       CASE WHEN f.live_compared IN (f.live_fingerprint, f.live_model_fingerprint) THEN f.live_verdict
+            ELSE 'not compared' END AS live_verdict
+FROM training_facts f
+JOIN checkpoint c        ON c.id = f.checkpoint_id
+LEFT JOIN training_run r ON r.id = c.run_id
+WHERE coalesce(f.live_fingerprint, f.live_model_fingerprint) IS NOT NULL""",
     "lineage_steps": """
 SELECT s.uuid AS source, s.uri AS source_uri, v.uuid AS conversion, v.verb, v.ended_at,
        d.uuid AS derived, d.uri AS derived_uri, s.id AS source_id, d.id AS derived_id

@@ -21,7 +21,7 @@ from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.queues import InboxEvent, Message
 from ckptcore.catalog.row_values import row_findings
 from ckptcore.catalog.sql_query import Answer
-from ckptcore.catalog.training import COUNTS, TEXTS, Training
+from ckptcore.catalog.training import COUNTS, LIVE, TEXTS, Training
 from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
     CheckpointDetail,
@@ -309,11 +309,14 @@ def _training(training: Training | None) -> dict[str, str]:
         return {}
     facts = training.facts
     fact_by_name = {name: getattr(facts, name) for name in (*TEXTS, "epoch", *COUNTS)}
+    live = {name: value for name in LIVE if (value := getattr(facts, name)) is not None}
     metrics = ", ".join(
         f"{name}={m.text}" + (f" (step {m.step})" if m.step is not None else "")
         for name, m in list(facts.metrics.items())[:_METRICS]
     )
     return {
+        **({"job": training.live_text} if live else {}),
+        **{name.replace("_", " "): value for name, value in live.items()},
         "training": ", ".join(f"{k}={v}" for k, v in fact_by_name.items() if v is not None) or "-",
         "metrics": metrics
         + (f" and {len(facts.metrics) - _METRICS} more" if len(facts.metrics) > _METRICS else ""),

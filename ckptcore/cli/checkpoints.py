@@ -67,6 +67,7 @@ def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
 
     options, as_json = Options.of(arguments), arguments["output"] is Output.JSON
     url = source_url(named_places(src, arguments), recover=options.allow_incomplete)
+    live = None
     try:
         with show.progress() as progress:
             manifest, report = examine(
@@ -85,6 +86,11 @@ def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
                 )
 
                 report = against_catalog(manifest, report, url, options.catalog)
+            if not options.no_catalog and level == "values" and not is_average(url):
+                from ckptcore.operations.live_check import against_live
+
+                settings = options.settings()
+                report, live = against_live(manifest, report, url, options.catalog, settings, progress)
     except CkptError as error:
         if error.exit_code != 1:
             raise
@@ -95,7 +101,7 @@ def validate(src: Srcs, level: Level = "coverage", **arguments: Any) -> None:
     if not options.no_catalog and not is_average(url):  # an average is at no place
         from ckptcore.operations.registered_files import record_report
 
-        if not record_report(manifest, url, report, options.catalog):
+        if not record_report(manifest, url, report, options.catalog, live):
             terminal.line(
                 "not recorded: the files differ from the checkpoint that the catalog has here, with digests. "
                 "try --level bytes to compare them, or `ckptcore catalog rebuild --digests` to record them",
@@ -139,7 +145,8 @@ def diff(a: One, b: Other, **arguments: Any) -> None:
 def fingerprint(src: Srcs, **arguments: Any) -> None:
     """Compute one digest of all tensor values.
 
-    It is equal for every copy, whatever its format, topology and files.
+    It is equal for every copy, whatever its format, topology and files. Exit code 1 if it is not what the
+    job had in memory, where the job announced that.
     """
     from ckptcore.api import fingerprint as take
     from ckptcore.checking.examine import inspect as read
@@ -158,11 +165,19 @@ def fingerprint(src: Srcs, **arguments: Any) -> None:
             settings=options.settings(),
             progress=progress,
         )
-    show.fingerprint(taken, url, as_json=arguments["output"] is Output.JSON)
-    if not options.no_catalog and not is_average(url):
+    recorded, live = not options.no_catalog and not is_average(url), None
+    if recorded:
+        from ckptcore.operations.live_check import compare_fingerprints, recorded_job
+
+        job, names = recorded_job(url, options.catalog), dict(taken.renamed)
+        live = compare_fingerprints(manifest, job, taken.tensors, names, prefix=options.model_prefix)
+    show.fingerprint(taken, url, live, as_json=arguments["output"] is Output.JSON)
+    if recorded:
         from ckptcore.conversion.registration import record_fingerprint
 
-        record_fingerprint(manifest, url, taken.tensors, dict(taken.renamed), options.catalog)
+        record_fingerprint(manifest, url, taken.tensors, names, options.catalog, live)
+    if live is not None and live.different:
+        raise typer.Exit(1)
 
 
 # Options of the export, for exports that the catalog does not know.

@@ -38,6 +38,7 @@ EXAMPLES = {
     "verify-export": "exports/step-1000 --against runs/llama/step-1000",
     "plan": "runs/llama/step-1000 exports/step-1000 --verb export --save plan",
     "apply": "plan",
+    "serve": "runs/llama/step-1000 --dtype bf16",
     "formats": "--output json",
     "find": "exports/step-1000/model.safetensors",
     "sweep": "llama",

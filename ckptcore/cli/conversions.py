@@ -1,4 +1,4 @@
-"""Run `ckptcore consolidate`, `export`, `reshard`, `plan` and `apply`, which convert a checkpoint.
+"""Run `ckptcore consolidate`, `export`, `reshard`, `plan`, `apply` and `serve`, which convert a checkpoint.
 
 Commands parse, call and print; `ckptcore.cli.main` handles errors. Flows have the same options
 (`ckptcore.planning.options`).
@@ -45,7 +45,7 @@ from ckptcore.planning.options import (
     here,
     read_rules,
 )
-from ckptcore.store import is_s3, reads_s3
+from ckptcore.store import is_s3, reads_s3, split_url
 
 if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
@@ -153,6 +153,61 @@ def merge(
         src = window(options.register_in, run, last=last, every=every)
     weights = None if shares is None else numbers(shares)
     _convert(merge_request(options, named_places(src, arguments), dst, weights, decay, verb), arguments)
+
+
+@takes(declared(*MODEL, *(name for name in CONTENT if name != "to"), *MEANS))
+def serve(
+    context: typer.Context,
+    src: Srcs,
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, help="Port; 0 picks a free one.")] = 8791,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Address to listen on. Elsewhere than on this machine, clients need a token.",
+        ),
+    ] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="Name under which clients reach it (repeatable)."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="Name of the folder, which is the title of the model card. Default: SRC's.",
+        ),
+    ] = None,
+    **arguments: Any,
+) -> None:
+    """Serve the files of an export over HTTP.
+
+    They are the files that `export` would write, byte for byte, computed from SRC when they are read.
+    Nothing is written.
+    """
+    import os
+    import sys
+    from dataclasses import asdict
+
+    from ckptcore.core.columnar_file import canonical_json
+
+    options = _options(arguments)
+    places = named_places(src, arguments)
+    request = options.request("export", places, name or split_url(places[0])[1])
+    form = {
+        "request": request.as_dict(),
+        "settings": asdict(options.settings()),
+        "storage_options": context.find_root().params.get("storage_option") or [],
+        "host": host,
+        "port": port,
+        "hosts": list(allow_host or ()),
+    }
+    # A server lives long: it goes without what a command does to start and end fast. URLs and options, which
+    # may contain a password, are no arguments: those are visible to all users.
+    command = [sys.executable, "-m", "ckptcore.page.file_server"]
+    os.execve(sys.executable, command, {**os.environ, "CKPTCORE_SERVED": canonical_json(form).decode()})
 
 
 @takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ROWS, ANSWER)

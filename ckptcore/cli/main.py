@@ -35,6 +35,7 @@ COMMANDS = {
     "verify-export": ("checkpoints", "verify_export"),
     "plan": ("conversions", "plan"),
     "apply": ("conversions", "apply"),
+    "serve": ("conversions", "serve"),
     "formats": ("checkpoints", "formats"),
     "find": ("catalog", "find"),
     "sweep": ("operations", "sweep"),

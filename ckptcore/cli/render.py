@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.cli.tables import new_table, print_table
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ckptcore.checking.check import Report
     from ckptcore.checking.export_proof import ExportProof
     from ckptcore.checking.summary import PieceOwners, Summary
+    from ckptcore.comparison.live_comparison import LiveComparison
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
     from ckptcore.conversion.request_costs import RequestCosts
@@ -441,17 +443,21 @@ def _both(tensor: TensorDifference) -> tuple[str, str]:
     return a, b
 
 
-def fingerprint(value: Fingerprints, url: str, *, as_json: bool) -> None:
-    """Print the answer of `fingerprint`."""
+def fingerprint(value: Fingerprints, url: str, live: LiveComparison | None, *, as_json: bool) -> None:
+    """Print the answer of `fingerprint`. live: the comparison with the job's fingerprint, if it sent one."""
     if as_json:
-        terminal.write_json(value.as_dict())
+        verdict = None if live is None or live.verdict is None else asdict(live.verdict)
+        found = [] if live is None else [f.as_dict() for f in live.findings]
+        terminal.write_json(value.as_dict() | {"live": verdict, "findings": found})
         return
     bare = f"; {count(value.unverified, 'item')} without a checksum" if value.unverified else ""
     out = terminal.console()
     out.print(value.fingerprint, soft_wrap=True)
     of_what = f"{url}: {count(len(value.tensors), 'tensor')}, map {value.map_digest[:16]}{bare}"
     out.print(terminal.text((of_what, "dim")), soft_wrap=True)
-    _findings(out, value.warnings)
+    if live is not None and live.verdict is not None and not live.different:
+        out.print(live.verdict.text)
+    _findings(out, (*value.warnings, *(live.findings if live is not None else ())))
 
 
 def export_proof(value: ExportProof, *, as_json: bool) -> None:

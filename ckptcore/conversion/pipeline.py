@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.checking.source_stamps import require_planned, require_same, take_listed
 from ckptcore.conversion.destination import refuse_existing, require_place
+from ckptcore.conversion.live_source import NOT_ASKED, LiveSource, require_as_live
 from ckptcore.conversion.open_staging import at_rest, open_staging, staging_of_plan
 from ckptcore.conversion.publish import Result, finish_staged
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
@@ -65,6 +66,7 @@ from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
+    from ckptcore.comparison.live_comparison import LiveComparison
 
 __all__ = [
     "FilePart",
@@ -72,6 +74,7 @@ __all__ = [
     "Progress",
     "Receipt",
     "Result",
+    "compare_live",
     "convert",
     "execute",
     "execute_part",
@@ -245,6 +248,17 @@ def join(plan_uri: str, index: int) -> Receipt:
         return staging.join(load_head(staging.plan), load_file_plan(staging.plan, index))
 
 
+def compare_live(
+    plan_uri: str, manifest: Manifest, live: LiveSource, digests: Mapping[str, str], prefix: str | None = None
+) -> LiveComparison:
+    """Require of a plan whose files are written what `require_as_live` requires of its source."""
+    if not live.fingerprints(manifest, digests):
+        return NOT_ASKED
+    staging = staging_of_plan(plan_uri)
+    with staging.lock():
+        return require_as_live(staging, manifest, live, digests, prefix)
+
+
 def finish(
     plan_uri: str,
     settings: Settings | None = None,
@@ -313,7 +327,9 @@ def convert(
     registration = start(request, catalog_url, announcement=announcement)
     about = {**_ends(request), "conversion": registration.id if registration else None}
     with log_fields(**about), span("conversion", verb=request.verb, **about):
-        return _convert(registration, request, settings or Settings(), progress, catalog_url, topology)
+        return _convert(
+            registration, request, settings or Settings(), progress, catalog_url, topology, announcement
+        )
 
 
 def _convert(
@@ -323,11 +339,19 @@ def _convert(
     progress: Progress | None,
     catalog_url: str | bool | None,
     topology: Layouts | None,
+    announcement: Announcement,
 ) -> Result:
     manifests: list[Manifest] = []
     try:
         stages = publishing(
-            request, settings, progress, catalog_url, topology, manifests=manifests, registration=registration
+            request,
+            settings,
+            progress,
+            catalog_url,
+            topology,
+            manifests=manifests,
+            registration=registration,
+            announcement=announcement,
         )
         with stages as result:
             (progress or _silent)("register", result.nbytes, result.nbytes)
@@ -352,6 +376,7 @@ def publishing(
     *,
     manifests: list[Manifest],
     registration: Registration | None = None,
+    announcement: Announcement = UNANNOUNCED,
 ) -> Iterator[Result]:
     """Run the stages of a conversion up to publishing, and keep the destination while the block runs.
 
@@ -366,6 +391,7 @@ def publishing(
         manifests: Receives the source's manifest, as soon as it is read.
         registration: The conversion in the catalog, which records the digests of the source's files; None
             without a catalog.
+        announcement: What is known of the source without a catalog.
 
     Yields:
         The published output, not yet recorded.
@@ -380,6 +406,8 @@ def publishing(
             request.source, request.recover, request.keep_quantized, request.weights, observe=observe
         )
     manifests.append(manifest)
+    live = LiveSource.of(registration, announcement)
+    settings = live.settings(settings)
     inspected = time.perf_counter() - began
     report("inspect", manifest.nbytes, manifest.nbytes)
     report("validate", 0, manifest.nbytes)
@@ -400,12 +428,20 @@ def publishing(
             from ckptcore.conversion.source_digests import require_inputs_as_recorded
 
             require_inputs_as_recorded(request, digests, registration.catalog)
+        compared = require_as_live(staging, manifest, live, digests, request.model_prefix)
         with span("publish", destination=request.destination):
             result = finish_staged(staging, settings, progress, Replacer(catalog_url, conversion_id))
         timings = {"inspect": inspected, **prepared.timings, "write": wrote}
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
-        warnings = (*prepared.warnings, *result.warnings)
-        yield replace(result, files=receipts, timings=timings, warnings=warnings, source_digests=digests)
+        warnings = (*prepared.warnings, *result.warnings, *compared.findings)
+        yield replace(
+            result,
+            files=receipts,
+            timings=timings,
+            warnings=warnings,
+            source_digests=digests,
+            live=compared.verdict,
+        )
         _remove_published(staging)
 
 

@@ -20,12 +20,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from blake3 import blake3
 
+from ckptcore.catalog.training import LiveVerdict
 from ckptcore.checking.check import check
 from ckptcore.checking.export_proof import ExportProof
 from ckptcore.checking.source_stamps import digest as stamps_digest
@@ -102,6 +103,7 @@ class Result:
         source_digests: Path -> digest of the source's files that were read completely.
         published: (path, bytes, BLAKE3 or None) of every published file, including the small ones.
         proof: The proof of an export after it was published, if requested.
+        live: Whether the source is what its job had in memory, if that was compared.
     """
 
     destination: str
@@ -128,6 +130,7 @@ class Result:
     source_digests: Mapping[str, str] = field(default_factory=dict, repr=False)
     published: tuple[tuple[str, int, str | None], ...] = field(default=(), repr=False)
     proof: ExportProof | None = None
+    live: LiveVerdict | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -150,6 +153,7 @@ class Result:
         form["warnings"] = [w.as_dict() for w in self.warnings]
         form["dropped"] = [list(d) for d in self.dropped]
         form["loadable"] = self.loadable
+        form["live"] = None if self.live is None else asdict(self.live)
         if self.proof is not None:
             form["proof"] = self.proof.as_dict()
         return form

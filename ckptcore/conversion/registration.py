@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog.training import STORED, USER, TrainingFacts, measured, read_facts
+from ckptcore.catalog.training import STORED, USER, LiveVerdict, Training, TrainingFacts, measured, read_facts
 from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.conversion.export_verdict import keep
 from ckptcore.conversion.file_fingerprints import matching
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptcore.catalog import CheckpointFacts
     from ckptcore.catalog.catalog import Catalog
     from ckptcore.catalog.types import ConversionStart
+    from ckptcore.comparison.live_comparison import LiveComparison
     from ckptcore.conversion.publish import Result
 
 
@@ -310,13 +311,17 @@ UNANNOUNCED = Announcement()
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A conversion that the catalog records as running. source: what it has at the source's place."""
+    """A conversion that the catalog records as running.
+
+    source: what it has at the source's place. training: what it knows about the training of that.
+    """
 
     catalog: Catalog
     id: str
     request: Request
     announcement: Announcement = UNANNOUNCED
     source: Recorded | None = None
+    training: Training | None = None
 
 
 def start(
@@ -344,7 +349,8 @@ def start(
     with open_catalog(catalog_url if isinstance(catalog_url, str) else None) as catalog:
         (conversion_id,) = catalog.begin_each([_start_of(request, flow_run_id)])
         recorded = catalog.at(request.source)
-    return Registration(catalog, conversion_id, request, announcement, recorded)
+        training = None if recorded is None else catalog.training(recorded[0].id)
+    return Registration(catalog, conversion_id, request, announcement, recorded, training)
 
 
 def start_each(
@@ -357,7 +363,14 @@ def start_each(
     numbers = catalog.begin_each([_start_of(request, flow_run_id) for request in requests])
     recorded = catalog.at_each(request.source for request in requests)
     return [
-        Registration(catalog, number, request, announcement, source)
+        Registration(
+            catalog,
+            number,
+            request,
+            announcement,
+            source,
+            None if source is None else catalog.training(source[0].id),
+        )
         for number, request, source in zip(numbers, requests, recorded, strict=True)
     ]
 
@@ -468,7 +481,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
     derived = facts(
         result.written, result.destination, digests, verified="coverage", published=result.published
     )
-    read = with_fingerprints(read, matching(source, numbers, old))
+    read = replace(with_fingerprints(read, matching(source, numbers, old)), live=result.live)
     derived = with_fingerprints(derived, matching(result.written, numbers, {}))
     derived = replace(
         derived, stamp=published_stamp(result.written) if derived.fingerprint is not None else None
@@ -517,6 +530,8 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
         # Damage replaces no row with digests.
         if source is not None and at_a_place and ended.values.get("recorded", True):
             source_facts = facts(source, request.source, announcement=announcement, training=True)
+            if "live" in ended.values:
+                source_facts = replace(source_facts, live=LiveVerdict(*ended.values["live"]))
         registration.catalog.fail(
             registration.id, code=ended.code, message=ended.message, findings=findings, source=source_facts
         )
@@ -532,19 +547,33 @@ def record_fingerprint(
     fingerprinted: Sequence[Fingerprinted],
     names: Mapping[str, str],
     catalog_url: str | None,
+    live: LiveComparison | None = None,
 ) -> None:
-    """Record the fingerprints of tensors that were read. names: FQN -> its name in ``fingerprinted``."""
+    """Record the fingerprints of tensors that were read.
+
+    names: FQN -> its name in ``fingerprinted``. live: the comparison with what the job
+    sent, if it sent a fingerprint.
+    """
     from ckptcore.catalog import open_catalog
 
     prints = matching(manifest, fingerprinted, names)
     with open_catalog(catalog_url) as catalog:
-        record_prints(catalog, manifest, uri, prints)
+        record_prints(catalog, manifest, uri, prints, live)
 
 
-def record_prints(catalog: Catalog, manifest: Manifest, uri: str, prints: StoredFingerprints) -> None:
+def record_prints(
+    catalog: Catalog,
+    manifest: Manifest,
+    uri: str,
+    prints: StoredFingerprints,
+    live: LiveComparison | None = None,
+) -> None:
     """Record the fingerprints of a checkpoint and of its tensors in an open catalog."""
     warnings = [f for f in manifest.findings if f.severity == "warning"]
     checkpoint_facts = with_fingerprints(facts(manifest, uri, verified="coverage"), prints)
+    if live is not None:
+        checkpoint_facts = replace(checkpoint_facts, live=live.verdict)
+        warnings += [f for f in live.findings if f.severity == "error"]
     catalog.record_validation(checkpoint_facts, warnings, level="coverage")
 
 

@@ -59,9 +59,10 @@ class SummedTensor:
 Summed = dict[str, SummedTensor]  # by FQN
 
 
-def fingerprint_state(state_dict: Any, mesh: DeviceMesh | None) -> Fingerprints:
+def fingerprint_state(state_dict: Any, mesh: DeviceMesh | None, *, alone: bool = False) -> Fingerprints:
     """Fingerprint a live state dict; see `ckptcore.fingerprint_state`."""
-    return fingerprint_parts(partial(_parts_of_state, state_dict), mesh)
+    own_parts = partial(_parts_of_state, state_dict)
+    return _fingerprints(_summed(own_parts(0))) if alone else fingerprint_parts(own_parts, mesh)
 
 
 def fingerprint_parts(own_parts: Callable[[int], LiveParts], mesh: DeviceMesh | None) -> Fingerprints:

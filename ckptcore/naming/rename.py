@@ -166,7 +166,7 @@ def remap(
     gone_names = [a for a, _ in ties]
     twins = select(manifest, [row_by_name[n] for n in gone_names], gone_names) if ties else None
     for gone, stays in ties:
-        dropped.append(Dropped(origin[gone], f"tied to {stays}: stored once, equality is checked"))
+        dropped.append(Dropped(origin[gone], tie_rule(stays)))
         del row_by_name[gone]
     names = list(row_by_name)
     renamed = tuple((origin[n], n) for n in names if origin[n] != n)
@@ -217,6 +217,11 @@ def without_tensors(mapped: Mapped, names: Collection[str], rule: str) -> Mapped
         ),
         made=tuple(m for m in mapped.made if m.name not in names),
     )
+
+
+def tie_rule(written: str) -> str:
+    """Return the rule that drops a tensor which is tied to another one. written: the other's name."""
+    return f"tied to {written}: stored once, equality is checked"
 
 
 def is_kept(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.normalize import hex_digest
+from ckptcore.catalog.training import LiveVerdict
 from ckptcore.catalog.types import FileRow, Role
 from ckptcore.checking.check import Report, unproven_finding
 from ckptcore.checking.examine import inspect
@@ -202,12 +203,14 @@ def folder_of(uri: str, files: Sequence[FileRow]) -> str:
     return parent if [f.path for f in files] == [name] else uri
 
 
-def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str | None) -> bool:
+def record_report(
+    manifest: Manifest, uri: str, report: Report, catalog_url: str | None, live: LiveVerdict | None = None
+) -> bool:
     """Record the result of a check; return whether it was recorded.
 
     It is not if files with the names and sizes in the catalog read as another checkpoint: they are damaged,
     and the damage must not replace the digests that prove it. The digests of a correct checkpoint's files are
-    recorded as far as the check has read them.
+    recorded as far as the check has read them. live: whether it is what its job had in memory.
     """
     with open_catalog(catalog_url) as catalog:
         registered = _registered_at(catalog, uri)
@@ -218,7 +221,7 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
                 return False
         verified = report.level if report.ok else None
         digests = digests_read(manifest) if report.ok else NONE_READ
-        checked = facts(manifest, uri, digests, verified=verified)
+        checked = replace(facts(manifest, uri, digests, verified=verified), live=live)
         catalog.record_validation(checked, report.findings, level=report.level)
     return True
 

@@ -20,6 +20,9 @@ from send import announce
 
 log = logging.getLogger(__name__)
 
+# Strategies whose model is what their checkpoints have, under the same names.
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+
 
 class AnnounceCheckpoint(Callback):
     """Announce the last checkpoint when training ends, normally or with an exception.
@@ -32,10 +35,18 @@ class AnnounceCheckpoint(Callback):
         run: the name of the training run.
         every: announce each checkpoint as soon as it is saved.
         meta: facts about the training, as `send.announce`; the trainer's metrics are added.
+        fingerprint: send the fingerprint of the model in memory at each save, with which a conversion
+            compares the file. It needs ckptcore in the job, and about 0.3 s of CPU time for each GB.
     """
 
-    def __init__(self, run: str = "", every: bool = False, meta: Mapping[str, Any] | None = None) -> None:
-        self.run, self.every, self.meta = run, every, dict(meta or {})
+    def __init__(
+        self,
+        run: str = "",
+        every: bool = False,
+        meta: Mapping[str, Any] | None = None,
+        fingerprint: bool = False,
+    ) -> None:
+        self.run, self.every, self.meta, self.fingerprint = run, every, dict(meta or {}), fingerprint
         self._metrics: dict[str, Any] = {}  # of the last checkpoint
         self._trainer: Any = None  # the trainer whose method is wrapped
         self._last: tuple[str, int] | None = None  # path and step
@@ -54,8 +65,9 @@ class AnnounceCheckpoint(Callback):
 
         @functools.wraps(save)
         def save_and_announce(filepath: Any, *args: Any, **options: Any) -> None:
+            live = _live_facts(trainer) if self.fingerprint else {}  # on every rank
             save(filepath, *args, **options)
-            self._saved(trainer, str(filepath))
+            self._saved(trainer, str(filepath), live)
 
         trainer.save_checkpoint = save_and_announce
 
@@ -68,7 +80,7 @@ class AnnounceCheckpoint(Callback):
         if stage == "fit":
             self._end(trainer)
 
-    def _saved(self, trainer: Any, path: str) -> None:
+    def _saved(self, trainer: Any, path: str, live: Mapping[str, str]) -> None:
         step = int(trainer.global_step)
         if os.path.basename(path.rstrip("/")).startswith("."):
             return  # a temporary file of the tuner
@@ -77,7 +89,8 @@ class AnnounceCheckpoint(Callback):
         self._last = (path if "://" in path else os.path.abspath(path), step)
         # Tensors of one element; the others are no metrics.
         numbers = {n: v for n, v in trainer.callback_metrics.items() if getattr(v, "numel", lambda: 1)() == 1}
-        self._metrics = {"epoch": trainer.current_epoch, "metrics": {n: float(v) for n, v in numbers.items()}}
+        metrics = {n: float(v) for n, v in numbers.items()}
+        self._metrics = {"epoch": trainer.current_epoch, "metrics": metrics, **live}
         if self.every or self._ended:
             self._tell(trainer)
 
@@ -97,3 +110,24 @@ class AnnounceCheckpoint(Callback):
             log.warning("%s was not announced: %s", path, error)
         else:
             log.info("announced %s: %s", path, answer)
+
+
+def _live_facts(trainer: Any) -> dict[str, str]:
+    """Return the fingerprint of the model in memory, as facts; empty if it has none, which is logged."""
+    strategy = type(trainer.strategy).__name__
+    if strategy not in STRATEGIES:
+        log.warning("%s has no fingerprint: only %s have", strategy, ", ".join(STRATEGIES))
+        return {}
+    try:
+        import torch
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        import ckptcore
+
+        state = get_model_state_dict(trainer.strategy.model)
+        # Where all is replicated, the first rank saves, and others may differ in buffers, such as of norms.
+        alone = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in state.values())
+        return ckptcore.fingerprint_state(state, alone=alone).as_facts(model=True)
+    except Exception as error:  # must not end the training run; on all ranks, or on none
+        log.warning("the model has no fingerprint: %s", error)
+        return {}

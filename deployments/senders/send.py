@@ -46,7 +46,8 @@ def announce(
         run: the name of the training run.
         step: the training step.
         meta: facts about the training, for the catalog: {"metrics": {"loss": 2.31}, "git_commit": "3f9a",
-            "user": "ada", "dataset": "...", "job_url": "...", "config": {...}}.
+            "user": "ada", "dataset": "...", "job_url": "...", "config": {...}}. What the job had in memory
+            is one, too: `ckptcore.fingerprint_state(state).as_facts()`, taken before the save.
         url: the receiver; by default CKPTCORE_HOOK_URL.
         secret: by default CKPTCORE_HOOK_SECRET.
         waits: seconds between tries.

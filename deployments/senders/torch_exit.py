@@ -6,6 +6,12 @@
     dcp.save(state, checkpoint_id=path)      # or wait for the future of dcp.async_save
     torch_exit.saved(path, step)             # on every rank; rank 0 announces
 
+With the fingerprint of what the job had in memory, with which a conversion compares the checkpoint:
+
+    live = ckptcore.fingerprint_state(state) # on every rank, before the save
+    ...
+    torch_exit.saved(path, step, live.as_facts())
+
 The announcement is sent at exit, even after an exception: the last checkpoint was complete before. A job that
 is killed announces nothing; the scheduled sweep finds its checkpoints.
 """

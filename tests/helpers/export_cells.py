@@ -13,7 +13,9 @@ from trainer_names import State
 from transformers_job import UNOPENED
 
 import ckptcore
+from ckptcore.conversion.virtual_folder import open_virtual
 from ckptcore.errors import CkptError
+from ckptcore.planning.request import Request, Settings
 
 # Compares the logits of (right, made, base of adapters or None); "" when they are equal.
 _OWN_CONFIG = ("hf-hub", "verl", "peft")  # whose checkpoints have a config that the export finds
@@ -50,6 +52,7 @@ def observe(cell: Cell, tinies: Callable[[str], Tiny], folder: Path, judge: Judg
     except CkptError as error:
         assert not out.exists()
         return Result("refused", error.message)
+    require_virtual(Request(str(path), str(out), verb="export", **config), out)
     right, base = tiny.hub, None
     if cell.source == "peft":
         right, base = folder / "right", tiny.hub
@@ -64,6 +67,16 @@ def observe(cell: Cell, tinies: Callable[[str], Tiny], folder: Path, judge: Judg
         return Result(TENSORS, difference)
     assert not difference, f"{cell}: logits {difference}"
     return Result(LOGITS)
+
+
+def require_virtual(request: Request, out: Path) -> None:
+    """Raise AssertionError unless the files that are computed on reading are those of an export."""
+    with open_virtual(request, Settings(memory=8 << 20, workers=2)) as folder:
+        names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+        assert names == folder.files.keys()
+        for name, file in folder.files.items():
+            read = b"".join(folder.read(name, n, 4999) for n in range(0, file.nbytes, 4999))
+            assert read == (out / name).read_bytes(), f"{name} is not the exported one"
 
 
 def require_declared(cell: Cell, found: Result) -> None:

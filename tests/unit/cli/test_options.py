@@ -50,6 +50,9 @@ OPTIONS = {
         --sharding --tie --to --tokenizer --verb --weights --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
+    "serve": """--allow-host --allow-incomplete --allow-untried --arch --config --dtype --dtype-for --exclude
+        --host --include --keep-quantized --max-file-size --memory --model-prefix --name --names --port
+        --rename --tie --tokenizer --weights --workers""",
     "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model
         --model-prefix --no-catalog --output --rename --weights --workers""",
     "find": "--catalog --fingerprint --output",
@@ -92,8 +95,8 @@ def test_every_command_answers_as_json() -> None:
     complete = typer.main.get_command(program())
     paths = {path for path, _ in _parameters(complete)}
     answering = {path for path, parameter in _parameters(complete) if "--output" in parameter.opts}
-    # Groups have no answer, and `catalog page` is a server.
-    assert paths - answering - {tuple(group.split()) for group in GROUPS} == {("catalog", "page")}
+    # Groups have no answer, and the others are servers.
+    assert paths - answering - {tuple(group.split()) for group in GROUPS} == {("catalog", "page"), ("serve",)}
 
 
 @pytest.fixture
