@@ -46,7 +46,7 @@ class LiveComparison:
 
 def compare_with_live(
     manifest: Manifest,
-    known: Mapping[str, str],
+    fingerprints: Mapping[str, str],
     live: Mapping[str, str],
     *,
     facts: Mapping[str, Any] | None = None,
@@ -57,7 +57,7 @@ def compare_with_live(
 
     Args:
         manifest: The checkpoint.
-        known: FQN -> fingerprint of tensors that were read.
+        fingerprints: FQN -> fingerprint of tensors that were read.
         live: Fingerprints of the job, by the names of `ckptcore.catalog.training.LIVE`; at least one.
         facts: Other facts of the announcement, by which tensors that differ are named.
         prefix: Prefix of the model part, if the user named it.
@@ -68,7 +68,7 @@ def compare_with_live(
         The difference of a part, if there is one; else the equality of a part, if there is one.
     """
     compared = [
-        _compared(manifest, known, part, live[part], facts or {}, prefix, output)
+        _compared(manifest, fingerprints, part, live[part], facts or {}, prefix, output)
         for part in LIVE
         if part in live
     ]

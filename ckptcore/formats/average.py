@@ -154,16 +154,16 @@ def _without(manifest: Manifest, names: set[str]) -> Manifest:
         left,
         blobs=blobs,
         origin=left.origin if form is None else {**left.origin, "paths": form},
-        findings=tuple(one for one in manifest.findings if one.fqn not in names),
+        findings=tuple(finding for finding in manifest.findings if finding.fqn not in names),
         order=tuple(name for name in manifest.order if name not in names),
     )
 
 
 def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
     last, shares = inputs[-1], normalized(weights)
-    stored = [_stored_names(each, last) for each in inputs]
+    stored = [_stored_names(averaged, last) for averaged in inputs]
     specs = {
-        name: [each.spec(names[name]) for each, names in zip(inputs, stored, strict=True)]
+        name: [averaged.spec(names[name]) for averaged, names in zip(inputs, stored, strict=True)]
         for name in stored[-1]
     }
     for name, several in specs.items():
@@ -171,12 +171,12 @@ def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
     # The wider dtype counts: max("float32", "float64").
     dtypes = {name: max(SUMMED[spec.dtype] for spec in several) for name, several in specs.items()}
     nodes = {name: Derived(f"{SUM}{dtype}", (), packed_weights(shares)) for name, dtype in dtypes.items()}
-    url = average_url([each.manifest.root for each in inputs], weights)
+    url = average_url([averaged.manifest.root for averaged in inputs], weights)
     manifest = summed(_layers(url, inputs, stored), nodes, dtypes)
     evidence = f"the average of {len(inputs)} checkpoints, by the weights {', '.join(map(repr, shares))}"
     origin = {**last.manifest.origin, "file": None}
     folders = [folder_of_input(place, len(inputs)) for place in range(len(inputs))]
-    placed = list(zip(folders, (each.manifest for each in inputs), strict=True))
+    placed = list(zip(folders, (averaged.manifest for averaged in inputs), strict=True))
     return replace(
         manifest,
         origin={**origin, "evidence": [*origin.get("evidence", ()), evidence]},
@@ -189,70 +189,70 @@ def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
     )
 
 
-def _stored_names(each: _Input, last: _Input) -> dict[str, str]:
+def _stored_names(averaged: _Input, last: _Input) -> dict[str, str]:
     """Return for each tensor that is summed its name in the last input -> its name in this one.
 
     Raises:
         NameMismatch: The names of the two differ, however they are read.
     """
-    mine, other = each.summed, last.summed
-    if mine.keys() != other.keys() and set(mine.values()) == set(other.values()):
-        mine = other = {name: name for name in mine.values()}
-    if mine.keys() != other.keys():
-        mine = _without_prefix(mine, other.keys()) or _with_prefix(mine, other.keys()) or mine
-    if mine.keys() == other.keys():
-        return {stored: mine[inner] for inner, stored in other.items()}
-    missing = [name for name in other if name not in mine]
-    unread = [name for name in missing if name in each.manifest.unread]
-    why = f": {each.manifest.unread[unread[0]].reason}" if unread else ""
-    more = [name for name in mine if name not in other]
-    lacks = [f"{each.url} lacks {some(missing)}{why}"] if missing else []
-    lacks += [f"{last.url} lacks {some(more)}"] if more else []
+    names, last_names = averaged.summed, last.summed
+    if names.keys() != last_names.keys() and set(names.values()) == set(last_names.values()):
+        names = last_names = {name: name for name in names.values()}
+    if names.keys() != last_names.keys():
+        names = _without_prefix(names, last_names.keys()) or _with_prefix(names, last_names.keys()) or names
+    if names.keys() == last_names.keys():
+        return {stored: names[inner] for inner, stored in last_names.items()}
+    missing = [name for name in last_names if name not in names]
+    unread = [name for name in missing if name in averaged.manifest.unread]
+    why = f": {averaged.manifest.unread[unread[0]].reason}" if unread else ""
+    unexpected = [name for name in names if name not in last_names]
+    lacks = [f"{averaged.url} lacks {some(missing)}{why}"] if missing else []
+    lacks += [f"{last.url} lacks {some(unexpected)}"] if unexpected else []
     raise NameMismatch(
         f"cannot average checkpoints whose tensors differ: {'; '.join(lacks)}",
         hint="a tied weight may be stored by some of them only: export each, then average the exports. "
         "`ckptcore diff A B` shows the names of two",
         missing=missing,
-        unexpected=more,
+        unexpected=unexpected,
     )
 
 
-def _without_prefix(names: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+def _without_prefix(names: Mapping[str, str], expected_names: Collection[str]) -> dict[str, str]:
     """Return names without one prefix of all of them, if they are the wanted ones then; else nothing.
 
     What a trainer saved below ``model.`` is the model without it, also where no path records that.
     """
-    if len(names) != len(wanted) or not wanted:
+    if len(names) != len(expected_names) or not expected_names:
         return {}
-    shortest = min(wanted, key=len)
+    shortest = min(expected_names, key=len)
     for name in names:
         prefix = name.removesuffix(shortest)
         if prefix == name or not prefix.endswith(".") or not all(n.startswith(prefix) for n in names):
             continue
         bare = {n.removeprefix(prefix): stored for n, stored in names.items()}
-        if bare.keys() == set(wanted):
+        if bare.keys() == set(expected_names):
             return bare
     return {}
 
 
-def _with_prefix(names: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+def _with_prefix(names: Mapping[str, str], expected_names: Collection[str]) -> dict[str, str]:
     """Return names below one prefix, if they are the wanted ones then; else nothing."""
-    bare = _without_prefix({name: name for name in wanted}, names.keys())
+    bare = _without_prefix({name: name for name in expected_names}, names.keys())
     return {longer: names[shorter] for shorter, longer in bare.items()}
 
 
 def _require_alike(name: str, specs: Sequence[TensorSpec], inputs: Sequence[_Input]) -> None:
     """Require one shape in all inputs, and dtypes that are summed."""
-    for spec, each in zip(specs, inputs, strict=True):
+    for spec, averaged in zip(specs, inputs, strict=True):
         if spec.shape != specs[-1].shape:
             raise NameMismatch(
-                f"cannot average {name}: its shapes differ (got {list(spec.shape)} in {each.url}, "
+                f"cannot average {name}: its shapes differ (got {list(spec.shape)} in {averaged.url}, "
                 f"{list(specs[-1].shape)} in {inputs[-1].url})",
                 hint="average checkpoints of one model",
             )
         if spec.dtype not in SUMMED:
             raise UnsupportedDtype(
-                f"cannot average {name}: it is {spec.dtype} in {each.url}",
+                f"cannot average {name}: it is {spec.dtype} in {averaged.url}",
                 hint=f"export the checkpoints in a dtype that is summed first: {', '.join(SUMMED)}",
             )
 
@@ -260,11 +260,11 @@ def _require_alike(name: str, specs: Sequence[TensorSpec], inputs: Sequence[_Inp
 def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, str]]) -> list[Manifest]:
     """Return what each input gives to the sums, over the items of all; the last one with all its tensors."""
     parts, spans = [], []
-    for place, (each, names) in enumerate(zip(inputs, stored, strict=True)):
-        manifest, folder = each.manifest, folder_of_input(place, len(inputs))
+    for place, (averaged, names) in enumerate(zip(inputs, stored, strict=True)):
+        manifest, folder = averaged.manifest, folder_of_input(place, len(inputs))
         if folder:
             rows = [manifest.index[name] for name in names.values()]
-            called = {own: name for name, own in names.items()}
+            called = {stored_name: name for name, stored_name in names.items()}
             findings = tuple(
                 one if one.fqn is None else replace(one, fqn=called[one.fqn])
                 for one in manifest.findings
@@ -276,8 +276,8 @@ def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, st
     joined = join(inputs[-1].manifest.format, url, parts, inputs[-1].manifest.origin)
     layers, begin = [], 0
     for part, size in zip(parts, spans, strict=True):
-        own = [spec.fqn for spec in part.manifest.tensors]
-        layers.append(select(joined, range(begin, begin + size), own))
+        layer_names = [spec.fqn for spec in part.manifest.tensors]
+        layers.append(select(joined, range(begin, begin + size), layer_names))
         begin += size
     return layers
 
@@ -285,10 +285,10 @@ def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, st
 def _notes(inputs: Sequence[_Input], summed_names: Mapping[str, object]) -> Iterator[Finding]:
     """Yield findings on what is not summed."""
     last = inputs[-1]
-    others = [spec.fqn for spec in last.manifest.tensors if spec.fqn not in summed_names]
-    trees = [{blob.key: blob.tree for blob in each.manifest.blobs} for each in inputs]
+    unsummed = [spec.fqn for spec in last.manifest.tensors if spec.fqn not in summed_names]
+    trees = [{blob.key: blob.tree for blob in averaged.manifest.blobs} for averaged in inputs]
     differ = [key for key, tree in trees[-1].items() if any(key in t and t[key] != tree for t in trees[:-1])]
-    parts = [f"{count(len(others), 'tensor')} ({some(others)})"] if others else []
+    parts = [f"{count(len(unsummed), 'tensor')} ({some(unsummed)})"] if unsummed else []
     if trees[-1]:
         parts.append(
             count(len(trees[-1]), "object")
@@ -297,7 +297,7 @@ def _notes(inputs: Sequence[_Input], summed_names: Mapping[str, object]) -> Iter
     if parts:
         message = f"not averaged, but taken from the last input, {last.url}: {'; '.join(parts)}"
         yield finding("of-last-input", "coverage", message)
-    left = [(len(each.left_out), each.left_bytes) for each in inputs]
+    left = [(len(averaged.left_out), averaged.left_bytes) for averaged in inputs]
     tensors, nbytes = (sum(column) for column in zip(*left, strict=True))
     if tensors:
         message = f"left out of the average: the optimizers ({count(tensors, 'tensor')}, {show_size(nbytes)})"
@@ -308,12 +308,14 @@ def _ledger(placed: Sequence[tuple[str, Manifest]]) -> ByteLedger | None:
     """Return the account of all inputs' files, under their names in the average."""
     ledger = ByteLedger()
     for folder, manifest in placed:
-        own = manifest.ledger
-        if own is None:
+        input_ledger = manifest.ledger
+        if input_ledger is None:
             return None
-        ledger.read |= {folder + path for path in own.read}
-        ledger.structure |= {folder + path: spans for path, spans in own.structure.items()}
-        ledger.left += [replace(one, file=folder + one.file) for one in own.left]
-        ledger.odd += [(folder + path, name, key) for path, name, key in own.odd]
-        ledger.carried += [(folder + path, name, values) for path, name, values in own.carried]
+        ledger.read |= {folder + path for path in input_ledger.read}
+        ledger.structure |= {folder + path: spans for path, spans in input_ledger.structure.items()}
+        ledger.left += [
+            replace(unread_bytes, file=folder + unread_bytes.file) for unread_bytes in input_ledger.left
+        ]
+        ledger.odd += [(folder + path, name, key) for path, name, key in input_ledger.odd]
+        ledger.carried += [(folder + path, name, values) for path, name, values in input_ledger.carried]
     return ledger

@@ -294,8 +294,8 @@ def _decided(
 
 
 def _row(catalog: Catalog, uri: str) -> CheckpointRow | None:
-    found = catalog.at(uri)
-    return found[0] if found is not None and found[0].state == State.PRESENT.value else None
+    cataloged = catalog.at(uri)
+    return cataloged[0] if cataloged is not None and cataloged[0].state == State.PRESENT.value else None
 
 
 def _reason_to_keep(
@@ -548,17 +548,17 @@ def _record(
 ) -> str:
     """Record a thinned step that is at its place; return its id."""
     manifest = inspect(uri)
-    made = with_fingerprints(
+    thinned_facts = with_fingerprints(
         facts(manifest, uri, verified="coverage", training=True), matching(manifest, tensors, {})
     )
-    stamp = published_stamp(manifest) if made.fingerprint is not None else None
-    record = RetirementRecord("", THINNED, made.fingerprint, begun.freed, begun.given_up)
+    stamp = published_stamp(manifest) if thinned_facts.fingerprint is not None else None
+    record = RetirementRecord("", THINNED, thinned_facts.fingerprint, begun.freed, begun.given_up)
     warnings = [f for f in manifest.findings if f.severity == "warning"]
     detail = catalog.show(begun.checkpoint, tensors=False)
     assert isinstance(detail, CheckpointDetail)  # it is the id of a checkpoint
     digests = (begun.source, source_digest(manifest))
     public = catalog.thinned(
-        conversion, detail.checkpoint, replace(made, stamp=stamp), warnings, record, digests
+        conversion, detail.checkpoint, replace(thinned_facts, stamp=stamp), warnings, record, digests
     )
     ids = ids_of(numbered(tensor_holdings(tensors, {}))) | ids_of(objects_of(manifest))
     with catalog.writing() as conn:  # where a gate looks for what stays

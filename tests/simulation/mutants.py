@@ -24,8 +24,8 @@ class Mutant:
         where: ``module:function`` or ``module:Class.method``, without ``ckptcore.``.
         old: A piece of the function.
         new: What is there instead.
-        seed: Of a program that finds it, below 2000 or of fresh ones that once failed; None if none of those that
-            were run did.
+        seed: Of a program that finds it, below 2000 or of fresh ones that once failed; None if none that
+            was run did.
         disk: Where that program runs.
         also: (where, old, new) of other guards that are left out with it, so that it shows.
     """

@@ -16,7 +16,7 @@ from ckptcore.formats.base import Format, KnownFormat, Source, possible_formats,
 
 
 def answer(known: Format | KnownFormat, source: Source) -> object:
-    """Return what a detector says of a source, or the code of its error."""
+    """Return what a detector detects in a source, or the code of its error."""
     try:
         with metered():
             return known.detect(source)
@@ -50,6 +50,6 @@ def test_series(series: str, tmp_path: Path) -> None:
     require_no_answer(open_source(str(tmp_path)))
 
 
-def test_a_named_file_is_shown_to_all(tmp_path: Path) -> None:
+def test_a_named_file_is_given_to_all(tmp_path: Path) -> None:
     (tmp_path / "weights.any").write_bytes(b"PK")
     assert possible_formats(FORMATS, open_source(str(tmp_path / "weights.any"))) == list(FORMATS)

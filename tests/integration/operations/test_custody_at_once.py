@@ -138,7 +138,7 @@ def test_nobody_counts_on_what_the_holder_of_a_lease_is_about_to_replace(bucket,
 
 
 def _end_leases(monkeypatch):
-    """Leases have ended when they are taken, and are renewed only when somebody asks for them."""
+    """Leases have ended when they are taken, and are renewed only when they are asked for."""
     monkeypatch.setattr(lease, "TTL_S", -20.0)
     monkeypatch.setattr(lease.Lease, "_renewing", lambda _: None)
 

@@ -117,7 +117,7 @@ BEFORE = {"purges": [sets_aside], "restores": [sets_aside]}
 
 
 class Worlds:
-    """One world on each database, put back for each act: a conversion makes most of it."""
+    """One world on each database, restored for each act: a conversion makes most of it."""
 
     def __init__(self, template, folder, postgres):
         self.template, self.folder, self._postgres = template, folder, postgres
