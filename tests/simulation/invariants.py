@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Check:
         self.listed, self.succeeded = self._listed(), self._succeeded()
         self.known = frozenset[str]().union(*(self._known_sources(act) for act in group))
         self.by_hand: set[str] = set()
+        self.inodes = self._inodes()
 
     def now(self) -> None:
         """Check what must be true at any time; raise `Broken`."""
@@ -92,6 +94,8 @@ class Check:
         places = [
             p for p in places if there.get(p) and there[p] == self.there.get(p) and p not in self.run.on_hold
         ]
+        # An equal output that is published already is not what is replaced.
+        places = [p for p in places if self._inodes().get(p) == self.inodes.get(p)]
         if not places:
             return
         place = places[number % len(places)]
@@ -107,6 +111,14 @@ class Check:
         self.before |= files
         self.there = all_in(self.before)
         self.sources = _sources(self.there)
+        self.inodes = self._inodes()
+
+    def _inodes(self) -> dict[str, int]:
+        """Return the inodes of the targets of the group, on a local disk."""
+        if self.run.disk.kind != "local":
+            return {}
+        paths = {act.target: self.run.disk.url(act.target) for act in self.group if act.target}
+        return {place: os.stat(path).st_ino for place, path in paths.items() if os.path.exists(path)}
 
     def _check(self, outcomes: Sequence[str]) -> tuple[Tree, dict[str, Contents | None]]:
         run, tree = self.run, self.run.disk.tree()

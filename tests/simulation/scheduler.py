@@ -364,7 +364,10 @@ class World:
         for each in self.processes:
             self._end(each, "killed")
         self.cut = self._disk.cut(draw)
-        self.ctimes |= self._disk.ctimes
+        for inode, (now, before) in self._disk.ctimes.items():
+            # A file that nobody has touched since an earlier cut still has the time of before that one.
+            earlier_now, earlier_before = self.ctimes.get(inode, (None, before))
+            self.ctimes[inode] = (now, earlier_before if before == earlier_now else before)
         self._put_catalog(draw)
         for home in range(HOSTS):
             self.shared.boot(home, anew=True)
