@@ -149,7 +149,7 @@ def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
 def _recorded(conn: Connection, *conditions: ColumnElement[bool]) -> Sequence[Any]:
     """Return the conversions that are recorded as running: ids, places, process and whether it was silent."""
     last = func.coalesce(ConversionProcess.renewed_at, Conversion.started_at)
-    return conn.execute(
+    rows = conn.execute(
         select(
             Conversion.id,
             Conversion.uuid,
@@ -160,8 +160,8 @@ def _recorded(conn: Connection, *conditions: ColumnElement[bool]) -> Sequence[An
         )
         .outerjoin(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
         .where(Conversion.state == Outcome.RUNNING.value, *conditions)
-        .order_by(Conversion.id)
     ).all()
+    return sorted(rows, key=lambda row: row.id)
 
 
 def _dead(signs: Iterable[tuple[str, bool]]) -> frozenset[tuple[str, bool]]:

@@ -292,6 +292,8 @@ def tied(conn: Connection, now: datetime) -> tuple[str, ...]:
 
 def ties_at(conn: Connection, now: datetime, uris: Sequence[str]) -> dict[str, Ties]:
     """Return why these URIs must stay at this moment, without those that need not."""
+    if not uris:
+        return {}
     reading, joined = _by_source(running(conn)), dict[str, Ties]()
     for start in range(0, len(uris), _AT_ONCE):
         batch = uris[start : start + _AT_ONCE]

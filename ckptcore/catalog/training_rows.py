@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import delete, func, insert, or_, select, update
+from sqlalchemy import delete, func, insert, select, update
 
 from ckptcore.catalog.models import (
     Checkpoint,
@@ -277,11 +277,14 @@ def _best_rows(
         last = conn.execute(values.where(*conditions).order_by(order).offset(limit - 1).limit(1)).scalar()
         if last is not None:
             conditions.append(Metric.value <= last if goal == "min" else Metric.value >= last)
-    odd = or_(Metric.value > _LARGEST, Metric.value < -_LARGEST)
-    return (
-        *_ranked(conn, metric, conditions, order, limit),
-        *_ranked(conn, metric, [*of_these, odd], order, limit),
-    )
+    # Each end by itself: for one or the other, SQLite would read every value of the metric.
+    ends = (Metric.value < -_LARGEST, Metric.value > _LARGEST)
+    odd = [
+        row
+        for end in (ends if goal == "min" else ends[::-1])
+        for row in _ranked(conn, metric, [*of_these, end], order, limit)
+    ]
+    return *_ranked(conn, metric, conditions, order, limit), *odd[:limit]
 
 
 def _ranked(

@@ -197,7 +197,7 @@ _EXPORTED_WITH = (
 
 @takes(
     declared(*options_of(VerifyOptions), of=VerifyOptions),
-    declared(*_EXPORTED_WITH),
+    declared(*_EXPORTED_WITH, verb="verify-export"),
     RUN,
     declared(*RECORD),
     ANSWER,

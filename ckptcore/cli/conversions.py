@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ckptcore.planning.request import Request
 
 
-@takes(declared(*OF_VERB["consolidate"]), WAIT, ANSWER)
+@takes(declared(*OF_VERB["consolidate"], verb="consolidate"), WAIT, ANSWER)
 def consolidate(
     places: Annotated[
         list[str],
@@ -73,7 +73,7 @@ def consolidate(
     )
 
 
-@takes(declared(*OF_VERB["export"]), WAIT, ANSWER)
+@takes(declared(*OF_VERB["export"], verb="export"), WAIT, ANSWER)
 def export(src: Srcs, dst: Dst, **arguments: Any) -> None:
     """Write the model part as a Hugging Face folder.
 
@@ -82,8 +82,10 @@ def export(src: Srcs, dst: Dst, **arguments: Any) -> None:
     _convert(_options(arguments).request("export", named_places(src, arguments), dst), arguments)
 
 
-@takes(declared(*OF_VERB["reshard"]), WAIT, ANSWER)
-def reshard(src: Srcs, dst: Dst, **arguments: Any) -> None:
+@takes(declared(*OF_VERB["reshard"], verb="reshard"), WAIT, ANSWER)
+def reshard(
+    src: Srcs, dst: Annotated[str, typer.Argument(metavar="DST", help="New folder.")], **arguments: Any
+) -> None:
     """Write all state for the ranks of another mesh.
 
     Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -18,7 +19,16 @@ import typer
 
 from ckptcore.cli.commands import FilledGroup, GroupedHelpCommand
 from ckptcore.errors import LEVELS, CatalogError
-from ckptcore.planning.options import MEANS, Destination, Option, Options, Source, options_of, split
+from ckptcore.planning.options import (
+    HELP_OF_VERB,
+    MEANS,
+    Destination,
+    Option,
+    Options,
+    Source,
+    options_of,
+    split,
+)
 from ckptcore.utils import terminal
 
 Table = Mapping[str, tuple[Any, Any]]  # parameter -> (type, default), in the order of the help
@@ -58,18 +68,20 @@ def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
     return Annotated[kind, form]
 
 
-def declared(*names: str, of: type[Any] = Options, **defaults: Any) -> Table:
+def declared(*names: str, of: type[Any] = Options, verb: str = "", **defaults: Any) -> Table:
     """Return a table of declared options.
 
     Args:
         names: Names of the options.
         of: The dataclass that declares them.
+        verb: The command whose help they are in, if an option has a text of its own there.
         defaults: Defaults that replace the declared ones.
     """
-    declarations = options_of(of)
+    declarations, helps = options_of(of), HELP_OF_VERB.get(verb, {})
     table = {}
     for name in names:
         kind, option, default = declarations[name]
+        option = replace(option, help=helps[name]) if name in helps else option
         default = defaults.get(name, default)
         table[name] = typer_type(name, kind, option, default), default
     return table

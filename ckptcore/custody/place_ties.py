@@ -32,8 +32,8 @@ def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> d
     """
     ties_by_id = maintenance.ties(conn, now, [row.id for row in rows])
     tied = maintenance.tied(conn, now)
-    if len(rows) == 1:  # the gate of each deletion: an index of all would take longer than the rest of it
-        tied = perhaps_within(rows[0].uri, tied)
+    if len(rows) < len(tied):  # an index of all would take longer than the rest of a deletion's gate
+        tied = perhaps_within([row.uri for row in rows], tied)
     spellings = Spellings(tied)
     close = {  # without what contains it, which is no reason under its own name, either
         row.id: [

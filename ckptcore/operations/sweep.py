@@ -207,7 +207,7 @@ def look_through(
             before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
             # Objects cannot be moved: what is retired stays in sight until it is purged.
             outputs |= {row.uri for row in set_aside.every(conn) if local_path(row.uri) is None}
-            written = perhaps_within(root.uri, sightings.outputs(conn)) if local_path(root.uri) else ()
+            written = perhaps_within([root.uri], sightings.outputs(conn)) if local_path(root.uri) else ()
         remembered = () if settings.relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=remembered)
     except Exception as error:

@@ -92,6 +92,43 @@ OF_VERB: Mapping[str, tuple[str, ...]] = {
     "export": (*MODEL, *_EVERY),
     "reshard": (*SHARDS, *_EVERY),
 }
+_BY_SUFFIX = "Output format. Default: the one of DST's suffix, otherwise safetensors."
+_OWN_CONFIG = "Default: the source's own; none uses none."
+_DIGEST = "Compute one digest of all tensor values, whatever the layout. Default:"
+_NAMES_STORED = (
+    "Names of the output: stored for the stored names, hf-hub for those on the Hugging Face hub, or a "
+    "trainer's, such as torchtitan or torchtitan:wq. Default: stored. All others take the model alone: no "
+    "optimizer is written."
+)
+# Verb -> option -> its help there, where the one of all verbs says more than a user of this one needs.
+HELP_OF_VERB: Mapping[str, Mapping[str, str]] = {
+    "consolidate": {
+        "to": _BY_SUFFIX,
+        "config": f"config.json of the model, or the folder with it, for --names. {_OWN_CONFIG}",
+        "names": _NAMES_STORED,
+        "fingerprint": f"{_DIGEST} no.",
+    },
+    "export": {
+        "to": _BY_SUFFIX,
+        "config": "config.json, or the folder with it: it is copied, and names and shapes are compared with "
+        f"it. {_OWN_CONFIG}",
+        "names": "Names of the output: hf-hub for those on the Hugging Face hub, stored for the stored "
+        "names, or a trainer's, such as torchtitan or torchtitan:wq. Default: hf-hub.",
+        "fingerprint": f"{_DIGEST} no.",
+    },
+    "reshard": {
+        "to": "Output format. Default: dcp.",
+        "config": "config.json, or the folder with it: heads and layers are checked, and for verl it is "
+        f"copied. {_OWN_CONFIG}",
+        "names": _NAMES_STORED,
+        "fingerprint": f"{_DIGEST} yes.",
+    },
+    "verify-export": {
+        "include": "What the export took of the model, where the catalog does not know it (repeatable).",
+        "exclude": "What the export left out of the model, where the catalog does not know it (repeatable).",
+        "dtype": "Dtype that the export was cast to, where the catalog does not know it.",
+    },
+}
 # The weights of a merge are those of the sum, and each checkpoint is read by its own preference.
 OF_MERGE = tuple(name for name in OF_VERB["reshard"] if name != "weights")
 

@@ -186,33 +186,48 @@ class Spellings:
         return _Index([_identified(url, self._look) for url in self._urls])
 
 
-def perhaps_within(url: str, urls: Iterable[str]) -> tuple[str, ...]:
-    """Return those of many URLs that may be one place or inside it: few, for a comparison of each.
+def perhaps_within(places: Iterable[str], urls: Iterable[str]) -> tuple[str, ...]:
+    """Return those of many URLs that may be one of some places or inside it: few, for a comparison of each.
 
     One question about each local URL, and several about each folder that has some, tell nearly all apart.
     """
-    look, urls = _Look(), tuple(urls)
-    location = _identified(url, look)
-    if not location.exists:
-        return urls
-    names = {path[-1] for _, path in location.spots if path} | {"", ".", ".."}
-    folders: dict[str, str] = {}  # -> its real path, or "" where all in it may be within
+    look = _Look()
+    identified = [_identified(place, look) for place in places]
+    index = _Index([part for location in identified for part in location.parts or (location,)])
+    paths = {(bucket, "/".join(("", *path))) for place in index.places for bucket, path in place.spots}
+    inodes = {place.trail[0] for place in index.places if place.exists}
+    folders: dict[str, tuple[str, str, str] | None] = {}  # -> its real path, device, and path on the device
+
+    def of_folder(above: str) -> tuple[str, str, str] | None:
+        """Return where a local folder is; None where all in it may be within."""
+        folder = _identified(f"{above}/", look)
+        if any(
+            relation(folder, index.places[n]) in (Relation.SAME, Relation.INSIDE) for n in index.near(folder)
+        ):
+            return None
+        real = look.real(above or "/")
+        return real, *look.on_device(real)
 
     def apart(candidate: str) -> bool:
         if not candidate.startswith("/") or "::" in candidate:
             return False
         above, _, name = candidate.rpartition("/")
         if above not in folders:
-            inside = relation(_identified(f"{above}/", look), location) in (Relation.SAME, Relation.INSIDE)
-            folders[above] = "" if inside else look.real(above or "/")
-        real = os.path.join(folders[above], name)
-        if not folders[above] or name in names or real in look.mount_points:
+            folders[above] = of_folder(above)
+        folder = folders[above]
+        if folder is None or name in ("", ".", ".."):
+            return False
+        real_above, device, inner_above = folder
+        real = os.path.join(real_above, name)
+        if ("", real) in paths or (device, os.path.join(inner_above, name)) in paths:
+            return False
+        if real in look.mount_points:
             return False
         try:
             status = os.lstat(candidate)
         except (OSError, ValueError):
-            return False
-        return not stat.S_ISLNK(status.st_mode) and (status.st_dev, status.st_ino) != location.trail[0]
+            return True  # its path alone is compared then, as `relation` does
+        return not stat.S_ISLNK(status.st_mode) and (status.st_dev, status.st_ino) not in inodes
 
     return tuple(candidate for candidate in urls if not apart(candidate))
 

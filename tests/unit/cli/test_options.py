@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --
     --to --verify --if-exists --wait --weights --workers"""
 NAMES = " --allow-untried --arch --config --model-prefix --names"
 OPTIONS = {
-    "inspect": "--allow-incomplete --exclude --include --keep-quantized --output --weights",
-    "validate": """--allow-incomplete --catalog --keep-quantized --level --no-catalog --output --weights
+    "inspect": "--all --allow-incomplete --exclude --include --keep-quantized --output --weights",
+    "validate": """--all --allow-incomplete --catalog --keep-quantized --level --no-catalog --output --weights
         --workers""",
     "diff": """--exclude --ignore-dropped --include --keep-quantized --memory --model --model-prefix --output
         --record --rename --tie --weights --workers""",
@@ -43,8 +44,8 @@ OPTIONS = {
         --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near
         --near-threshold --no-catalog --output --reference --rename --tie --weights --workers""",
-    "plan": """--allow-incomplete --allow-untried --arch --config --dtype --dtype-for --exclude --include
-        --keep-object --keep-quantized --max-file-size --memory --mesh --model-prefix --names
+    "plan": """--all --allow-incomplete --allow-untried --arch --config --dtype --dtype-for --exclude
+        --include --keep-object --keep-quantized --max-file-size --memory --mesh --model-prefix --names
         --no-catalog --no-resume --output
         --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --save --serialization
         --sharding --tie --to --tokenizer --verb --weights --workers""",
@@ -166,21 +167,54 @@ def test_the_help_cuts_no_word_at_80_columns(
 def test_help_is_short_and_has_all_on_request(
     commands: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ckptcore.cli.commands import EXAMPLES, FIRST, SECTIONS
+    from ckptcore.cli.commands import FIRST, FIRST_OF, SECTIONS
 
-    assert EXAMPLES.keys() == COMMANDS.keys() - {"catalog"}
-    for verb, example in EXAMPLES.items():
+    for verb in COMMANDS.keys() - {"catalog"}:
         params = commands[verb].params
-        assert {word for word in example.split() if word.startswith("--")} <= flags(params), verb
         assert main([verb, "-h"]) == 0
         short = capsys.readouterr().out
-        assert short.rstrip().endswith(example.split()[-1])
         assert main([verb, "--help", "--all"]) == 0
         every = capsys.readouterr().out
         assert all(flag in every for flag in flags(params)), verb
         assert ("--help --all" in short) == (len(short) < len(every)), verb
     names = {param.name for command in commands.values() for param in getattr(command, "params", ())}
-    assert FIRST | {name for listed in SECTIONS.values() for name in listed.split()} <= names | {"help"}
+    sections = {name for listed in SECTIONS.values() for name in listed.split()}
+    assert FIRST.union(*FIRST_OF.values(), sections) <= names | {"help"}
+
+
+def test_every_command_has_an_example_that_it_accepts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckptcore.cli.commands import EXAMPLES
+
+    monkeypatch.setenv("COLUMNS", "80")
+    complete = typer.main.get_command(program())
+    paths = {" ".join(path) for path, _ in _parameters(complete)} | {*GROUPS}
+    assert EXAMPLES.keys() == paths
+    for path in sorted(paths):
+        assert main([*path.split(), "--help"]) == 0
+        _, _, shown = capsys.readouterr().out.partition("\nExample:\n")
+        words = shlex.split(shown.replace("\\\n", " "))  # as a shell joins lines
+        assert words[: 1 + len(path.split())] == ["ckptcore", *path.split()]
+        command: Any = complete
+        for n, word in enumerate(words[1:], 1):
+            if not hasattr(command, "commands"):
+                command.make_context(path, words[n:])
+                break
+            command = command.commands[word]
+
+
+def test_help_of_a_verb_is_about_this_verb(
+    commands: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckptcore.planning.options import HELP_OF_VERB
+
+    for verb, helps in HELP_OF_VERB.items():
+        shown = {param.name: param.help for param in commands[verb].params if param.name in helps}
+        assert shown == helps
+        assert main([verb, "--help", "--all"]) == 0
+        text = capsys.readouterr().out
+        assert not [word for word in ("a reshard", "An export", "other commands") if word in text], verb
 
 
 def test_no_command_line_waits_for_pydantic_to_know_its_options() -> None:

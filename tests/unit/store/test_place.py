@@ -197,13 +197,16 @@ def test_the_index_finds_what_a_comparison_of_all_finds(tmp_path: Path) -> None:
     urls += [f"{url}/step-1" for url in urls if "?" not in url]
     urls += [f"merged://[{tmp_path}/latest,s3a://b/run]", f"merged://[{tmp_path}/run,/nowhere]/step-1"]
     random.Random(1).shuffle(urls)
-    known = Spellings(urls)
+    known, within = Spellings(urls), dict[str, set[str]]()
     for url in urls:
         here = identify(url)
         found = {each: relation(identify(each), here) for each in urls if each != url}
         assert known.of(url) == {each: how for each, how in found.items() if how is not Relation.APART}
-        within = [each for each, how in found.items() if how in (Relation.SAME, Relation.INSIDE)]
-        assert set(within) <= set(perhaps_within(url, urls))
+        within[url] = {each for each, how in found.items() if how in (Relation.SAME, Relation.INSIDE)}
+        assert within[url] <= set(perhaps_within([url], urls))
+    for start in range(0, len(urls), 7):
+        some = urls[start : start + 7]
+        assert set().union(*(within[url] for url in some)) <= set(perhaps_within(some, urls))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
@@ -219,7 +222,7 @@ def test_a_part_that_is_mounted_elsewhere_may_be_within(tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to("elsewhere")
         linked = (f"{tmp_path}/link/best", f"{tmp_path}/elsewhere/./best", f"{tmp_path}/link/best/deep")
         urls = (f"{tmp_path}/elsewhere/other", best, f"{best}/deep", *linked)
-        assert perhaps_within(here, urls) == urls[1:]
+        assert perhaps_within([here], urls) == urls[1:]
         assert Spellings(urls).of(here) == dict.fromkeys(urls[1:], Relation.INSIDE)
     finally:
         subprocess.run(["umount", best], check=True)
@@ -235,7 +238,7 @@ def test_one_place_is_compared_with_many_by_a_question_about_each(
     look, see = os.lstat, os.stat
     monkeypatch.setattr(os, "lstat", lambda path, **more: (asked.append(path), look(path, **more))[1])
     monkeypatch.setattr(os, "stat", lambda path, **more: (asked.append(path), see(path, **more))[1])
-    assert perhaps_within(urls[7], urls) == (urls[7],)
+    assert perhaps_within([urls[7]], urls) == (urls[7],)
     assert len(asked) <= len(urls) + 50
 
 
