@@ -273,6 +273,12 @@ class Catalog:
             )
         _forget_processes([conversion_id])
 
+    def withdraw(self, conversion_id: str) -> None:
+        """Remove a conversion that runs, and whose request turned out to be none."""
+        with self.writing() as conn:
+            conversions.withdraw(conn, conversion_id)
+        _forget_processes([conversion_id])
+
     def record_verdict(self, conversion_id: str, checks: Iterable[tuple[str, str, str]]) -> str:
         """Record the results of checks on the export that a conversion wrote.
 

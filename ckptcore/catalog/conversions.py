@@ -427,6 +427,14 @@ def _end(conn: Connection, now: datetime, which: ColumnElement[bool], why: str) 
     )
 
 
+def withdraw(conn: Connection, conversion: str) -> None:
+    """Remove the record of a conversion that runs: what was asked for is none, and nothing came of it."""
+    row = _conversion(conn, conversion)
+    withdrawn = and_(Conversion.id == row.id, Conversion.state == Outcome.RUNNING.value)
+    _forget_process(conn, withdrawn)
+    conn.execute(delete(Conversion).where(withdrawn))
+
+
 def _forget_process(conn: Connection, which: ColumnElement[bool]) -> None:
     ended = select(Conversion.id).where(which)
     conn.execute(delete(ConversionProcess).where(ConversionProcess.conversion_id.in_(ended)))

@@ -28,8 +28,7 @@ from ckptcore.cli.options import (
     takes,
 )
 from ckptcore.errors import CkptError
-from ckptcore.operations.options import VerifyOptions
-from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
+from ckptcore.planning.options import MEANS, RECORD, Options, VerifyOptions, options_of, pairs, request_field
 from ckptcore.utils import terminal
 from ckptcore.utils.average_url import is_average
 

@@ -322,7 +322,7 @@ def convert(
         The published output.
 
     Raises:
-        CkptError: An error of a stage. The catalog records it as a failure.
+        CkptError: An error of a stage. The catalog records it as a failure, unless it is a `UsageError`.
     """
     registration = start(request, catalog_url, announcement=announcement)
     about = {**_ends(request), "conversion": registration.id if registration else None}

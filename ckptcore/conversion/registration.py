@@ -25,7 +25,7 @@ from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.source_digests import Recorded
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
-from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, ended_by
+from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, UsageError, ended_by
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, open_store, split_url
@@ -510,7 +510,10 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
-    """Record a failure. If that fails, too, it is logged: it must not hide the first error."""
+    """Record a failure; a usage error is none, and leaves no record.
+
+    If that fails, too, it is logged: it must not hide the first error.
+    """
     if registration is None:
         return
     try:
@@ -525,6 +528,9 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
     request, announcement = registration.request, registration.announcement
     findings = tuple(ended.values.get("findings", ()))
     try:
+        if isinstance(ended, UsageError):
+            registration.catalog.withdraw(registration.id)
+            return True
         source_facts = None
         at_a_place = not is_average(request.source)
         # Damage replaces no row with digests.

@@ -1,4 +1,4 @@
-"""Declare the options of sweep, scrub, retire, thin and verify-export once, for commands and for flows.
+"""Declare the options of sweep, scrub, retire and thin once, for the command line and for flows.
 
 As in `ckptcore.planning.options`, a field is an option. Commands add those for memory, threads and device.
 """
@@ -166,33 +166,3 @@ class ThinOptions:
         str, Option("How long the old steps can be restored: 7d or 12h. 0 deletes them at once.", "TIME")
     ] = "7d"
     catalog: Catalog = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """Hold what an export is compared with."""
-
-    against: Annotated[
-        str | None,
-        Option("Source of the export. Default: the one in the catalog, otherwise in the model card.", "SRC"),
-    ] = None
-    reference: Annotated[
-        str | None, Option("Hugging Face folder known to be right, to compare logits with.", "FOLDER")
-    ] = None
-    near: Annotated[
-        str | None,
-        Option(
-            "Related Hugging Face folder: tensors with the same name must have the same direction.", "BASE"
-        ),
-    ] = None
-    near_threshold: Annotated[float, Option("Smallest cosine similarity that --near accepts.", "COSINE")] = (
-        0.8
-    )
-    logits: Annotated[
-        bool, Option("Open the export with transformers and check its logits. Needs the model's memory.")
-    ] = False
-    logits_dtype: Annotated[str, Option("Dtype in which models are opened.", "DTYPE")] = "fp32"
-    logits_tolerance: Annotated[
-        float, Option("Largest difference of logits that is accepted; 0 demands equal bits.", "DIFFERENCE")
-    ] = 0.0
-    any_memory: Annotated[bool, Option("Also open models that are larger than the free memory.")] = False

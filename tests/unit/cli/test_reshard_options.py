@@ -71,3 +71,19 @@ def test_what_stays_behind_is_reported(
     assert run([*arguments, "--output", "json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["dropped"] == [["rng.cpu", "random state of a rank that saved it"]]
+
+
+def test_a_usage_error_leaves_no_record(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a failed conversion nor a running one; what fails for another reason is recorded."""
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
+    wrong = ["--to", "torch_ranks", "--serialization", "safetensors"]
+    assert run(["reshard", str(source), str(tmp_path / "out"), *MESH, *wrong]) == 2
+    with pytest.raises(UsageError):
+        ckptcore.convert(str(source), str(tmp_path / "out.pt"), verb="reshard", mesh="fsdp=2")
+    assert run(["consolidate", str(tmp_path / "nothing"), str(tmp_path / "out")]) > 2
+    capsys.readouterr()
+    assert run(["catalog", "list", "--conversions", "--output", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["state"], row["source_uri"]) for row in rows] == [("failed", str(tmp_path / "nothing"))]
