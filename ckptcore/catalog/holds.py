@@ -65,11 +65,18 @@ def place(
     return new
 
 
-def release(conn: Connection, now: datetime, hold: str) -> None:
-    """Release a hold. A second call changes nothing. Raises `UsageError` for an unknown id."""
-    if conn.execute(select(Hold.id).where(Hold.uuid == hold)).first() is None:
-        raise UsageError(f"there is no hold {hold}", hint="`ckptcore catalog hold list` lists all holds")
+def release(conn: Connection, now: datetime, ref: str) -> str:
+    """Release the hold of an id, or of a unique beginning of one, and return its id.
+
+    A second call changes nothing. Raises `UsageError` for an unknown id.
+    """
+    ids = conn.execute(select(Hold.uuid).where(Hold.uuid.startswith(ref, autoescape=True))).scalars().all()
+    if len(ids) != 1 or not ref:
+        reason = f"{ref!r} is the beginning of several holds" if ids else f"there is no hold {ref}"
+        raise UsageError(reason, hint="`ckptcore catalog hold list` lists all holds")
+    (hold,) = ids
     conn.execute(update(Hold).where(Hold.uuid == hold, Hold.released_at.is_(None)).values(released_at=now))
+    return hold
 
 
 def active(conn: Connection, now: datetime, ref: str | None = None) -> tuple[HoldRow, ...]:

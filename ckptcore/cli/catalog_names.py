@@ -183,7 +183,7 @@ def release_obligation(
 
 @hold_app.command("release")
 def release_hold(
-    hold: Annotated[str, typer.Argument(metavar="HOLD", help="Id of a hold.")],
+    ref: Annotated[str, typer.Argument(metavar="HOLD", help="Id of a hold, or its beginning.")],
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
@@ -192,8 +192,9 @@ def release_hold(
 
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         now = clock(conn)
-        rows = tuple(h for h in holds.active(conn, now) if h.id == hold)  # none: it was released before
-        holds.release(conn, now, hold)
+        in_force = holds.active(conn, now)
+        hold = holds.release(conn, now, ref)
+        rows = tuple(row for row in in_force if row.id == hold)  # none: it was released before
         for row in rows:
             detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
             audit.note(conn, now, "hold.release", row.checkpoint, detail)

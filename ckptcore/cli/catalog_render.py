@@ -137,11 +137,12 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("counts on", lambda r: _cell(r.place, 30)),
     ),
     HoldRow: (
-        ("hold", lambda r: r.id),
+        ("hold", lambda r: r.id[:_ID]),
         ("checkpoint", lambda r: r.checkpoint[:_ID]),
         ("until", lambda r: _when(r.until)),
         ("owner", lambda r: _cell(r.owner or "-", 10)),
         ("reason", lambda r: _cell(r.reason, 20)),
+        ("uri", lambda r: _cell(r.uri, 40)),
     ),
     InboxEvent: (
         ("id", lambda r: r.id[:_ID]),

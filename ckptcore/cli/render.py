@@ -501,14 +501,16 @@ def result(value: Result, *, as_json: bool) -> None:
             f"{show_size(value.nbytes)} in {count(len(value.files), 'file')}; {proof}",
         )
     )
+    if value.loadable is not None:
+        reason = next((f" ({f.message})" for f in value.warnings if f.code == "not-loadable"), "")
+        style = "red" if value.loadable == "no" else ""
+        out.print(terminal.text((f"loadable: {value.loadable}", style), reason), soft_wrap=True)
     seconds = ", ".join(f"{k} {show_duration(v)}" for k, v in value.timings.items())
     out.print(f"{seconds}{f'; catalog {value.conversion}' if value.conversion else ''}", style="dim")
     if value.fingerprint is not None:
         out.print(f"fingerprint {value.fingerprint}", style="dim", soft_wrap=True)
     for rule, number in Counter(rule for _, rule in value.dropped).items():
         out.print(terminal.text(f"left out: {number}, {rule}"), soft_wrap=True)
-    if value.loadable is not None:
-        out.print(terminal.text(f"loadable: {value.loadable}"))
     _findings(out, value.warnings)
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-from ckptcore.errors import Busy, CkptError, DestinationUnwritable
+from ckptcore.errors import Busy, CkptError, DestinationUnwritable, SourceUnreadable
 from ckptcore.store.objects import RECORD
 from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.retry import Kind, kind_of
@@ -313,7 +313,12 @@ class Lease:
         return Holder(uuid.uuid4().hex, fence, socket.gethostname(), processes.this_process(), until)
 
     def _stored_holder(self) -> Holder | None:
-        data = self._client.fetch(self._key, RECORD)
+        """Return who holds the lease; raise `DestinationUnwritable` where its store cannot be asked."""
+        try:
+            data = self._client.fetch(self._key, RECORD)
+        except SourceUnreadable as error:
+            message = f"cannot reach the destination {self._destination}: {error.message}"
+            raise DestinationUnwritable(message, hint=error.hint, **error.values) from error
         return None if data is None else _unpacked(data)
 
     def _is_exclusive(self, mine: Holder) -> bool:

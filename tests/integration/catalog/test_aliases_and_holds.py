@@ -106,15 +106,18 @@ def test_holds(write, two):
     ]
     assert [h.id for h in write(holds.active, NOW + DAY)] == [hold]
     assert [h.id for h in write(holds.active, NOW, two[1])] == [short]
-    write(holds.release, NOW, hold)
-    write(holds.release, NOW + DAY, hold)
+    assert write(holds.release, NOW, hold[:8]) == hold
+    assert write(holds.release, NOW + DAY, hold) == hold
     assert write(holds.active, NOW, "/runs/step-1") == ()
     for wrong in (
         lambda: write(holds.release, NOW, "nobody"),
+        lambda: write(holds.release, NOW, ""),
         lambda: write(holds.place, NOW, two[0], " "),
         lambda: write(holds.place, NOW, two[0], "x", until=NOW),
     ):
-        with pytest.raises(UsageError, match=r"no hold nobody|needs a reason|must be in the future"):
+        with pytest.raises(
+            UsageError, match=r"no hold nobody|several holds|needs a reason|must be in the future"
+        ):
             wrong()
 
 

@@ -549,3 +549,17 @@ def test_parts_of_several_uploads_are_not_joined(server: fault_s3.FaultyS3, sour
 def test_files_with_checksums_behind_their_data_are_one_task(server: fault_s3.FaultyS3, source: str) -> None:
     prepared = ckptcore.prepare(source, "s3://bucket/out.pt", settings=MEANS)
     assert pipeline.parts(prepared.plan_uri, 0, PART, MEANS) == ()
+
+
+def test_a_destination_that_cannot_be_reached_is_no_source(
+    server: fault_s3.FaultyS3, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease is read first, of all requests."""
+    with monkeypatch.context() as without:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+            without.delenv(name, raising=False)
+        without.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        without.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+        with pytest.raises(DestinationUnwritable, match="cannot reach the destination s3://bucket/o: ") as e:
+            ckptcore.convert(source, "s3://bucket/o", catalog=False)
+    assert "credentials" in str(e.value.hint)
