@@ -19,7 +19,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from ckptcore.errors import FINDINGS, error_classes
-from ckptcore.planning.options import Options, options_of, request_field
+from ckptcore.planning.options import HELP_OF_VERB, Options, options_of, request_field
 from ckptcore.planning.request import Request
 from ckptcore.redaction import redacted
 from ckptcore.utils.units import show_duration, show_size
@@ -124,6 +124,7 @@ def stated(request: Mapping[str, Any]) -> list[StatedOption]:
             continue
         name = names.get(field, field)
         effect = options_of(Options)[name][1].help if name in options_of(Options) else ""
+        effect = HELP_OF_VERB.get(str(request.get("verb")), {}).get(name, effect)
         off = value is False
         options.append(
             StatedOption(f"--{'no-' if off else ''}{name.replace('_', '-')}", _rendered(value), effect)

@@ -8,8 +8,26 @@ import sqlite3
 import uuid
 from datetime import UTC, datetime, timedelta
 
+import sqlalchemy as sa
+
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import parse
 
+METRICS = (
+    "INSERT INTO metric (checkpoint_id, name, value, nonfinite, step, source, updated_at)"
+    " SELECT id, '{name}', id % 1000 / 10.0, NULL, step, 'announced', created_at FROM checkpoint"
+)
+FACTS = (
+    "INSERT INTO training_facts (checkpoint_id, git_commit, user_name, config, extra, sources, updated_at)"
+    " SELECT id, '3f9a', 'ada', '{}', '{}', '{}', created_at FROM checkpoint"
+)
+SIGHTINGS = (
+    "INSERT INTO sightings (uri, root, step, state, stamp, source_digest, findings, first_seen_at,"
+    " last_seen_at, changed_at) SELECT uri, '/runs', step, CASE state WHEN 'present' THEN 'whole' ELSE"
+    " 'broken' END, 's', manifest_digest, '[]', created_at, created_at, created_at FROM checkpoint"
+    " WHERE kind = 'source'"
+)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 RUNS = 200
 
@@ -200,6 +218,19 @@ def fill(url, full, tensors, bare):
                     f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), (SELECT max(id) FROM {table}))"
                 )
         connection.execute("ANALYZE")
+
+
+def fill_with_training(url, count):
+    """Writes such rows, metrics and facts of a training for each checkpoint, and a swept root above all."""
+    full = max(1, count // 100)
+    fill(url, full, 500, count - full)
+    with open_catalog(url) as catalog, catalog.writing() as conn:
+        for name in ("loss", "eval_loss", "grad_norm", "mmlu"):
+            conn.execute(sa.text(METRICS.format(name=name)))
+        conn.exec_driver_sql(FACTS)
+        conn.exec_driver_sql(SIGHTINGS)
+        roots.add(conn, datetime.now(UTC), "all", "/runs", retention={"keep_last": 5, "rest": "weights"})
+        conn.exec_driver_sql("ANALYZE")
 
 
 def _text(value):

@@ -1,5 +1,5 @@
 // The pages work without this file. It adds: "/" goes to the search field, a question before each change, a graph that
-// begins at its checkpoint, and the digits of an id or a digest are copied by a click.
+// begins at its checkpoint, the digits of an id or a digest are copied by a click, and lists are cards on a phone.
 "use strict";
 document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
@@ -39,4 +39,20 @@ for (const here of document.querySelectorAll("svg.lineage rect.here")) {
   const frame = here.closest(".scroll");
   const box = here.getBoundingClientRect();
   frame.scrollLeft += box.left - frame.getBoundingClientRect().left - (frame.clientWidth - box.width) / 2;
+}
+// On a phone a row of a list is a card (page.css): each cell has the head of its column, and one box around its content.
+for (const table of document.querySelectorAll("table.rows")) {
+  const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  table.classList.add("cards");
+  for (const row of table.tBodies[0].rows) {
+    if (row.cells.length !== heads.length) continue;
+    [...row.cells].forEach((cell, n) => {
+      const box = document.createElement("div");
+      box.className = "cell";
+      box.append(...cell.childNodes);
+      cell.append(box);
+      cell.dataset.head = heads[n];
+      cell.classList.toggle("empty", box.textContent.trim() === "-");
+    });
+  }
 }

@@ -10,21 +10,55 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from bigcatalog import digest_of, fill_with_training, uuid_of
+from chromium import CHROMIUM, DESK, PHONE, Browser, browsing
 from paths import ROOT
 
 from ckptcore.catalog import open_catalog
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.registration import facts
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian package chromium"),
 ]
 RED = (0xD9, 0x2D, 0x20)  # of holes, in page.css
+# Pages with rows of everything: `bigcatalog` has an even number for what was made, an odd one for its source.
+PAGES = (
+    "/",
+    "/runs/run-2",
+    "/checkpoints",
+    f"/checkpoints/{uuid_of('c', 2)}",
+    f"/checkpoints/{uuid_of('c', 3)}",
+    "/conversions",
+    f"/conversions/{uuid_of('v', 1)}",
+    "/aliases",
+    "/aliases/run-2%2Fbest",
+    "/roots",
+    "/roots/all",
+    "/inbox",
+    "/outbox",
+    "/audit",
+    "/retire",
+    "/retire?scope=all",
+    "/compare",
+    f"/compare?left={uuid_of('c', 1)}&right={uuid_of('c', 2)}",
+    "/best",
+    "/best?metric=loss",
+    "/search?q=step",
+    f"/search?q={digest_of('file', 4)}",
+    "/login",
+    "/nothing",
+)
+# Links of a list that a finger cannot reach without moving the page sideways.
+OFF_SCREEN = """
+[...document.querySelectorAll('td.to a')].map(a => a.getBoundingClientRect())
+  .filter(box => box.left < 0 || box.right > document.documentElement.clientWidth + 1).length
+"""
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +70,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     with open_catalog(str(folder / "catalog.sqlite")) as catalog:
         manifest = inspect(str(folder / "step-10"))
         ref = catalog.record_validation(facts(manifest, str(folder / "step-10")))
-    command = [
-        sys.executable,
-        "-m",
-        "ckptcore.page",
-        "--catalog",
-        str(folder / "catalog.sqlite"),
-        "--port",
-        "0",
-    ]
+    with listening(folder / "catalog.sqlite") as address:
+        yield address, ref
+
+
+@contextmanager
+def listening(catalog: Path) -> Iterator[str]:
+    """Serve the page of a catalog, and yield its address."""
+    command = [sys.executable, "-m", "ckptcore.page", "--catalog", str(catalog), "--port", "0"]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -54,7 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     )
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().split()[-1].rstrip("/"), ref
+        yield process.stdout.readline().split()[-1].rstrip("/")
     finally:
         process.terminate()
         process.communicate(timeout=30)
@@ -114,6 +147,47 @@ def test_pages_run_without_a_refusal(served: tuple[str, str], tmp_path: Path) ->
     button = re.search(r"<button[^>]*data-copy[^>]*>", document)
     assert button is not None
     assert "hidden" not in button[0]  # the script ran
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a page with 40 checkpoints, and rows of everything about them."""
+    folder = tmp_path_factory.mktemp("full")
+    open_catalog(str(folder / "catalog.sqlite")).close()
+    fill_with_training(str(folder / "catalog.sqlite"), 40)
+    with listening(folder / "catalog.sqlite") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_everything_is_on_the_screen_and_legible(full: str, tab: Browser, width: int, dark: bool) -> None:
+    wrong = {}
+    for page in PAGES:
+        tab.open(full + page, width=width, dark=dark)
+        assert "ckptcore catalog" in tab.ask("document.body.textContent"), page
+        seen = tab.look() | {"links": tab.ask(OFF_SCREEN)}
+        if any(seen.values()):
+            wrong[page] = seen
+    assert wrong == {}
+
+
+def test_what_is_wrong_is_seen(full: str, tab: Browser) -> None:
+    """The looks above would fail."""
+    tab.open(full, width=PHONE)
+    tab.ask("document.querySelector('h1').style.cssText = 'width: 900px; color: #ddd'; 1")
+    seen = tab.look()
+    assert seen["wide"] > 400
+    assert seen["outside"][0].startswith("h1")
+    assert [text for text in seen["faint"] if "Training runs" in text]
+    tab.ask("document.querySelector('main').innerHTML = '<table><td class=to><a href=x>' + 'x'.repeat(99); 1")
+    assert tab.ask(OFF_SCREEN) == 1
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
-from bigcatalog import digest_of, fill, uuid_of
+from bigcatalog import digest_of, fill_with_training, uuid_of
 from fastapi.testclient import TestClient
 
 from ckptcore.catalog import open_catalog, upgrade
-from ckptcore.catalog import watched_roots as roots
 from ckptcore.page.app import make_page
 from ckptcore.page.settings import PageAccess
 
 COUNT = 100_000
 MOST_MS = 300
 SAMPLES = 40
-METRICS = (
-    "INSERT INTO metric (checkpoint_id, name, value, nonfinite, step, source, updated_at)"
-    " SELECT id, '{name}', id % 1000 / 10.0, NULL, step, 'announced', created_at FROM checkpoint"
-)
-FACTS = (
-    "INSERT INTO training_facts (checkpoint_id, git_commit, user_name, config, extra, sources, updated_at)"
-    " SELECT id, '3f9a', 'ada', '{}', '{}', '{}', created_at FROM checkpoint"
-)
-SIGHTINGS = (
-    "INSERT INTO sightings (uri, root, step, state, stamp, source_digest, findings, first_seen_at,"
-    " last_seen_at, changed_at) SELECT uri, '/runs', step, CASE state WHEN 'present' THEN 'whole' ELSE"
-    " 'broken' END, 's', manifest_digest, '[]', created_at, created_at, created_at FROM checkpoint"
-    " WHERE kind = 'source'"
-)
 
 # n: an even number, of a derived checkpoint.
 PAGES = {
@@ -113,24 +96,13 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "sqlite":
         url = str(tmp_path_factory.mktemp("large") / "catalog.sqlite")
         open_catalog(url).close()
-        _fill(url)
+        fill_with_training(url, COUNT)
         yield url
         return
     with request.getfixturevalue("postgres").database() as url:
         upgrade(url)
-        _fill(url)
+        fill_with_training(url, COUNT)
         yield url
-
-
-def _fill(url: str) -> None:
-    fill(url, COUNT // 100, 500, COUNT - COUNT // 100)
-    with open_catalog(url) as catalog, catalog.writing() as conn:
-        for name in ("loss", "eval_loss", "grad_norm", "mmlu"):
-            conn.execute(sa.text(METRICS.format(name=name)))
-        conn.exec_driver_sql(FACTS)
-        conn.exec_driver_sql(SIGHTINGS)
-        roots.add(conn, datetime.now(UTC), "all", "/runs", retention={"keep_last": 5, "rest": "weights"})
-        conn.exec_driver_sql("ANALYZE")
 
 
 @pytest.mark.soak
