@@ -36,6 +36,9 @@ html_theme = "furo"
 html_title = f"ckptcore {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
+html_search_scorer = str(HERE / "_static/scorer.js")
+highlight_language = "text"  # a block without a language is no Python
 html_show_sphinx = False
 html_copy_source = False
 # Nothing from another host: fonts are the system's, scripts and styles are stored beside the pages.

@@ -1,7 +1,8 @@
 """Write the command-line reference from the commands themselves, each time the site is built.
 
-The page `reference/cli.md` has one line, ``<!-- commands -->``; sections with the usage, the arguments and
-the options of every command replace it.
+A page below ``reference/cli/`` has one line, ``<!-- command: VERB -->``; sections with the usage, the
+example, the arguments and the options of that command, and of those below it, replace it. In
+`reference/cli.md`, ``<!-- commands -->`` becomes the list of these pages.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import click
 import typer.main
 from sphinx.application import Sphinx
 
+from ckptcore.cli.commands import COMMANDS as GROUPS
+from ckptcore.cli.commands import EXAMPLES
 from ckptcore.cli.main import program
 
-MARK = re.compile(r"<!-- commands -->")
+COMMANDS, COMMAND = re.compile(r"<!-- commands -->"), re.compile(r"<!-- command: ([\w-]+) -->")
 
 
 def setup(sphinx: Sphinx) -> dict[str, Any]:
@@ -26,15 +29,37 @@ def setup(sphinx: Sphinx) -> dict[str, Any]:
     return {"parallel_read_safe": True}
 
 
-def sections() -> str:
-    """Return every command of `ckptcore` in MyST markdown, groups before their commands."""
+def sections(verb: str) -> str:
+    """Return a command of `ckptcore`, and those below it, in MyST markdown."""
     root = typer.main.get_command(program())
-    return "\n".join(line for name, command in _walk("ckptcore", root) for line in _section(name, command))
+    wanted = f"ckptcore {verb}"
+    return "\n".join(
+        line
+        for name, command in _walk("ckptcore", root)
+        if name == wanted or name.startswith(f"{wanted} ")
+        for line in _section(name, command)
+    )
+
+
+def contents() -> str:
+    """Return a table of all commands in their groups, and the toctree of their pages."""
+    root: Any = typer.main.get_command(program())
+    lines, verbs = list[str](), list[str]()
+    for title, names in GROUPS[""].items():
+        lines += [f"## {title}", "", "| command | what it does |", "|---|---|"]
+        for verb in names.split():
+            text = (root.commands[verb].help or "").strip().partition("\n")[0]
+            lines.append(f"| [`{verb}`](cli/{verb}.md) | {text} |")
+            verbs.append(verb)
+        lines.append("")
+    return "\n".join([*lines, "```{toctree}", ":hidden:", "", *(f"cli/{verb}" for verb in verbs), "```"])
 
 
 def _fill(_: Sphinx, docname: str, source: list[str]) -> None:
     if docname == "reference/cli":
-        source[0] = MARK.sub(lambda _: sections(), source[0])
+        source[0] = COMMANDS.sub(lambda _: contents(), source[0])
+    elif docname.startswith("reference/cli/"):
+        source[0] = COMMAND.sub(lambda match: sections(match[1]), source[0])
 
 
 def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -50,10 +75,10 @@ def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _section(name: str, command: Any) -> Iterator[str]:
-    depth = name.count(" ")
+    depth = name.count(" ") - 1
     anchor = name.replace(" ", "-")
     context = click.Context(command, info_name=name)
-    usage = re.sub(r"\{(\w+)\}", r"\1", " ".join(command.collect_usage_pieces(context)))
+    usage = " ".join(command.collect_usage_pieces(context))
     yield f"({anchor})="
     yield f"{'#' * (depth + 1)} `{name}`"
     yield ""
@@ -61,6 +86,9 @@ def _section(name: str, command: Any) -> Iterator[str]:
     yield ""
     yield f"```text\n{name} {usage}\n```"
     yield ""
+    if example := EXAMPLES.get(name.partition(" ")[2]):
+        yield f"```sh\n{name} {example}\n```"
+        yield ""
     params = [p for p in command.params if not getattr(p, "hidden", False) and p.name != "help"]
     for param in params:
         yield from _entry(param)

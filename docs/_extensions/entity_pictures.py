@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 RELATION = re.compile(r"^\s*(\w+)\s+\S*--\S*\s+(\w+)\s*:\s*\"(.*)\"$", re.MULTILINE)
 TABLE = re.compile(r"^\s*(\w+) \{\n(.*?)^\s*\}", re.MULTILINE | re.DOTALL)
 COLUMN = re.compile(r"^\s*\w+ (\w+)(?: \"(.*)\")?$", re.MULTILINE)
-LINE, GAP, CHARACTER = 15, 22, 5.3  # heights, distances and widths in units of the picture
+LINE, GAP, CHARACTER = 16, 22, 5.9  # heights, distances and widths in units of the picture
 MOST_CHARACTERS = 50
 
 
@@ -68,7 +68,8 @@ def picture(text: str) -> str:
     drawn = [_box(box) for box in boxes.values()]
     head = (
         '<div class="entities"><svg xmlns="http://www.w3.org/2000/svg" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" font-family="sans-serif" '
+        f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        'role="img" font-family="sans-serif" '
         'aria-label="tables and their relations">'
     )
     return "\n".join([head, *lines, *drawn, "</svg></div>"])
