@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import click
 import typer.main
@@ -121,4 +121,6 @@ def _values(annotation: Any) -> str:
     """Return what an option without a metavar takes: the members of an enum, or the type's name."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "|".join(str(member.value) for member in annotation)
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
     return getattr(annotation, "__name__", str(annotation)).upper()

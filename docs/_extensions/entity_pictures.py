@@ -19,7 +19,7 @@ RELATION = re.compile(r"^\s*(\w+)\s+\S*--\S*\s+(\w+)\s*:\s*\"(.*)\"$", re.MULTIL
 TABLE = re.compile(r"^\s*(\w+) \{\n(.*?)^\s*\}", re.MULTILINE | re.DOTALL)
 COLUMN = re.compile(r"^\s*\w+ (\w+)(?: \"(.*)\")?$", re.MULTILINE)
 LINE, GAP, CHARACTER = 16, 22, 5.9  # heights, distances and widths in units of the picture
-MOST_CHARACTERS = 50
+MOST_CHARACTERS = 34
 
 
 @dataclass
@@ -102,8 +102,8 @@ def _place(
         for box in columns[column]:
             box.x, box.y = x, y
             y += box.height + GAP
-        x += max(box.width for box in columns[column]) + 2 * GAP
-    width, x, y, row = x - 2 * GAP + 8, 8.0, tallest + 3 * GAP, 0.0
+        x += max(box.width for box in columns[column]) + 1.5 * GAP
+    width, x, y, row = x - 1.5 * GAP + 8, 8.0, tallest + 3 * GAP, 0.0
     for box in alone:
         if x + box.width > width:
             x, y, row = 8.0, y + row + GAP, 0.0
