@@ -59,7 +59,7 @@ def test_the_command_line_is_there_with_every_option(site: Path) -> None:
         ("export", "--max-file-size"),
         ("catalog", "ckptcore catalog alias set"),
         ("retire", "--keep-every"),
-        ("export", "--config base-model"),  # its example
+        ("export", "base-model"),  # of its example
     ):
         assert text in (site / f"reference/cli/{verb}.html").read_text(encoding="utf-8")
 
@@ -86,9 +86,14 @@ SEARCHES = {
 }
 
 
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Log no request."""
+
+
 @pytest.fixture(scope="module")
 def served(site: Path) -> Iterator[str]:
-    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    handler = partial(_Quiet, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
