@@ -34,7 +34,10 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
     spec = manifest.tensors[row]
     want = box or Box.full(spec.shape)
     if len(want.shape) != len(spec.shape) or not Box.full(spec.shape).contains(want):
-        raise UsageError(f"cannot read a box of {fqn}: it is {list(spec.shape)} (got {want})")
+        raise UsageError(
+            f"cannot read a box of {fqn}: it is {list(spec.shape)} (got {want})",
+            hint="give an offset and a shape inside the tensor's, or no box for all of it",
+        )
     require_cover(manifest, [row])
     out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))
     with closing(open_source_store(manifest.root, manifest.versions)) as store:
