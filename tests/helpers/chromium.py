@@ -128,8 +128,8 @@ def browsing(profile: Path) -> Iterator[Browser]:
     try:
         assert process.stderr is not None
         at = next(line.split()[-1] for line in process.stderr if "DevTools listening" in line)
-        with connect(at, max_size=None) as whole:
-            target = Browser(whole).call("Target.createTarget", url="about:blank")["targetId"]
+        with connect(at, max_size=None) as session:
+            target = Browser(session).call("Target.createTarget", url="about:blank")["targetId"]
         with connect(at.partition("/devtools/")[0] + f"/devtools/page/{target}", max_size=None) as tab:
             yield Browser(tab)
     finally:

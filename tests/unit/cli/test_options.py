@@ -193,13 +193,13 @@ def test_every_command_has_an_example_that_it_accepts(
     assert EXAMPLES.keys() == paths
     for path in sorted(paths):
         assert main([*path.split(), "--help"]) == 0
-        _, _, shown = capsys.readouterr().out.partition("\nExample:\n")
-        words = shlex.split(shown.replace("\\\n", " "))  # as a shell joins lines
-        assert words[: 1 + len(path.split())] == ["ckptcore", *path.split()]
+        _, _, rendered = capsys.readouterr().out.partition("\nExample:\n")
+        terms = shlex.split(rendered.replace("\\\n", " "))  # as a shell joins lines
+        assert terms[: 1 + len(path.split())] == ["ckptcore", *path.split()]
         command: Any = complete
-        for n, word in enumerate(words[1:], 1):
+        for n, word in enumerate(terms[1:], 1):
             if not hasattr(command, "commands"):
-                command.make_context(path, words[n:])
+                command.make_context(path, terms[n:])
                 break
             command = command.commands[word]
 
@@ -210,8 +210,8 @@ def test_help_of_a_verb_is_about_this_verb(
     from ckptcore.planning.options import HELP_OF_VERB
 
     for verb, helps in HELP_OF_VERB.items():
-        shown = {param.name: param.help for param in commands[verb].params if param.name in helps}
-        assert shown == helps
+        rendered = {param.name: param.help for param in commands[verb].params if param.name in helps}
+        assert rendered == helps
         assert main([verb, "--help", "--all"]) == 0
         text = capsys.readouterr().out
         assert not [word for word in ("a reshard", "An export", "other commands") if word in text], verb
