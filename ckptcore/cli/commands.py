@@ -35,7 +35,7 @@ COMMANDS = {
     "": {
         "Look": "inspect validate diff fingerprint formats",
         "Convert": "export consolidate reshard merge verify-export serve plan apply",
-        "Operate": "sweep scrub retire gc",
+        "Operate": "sweep scrub retire thin gc",
         "Remember": "catalog find",
     },
     "catalog": {
@@ -64,6 +64,7 @@ EXAMPLES = {
     "sweep": "llama",
     "scrub": "--share 0.1",
     "retire": "llama --keep-last 3",
+    "thin": "llama --keep-optimizer-last 2",
     "gc": "s3://models/exports",
     "catalog": f"lineage {_EXPORT}",
     "catalog upgrade": "",

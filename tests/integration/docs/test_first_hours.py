@@ -27,7 +27,7 @@ NEWCOMER = (
     "how-to/fsdp2",
     "how-to/resume",
     "how-to/reshard",
-    "how-to/serve",
+    "how-to/engines",
     "troubleshooting",
 )
 OPERATOR = ("how-to/operate", "how-to/webhooks", "how-to/catalog-page")
