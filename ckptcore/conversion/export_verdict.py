@@ -170,7 +170,7 @@ def _registered(export: str, catalog: str | bool | None) -> _Registered | None:
 
 
 def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) -> _SourceNow | None:
-    """Return where a source is that was retired; None for any other one."""
+    """Return where a source is that was retired, or thinned; None for any other one."""
     from ckptcore.catalog import retirements, set_aside
     from ckptcore.catalog.types import CheckpointDetail, State
 
@@ -181,6 +181,8 @@ def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) 
             return None  # on an object store it stays in its place
         place = join_url(homes[0], split_url(source.uri)[1])
         return _SourceNow(place, source.manifest_digest, f"the catalog: {source.uri} is set aside")
+    if source.state == State.REPLACED:
+        return _thinned_now(catalog, source)
     if source.state != State.DELETED:
         return None
     with catalog.reading() as conn:
@@ -193,6 +195,24 @@ def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) 
     place = copy.checkpoint.uri
     by = f"the catalog: {source.uri} was retired, and {place} took its place"
     return _SourceNow(place, copy.checkpoint.manifest_digest, by)
+
+
+def _thinned_now(catalog: Catalog, source: CheckpointRow) -> _SourceNow | None:
+    """Return the step that is at the place of a thinned one, which has its model part; None for others."""
+    from ckptcore.catalog import retirements
+    from ckptcore.catalog.types import CheckpointDetail, State
+
+    now = source
+    while now.state == State.REPLACED:
+        with catalog.reading() as conn:
+            record = retirements.of(conn, now.id)
+        if record is None or record.proof != retirements.THINNED:
+            return None
+        step = catalog.show(record.child, tensors=False)
+        if not isinstance(step, CheckpointDetail):
+            return None
+        now = step.checkpoint
+    return _SourceNow(now.uri, now.manifest_digest, f"the catalog: {source.uri} was thinned")
 
 
 def _is_recorded(export: str, registered: CheckpointDetail) -> bool:

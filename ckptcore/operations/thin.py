@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -66,6 +66,7 @@ from ckptcore.operations.thin_plan import (
 )
 from ckptcore.planning.request import Settings
 from ckptcore.store import fetch, join_url, local_path, split_url
+from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import contents, folder_at, list_settled_destination, require_no_mount, survey
 from ckptcore.utils.foreign_text import load_json_object, parsing
 from ckptcore.utils.isolation import attempt
@@ -279,10 +280,11 @@ def _decided(
     """Return what becomes of one step; raise `CkptError` if it cannot be thinned."""
     if yes:
         _end_killed_run(catalog, uri, rules, settings)
+    files = survey(uri)  # a place where nothing is, is no step
     row = _row(catalog, uri)
     step = row.step if row is not None and row.step is not None else _step(uri)
     item = ThinDecision(uri, ThinOutcome.KEPT, (), row.run if row is not None else None, step)
-    reason = _reason_to_keep(catalog, uri, row, step, rules, newest)
+    reason = _reason_to_keep(catalog, uri, files, row, step, rules, newest)
     if reason:
         return replace(item, why=(reason,))
     _require_place(uri, rules)
@@ -301,6 +303,7 @@ def _row(catalog: Catalog, uri: str) -> CheckpointRow | None:
 def _reason_to_keep(
     catalog: Catalog,
     uri: str,
+    files: Mapping[str, FileStatus],
     row: CheckpointRow | None,
     step: int | None,
     rules: ThinRules,
@@ -312,7 +315,7 @@ def _reason_to_keep(
     kept = newest(split_url(uri)[0], row.run if row is not None else None)
     if not kept or step >= kept[-1]:
         return f"one of the last {rules.keep_last} complete steps" if kept else "no newer step is complete"
-    ready = look(uri, survey(uri), None, catalog.now(), settle_s=rules.min_age_s)
+    ready = look(uri, files, None, catalog.now(), settle_s=rules.min_age_s)
     if ready.state is not Condition.COMPLETE:
         return f"it is {ready.state.value}: {ready.message}"
     with catalog.reading() as conn:

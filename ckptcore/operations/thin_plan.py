@@ -254,6 +254,7 @@ def prove_thin(plan: ThinPlan, url: str, settings: Settings) -> ProvenThin:
 
     Raises:
         OutputMismatch: It lacks something else, or holds something more.
+        AmbiguousModel: Only what is gone tells which part is the model.
         DamagedCheckpoint: A checksum does not match.
     """
     manifest = inspect(url)
@@ -265,6 +266,7 @@ def prove_thin(plan: ThinPlan, url: str, settings: Settings) -> ProvenThin:
     if not gone <= plan.goes.keys() or new:
         odd = sorted(new or gone - plan.goes.keys())
         raise OutputMismatch(f"the thinned {plan.uri} {'has' if new else 'lacks'} {some(odd)}")
+    _require_same_model(plan, manifest)
     rows = [n for n, t in enumerate(plan.manifest.tensors) if t.fqn not in gone]
     kept = select(plan.manifest, rows)
     sums = fingerprint(manifest, settings).tensors if manifest.tensors else ()
@@ -291,6 +293,20 @@ def prove_thin(plan: ThinPlan, url: str, settings: Settings) -> ProvenThin:
     files_gone = frozenset(plan.goes.keys() & plan.changed)
     identified = tuple(holding for holding in theirs if holding.id is not None)
     return ProvenThin(manifest, tuple(sums), identified, gone | files_gone)
+
+
+def _require_same_model(plan: ThinPlan, manifest: Manifest) -> None:
+    """Require that the model part is found where it was: else an export would give tensors other names."""
+    before, after = attempt(find_model, plan.manifest), attempt(find_model, manifest)
+    if isinstance(before, CkptError):
+        return
+    if isinstance(after, CkptError) or after.prefix != before.prefix:
+        raise AmbiguousModel(
+            f"cannot thin {plan.uri}: without what goes, nothing tells that its model is "
+            f"{before.prefix.rstrip('.') or 'at the top level'} ({before.because})",
+            hint="export it, and let `ckptcore retire --rest weights` put the export in its place",
+            candidates=[before.prefix],
+        )
 
 
 def _same_bytes(before: Manifest, after: Manifest, name: str) -> bool:

@@ -41,13 +41,28 @@ def state(step, **more):
     return weights | moments | plain | more
 
 
+def nested(step, **more):
+    """As trainers save it: paths tell the model from the rest, also without an optimizer."""
+    tree = {}
+    for name, value in state(step, **more).items():
+        top, _, rest = name.partition(".")
+        if top == "optim":
+            kind, _, rest = rest.partition(".")
+            tree.setdefault(top, {}).setdefault(kind, {})[rest] = value
+        elif rest:
+            tree.setdefault(top, {})[rest] = value
+        else:
+            tree[top] = value
+    return tree
+
+
 class Steps:
     """Three steps of a run, of which the last one stays."""
 
     def __init__(self, catalog, runs):
         self.catalog, self.run = catalog, runs / "llama"
         for step in (1, 2, 3):
-            dcp.save(state(step), checkpoint_id=self.place(step), no_dist=True)
+            dcp.save(nested(step), checkpoint_id=self.place(step), no_dist=True)
         self.first = self.place(1)
 
     def place(self, step):
@@ -113,10 +128,9 @@ def test_a_step_loses_its_optimizer_and_all_is_named(steps, catalog):
 
 def test_two_thirds_of_an_adam_step_are_freed(steps):
     """What is beside the tensors is a constant: 1.5 KiB an item here."""
-    big = {f"model.w{n}": torch.randn(512, 512) for n in range(4)}
-    big |= {
-        f"optim.state.w{n}.{k}": torch.randn(512, 512) for n in range(4) for k in ("exp_avg", "exp_avg_sq")
-    }
+    big = {"model": {f"w{n}": torch.randn(512, 512) for n in range(4)}}
+    moments = {n: {k: torch.randn(512, 512) for k in ("exp_avg", "exp_avg_sq")} for n in big["model"]}
+    big["optim"] = {"state": moments}
     for step in (4, 5):
         dcp.save(big, checkpoint_id=steps.place(step), no_dist=True)
     found = steps.thin(4)
@@ -254,6 +268,13 @@ def test_a_thinned_step_that_differs_is_not_published(steps, monkeypatch):
     steps.keeps("", outcome=ThinOutcome.UNSAFE)
 
 
+def test_a_step_whose_model_only_its_optimizer_tells_is_refused(steps):
+    """Flat names: without the optimizer, `model.` may be a part of every name."""
+    for step in (4, 5):
+        dcp.save(state(step), checkpoint_id=steps.place(step), no_dist=True)
+    steps.keeps("nothing tells that its model is model", 4, outcome=ThinOutcome.UNSAFE)
+
+
 def test_what_was_made_of_a_step_is_not_outdated(steps, catalog, url, watch, tmp_path):
     watch(verb="export", destination=str(tmp_path / "out" / "{name}"), names="stored", config="none")
     made = []
@@ -270,6 +291,20 @@ def test_what_was_made_of_a_step_is_not_outdated(steps, catalog, url, watch, tmp
     assert len(made) == 3
 
 
+def test_an_export_is_verified_after_its_source_was_thinned(steps, url, tmp_path):
+    export = str(tmp_path / "out")
+    request = Request(str(steps.first), export, verb="export", names="stored", config="none")
+    convert(request, MEANS, None, url)
+    before = api.verify_export(export, catalog=url)
+    for rules in (NOW, ThinRules(("scheduler", "progress"), min_age_s=0)):
+        assert steps.thin(rules=rules).outcome is ThinOutcome.THINNED
+        after = api.verify_export(export, catalog=url)
+        assert "was thinned" in after.found_by, after.checks
+        assert [(c.name, c.verdict) for c in after.checks] == [(c.name, c.verdict) for c in before.checks], (
+            after.checks[0]
+        )
+
+
 def test_roots_and_runs_are_names_of_their_steps(steps, catalog, url, watch, capsys):
     watch()
     for step in (1, 2, 3):
@@ -283,7 +318,7 @@ def test_roots_and_runs_are_names_of_their_steps(steps, catalog, url, watch, cap
     answer = json.loads(capsys.readouterr().out)
     assert answer["counts"] == {"kept": 2, "thinned": 1}
     assert answer["freed_bytes"] == sum(c["freed_bytes"] for c in answer["checkpoints"])
-    assert run(["thin", str(steps.run / "step-9"), "--min-age", "0s", "--catalog", url]) == 0
+    assert run(["thin", str(steps.run / "step-9"), "--min-age", "0s", "--catalog", url]) == 1
     capsys.readouterr()
 
 

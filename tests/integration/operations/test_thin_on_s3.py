@@ -23,13 +23,11 @@ NOW = ThinRules(min_age_s=0, grace=timedelta(0))
 
 def state(step):
     generator = torch.Generator().manual_seed(step)
-    weights = {f"model.{n}": torch.randn(64, 32, generator=generator) for n in "abc"}
+    weights = {n: torch.randn(64, 32, generator=generator) for n in "abc"}
     moments = {
-        f"optim.state.{n}.{k}": torch.randn(64, 32, generator=generator)
-        for n in "abc"
-        for k in ("exp_avg", "exp_avg_sq")
+        n: {k: torch.randn(64, 32, generator=generator) for k in ("exp_avg", "exp_avg_sq")} for n in "abc"
     }
-    return weights | moments | {"optim.param_groups.0.lr": 0.1, "step": step}
+    return {"model": weights, "optim": {"state": moments, "param_groups": {"0": {"lr": 0.1}}}, "step": step}
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def bucket(tmp_path):
 def is_thin(catalog):
     manifest = api.open(STEP)
     assert {t.fqn for t in manifest.tensors} == {f"model.{n}" for n in "abc"}
-    assert all(torch.equal(api.read(manifest, f"model.{n}"), state(1)[f"model.{n}"]) for n in "abc")
+    assert all(torch.equal(api.read(manifest, f"model.{n}"), state(1)["model"][n]) for n in "abc")
     entry = catalog.show(STEP).checkpoint
     return (entry.num_tensors, entry.state, entry.kind) == (3, "present", "source")
 
