@@ -81,7 +81,7 @@ def compare_with_live(
 
 def _compared(
     manifest: Manifest,
-    known: Mapping[str, str],
+    fingerprints: Mapping[str, str],
     part: str,
     live: str,
     facts: Mapping[str, Any],
@@ -94,27 +94,27 @@ def _compared(
         specs, namings = (manifest.tensors, [str]) if part == _ALL else _model(manifest, prefix)
     except AmbiguousModel as error:
         return _not_compared(part, error.message)
-    missing = [spec.fqn for spec in specs if spec.fqn not in known]
+    missing = [spec.fqn for spec in specs if spec.fqn not in fingerprints]
     if missing or not specs:
         return _not_compared(
             part, f"{len(missing)} of its tensors were not summed ({', '.join(missing[:1])})"
         )
     # A model is saved below a key, or several: the module's names begin behind one of them.
-    stored = [_fingerprint(specs, known, naming) for naming in namings]
+    stored = [_fingerprint(specs, fingerprints, naming) for naming in namings]
     if live in stored:
         return LiveComparison(LiveVerdict(EQUAL, live), (), live)
     message = (
         f"{manifest.root} is not what the job had in memory: the fingerprint of {_PARTS[part]} is "
         f"{stored[0]}, the job sent {live} ({part})"
     )
-    mine = {spec.fqn: known[spec.fqn] for spec in specs}
+    mine = {spec.fqn: fingerprints[spec.fqn] for spec in specs}
     named = min((differing_of(facts, live, mine, naming) for naming in namings), key=len)
     if 2 * len(named) > len(mine):  # then names differ, or all of it
         named = ()
-    more = f" and {len(named) - _NAMED} more" if named[_NAMED:] else ""
-    tensors = f"; different: {', '.join(named[:_NAMED])}{more}" if named else ""
-    one = named[0] if len(named) == 1 else None
-    different = finding("live-mismatch", "values", message + tensors, fqn=one)
+    rest = f" and {len(named) - _NAMED} more" if named[_NAMED:] else ""
+    tensors = f"; different: {', '.join(named[:_NAMED])}{rest}" if named else ""
+    fqn = named[0] if len(named) == 1 else None
+    different = finding("live-mismatch", "values", message + tensors, fqn=fqn)
     return LiveComparison(LiveVerdict(DIFFERENT, live), (different,), stored[0])
 
 
@@ -139,5 +139,7 @@ def _namings(prefix: str) -> Iterator[Callable[[str], str]]:
         yield lambda name, start=start: name[start:]  # type: ignore[misc]
 
 
-def _fingerprint(specs: Sequence[TensorSpec], known: Mapping[str, str], naming: Callable[[str], str]) -> str:
-    return checkpoint_fingerprint((naming(s.fqn), s.dtype, s.shape, known[s.fqn]) for s in specs)
+def _fingerprint(
+    specs: Sequence[TensorSpec], fingerprints: Mapping[str, str], naming: Callable[[str], str]
+) -> str:
+    return checkpoint_fingerprint((naming(s.fqn), s.dtype, s.shape, fingerprints[s.fqn]) for s in specs)

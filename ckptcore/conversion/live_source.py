@@ -125,10 +125,10 @@ def require_as_live(
     plan = load_head(staging.plan)
     receipts = every_receipt(staging.receipts, plan.digest, plan.files)
     summed = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts) or ()
-    known = matching(manifest, summed, _written_names(plan))[1]
+    by_name = matching(manifest, summed, _written_names(plan))[1]
     output = checkpoint_fingerprint(summed) if summed else None
     comparison = compare_with_live(
-        manifest, known, stated, facts=live.other_facts(), prefix=prefix, output=output
+        manifest, by_name, stated, facts=live.other_facts(), prefix=prefix, output=output
     )
     if comparison.different and comparison.verdict is not None:
         (different,) = comparison.findings

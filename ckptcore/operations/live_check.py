@@ -55,8 +55,8 @@ def compare_fingerprints(
     stated = job.fingerprints(manifest, digests)
     if not stated:
         return None
-    known = matching(manifest, fingerprinted, names)[1]
-    return compare_with_live(manifest, known, stated, facts=job.other_facts(), prefix=prefix)
+    by_name = matching(manifest, fingerprinted, names)[1]
+    return compare_with_live(manifest, by_name, stated, facts=job.other_facts(), prefix=prefix)
 
 
 def against_live(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 import warm
 import webhooks
 from paths import JOBS, ROOT
@@ -63,3 +67,51 @@ def test_a_sharded_job_sends_what_its_checkpoint_is_compared_with(tmp_path: Path
     result = convert(request, catalog_url=False, announcement=announcement)
     assert result.live is not None
     assert (result.live.verdict, result.live.compared) == ("equal", done.stdout.strip())
+
+
+class SingleDeviceStrategy(SimpleNamespace):
+    """As Lightning's: its model is the module."""
+
+
+class DeepSpeedStrategy(SimpleNamespace):
+    """As Lightning's: its model has partitioned parameters."""
+
+
+def test_the_lightning_callback_sends_what_its_file_is_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callbacks: Any = ModuleType("lightning.pytorch.callbacks")
+    callbacks.Callback = object
+    for name in ("lightning", "lightning.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.callbacks", callbacks)
+    monkeypatch.syspath_prepend(str(ROOT / "deployments" / "senders"))
+    import lightning_callback
+
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(lightning_callback, "announce", lambda *_, meta: sent.append(meta))
+    module = torch.nn.ModuleDict({"model": torch.nn.Linear(5, 3), "norm": torch.nn.BatchNorm1d(3)})
+    path = tmp_path / "step=7.ckpt"
+
+    def save(filepath: str) -> None:
+        state = {"state_dict": module.state_dict(), "global_step": 7, "pytorch-lightning_version": "2.5"}
+        torch.save(state, filepath)
+
+    trainer = SimpleNamespace(
+        strategy=SingleDeviceStrategy(model=module),
+        save_checkpoint=save,
+        is_global_zero=True,
+        global_step=7,
+        current_epoch=0,
+        callback_metrics={},
+    )
+    lightning_callback.AnnounceCheckpoint("llama", every=True, fingerprint=True).setup(trainer, module, "fit")
+    trainer.save_checkpoint(str(path))
+    (meta,) = sent
+    assert "live_model_fingerprint" in meta
+    announcement = Announcement("llama", 7, meta, ANNOUNCED)
+    request = Request(str(path), str(tmp_path / "out"), verb="consolidate")
+    result = convert(request, catalog_url=False, announcement=announcement)
+    assert result.live is not None
+    assert (result.live.verdict, result.live.compared) == ("equal", meta["live_model_fingerprint"])
+    assert lightning_callback._live_facts(SimpleNamespace(strategy=DeepSpeedStrategy(model=module))) == {}

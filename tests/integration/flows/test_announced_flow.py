@@ -19,6 +19,7 @@ import pytest
 from observe import TENSORS
 from safetensors.torch import save_file
 
+import ckptcore
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.errors import (
@@ -302,3 +303,21 @@ def test_a_deployment_is_run_once_per_key(
     with pytest.raises(UsageError, match="nowhere"):
         runs.start("arrived/nowhere", given, key="e3", name="x", tags=[])
     runs.close()
+
+
+def test_a_checkpoint_that_is_not_what_the_job_had_is_not_published(
+    arrived: Any, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    right = ckptcore.fingerprint(source)
+    wrong = {"live_fingerprint": "f" * 64}
+    state = arrived(source, meta=wrong)
+    assert state.is_failed()
+    assert "is not what the job had in memory" in state.message
+    assert not (tmp_path / "out").exists()
+    state = arrived(source, meta={"live_fingerprint": right.fingerprint})
+    assert state.is_completed(), state.message
+    with open_catalog(catalog) as opened:
+        for place in (source, tmp_path / "out"):
+            training = opened.training(str(place))
+            assert training is not None
+            assert training.live_verdict == "equal"
