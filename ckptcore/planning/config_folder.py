@@ -380,5 +380,5 @@ def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
 def _unchecked(reason: str, hint: str, names: Collection[str] = ()) -> Expected:
     note, advice = note_of_wrapper(names)
     message = f"names and shapes were not checked against the model: {reason}{note}"
-    both = f"{hint}; or add {advice}" if advice else hint
-    return Expected((), (finding("names-unchecked", "coverage", message, hint=both),))
+    next_step = f"{hint}; or add {advice}" if advice else hint
+    return Expected((), (finding("names-unchecked", "coverage", message, hint=next_step),))

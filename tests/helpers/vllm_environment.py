@@ -27,12 +27,8 @@ def required(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         texts: Iterable[str] = BytesParser().parsebytes(archive.read(name)).get_all("Requires-Dist", [])
-    wanted = [one for one in map(Requirement, texts) if one.name not in LEFT_OUT]
-    return [
-        str(one).partition(";")[0]
-        for one in wanted
-        if one.marker is None or one.marker.evaluate({"extra": ""})
-    ]
+    needed = [r for r in map(Requirement, texts) if r.name not in LEFT_OUT]
+    return [str(r).partition(";")[0] for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
 def make(folder: Path) -> Path:
