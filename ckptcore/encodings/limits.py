@@ -151,9 +151,10 @@ def _of_scalars(values: Collection[Any]) -> _Below:
 
 
 def expands(nbytes: int, stored: int) -> bool:
-    """Return whether tensors have far more bytes than are stored for them.
+    """Return whether tensors have far more bytes than their file stores.
 
-    A mask is often saved as a view that expands a few bytes: of 16,384 x 16,384 float32, to 1 GiB.
+    A mask is often saved as a view that expands a few bytes: of 16,384 x 16,384 float32, to 1 GiB. Beside a
+    model of 4 MiB, one of 4 GiB is read, too.
     """
     return nbytes > 1024 * stored + (1 << 30)
 

@@ -78,11 +78,11 @@ class TorchTree:
                 self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
-        """Add a full tensor; one that expands few stored elements to very many is a part that is not read."""
-        _, length, _ = self._objects.storages.get(value.key, (0, 0, None))
+        """Add a full tensor; one that expands what the file stores to very many is a part that is not read."""
         nbytes = prod(value.shape) * BY_NAME[value.dtype].itemsize
-        if expands(nbytes, length):
-            reason = f"it expands {length} stored bytes to {nbytes}"
+        if value not in self._views and expands(self._bytes + nbytes, self._stored):
+            _, length, _ = self._objects.storages.get(value.key, (0, 0, None))
+            reason = f"it expands {length} stored bytes to {nbytes}, in a file that stores {self._stored}"
             self._builder.unread(fqn, Unread(reason, value.dtype, value.shape, self._path))
             self._unread.add(value.key)
             return

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from samples import FIXTURES
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -263,6 +264,19 @@ def test_blocks_of_weights() -> None:
     assert inner_box(kind, "scale", (4, 2), Box((4, 0), (4, 8)), outer) == (Box((4, 0), (4, 2)), (12, 2))
     assert inner_box(kind, "scale", (4, 1), Box((0, 4), (12, 4)), outer) == (Box((0, 1), (4, 1)), (4, 2))
     assert inner_box(kind, "scale", (1, 1), Box((4, 0), (8, 8)), outer) is None
+
+
+@pytest.mark.parametrize("name", ["dcp", "all.pt"])
+def test_tensors_that_torchao_wrote(name: str) -> None:
+    """States of AdamW8bit, AdamW4bit and AdamWFp8, and weights of Int8, Float8 and Intx, of torchao 0.18."""
+    manifest = ckptcore.open(str(FIXTURES / "torchao" / name))
+    expected = load_file(FIXTURES / "torchao" / "expected.safetensors")
+    assert {spec.fqn for spec in manifest.tensors} == expected.keys() - (
+        {"Intx.weight"} if name == "dcp" else set()
+    )
+    for spec in manifest.tensors:
+        value = ckptcore.read(manifest, spec.fqn)
+        assert torch.equal(value.to(expected[spec.fqn].dtype), expected[spec.fqn]), spec.fqn
 
 
 def test_against_torchao(tmp_path: Path) -> None:

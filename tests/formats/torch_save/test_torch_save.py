@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import ckptcore
+from ckptcore.core.box import Box
 from ckptcore.core.object_tree import decode
 from ckptcore.encodings.torchzip import reader
 from ckptcore.errors import (
@@ -212,3 +213,8 @@ def test_a_mask_that_expands_one_element(tmp_path: Path) -> None:
     assert f"expands 4 stored bytes to {4 << 30}" in manifest.unread["mask"].describe()
     ckptcore.convert(str(path), str(tmp_path / "out"), exclude=["mask"], catalog=False)
     assert [t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors] == ["w"]
+    # Beside a model the bound is relative to what the file stores.
+    path = saved(tmp_path, {"w": torch.ones(1 << 20), "mask": mask})
+    assert [t.fqn for t in ckptcore.open(str(path)).tensors] == ["w", "mask"]
+    part = ckptcore.read(ckptcore.open(str(path)), "mask", Box((1 << 14, 0), (2, 9)))
+    assert torch.equal(part, torch.ones(2, 9))
