@@ -271,9 +271,9 @@ def test_tensors_that_torchao_wrote(name: str) -> None:
     """States of AdamW8bit, AdamW4bit and AdamWFp8, and weights of Int8, Float8 and Intx, of torchao 0.18."""
     manifest = ckptcore.open(str(FIXTURES / "torchao" / name))
     expected = load_file(FIXTURES / "torchao" / "expected.safetensors")
-    assert {spec.fqn for spec in manifest.tensors} == expected.keys() - (
-        {"Intx.weight"} if name == "dcp" else set()
-    )
+    if name == "dcp":
+        del expected["Intx.weight"]  # which DCP cannot save
+    assert {spec.fqn for spec in manifest.tensors} == expected.keys()
     for spec in manifest.tensors:
         value = ckptcore.read(manifest, spec.fqn)
         assert torch.equal(value.to(expected[spec.fqn].dtype), expected[spec.fqn]), spec.fqn
