@@ -78,7 +78,7 @@ class TorchTree:
                 self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
-        """Add a full tensor; one that expands what is stored to very many bytes is a part that is not read."""
+        """Add a full tensor; one that expands what is stored far beyond is a part that is not read."""
         nbytes = prod(value.shape) * BY_NAME[value.dtype].itemsize
         if value not in self._views and expands(self._bytes + nbytes, self._stored):
             _, length, _ = self._objects.storages.get(value.key, (0, 0, None))
