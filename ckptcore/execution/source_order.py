@@ -210,7 +210,7 @@ def follow_source(files: Sequence[FilePieces], band: int) -> tuple[SourceOrder, 
     first_tensor = _first_tensors(files)
     piece_band = bands[first_tensor[owner] + of]
     first_byte = np.concatenate([f.first_byte for f in files])
-    # Band by band, so that a block is needed for a moment only; within a band in the order of the source files.
+    # Band by band, so that a block is needed for a moment only; within a band in the order of the source.
     order = np.lexsort((first_byte, owner, place, source, piece_band))
     when = np.empty(count, np.int64)
     when[order] = np.arange(count)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,12 +156,6 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     hole, holed = _overlaps(block_first, hole_first, hole_last)
     inside = np.minimum(hole_last[hole], block_last[holed]) - np.maximum(hole_first[hole], block_first[holed])
     np.subtract.at(needed, holed, np.maximum(inside, 0))
-    row = {}
-    for number in unique(owner_file).tolist():
-        row[reads.paths[number]] = (
-            int(np.searchsorted(owner_file, number, "left")),
-            int(np.searchsorted(owner_file, number, "right")),
-        )
     return BlockTable(
         reads.paths,
         owner_file,
@@ -173,9 +167,16 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
         first_pair,
         read_bytes,
         needed,
-        row,
+        _rows_of_files(reads.paths, owner_file),
         size,
     )
+
+
+def _rows_of_files(paths: Sequence[str], owner_file: Ints) -> dict[str, tuple[int, int]]:
+    """Return path -> the slice of its blocks, of sorted numbers of files."""
+    numbers = unique(owner_file)
+    firsts, behind = (np.searchsorted(owner_file, numbers, side).tolist() for side in ("left", "right"))
+    return {paths[number]: (a, b) for number, a, b in zip(numbers.tolist(), firsts, behind, strict=True)}
 
 
 def _begins_span(first: Ints, last: Ints, gap: int, band: Ints | None) -> npt.NDArray[np.bool_]:
