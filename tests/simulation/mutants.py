@@ -243,7 +243,7 @@ MUTANTS = {
     "old-output-not-set-aside": Mutant(
         "an output under an obligation is removed at once",
         f"{REPLACING}:_admitted",
-        'return "" if local_path(place) is None else _set_aside(catalog, place)',
+        'return "" if local_path(place) is None else set_aside(catalog, place)',
         'return ""',
         seed=27,
     ),
@@ -315,7 +315,7 @@ MUTANTS = {
     "purged-unjudged": Mutant(
         "what a conversion has set aside is purged without asking what counts on it",
         f"{PURGE}:purge_one",
-        "judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri)",
+        "judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri, counted=expected)",
         "from ckptcore.custody.judged import Judged; judged = Judged()",
     ),
     "unlisted-is-removed": Mutant(
