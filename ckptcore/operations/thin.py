@@ -296,8 +296,9 @@ def _decided(
 
 
 def _row(catalog: Catalog, uri: str) -> CheckpointRow | None:
-    cataloged = catalog.at(uri)
-    return cataloged[0] if cataloged is not None and cataloged[0].state == State.PRESENT.value else None
+    row_and_files = catalog.at(uri)
+    row = row_and_files[0] if row_and_files is not None else None
+    return row if row is not None and row.state == State.PRESENT.value else None
 
 
 def _reason_to_keep(
@@ -312,9 +313,11 @@ def _reason_to_keep(
     """Return why a step stays as it is; empty if it may be thinned."""
     if step is None:
         return "no step is known"
-    kept = newest(split_url(uri)[0], row.run if row is not None else None)
-    if not kept or step >= kept[-1]:
-        return f"one of the last {rules.keep_last} complete steps" if kept else "no newer step is complete"
+    kept_steps = newest(split_url(uri)[0], row.run if row is not None else None)
+    if not kept_steps or step >= kept_steps[-1]:
+        return (
+            f"one of the last {rules.keep_last} complete steps" if kept_steps else "no newer step is complete"
+        )
     ready = look(uri, files, None, catalog.now(), settle_s=rules.min_age_s)
     if ready.state is not Condition.COMPLETE:
         return f"it is {ready.state.value}: {ready.message}"
@@ -322,23 +325,25 @@ def _reason_to_keep(
         return _ties(conn, uri, row)
 
 
-def _ties(conn: Any, uri: str, row: CheckpointRow | None, own: str = "") -> str:
-    """Return a user's reason to keep a step, or what is at work on it now. own: this conversion's id."""
+def _ties(conn: Any, uri: str, row: CheckpointRow | None, conversion: str = "") -> str:
+    """Return a user's reason to keep a step, or what is at work on it. conversion: the one that asks."""
     now = clock(conn)
     if row is not None:
         ties = ties_of_places(conn, now, [row])[row.id]
-        ties = replace(ties, readers=tuple(reader for reader in ties.readers if reader.split(" ")[0] != own))
+        ties = replace(
+            ties, readers=tuple(reader for reader in ties.readers if reader.split(" ")[0] != conversion)
+        )
         reasons = user_reasons(retention_entry(row, ties))
         if reasons:
             return reasons[0]
     else:
         readers = maintenance.ties_at(conn, now, [uri]).get(uri, maintenance.Ties()).readers
-        if others := [reader for reader in readers if reader != own]:
-            return f"{others[0]} reads it"
+        if other_readers := [reader for reader in readers if reader != conversion]:
+            return f"{other_readers[0]} reads it"
     if inner := inside_of_place(conn, uri):
         return f"{inner[0]} is inside it"
     writer = writer_of_place(conn, uri)
-    return f"conversion {writer} writes to it" if writer not in (None, own) else ""
+    return f"conversion {writer} writes to it" if writer not in (None, conversion) else ""
 
 
 def _newest(catalog: Catalog, folder: str, run: str | None, rules: ThinRules) -> tuple[int, ...]:
@@ -551,17 +556,17 @@ def _record(
 ) -> str:
     """Record a thinned step that is at its place; return its id."""
     manifest = inspect(uri)
-    thinned_facts = with_fingerprints(
+    step_facts = with_fingerprints(
         facts(manifest, uri, verified="coverage", training=True), matching(manifest, tensors, {})
     )
-    stamp = published_stamp(manifest) if thinned_facts.fingerprint is not None else None
-    record = RetirementRecord("", THINNED, thinned_facts.fingerprint, begun.freed, begun.given_up)
+    stamp = published_stamp(manifest) if step_facts.fingerprint is not None else None
+    record = RetirementRecord("", THINNED, step_facts.fingerprint, begun.freed, begun.given_up)
     warnings = [f for f in manifest.findings if f.severity == "warning"]
     detail = catalog.show(begun.checkpoint, tensors=False)
     assert isinstance(detail, CheckpointDetail)  # it is the id of a checkpoint
     digests = (begun.source, source_digest(manifest))
     public = catalog.thinned(
-        conversion, detail.checkpoint, replace(thinned_facts, stamp=stamp), warnings, record, digests
+        conversion, detail.checkpoint, replace(step_facts, stamp=stamp), warnings, record, digests
     )
     ids = ids_of(numbered(tensor_holdings(tensors, {}))) | ids_of(objects_of(manifest))
     with catalog.writing() as conn:  # where a gate looks for what stays

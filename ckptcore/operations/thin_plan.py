@@ -268,9 +268,9 @@ def prove_thin(plan: ThinPlan, url: str, settings: Settings) -> ProvenThin:
         raise OutputMismatch(f"the thinned {plan.uri} {'has' if new else 'lacks'} {some(odd)}")
     _require_same_model(plan, manifest)
     rows = [n for n, t in enumerate(plan.manifest.tensors) if t.fqn not in gone]
-    kept = select(plan.manifest, rows)
+    part = select(plan.manifest, rows)
     sums = fingerprint(manifest, settings).tensors if manifest.tensors else ()
-    source_sums = fingerprint(kept, settings).tensors if rows else ()
+    source_sums = fingerprint(part, settings).tensors if rows else ()
     if sorted(sums) != sorted(source_sums):
         differing = sorted({row[0] for row in {*sums} ^ {*source_sums}})
         raise OutputMismatch(f"tensors of the thinned {plan.uri} differ from its source: {some(differing)}")

@@ -85,10 +85,10 @@ def thin_files(
             if any(pieces != unchanged[name] for name, pieces in cut.items() if name != index):
                 files |= {prefix + name: _below(prefix, pieces) for name, pieces in cut.items()}
             continue
-        both = [prefix + name for name, (stays, goes) in uses.items() if stays and goes]
-        if both:
+        mixed_files = [prefix + name for name, (stays, goes) in uses.items() if stays and goes]
+        if mixed_files:
             raise UnsupportedFormat(
-                f"cannot thin {source.store.url}: {some(both)} holds what goes and what stays in one file",
+                f"cannot thin {source.store.url}: {some(mixed_files)} holds what goes and what stays",
                 hint="`ckptcore consolidate` or `reshard` with --exclude writes what stays to another place",
             )
         if index is not None:
@@ -134,8 +134,8 @@ def _tensors(manifest: Manifest, drop: frozenset[str]) -> Iterator[tuple[Chunks,
     gone = np.array([t.fqn in drop for t in manifest.tensors], np.bool_)
     yield manifest.chunks, gone
     if manifest.inputs is not None:
-        kept = {n for t, node in manifest.derived.items() if not gone[t] for n in node.inputs}
+        needed = {n for t, node in manifest.derived.items() if not gone[t] for n in node.inputs}
         yield (
             manifest.inputs.chunks,
-            np.array([n not in kept for n in range(len(manifest.inputs.tensors))], np.bool_),
+            np.array([n not in needed for n in range(len(manifest.inputs.tensors))], np.bool_),
         )

@@ -2,7 +2,7 @@
 
 An item is moved as it is, with its checksums, so only its first byte changes. `.metadata` has what loaders
 use of it: the chunks, their places and the paths of names (torch/distributed/checkpoint/metadata.py);
-Megatron-Core's own ``mcore_data`` is kept, its plans of past saves are not
+Megatron-Core's own ``mcore_data`` is staying, its plans of past saves are not
 (megatron/core/dist_checkpointing/strategies/torch.py, which saves without them, too).
 """
 
@@ -39,8 +39,8 @@ def cut_folder(source: Source, ranges: Ranges) -> dict[str, tuple[FilePiece, ...
     Raises:
         UnsupportedFormat: The folder is of a kind whose items cannot be moved.
     """
-    metadata, *others = parse_folder(source)
-    if others or metadata.name != METADATA:
+    metadata, *of_ranks = parse_folder(source)
+    if of_ranks or metadata.name != METADATA:
         raise _refused(source, f"its metadata is that of each rank ({metadata.name})")
     names = list(metadata.tensors.items())
     paths, extra = metadata.paths, metadata.extra
@@ -54,23 +54,23 @@ def cut_folder(source: Source, ranges: Ranges) -> dict[str, tuple[FilePiece, ...
     of_dropped = {kinds.kind_of(name) for name, goes in uses.items() if goes} - {None}
     # What the reader only interprets others by, such as the sizes of buckets, goes with its kind.
     unused = {name for name, goes in uses.items() if goes is None and kinds.kind_of(name) in of_dropped}
-    kept = {name: places for name, places in entries.items() if not uses[name] and name not in unused}
-    moved, files = _moved(kept)
+    staying = {name: places for name, places in entries.items() if not uses[name] and name not in unused}
+    moved, files = _moved(staying)
     tensors, objects = [], {}
     for name, entry in names:
-        if name not in kept:
+        if name not in staying:
             continue
         if _is_object(entry):
-            (place,) = kept[name].values()
+            (place,) = staying[name].values()
             objects[name] = ItemPlace(*moved[place])
         else:
-            tensors.append(_stored(raw, name, kept[name], moved))
+            tensors.append(_stored(raw, name, staying[name], moved))
     recorded: dict[str, Path] | None = None
     if type(paths) is dict:
-        recorded = {name: tuple(paths[name]) for name in kept if name in paths}
+        recorded = {name: tuple(paths[name]) for name in staying if name in paths}
     shapes = extra.get(_SHAPES)
     if shapes is not None:
-        shapes = {name: row for name, row in shapes.items() if name in kept}
+        shapes = {name: row for name, row in shapes.items() if name in staying}
     data = metadata_pickle(tensors, objects, recorded, shapes)
     used = {place[0] for places in entries.values() for place in places.values()}
     return {METADATA: (data,), **{path: files.get(path, ()) for path in used}}
@@ -117,13 +117,13 @@ def _use(source: Source, name: str, places: Iterable[_Place], ranges: Ranges) ->
 
 
 def _moved(
-    kept: Mapping[str, Mapping[int, _Place]],
+    staying: Mapping[str, Mapping[int, _Place]],
 ) -> tuple[dict[_Place, _Place], dict[str, tuple[FilePiece, ...]]]:
     """Return the new place of each item that stays, and the pieces of the files with them."""
     moved: dict[_Place, _Place] = {}
     pieces: dict[str, list[SourceRange]] = {}
     ends: dict[str, int] = {}
-    for place in sorted({place for places in kept.values() for place in places.values()}):
+    for place in sorted({place for places in staying.values() for place in places.values()}):
         path, start, length = place
         moved[place] = path, ends.get(path, 0), length
         ends[path] = ends.get(path, 0) + length
