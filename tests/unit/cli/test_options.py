@@ -62,7 +62,8 @@ OPTIONS = {
     "gc": "--catalog --dry-run --older-than --output",
     "retire": """--accept-loss --catalog --device --dry-run --fingerprint --grace --keep-best --keep-every
         --keep-last --memory --output --purge --rest --workers --yes""",
-    "thin": """--catalog --device --drop --dry-run --grace --keep-optimizer-last --memory --min-age --output --workers --yes""",
+    "thin": """--catalog --device --drop --dry-run --grace --keep-optimizer-last --memory --min-age --output
+        --workers --yes""",
     "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --relist
         --retry-failed --strict --no-verify-export --verify-export --workers""",
 }
