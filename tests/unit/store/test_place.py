@@ -266,3 +266,22 @@ def test_many_places_of_one_name_are_few_comparisons_and_questions(
     assert counts["relation"] <= len(urls)
     assert counts["stat"] <= 2 * len(urls) + 50  # each and its run, once
     assert counts["lstat"] <= 2 * len(urls) + 50
+
+
+def test_each_of_many_folders_is_compared_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of 5,000 folders are 12 million: a source of so many is refused or opened in seconds."""
+    urls = [f"/nowhere/node{n:04}/step-10" for n in range(1000)] + [f"s3://b/node{n}" for n in range(1000)]
+    compared = []
+
+    def counted(a: place.Location, b: place.Location) -> bool:
+        compared.append(a)
+        return overlaps(a, b)
+
+    monkeypatch.setattr(place, "overlaps", counted)
+    assert place.first_overlap(urls) is None
+    assert len(compared) <= len(urls)
+    assert place.first_overlap([*urls, "s3://b/node7/part"]) == ("s3://b/node7", "s3://b/node7/part")
+    assert place.first_overlap([*urls, "/nowhere/node0003"]) == (
+        "/nowhere/node0003/step-10",
+        "/nowhere/node0003",
+    )
