@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -18,7 +18,7 @@ from pydantic.errors import PydanticUserError
 from ckptcore.catalog.training import facts_of_pairs
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement
 from ckptcore.operations.options import VerifyExport
-from ckptcore.planning.options import Option, Options, options_of, pydantic_type, split
+from ckptcore.planning.options import HELP_OF_VERB, Option, Options, options_of, pydantic_type, split
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import parse_size
 from flows._engine import HERE, Engine
@@ -77,22 +77,29 @@ class FlowOptions(Options):
         )
 
 
-def declared(*names: str, of: type[Any] = FlowOptions, **defaults: Any) -> Table:
+def declared(*names: str, of: type[Any] = FlowOptions, verb: str = "", **defaults: Any) -> Table:
     """Return parameters for declared options.
 
     Args:
         names: the options.
         of: the dataclass that declares them.
+        verb: the command whose help they have, if an option has a text of its own there.
         defaults: values that replace the declared defaults.
     """
-    declarations = options_of(of)
-    chosen = {name: (*declarations[name][:2], defaults.get(name, declarations[name][2])) for name in names}
-    return tuple(
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=pydantic_type(kind, option)
+    declarations, helps = options_of(of), HELP_OF_VERB.get(verb, {})
+    parameters = []
+    for name in dict.fromkeys(names):
+        kind, option, default = declarations[name]
+        option = replace(option, help=helps[name]) if name in helps else option
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name, default),
+                annotation=pydantic_type(kind, option),
+            )
         )
-        for name, (kind, option, default) in chosen.items()
-    )
+    return tuple(parameters)
 
 
 def takes(*tables: Table) -> Callable[[_F], _F]:

@@ -18,7 +18,7 @@ from flows.convert import converted
 
 
 @flow(name="consolidate", flow_run_name=run_name)
-@takes(declared(*OF_VERB["consolidate"], *RUN))
+@takes(declared(*OF_VERB["consolidate"], *RUN, verb="consolidate"))
 def consolidate(
     source: Sources,
     destination: Annotated[

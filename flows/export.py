@@ -18,7 +18,7 @@ from flows.convert import converted
 
 
 @flow(name="export", flow_run_name=run_name)
-@takes(declared(*OF_VERB["export"], *EXPORT, *RUN))
+@takes(declared(*OF_VERB["export"], *EXPORT, *RUN, verb="export"))
 def export(source: Sources, destination: Destination, **parameters: Any) -> Result | State[Any]:
     """Export the model in a sharded checkpoint to a folder that transformers opens."""
     return converted("export", source, destination, read_options(FlowOptions, parameters))

@@ -36,7 +36,7 @@ class Target(BaseModel):
 
 
 @flow(name="reshard", flow_run_name=run_name)
-@takes(declared(*OF_VERB["reshard"], *RUN))
+@takes(declared(*OF_VERB["reshard"], *RUN, verb="reshard"))
 def reshard(
     source: Sources,
     destination: Annotated[str, Option("The new folder.", "DST")] = "",

@@ -57,9 +57,9 @@ def verbs() -> tuple[Verb, ...]:
 
     from ckptcore.cli.main import program
 
-    # The page serves until a signal; its own tests try hostile requests.
+    # These serve until a signal; their own tests try hostile requests.
     found = _verbs(typer.main.get_command(program()), ())
-    return tuple(verb for verb in found if verb.path != ("catalog", "page"))
+    return tuple(verb for verb in found if verb.path not in (("catalog", "page"), ("serve",)))
 
 
 def _verbs(command: Any, path: tuple[str, ...]) -> Iterator[Verb]:

@@ -200,8 +200,10 @@ def _incomplete(
             hint=_AWAY if consolidated else _ALONE,
         )
     shapes = {fqn: extent(parts) for fqn, parts in shards.parts.items()}
-    full = any(is_complete_model(json_beside(beside, "config.json"), shapes) for beside in (folder, source))
-    names = () if proven or full else unproven(shards, known_shapes([folder, source], shards))
+    proven = proven or any(  # not looked at where nothing is to be proven
+        is_complete_model(json_beside(beside, "config.json"), shapes) for beside in (folder, source)
+    )
+    names = () if proven else unproven(shards, known_shapes([folder, source], shards))
     if names:
         suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield finding(

@@ -35,7 +35,7 @@ W, E = 64, 96  # bytes of the two tensors
 # What people record of the trainings.
 TRAINED = {
     "llama/step-10": {"commit": "beef10", "metrics": {"loss": 2.5, "gradient": "nan"}},
-    "llama/step-20": {"commit": "beef20", "metrics": {"loss": 2.25}},
+    "llama/step-20": {"commit": "beef20", "metrics": {"loss": 2.25}, "live_fingerprint": 32 * "ab"},
     "llama/step-30": {"commit": "beef30", "user": "ana", "dataset": "wiki"},
     "mistral/step-5": {"metrics": {"loss": 3.5}},
 }
@@ -72,6 +72,11 @@ ANSWERS = {
         ("/out/10", "safetensors"),
     ],
     "Which sources were never converted successfully?": [("/llama/step-30", 30, "damaged")],
+    # It was sent after the conversion of the step, which would have compared it.
+    "Which checkpoints are what their job had in memory, and which are not?": [
+        ("not compared", "llama", 20, "source", "/llama/step-20"),
+        ("not compared", "llama", 20, "derived", "/out/20"),
+    ],
     "What is damaged or incomplete, and why?": [
         ("/llama/step-30", "damaged", "truncated-file", "__0_0.distcp")
     ],

@@ -196,7 +196,7 @@ def test_what_no_map_leads_to_is_refused(
     """The loader of transformers gets the names of the export; the maps have to know the parameters, too."""
     from ckptcore.live_model import from_checkpoint as module
 
-    monkeypatch.setattr(module, "map_live_names", lambda mapped, **options: None)
+    monkeypatch.setattr(module, "map_live_names", lambda *_, **options: None)
     with pytest.raises(errors.NameMismatch, match=r"maps have no values for .*gate_up_proj"):
         ckptcore.from_checkpoint(tinies("mixtral").hub)
 

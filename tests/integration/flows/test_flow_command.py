@@ -201,7 +201,7 @@ def test_a_module_is_a_command_with_help() -> None:
     done = run("flows.export", "--help", env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0
     assert "Usage: python -m flows.export" in done.stdout
-    assert "An export copies it and checks names and shapes" in " ".join(done.stdout.split())
+    assert "it is copied, and names and shapes are compared with it" in " ".join(done.stdout.split())
 
 
 def flow_of(name: str) -> Flow[..., Any]:

@@ -12,6 +12,7 @@ from retiring import World, on_both, snapshot
 from retiring import delete_now as retire
 
 from ckptcore.catalog import obligations, open_catalog
+from ckptcore.custody import replacing
 from ckptcore.custody import set_aside as aside
 from ckptcore.operations import purge
 from ckptcore.operations.replacement import Allowed
@@ -45,7 +46,7 @@ FAULTS = {
     "moved and not committed": (aside.LocalSetAside, "move_in", 1, True),
     "committed": (purge, "_read_child", 1, False),
     "read": (purge, "_read_child", 1, True),
-    "its copy has a record": (purge, "add_duties", 1, True),
+    "its copy has a record": (replacing, "add_duties", 1, True),
     "obliged and not committed": (obligations, "put", 1, True),
     "before the first name goes": (aside.LocalSetAside, "remove", 1, False),
     "one name gone": (aside, "_unlink", 1, True),

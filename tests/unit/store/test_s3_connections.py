@@ -12,7 +12,7 @@ from fault_s3 import FaultyS3, serving
 from s3fs import S3FileSystem
 
 from ckptcore.conversion.s3_staging import object_places
-from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
+from ckptcore.errors import DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store.objects import RECORD, session
 from ckptcore.store.objects.client import RequestThreads, S3Client
 from ckptcore.store.objects.retry import DEADLINE_VARIABLE
@@ -101,8 +101,9 @@ def test_what_is_larger_than_expected_is_not_received(client: S3Client, server: 
         server.put(f"bucket/models/.out.ckptcore/{name}", b" " * (RECORD + 1))
     places = object_places("s3://bucket/models/out", "s3://bucket/models/.out.ckptcore")
     assert places is not None
-    for look in (places.journal.entries, places.lease().require_free):
-        with pytest.raises(SourceUnreadable, match=f"at most {RECORD} bytes"):
+    looks = {SourceUnreadable: places.journal.entries, DestinationUnwritable: places.lease().require_free}
+    for error, look in looks.items():
+        with pytest.raises(error, match=f"at most {RECORD} bytes"):
             look()
 
 
