@@ -28,7 +28,10 @@ LLAMA = {
     "lm_head.weight": torch.ones(4, 2),
 } | {
     f"model.layers.0.{name}.weight": torch.ones(2, 2)
-    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj")
+    for name in (
+        *(f"self_attn.{key}_proj" for key in "qkvo"),
+        *(f"mlp.{key}_proj" for key in ("down", "gate", "up")),
+    )
 }
 
 
