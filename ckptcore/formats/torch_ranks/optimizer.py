@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.errors import UnprovenCheckpoint
+from ckptcore.errors import UnprovenCheckpoint, UnsupportedFormat
 from ckptcore.formats.base import natural
 from ckptcore.formats.common import optimizer_numbers as _optimnames
 from ckptcore.formats.common.optimizer_numbers import Numbered, prove, recorded_names
@@ -84,6 +84,7 @@ def numbers_for(
 
     Raises:
         UnprovenCheckpoint: A list has another order without a known reason.
+        UnsupportedFormat: The states are numbered, and the reader would find names for them.
     """
     state, groups = tree.get("state"), tree.get("param_groups")
     if not isinstance(state, dict) or type(groups) is not list or not _lists_params(groups):
@@ -95,7 +96,15 @@ def numbers_for(
     if len(number) != len(names) or not state.keys() <= number.keys():
         return tree
     if all(type(n) is int for n in names):  # they never had names
-        return {**tree, "state": {int(k): v for k, v in state.items()}}
+        by_number = {int(k): v for k, v in state.items()}
+        if proven_names := names_of(Numbered(by_number, groups), params, shape):
+            raise UnsupportedFormat(
+                "the checkpoint is one whose optimizers number their parameters, and beside this model rank "
+                f"files name them ({proven_names[min(proven_names)]} for {min(proven_names)}): they would "
+                "not read back as they are",
+                hint="--to dcp keeps the numbers; or leave the optimizer out with --exclude",
+            )
+        return {**tree, "state": by_number}
     if any(type(n) is int for n in names):
         return tree
     groups = in_model_order(groups, order or [name for name, _ in params])
