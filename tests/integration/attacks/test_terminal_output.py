@@ -293,6 +293,7 @@ def test_no_verb_writes_control_characters(
 def test_a_terminal_shows_nothing_raw(nasty: Path, tmp_path: Path) -> None:
     # Coloured, as a person sees it: escapes are those of colours, and none is the stranger's.
     env = os.environ | {"CKPTCORE_CATALOG_URL": str(tmp_path / "c.sqlite"), "TERM": "xterm-256color"}
+    env["COLUMNS"] = "400"  # room for the name behind any folder of tests
     ours, theirs = pty.openpty()
     done = subprocess.Popen(
         [sys.executable, "-m", "ckptcore", "consolidate", str(nasty)], stdout=theirs, stderr=theirs, env=env
