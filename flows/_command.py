@@ -68,7 +68,7 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
         serve_while_alive()
         # Prefect sets the state of the run and sends logs while the last artifacts are sent, by one client.
         with SyncClientContext.get_or_create(), sending_artifacts():
-            state = cast("State[Any]", flow(**parameters, return_state=True))
+            state = cast("State[Any]", _without_results(flow)(**parameters, return_state=True))
             send_logs()
     except KeyboardInterrupt:
         terminal.line(f"stopped; {Interrupted.default_hint}", err=True)
@@ -158,6 +158,18 @@ def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
     # passwords.
     option = replace(option, env=None)
     return parameter.replace(annotation=typer_type(parameter.name, kind, option, default))
+
+
+def _without_results(flow: Flow[..., Any]) -> Flow[..., Any]:
+    """Return a flow that keeps no results, unless the user's settings say where: nobody reads them from here.
+
+    Prefect asks its server three times for a storage otherwise.
+    """
+    results = get_current_settings().results
+    if results.default_storage_block is not None or results.persist_by_default:
+        return flow
+    place = cast("Any", results.local_storage_path)  # a path is taken, though the annotation says blocks
+    return flow.with_options(persist_result=False, result_storage=place)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

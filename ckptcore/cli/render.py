@@ -447,8 +447,8 @@ def fingerprint(value: Fingerprints, url: str, live: LiveComparison | None, *, a
     """Print the answer of `fingerprint`. live: the comparison with the job's fingerprint, if it sent one."""
     if as_json:
         verdict = None if live is None or live.verdict is None else asdict(live.verdict)
-        found = [] if live is None else [f.as_dict() for f in live.findings]
-        terminal.write_json(value.as_dict() | {"live": verdict, "findings": found})
+        findings = [] if live is None else [f.as_dict() for f in live.findings]
+        terminal.write_json(value.as_dict() | {"live": verdict, "findings": findings})
         return
     bare = f"; {count(value.unverified, 'item')} without a checksum" if value.unverified else ""
     out = terminal.console()
