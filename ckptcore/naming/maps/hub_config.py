@@ -22,8 +22,9 @@ NULL = "null"  # in that file, which has no other word for it
 ROPE = "rope_parameters"
 THETA = ".rope_theta"
 PLAIN_ROPE = "default"  # what transformers calls rotary embeddings without scaling
-_SAME_AS_PLAIN = frozenset({PLAIN_ROPE, "mrope"})  # sections of the second for pictures, no other frequencies
-_FACTOR_ALONE = frozenset({"linear", "llama3", "yarn"})  # without scaling where the factor is 1
+# Values of a config may be lists or dicts: they are compared, never hashed.
+_SAME_AS_PLAIN = (PLAIN_ROPE, "mrope")  # sections of the second for pictures, no other frequencies
+_FACTOR_ALONE = ("linear", "llama3", "yarn")  # without scaling where the factor is 1
 _TEXT = "text_config"
 
 

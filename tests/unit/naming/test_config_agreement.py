@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckptcore.naming.maps.agreement import agreement
+from ckptcore.naming.maps.hub_config import hub_fields
 from ckptcore.naming.maps.hyperparameters import Config
 
 LLAMA: dict[str, Any] = {
@@ -393,3 +394,9 @@ def test_what_nothing_confirms_is_named() -> None:
     found = agreement(hub(), [Config("args", "megatron", ARGS)])
     assert found.unconfirmed == ("head_dim", "model_type")
     assert not agreement(hub(), [Config("the source's", "hf-hub", LLAMA)]).unconfirmed
+
+
+@pytest.mark.parametrize("odd", [[1], [["yarn"]], [{"a": 1}]])
+def test_a_type_of_scaling_that_is_no_text_is_a_value_like_any_other(odd: object) -> None:
+    config = {"model_type": "llama", "rope_scaling": {"rope_type": odd, "factor": 1}}
+    assert hub_fields(config).values["rope_parameters.rope_type"].value == odd
