@@ -11,6 +11,7 @@ Alembic is not imported here: the schema is normally at `HEAD` already.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -190,11 +191,25 @@ def make_folder(folder: Path) -> None:
 def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
     """Return an engine with the settings of this module.
 
+    Engines of one SQLite file are the same one. It keeps no connection, but the SQL of the statements that it
+    has compiled: that takes half of the CPU time that a conversion spends on its catalog.
+
     Args:
         url: the database.
         foreign_keys: False for migrations only. SQLite alters a table by dropping and rebuilding it, and the
             drop would delete or refuse its children.
     """
+    if sqlite_path(url) is not None:
+        return _file_engine(url, foreign_keys)
+    return _new_engine(url, foreign_keys)
+
+
+@functools.lru_cache(maxsize=8)
+def _file_engine(url: URL, foreign_keys: bool) -> Engine:
+    return _new_engine(url, foreign_keys)
+
+
+def _new_engine(url: URL, foreign_keys: bool) -> Engine:
     sqlite = url.get_backend_name() == "sqlite"
     # A SQLite connection opens in a millisecond and must not survive a fork. An in-memory database exists as
     # long as its one connection.
@@ -219,10 +234,10 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
             hint="use a path, sqlite:////absolute/path or postgresql+psycopg://user@host/database",
         ) from error
     if sqlite:
-        journal = "WAL" if path is None else journal_mode(path)
 
         @event.listens_for(engine, "connect")
         def _habits(connection: Any, _record: Any) -> None:
+            journal = "WAL" if path is None else journal_mode(path)
             connection.isolation_level = None  # or the driver would begin transactions on its own
             connection.text_factory = _text
             connection.execute(f"PRAGMA busy_timeout={WAIT_MS}")

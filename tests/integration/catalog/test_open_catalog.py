@@ -249,3 +249,12 @@ def test_a_copy_of_the_file_is_a_catalog(path, tmp_path, facts):
     shutil.copy(path, tmp_path / "copy.sqlite")
     with open_catalog(str(tmp_path / "copy.sqlite"), create=False) as catalog:
         assert [row.uri for row in catalog.list()] == ["/a/b"]
+
+
+def test_catalogs_of_one_file_share_their_compiled_sql(tmp_path):
+    one, other = (parse(str(tmp_path / name)) for name in ("one.sqlite", "other.sqlite"))
+    assert engine_for(one) is engine_for(one)
+    assert engine_for(one) is not engine_for(other)
+    assert engine_for(one) is not engine_for(one, foreign_keys=False)
+    memory = parse("sqlite://")  # an engine is its database
+    assert engine_for(memory) is not engine_for(memory)
