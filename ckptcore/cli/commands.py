@@ -34,7 +34,7 @@ SECTIONS = {
 COMMANDS = {
     "": {
         "Look": "inspect validate diff fingerprint formats",
-        "Convert": "export consolidate reshard merge verify-export serve plan apply",
+        "Convert": "export consolidate reshard merge verify-export serve mount plan apply",
         "Operate": "sweep scrub retire thin gc",
         "Remember": "catalog find",
     },
@@ -59,6 +59,7 @@ EXAMPLES = {
     "plan": f"{_RUN} {_EXPORT} --verb export --save plan",
     "apply": "plan",
     "serve": f"{_RUN} --dtype bf16",
+    "mount": f"{_RUN} look --dtype bf16",
     "formats": "--output json",
     "find": f"{_EXPORT}/model.safetensors",
     "sweep": "llama",

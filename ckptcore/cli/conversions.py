@@ -1,4 +1,4 @@
-"""Run `ckptcore consolidate`, `export`, `reshard`, `plan`, `apply` and `serve`, which convert a checkpoint.
+"""Run `ckptcore consolidate`, `export`, `reshard`, `merge`, `plan`, `apply`, `serve` and `mount`.
 
 Commands parse, call and print; `ckptcore.cli.main` handles errors. Flows have the same options
 (`ckptcore.planning.options`).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
     from ckptcore.conversion.registration import Announcement
     from ckptcore.planning.request import Request
+
+_VIRTUAL = tuple(name for name in CONTENT if name != "to")  # options of an export that is not written
 
 
 @takes(declared(*OF_VERB["consolidate"], verb="consolidate"), WAIT, ANSWER)
@@ -157,7 +159,7 @@ def merge(
     _convert(merge_request(options, named_places(src, arguments), dst, weights, decay, verb), arguments)
 
 
-@takes(declared(*MODEL, *(name for name in CONTENT if name != "to"), *MEANS))
+@takes(declared(*MODEL, *_VIRTUAL, *MEANS))
 def serve(
     context: typer.Context,
     src: Srcs,
@@ -189,27 +191,55 @@ def serve(
     They are the files that `export` would write, byte for byte, computed from SRC when they are read.
     Nothing is written.
     """
+    places = named_places(src, arguments)
+    request = _options(arguments).request("export", places, name or split_url(places[0])[1])
+    listening = {"host": host, "port": port, "hosts": list(allow_host or ())}
+    _become_server("file_server", "CKPTCORE_SERVED", context, request, arguments, listening)
+
+
+@takes(declared(*MODEL, *_VIRTUAL, *MEANS))
+def mount(
+    context: typer.Context,
+    src: Srcs,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Empty folder to mount at.")],
+    **arguments: Any,
+) -> None:
+    """Mount the files of an export as a folder.
+
+    They are the files that `export` would write to DIR, byte for byte, computed from SRC when they are read.
+    Nothing is written. It ends when DIR is unmounted, or with Ctrl-C.
+    """
+    request = _options(arguments).request("export", named_places(src, arguments), directory)
+    _become_server("mounted_folder", "CKPTCORE_MOUNTED", context, request, arguments, {})
+
+
+def _become_server(
+    module: str,
+    variable: str,
+    context: typer.Context,
+    request: Request,
+    arguments: dict[str, Any],
+    more: dict[str, Any],
+) -> NoReturn:
+    """Replace this process by a module of `ckptcore.page`, which finds its request in a variable.
+
+    A server lives long: it goes without what a command does to start and end fast. URLs and options, which
+    may contain a password, are no arguments: those are visible to all users.
+    """
     import os
     import sys
     from dataclasses import asdict
 
     from ckptcore.core.columnar_file import canonical_json
 
-    options = _options(arguments)
-    places = named_places(src, arguments)
-    request = options.request("export", places, name or split_url(places[0])[1])
     form = {
         "request": request.as_dict(),
-        "settings": asdict(options.settings()),
+        "settings": asdict(_options(arguments).settings()),
         "storage_options": context.find_root().params.get("storage_option") or [],
-        "host": host,
-        "port": port,
-        "hosts": list(allow_host or ()),
+        **more,
     }
-    # A server lives long: it goes without what a command does to start and end fast. URLs and options, which
-    # may contain a password, are no arguments: those are visible to all users.
-    command = [sys.executable, "-m", "ckptcore.page.file_server"]
-    os.execve(sys.executable, command, {**os.environ, "CKPTCORE_SERVED": canonical_json(form).decode()})
+    command = [sys.executable, "-m", f"ckptcore.page.{module}"]
+    os.execve(sys.executable, command, {**os.environ, variable: canonical_json(form).decode()})
 
 
 @takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ROWS, ANSWER)

@@ -36,6 +36,7 @@ COMMANDS = {
     "plan": ("conversions", "plan"),
     "apply": ("conversions", "apply"),
     "serve": ("conversions", "serve"),
+    "mount": ("conversions", "mount"),
     "formats": ("checkpoints", "formats"),
     "find": ("catalog", "find"),
     "sweep": ("operations", "sweep"),

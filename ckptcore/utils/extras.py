@@ -16,6 +16,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "gs": ("gcsfs",),
     "az": ("adlfs",),
     "hub": ("huggingface_hub",),
+    "mount": ("mfusepy",),
     "postgres": ("psycopg",),
     "otel": ("opentelemetry",),
     "dask": ("prefect_dask", "distributed"),

@@ -59,7 +59,7 @@ def verbs() -> tuple[Verb, ...]:
 
     # These serve until a signal; their own tests try hostile requests.
     found = _verbs(typer.main.get_command(program()), ())
-    return tuple(verb for verb in found if verb.path not in (("catalog", "page"), ("serve",)))
+    return tuple(verb for verb in found if verb.path not in (("catalog", "page"), ("serve",), ("mount",)))
 
 
 def _verbs(command: Any, path: tuple[str, ...]) -> Iterator[Verb]:
