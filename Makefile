@@ -29,7 +29,7 @@ PYTHON ?= python3
 JOBS ?= 5
 # Debian packages that a test needs, installed by set-up where missing: by root only, and elsewhere
 # these tests are skipped. The catalog page is looked at in Chromium, which draws no text without a font.
-DEBIAN_PACKAGES := postgresql chromium fonts-dejavu-core
+DEBIAN_PACKAGES := postgresql chromium fonts-dejavu-core fuse3
 
 bin := .venv/bin
 python := $(bin)/python

@@ -114,7 +114,7 @@ def require_mountable(directory: str, source: str) -> Path:
     """Return the folder to mount at.
 
     Raises:
-        UsageError: It is no empty folder of this machine, lies in the source, or is mounted already.
+        UsageError: It is no empty folder of this machine, or is in the source.
     """
     path, source_path = local_path(directory), local_path(source)
     if path is None:

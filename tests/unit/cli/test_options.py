@@ -54,6 +54,9 @@ OPTIONS = {
     "serve": """--allow-host --allow-incomplete --allow-untried --arch --config --dtype --dtype-for --exclude
         --host --include --keep-quantized --max-file-size --memory --model-prefix --name --names --port
         --rename --tie --tokenizer --weights --workers""",
+    "mount": """--allow-incomplete --allow-untried --arch --config --dtype --dtype-for --exclude --include
+        --keep-quantized --max-file-size --memory --model-prefix --names --rename --tie --tokenizer --weights
+        --workers""",
     "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model
         --model-prefix --no-catalog --output --rename --weights --workers""",
     "find": "--catalog --fingerprint --output",
@@ -99,7 +102,11 @@ def test_every_command_answers_as_json() -> None:
     paths = {path for path, _ in _parameters(complete)}
     answering = {path for path, parameter in _parameters(complete) if "--output" in parameter.opts}
     # Groups have no answer, and the others are servers.
-    assert paths - answering - {tuple(group.split()) for group in GROUPS} == {("catalog", "page"), ("serve",)}
+    assert paths - answering - {tuple(group.split()) for group in GROUPS} == {
+        ("catalog", "page"),
+        ("serve",),
+        ("mount",),
+    }
 
 
 @pytest.fixture
