@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
     from ckptcore.checking.export_proof import ExportProof
     from ckptcore.comparison.result import Difference
+    from ckptcore.comparison.statistics import Changes
     from ckptcore.core.box import Box
     from ckptcore.fingerprints.result import Fingerprints
+    from ckptcore.fingerprints.statistics import Measured
     from ckptcore.planning.export_source import KnownExport
 
 
@@ -235,6 +237,53 @@ def fingerprint(
         else open(source, keep_quantized=keep_quantized, weights=weights)
     )
     return run(manifest, settings or Settings(), progress, rules)
+
+
+def statistics(
+    source: Several | Manifest, *, settings: Settings | None = None, progress: Progress | None = None
+) -> tuple[Measured, ...]:
+    """Compute norm, mean, largest value, and counts of NaN, Inf and zeros of every tensor.
+
+    Every tensor is read once, in bounded memory. The bits of the results depend on neither memory nor workers,
+    and not on the checkpoint's format and topology.
+
+    Args:
+        source: A manifest, or a path or URL, or several of one checkpoint.
+        settings: Memory budget and threads. Memory use is ``settings.memory``.
+        progress: Called with (stage, bytes done, bytes in total).
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is incomplete, or a checksum fails.
+    """
+    from ckptcore.comparison.statistics import statistics as run
+
+    manifest = source if isinstance(source, Manifest) else open(source)
+    return run(manifest, settings or Settings(), progress)
+
+
+def changes(
+    before: Several | Manifest,
+    after: Several | Manifest,
+    *,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> Changes:
+    """Compute what `statistics` does of two steps, and how far each tensor moved from the first to the second.
+
+    Args:
+        before: The first step, as in `statistics`.
+        after: The second.
+        settings: Memory budget and threads.
+        progress: Called with (stage, bytes done, bytes in total).
+
+    Raises:
+        DamagedCheckpoint: A checkpoint is incomplete, or a checksum fails.
+        UsageError: No tensor has one name and shape in both.
+    """
+    from ckptcore.comparison.statistics import changes as run
+
+    first, second = (s if isinstance(s, Manifest) else open(s) for s in (before, after))
+    return run(first, second, settings or Settings(), progress)
 
 
 def fingerprint_state(

@@ -299,7 +299,7 @@ class Finding:
 
     Attributes:
         code: A key of `FINDINGS`.
-        level: The check level that found it: files, coverage, bytes or values.
+        level: The check level that found it: files, coverage, bytes or values; history for an alarm.
         message: What is wrong, with the values.
         fqn: The tensor or object concerned, or None.
         file: The file concerned, relative to the checkpoint's root, or None.
@@ -353,6 +353,31 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "compare the file with another copy of the checkpoint",
     ),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
+    "step-repeated": (
+        "warning",
+        "a step has the weights of another step of its run",
+        "compare both with the training's log; nothing in them says which one is right",
+    ),
+    "frozen-changed": (
+        "warning",
+        "a weight that is not trained changed since the step before",
+        "check what the trainer froze, or name what it trains: the fact `frozen` of the run's checkpoints",
+    ),
+    "trainable-unchanged": (
+        "warning",
+        "a weight with optimizer state did not change since the step before, while most others did",
+        "check its gradient, and whether the step holds it of another step",
+    ),
+    "expert-died": (
+        "warning",
+        "an expert of a layer is zero, or does not move while others do",
+        "check the router's balance",
+    ),
+    "norm-jumped": (
+        "warning",
+        "a weight's norm is ten times, or a tenth of, what it was at the two steps before",
+        "check the training's log at this step",
+    ),
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "left-out": (
         "info",

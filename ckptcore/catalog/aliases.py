@@ -1,8 +1,8 @@
 """Aliases: movable names for checkpoints, changed by compare-and-swap, and behind a gate.
 
 A caller can pass the checkpoint that it expects under the name. If another one is there, nothing changes.
-What a name refers to is served: `promote` refuses what is damaged, a trainer's own save, or unproven, unless
-it is forced, and leaves a row in the audit, from which `history` is read.
+What a name refers to is served: `promote` refuses what is damaged, a trainer's own save, unproven, or made
+from a step with an open alarm (`history.py`), unless it is forced, and leaves a row in the audit, from which `history` is read.
 
 Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,14 @@ from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog import audit
 from ckptcore.catalog.audit import AuditRow
+from ckptcore.catalog.history import Alarm, alarms_behind
 from ckptcore.catalog.models import Alias, AuditRecord, Checkpoint
 from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.query import PREFIX, loadable, part_of, require_kept, resolve_checkpoint
 from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.types import Kind, State
 from ckptcore.errors import Conflict, UsageError
+from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Select
@@ -58,6 +60,7 @@ def promote(
     expect: str | None = None,
     *,
     force: bool = False,
+    accept: Collection[str] = (),
     author: audit.Author = audit.COMMAND,
 ) -> AliasRow:
     """Point an alias at a checkpoint that is fit to be served, and record who did it.
@@ -69,20 +72,21 @@ def promote(
         ref: id, unique prefix, URI or alias of the new checkpoint.
         expect: what the alias must refer to now; see `set_alias`.
         force: set it whatever the catalog knows about the checkpoint; the audit says what it knew.
+        accept: codes of alarms that are accepted; the audit names them.
         author: who does it.
 
     Returns:
         The alias after the change.
 
     Raises:
-        Conflict: the checkpoint is damaged, not there, a trainer's own save, not loadable or not proven, or
-            the alias refers to another one than `expect`.
+        Conflict: the checkpoint is damaged, not there, a trainer's own save, not loadable, not proven, or
+            made from a step with an alarm, or the alias refers to another one than `expect`.
         UsageError: `name` cannot be an alias, or `ref` names no checkpoint.
     """
     checkpoint_id = conn.execute(
         select(Checkpoint.uuid).where(Checkpoint.id == require_kept(conn, ref))
     ).scalar_one()
-    objection = objections(conn, {checkpoint_id: ref}).get(checkpoint_id)
+    objection = objections(conn, {checkpoint_id: ref}, accept).get(checkpoint_id)
     if objection is not None and not force:
         raise Conflict(
             f"cannot set alias {name}: {objection.reason}",
@@ -91,7 +95,9 @@ def promote(
         )
     before = next((row.checkpoint for row in every(conn) if row.name == name), None)
     row = set_alias(conn, now, name, ref, expect)
-    forced = {} if objection is None else {"forced": objection.reason}
+    forced: dict[str, Any] = {} if objection is None else {"forced": objection.reason}
+    if accept:
+        forced["accepted"] = sorted(accept)
     detail = {"alias": name, "before": before, **forced}
     audit.note(conn, now, "alias.set", row.checkpoint, detail, author)
     return row
@@ -105,16 +111,26 @@ class Objection:
     step: str
 
 
-def objections(conn: Connection, refs: Mapping[str, str]) -> dict[str, Objection]:
+def objections(
+    conn: Connection, refs: Mapping[str, str], accept: Collection[str] = ()
+) -> dict[str, Objection]:
     """Return what speaks against serving checkpoints, by public id; nothing for those that are fit.
 
-    refs: public id -> how the next step calls the checkpoint.
+    Args:
+        conn: a transaction.
+        refs: public id -> how the next step calls the checkpoint.
+        accept: codes of alarms that do not count.
     """
     columns = (Checkpoint.id, Checkpoint.uuid, Checkpoint.uri, Checkpoint.state, Checkpoint.kind)
     query = select(*columns, Checkpoint.verified_at).where(Checkpoint.uuid.in_(list(refs)))
     rows = conn.execute(query).all()
     opens = loadable(conn, [row.id for row in rows])
-    by_public_id = {row.uuid: _objection(row, opens.get(row.id), refs[row.uuid]) for row in rows}
+    alarms = alarms_behind(conn, [row.id for row in rows])
+    by_public_id = {
+        row.uuid: _objection(row, opens.get(row.id), refs[row.uuid])
+        or _alarmed(row.uri, [alarm for alarm in alarms.get(row.id, ()) if alarm.code not in accept])
+        for row in rows
+    }
     return {id: objection for id, objection in by_public_id.items() if objection is not None}
 
 
@@ -135,6 +151,20 @@ def _objection(row: Any, opens: str | None, ref: str) -> Objection | None:
             f"nothing has verified {row.uri}", f"verify it: ckptcore validate {ref} --level bytes"
         )
     return None
+
+
+def _alarmed(uri: str, alarms: Sequence[Alarm]) -> Objection | None:
+    """Return the objection of open alarms about a checkpoint, or about what it was made from."""
+    if not alarms:
+        return None
+    codes = list(dict.fromkeys(alarm.code for alarm in alarms))
+    first = alarms[0]
+    step = "" if first.step is None else f" at step {first.step}"
+    return Objection(
+        f"{uri} has {count(len(alarms), 'open alarm')} ({', '.join(codes)}), first{step}: {first.message}",
+        f"`ckptcore catalog history {first.run or 'RUN'}` lists them; "
+        f"{' '.join(f'--accept {code}' for code in codes)} accepts these",
+    )
 
 
 def history(conn: Connection, name: str) -> tuple[AuditRow, ...]:

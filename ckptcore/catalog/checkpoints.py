@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, delete, insert, select, update
 
-from ckptcore.catalog import training_rows
+from ckptcore.catalog import history, training_rows
 from ckptcore.catalog.models import (
     Alias,
     Checkpoint,
@@ -102,6 +102,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         training_rows.put(conn, now, checkpoint, training, origin)
     if facts.live is not None:
         training_rows.put_live(conn, now, checkpoint, facts.live)
+    if facts.statistics is not None:
+        history.put(conn, now, checkpoint, facts.statistics)
     return checkpoint, public
 
 

@@ -405,6 +405,29 @@ class HoldingsRow(Base):
     ids: Mapped[bytes | None]
 
 
+class StepStatistics(Base):
+    """Statistics of the tensors of a checkpoint; see `history.py`.
+
+    columns: of each tensor, packed. The others are sums for SQL: norm, absmax, zeros and change of the weights,
+    nan and inf of all tensors; NULL if not finite, or not measured. against: public id of the step whose
+    values change is measured from.
+    """
+
+    __tablename__ = "step_statistics"
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    columns: Mapped[bytes]
+    tensors: Mapped[int]
+    norm: Mapped[float | None]
+    absmax: Mapped[float | None]
+    nan: Mapped[int]
+    inf: Mapped[int]
+    zeros: Mapped[int]
+    change: Mapped[float | None]
+    against: Mapped[str | None]
+    updated_at: Mapped[datetime]
+
+
 class SetAsideRow(Base):
     """A checkpoint that was retired or replaced, and is not removed yet; see `set_aside.py`.
 

@@ -68,6 +68,33 @@ class Direction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class StatisticsRow:
+    """Statistics of the tensors of a checkpoint: packed columns, and sums that SQL can ask for.
+
+    Attributes:
+        columns: of each tensor, packed.
+        tensors: number of tensors.
+        norm: norm of all weights together; None if it is not finite.
+        absmax: the largest absolute value of a weight; None if it is not finite.
+        nan: NaN in all tensors.
+        inf: Inf in all tensors.
+        zeros: zeros in weights.
+        change: norm of the change of all weights relative to theirs before; None if it was not measured.
+        against: public id of the step before, if that was compared.
+    """
+
+    columns: bytes
+    tensors: int
+    norm: float | None
+    absmax: float | None
+    nan: int
+    inf: int
+    zeros: int
+    change: float | None = None
+    against: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointFacts:
     """The facts to record about one checkpoint.
 
@@ -89,6 +116,7 @@ class CheckpointFacts:
         training: (origin, facts) of the training that wrote it, each as `ckptcore.catalog.training`.
         stamp: digest over the identity of its files, right after they were published; None if unknown.
         live: whether it has what its job had in memory, if that was compared.
+        statistics: of its tensors, if they were computed.
     """
 
     uri: str
@@ -107,6 +135,7 @@ class CheckpointFacts:
     training: Sequence[tuple[str, TrainingFacts]] = ()
     stamp: str | None = None
     live: LiveVerdict | None = None
+    statistics: StatisticsRow | None = None
 
     def __post_init__(self) -> None:
         if self.verified is not None and self.verified not in LEVELS:

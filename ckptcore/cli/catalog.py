@@ -239,6 +239,30 @@ def best(
 
 
 @app.command()
+def history(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the training run.")],
+    tensor: Annotated[
+        str | None, typer.Argument(metavar="[TENSOR]", help="Name of a tensor: its numbers at each step.")
+    ] = None,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Show norms, changes and alarms of the measured steps of a run."""
+    from ckptcore.comparison.step_history import read_history
+
+    with opened(catalog) as catalog_db:
+        run_history = read_history(catalog_db, run, tensors=tensor is not None)
+    rows = run_history.tensor(tensor) if tensor is not None else None
+    if output is Output.JSON:
+        points = {} if rows is None else {"tensor": [{"step": s.step, **p.as_dict()} for s, p in rows]}
+        write_json(run_history.as_dict() | points)
+        return
+    from ckptcore.cli.catalog_render import render_history
+
+    render_history(run_history, rows)
+
+
+@app.command()
 def page(
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, help="Port; 0 picks a free one.")] = 8790,
     host: Annotated[

@@ -9,7 +9,7 @@ import typer
 
 from ckptcore.cli.catalog_shared import As, Ref, Where, answer, clock, opened
 from ckptcore.cli.options import Output, declared, group, takes
-from ckptcore.errors import UsageError
+from ckptcore.errors import FINDINGS, UsageError
 from ckptcore.store import local_path
 from ckptcore.utils import terminal
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
@@ -23,6 +23,11 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias.")]
 RootName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the root.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Also what is damaged, a trainer's own save, or not proven to open.")
+]
+
+Accept = Annotated[
+    list[str] | None,
+    typer.Option("--accept", metavar="CODE", help="Accept alarms of this code, such as norm-jumped (repeatable)."),
 ]
 
 _RETENTION = '{"keep_last": 3, "rest": "weights"}'
@@ -47,17 +52,24 @@ def set_alias(
         ),
     ] = None,
     force: Force = False,
+    accept: Accept = None,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
     """Set the checkpoint that a name refers to.
 
-    What is damaged, a trainer's own save, or not proven to open is refused.
+    What is damaged, a trainer's own save, not proven to open, or of a step with an alarm is refused.
     """
     from ckptcore.catalog import aliases
 
+    unknown = [code for code in accept or () if code not in FINDINGS]
+    if unknown:
+        raise UsageError(
+            f"--accept must be the code of a finding (got {unknown[0]!r})",
+            hint="the refusal names the codes of the alarms",
+        )
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
-        row = aliases.promote(conn, clock(conn), name, ref, expect, force=force)
+        row = aliases.promote(conn, clock(conn), name, ref, expect, force=force, accept=accept or ())
     answer((row,), output)
 
 

@@ -5,10 +5,11 @@ Long URIs and names lose their beginning, which they share; JSON has them in ful
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -34,12 +35,17 @@ from ckptcore.catalog.types import (
     State,
 )
 from ckptcore.catalog.watched_roots import RootRow
-from ckptcore.cli.tables import wrap_name
+from ckptcore.cli.tables import print_table, wrap_name
 from ckptcore.errors import Finding
 from ckptcore.redaction import beginning, redacted
 from ckptcore.utils import terminal
 from ckptcore.utils.text import count
 from ckptcore.utils.units import show_duration, show_size
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.history import Step
+    from ckptcore.comparison.step_history import RunHistory
+    from ckptcore.fingerprints.step_columns import TensorPoint
 
 WIDTH = 100
 _ID = 8  # digits of an id, enough to tell the checkpoints of one catalog apart
@@ -459,3 +465,32 @@ def _took(row: ConversionRow) -> str:
     if row.ended_at is None:
         return "-"
     return show_duration((row.ended_at - row.started_at).total_seconds())
+
+
+def render_history(
+    history: RunHistory, tensor: Sequence[tuple[Step, TensorPoint]] | None, console: Console | None = None
+) -> None:
+    """Print the measured steps of a run with their alarms, or one tensor at each of them."""
+    out = console or terminal.console()
+    if tensor is not None:
+        heads = ("step", "norm", "mean", "max", "NaN", "Inf", "zeros", "change", "cosine")
+        numbers = [
+            (p.norm, p.mean, p.absmax, p.nan, p.inf, p.zeros, p.change, p.cosine) for _, p in tensor
+        ]
+        cells = [(str(step.step), *map(_short, own)) for (step, _), own in zip(tensor, numbers, strict=True)]
+        print_table(out, heads, cells, names=())
+        return
+    heads = ("step", "norm", "change", "max", "NaN", "Inf", "zeros", "alarms")
+    cells = []
+    for step in history.steps:
+        s = step.statistics
+        alarms = ", ".join(f"{code} ({n})" if n > 1 else code for code, n in sorted(step.alarms.items()))
+        numbers = map(_short, (s.norm, s.change, s.absmax, s.nan, s.inf, s.zeros))
+        cells.append((str(step.step), *numbers, alarms or "-"))
+    print_table(out, heads, cells, names=())
+    for alarm in history.alarms:
+        out.print(terminal.text(f"step {alarm.step}: {alarm.code}: {alarm.message}"), soft_wrap=True)
+
+
+def _short(number: float | None) -> str:
+    return "-" if number is None or math.isnan(number) else f"{number:.4g}"

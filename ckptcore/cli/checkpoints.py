@@ -1,4 +1,4 @@
-"""Run `ckptcore inspect`, `validate`, `diff`, `fingerprint`, `verify-export` and `formats`.
+"""Run `ckptcore inspect`, `validate`, `diff`, `fingerprint`, `stats`, `verify-export` and `formats`.
 
 They write nothing. Commands parse, call and print; `ckptcore.cli.main` handles errors.
 """
@@ -177,6 +177,45 @@ def fingerprint(src: Srcs, **arguments: Any) -> None:
         record_fingerprint(manifest, url, taken.tensors, names, options.catalog, live)
     if live is not None and live.different:
         raise typer.Exit(1)
+
+
+@takes(declared("keep_quantized", "weights", *MEANS, *RECORD), ROWS, ANSWER)
+def stats(
+    a: One,
+    b: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="A later step: what changed from A to B is measured, too.")
+    ] = None,
+    **arguments: Any,
+) -> None:
+    """Compute norm, mean, largest value, and counts of NaN, Inf and zeros of each tensor.
+
+    They are recorded as history of the run of A, or of B. Exit code 1 if the history has an alarm about it.
+    """
+    from ckptcore.api import changes, statistics
+    from ckptcore.checking.examine import inspect as read
+
+    options = Options.of(arguments)
+    urls = named_places((a,) if b is None else (a, b), arguments)
+    manifests = [read(url, keep_quantized=options.keep_quantized, weights=options.weights) for url in urls]
+    settings, between = options.settings(), None
+    with show.progress() as progress:
+        if b is None:
+            measured = statistics(manifests[0], settings=settings, progress=progress)
+        else:
+            between = changes(*manifests, settings=settings, progress=progress)
+            measured = between.measured
+    every, as_json = arguments["all"], arguments["output"] is Output.JSON
+    alarms = []
+    if not options.no_catalog and not is_average(urls[-1]):
+        from ckptcore.conversion.registration import record_statistics
+
+        before = None if between is None else (urls[0], between)
+        alarms = record_statistics(manifests[-1], urls[-1], measured, options.catalog, before)
+    if between is None:
+        show.statistics(measured, urls[0], alarms, every=every, as_json=as_json)
+    else:
+        show.changes(between, urls, alarms, every=every, as_json=as_json)
+    raise typer.Exit(1 if alarms else 0)
 
 
 # Options of the export, for exports that the catalog does not know.

@@ -27,19 +27,19 @@ SECTIONS = {
     "Files beside them": "config tokenizer",
     "Form of the output": "to dtype dtype_for max_file_size mesh sharding serialization",
     "Where the output exists": "if_exists overwrite overwrite_foreign overwrite_in_place resume wait",
-    "Work and checks": "memory any_memory workers device verify digest fingerprint",
+    "Work and checks": "memory any_memory workers device verify digest fingerprint stats",
     "Catalog and answer": "catalog no_catalog meta all output help",
 }
 # Group of commands -> its sections, in the order of the table.
 COMMANDS = {
     "": {
-        "Look": "inspect validate diff fingerprint formats",
+        "Look": "inspect validate diff fingerprint stats formats",
         "Convert": "export consolidate reshard merge verify-export serve mount plan apply",
         "Operate": "sweep scrub retire thin gc",
         "Remember": "catalog find",
     },
     "catalog": {
-        "Look": "list show resolve lineage find best sql page",
+        "Look": "list show resolve lineage find best history sql page",
         "Record": "meta tag rebuild upgrade restore",
         "Manage": "alias hold obligation root inbox outbox",
     },
@@ -51,6 +51,7 @@ EXAMPLES = {
     "validate": f"{_RUN} --level bytes",
     "diff": f"{_RUN} runs/llama/step-2000",
     "fingerprint": f"{_RUN} --model",
+    "stats": f"{_RUN} runs/llama/step-2000",
     "consolidate": f"{_RUN} whole/step-1000 --to safetensors",
     "export": f"{_RUN} {_EXPORT} --config base-model --dtype bf16",
     "reshard": f"{_RUN} resharded --mesh fsdp=4,tp=2",
@@ -78,6 +79,7 @@ EXAMPLES = {
     "catalog tag": f"{_EXPORT} eval.mmlu=0.71",
     "catalog meta": f"{_RUN} metrics.loss=2.31 git_commit=3f9a",
     "catalog best": "loss --run llama",
+    "catalog history": "llama",
     "catalog page": "--port 8080",
     "catalog sql": '"SELECT run, step, uri FROM latest_exports"',
     "catalog rebuild": "runs exports",

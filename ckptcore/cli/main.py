@@ -28,6 +28,7 @@ COMMANDS = {
     "validate": ("checkpoints", "validate"),
     "diff": ("checkpoints", "diff"),
     "fingerprint": ("checkpoints", "fingerprint"),
+    "stats": ("checkpoints", "stats"),
     "consolidate": ("conversions", "consolidate"),
     "export": ("conversions", "export"),
     "reshard": ("conversions", "reshard"),

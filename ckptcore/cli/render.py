@@ -5,6 +5,7 @@ There is one function for each kind of value. Standard output has the answer and
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     from ckptcore.checking.summary import PieceOwners, Summary
     from ckptcore.comparison.live_comparison import LiveComparison
     from ckptcore.comparison.result import Difference, TensorDifference
+    from ckptcore.comparison.statistics import Changes
     from ckptcore.conversion.pipeline import Result
     from ckptcore.conversion.request_costs import RequestCosts
     from ckptcore.core.manifest import Manifest
     from ckptcore.fingerprints.result import Fingerprints
+    from ckptcore.fingerprints.statistics import Measured, Statistics
     from ckptcore.formats import Format
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.name_maps import NameMap
@@ -458,6 +461,63 @@ def fingerprint(value: Fingerprints, url: str, live: LiveComparison | None, *, a
     if live is not None and live.verdict is not None and not live.different:
         out.print(live.verdict.text)
     _findings(out, (*value.warnings, *(live.findings if live is not None else ())))
+
+
+def statistics(
+    tensors: Sequence[Measured], url: str, alarms: Sequence[Finding], *, every: bool, as_json: bool
+) -> None:
+    """Print the answer of `stats` of one checkpoint: tensors that stand out, or with ``every`` all of them."""
+    if as_json:
+        rows = [tensor.as_dict() for tensor in tensors]
+        terminal.write_json({"tensors": rows, "alarms": [alarm.as_dict() for alarm in alarms]})
+        return
+    out = terminal.console()
+    listed = sorted(tensors, key=_standing_out)
+    shown = listed if every else listed[: _limit(_MOST)]
+    out.print(terminal.text(f"{url}: {count(len(tensors), 'tensor')}, those that stand out first"), soft_wrap=True)
+    cells = [(tensor.fqn, tensor.dtype, *_own_numbers(tensor.statistics)) for tensor in shown]
+    print_table(out, ("tensor", "dtype", *_OWN_HEADS), cells)
+    _print_remainder(out, len(listed) - len(shown), "tensors", _ALL)
+    _findings(out, alarms)
+
+
+def changes(
+    value: Changes, urls: Sequence[str], alarms: Sequence[Finding], *, every: bool, as_json: bool
+) -> None:
+    """Print the answer of `stats` of two checkpoints: what moved most, or with ``every`` all tensors."""
+    if as_json:
+        terminal.write_json(value.as_dict() | {"alarms": [alarm.as_dict() for alarm in alarms]})
+        return
+    out = terminal.console()
+    listed = sorted(value.tensors, key=lambda change: (-change.relative, change.fqn))
+    shown = listed if every else listed[: _limit(_MOST)]
+    out.print(terminal.text(f"{urls[0]} to {urls[1]}: what moved most first"), soft_wrap=True)
+    cells = [
+        (change.fqn, _number(change.relative), _number(change.cosine), *_own_numbers(change.after))
+        for change in shown
+    ]
+    print_table(out, ("tensor", "|B-A|/|A|", "cosine", *_OWN_HEADS), cells)
+    _print_remainder(out, len(listed) - len(shown), "tensors", _ALL)
+    for title, names in (("only in A", value.only_before), ("only in B", value.only_after)):
+        if names:
+            out.print(terminal.text(f"{title}: {some(names)}"), soft_wrap=True)
+    _findings(out, alarms)
+
+
+_OWN_HEADS = ("norm", "mean", "max", "NaN", "Inf", "zeros")
+
+
+def _own_numbers(own: Statistics) -> tuple[str, ...]:
+    share = own.zeros / own.numel if own.numel else 0.0
+    numbers = map(_number, (own.norm, own.mean, own.absmax))
+    return (*numbers, f"{own.nan:,}", f"{own.inf:,}", f"{100 * share:.3g} %")
+
+
+def _standing_out(tensor: Measured) -> tuple[Any, ...]:
+    """Return the place of a tensor: what is not finite, then what is all zeros, then by peak over mean size."""
+    own = tensor.statistics
+    peak = own.absmax / own.rms if own.rms and math.isfinite(own.rms) else 0.0
+    return -(own.nan + own.inf), bool(own.norm), -peak, tensor.fqn
 
 
 def export_proof(value: ExportProof, *, as_json: bool) -> None:

@@ -1,6 +1,6 @@
-"""Compute the fingerprints of tensors from the sums of the files that contain their boxes.
+"""Compute fingerprints and statistics of tensors from those of their boxes, which the files contain.
 
-Each receipt has the sums of the boxes in its file. The same box in several files (a replica for each rank)
+Each receipt has the sums and statistics of the boxes in its file. The same box in several files (a replica for each rank)
 counts once. If the boxes are not a partition of their tensor, there is no fingerprint.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,12 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Ints, Manifest, with_dims
 from ckptcore.errors import OutputMismatch
 from ckptcore.execution.receipts import Receipt
+from ckptcore.fingerprints.statistics import COLUMNS, Measured, Statistics, joined
 from ckptcore.fingerprints.sum_weights import Shape
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint, tensor_fingerprint
 from ckptcore.planning.file_plan import FilePlan
 
+Words = npt.NDArray[np.uint64]
 _log = logging.getLogger("ckptcore")
 
 
@@ -38,38 +41,49 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     """
     if any(receipt.sums is None for receipt in receipts):
         return None
-    names: dict[str, int] = {}
-    specs: list[tuple[str, Shape]] = []
-    rows, sums, files = [], [], []
-    for number, (plan, receipt) in enumerate(zip(plans, receipts, strict=True)):
-        columns = plan.columns
-        for name, source, rank, full in zip(
-            columns.names, columns.source_dtype, columns.rank, columns.full, strict=True
-        ):
-            if names.setdefault(name, len(specs)) == len(specs):
-                specs.append((columns.dtypes[source], tuple(full[:rank].tolist())))
-        tensor = np.array([names[name] for name in columns.names], np.int64)
-        # Copies: views would keep the plans of all files in memory at once.
-        rows.append((tensor, columns.offset.copy(), columns.shape.copy()))
-        sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(columns), 2))
-        files.append(np.full(len(columns), number))
-    boxes, added = _columns(rows), np.concatenate(sums)
-    # Replicas are in several files, and each element counts once.
-    distinct_rows = _distinct_rows(boxes, added, np.concatenate(files), list(names), receipts)
-    volume, total = np.zeros(len(specs), np.int64), np.zeros((len(specs), 2), np.uint64)
-    np.add.at(
-        volume, boxes[distinct_rows, 0], np.prod(boxes[distinct_rows, 1 + boxes.shape[1] // 2 :], axis=1)
-    )
-    np.add.at(total, boxes[distinct_rows, 0], added[distinct_rows])
+    boxes, added = _boxes(plans, receipts, [_words(receipt.sums, 2) for receipt in receipts])
+    volume, total = np.zeros(len(boxes.specs), np.int64), np.zeros((len(boxes.specs), 2), np.uint64)
+    np.add.at(volume, boxes.tensor, boxes.numel)
+    np.add.at(total, boxes.tensor, added)
     fingerprinted = []
-    for name, (dtype, full), elements, (low, high) in zip(
-        names, specs, volume.tolist(), total.tolist(), strict=True
+    for (name, dtype, full), elements, (low, high) in zip(
+        boxes.specs, volume.tolist(), total.tolist(), strict=True
     ):
         if elements != Box.full(full).numel:
             _log.warning("no fingerprint: the boxes of %s in the files are not a partition of it", name)
             return None
         fingerprinted.append((name, dtype, full, tensor_fingerprint(dtype, full, (low, high))))
     return tuple(fingerprinted)
+
+
+def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[Measured, ...]:
+    """Compute the statistics of every tensor that a plan writes, before any cast.
+
+    Args:
+        plans: The plan of each file.
+        receipts: The receipt of each file, in the same order.
+
+    Returns:
+        The tensors with numbers, in the order of the files; none if a file was written without statistics, and
+        without those whose boxes in the files are not a partition of them.
+
+    Raises:
+        OutputMismatch: Two files contain the same box of a tensor with different elements.
+    """
+    if any(receipt.statistics is None for receipt in receipts):
+        return ()
+    packed = [_words(receipt.statistics, len(COLUMNS)) for receipt in receipts]
+    boxes, added = _boxes(plans, receipts, packed)
+    order = np.argsort(boxes.tensor, kind="stable")
+    bounds = np.searchsorted(boxes.tensor[order], np.arange(len(boxes.specs) + 1))
+    measured = []
+    for (name, dtype, full), start, stop in zip(boxes.specs, bounds[:-1], bounds[1:], strict=True):
+        mine = order[start:stop]
+        row = joined(added[mine].view(np.float64))
+        numel = Box.full(full).numel
+        if row is not None and int(boxes.numel[mine].sum()) == numel:
+            measured.append(Measured(name, dtype, full, Statistics.of_row(numel, row)))
+    return tuple(measured)
 
 
 def matching(
@@ -99,6 +113,50 @@ def matching(
     return checkpoint_fingerprint((t.fqn, t.dtype, t.shape, mine[t.fqn]) for t in manifest.tensors), mine
 
 
+class _Boxes(NamedTuple):
+    """The boxes of tensors in the files of a plan, each once.
+
+    Attributes:
+        specs: (name, dtype before any cast, shape) of each tensor.
+        tensor: Of each box, its index into ``specs``.
+        numel: Of each box, its number of elements.
+    """
+
+    specs: list[tuple[str, str, Shape]]
+    tensor: Ints
+    numel: Ints
+
+
+def _words(packed: bytes | None, count: int) -> Words:
+    """Return what a receipt has of each box as ``count`` words of 64 bits."""
+    return np.frombuffer(packed or b"", "<u8").reshape(-1, count)
+
+
+def _boxes(
+    plans: Iterable[FilePlan], receipts: Sequence[Receipt], packed: Sequence[Words]
+) -> tuple[_Boxes, Words]:
+    """Return the boxes of all files, without replicas, and the words of each."""
+    names: dict[str, int] = {}
+    specs: list[tuple[str, str, Shape]] = []
+    rows, files = [], []
+    for number, plan in enumerate(plans):
+        columns = plan.columns
+        for name, source, rank, full in zip(
+            columns.names, columns.source_dtype, columns.rank, columns.full, strict=True
+        ):
+            if names.setdefault(name, len(specs)) == len(specs):
+                specs.append((name, columns.dtypes[source], tuple(full[:rank].tolist())))
+        tensor = np.array([names[name] for name in columns.names], np.int64)
+        # Copies: views would keep the plans of all files in memory at once.
+        rows.append((tensor, columns.offset.copy(), columns.shape.copy()))
+        files.append(np.full(len(columns), number))
+    boxes, words = _columns(rows), np.concatenate(packed)
+    # Replicas are in several files, and each element counts once.
+    distinct = _distinct_rows(boxes, words, np.concatenate(files), list(names), receipts)
+    boxes = boxes[distinct]
+    return _Boxes(specs, boxes[:, 0], np.prod(boxes[:, 1 + boxes.shape[1] // 2 :], axis=1)), words[distinct]
+
+
 def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
     """Return (tensor, offsets, shapes) of all boxes as one table, padded to the highest rank."""
     rank = max(offset.shape[1] for _, offset, _ in rows)
@@ -110,7 +168,7 @@ def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
 
 
 def _distinct_rows(
-    boxes: Ints, sums: npt.NDArray[np.uint64], files: Ints, names: Sequence[str], receipts: Sequence[Receipt]
+    boxes: Ints, sums: Words, files: Ints, names: Sequence[str], receipts: Sequence[Receipt]
 ) -> Ints:
     """Return the rows without those whose box an earlier row has; equal boxes must have equal sums."""
     order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files

@@ -40,7 +40,7 @@ from ckptcore.checking.source_stamps import (
     untouched,
 )
 from ckptcore.checking.source_stamps import load as load_stamps
-from ckptcore.conversion.file_fingerprints import fingerprints
+from ckptcore.conversion.file_fingerprints import fingerprints, statistics
 from ckptcore.conversion.open_staging import at_rest
 from ckptcore.conversion.staged_plan import plan_run, planned_paths, staged_request
 from ckptcore.conversion.staging import (
@@ -57,6 +57,7 @@ from ckptcore.custody.judged import NOBODY, Replacer
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, SourceChanged, UsageError, finding
 from ckptcore.execution.execute import recompute_files
 from ckptcore.execution.receipts import Receipt, every_receipt, is_intact, seen_as
+from ckptcore.fingerprints.statistics import Measured
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.formats import Format, Source, by_name, located, open_source, read_as, read_manifest
 from ckptcore.naming.rename import MadeTensor
@@ -94,6 +95,7 @@ class Result:
         warnings: Findings that did not stop the conversion.
         fingerprint: Of the tensors before any cast; None if not every file was summed.
         fingerprints: Of each tensor.
+        measured: Tensors with their statistics, before any cast; empty if not every file was measured.
         renamed: (old name, new name).
         map_digest: Of everything that was done to names.
         made: Tensors that a map computed from others.
@@ -121,6 +123,7 @@ class Result:
     warnings: tuple[Finding, ...] = ()
     fingerprint: str | None = None
     fingerprints: tuple[Fingerprinted, ...] = field(default=(), repr=False)
+    measured: tuple[Measured, ...] = field(default=(), repr=False)
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     map_digest: str = ""
     made: tuple[MadeTensor, ...] = field(default=(), repr=False)
@@ -154,6 +157,8 @@ class Result:
         form["dropped"] = [list(d) for d in self.dropped]
         form["loadable"] = self.loadable
         form["live"] = None if self.live is None else asdict(self.live)
+        if self.measured:
+            form["stats"] = [tensor.as_dict() for tensor in self.measured]
         if self.proof is not None:
             form["proof"] = self.proof.as_dict()
         return form
@@ -235,6 +240,7 @@ def finish_staged(
     receipts = every_receipt(staging.receipts, plan.digest, plan.files)
     tensors = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
     fingerprint = None if tensors is None else checkpoint_fingerprint(tensors)
+    measured = statistics((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
     _require_proven(receipts)
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
@@ -272,6 +278,7 @@ def finish_staged(
         warnings=(*_unproven(plan.source, receipts), *output.unproven),
         fingerprint=fingerprint,
         fingerprints=tensors or (),
+        measured=measured,
         renamed=plan.renamed,
         map_digest=plan.map_digest,
         made=plan.made,

@@ -25,7 +25,8 @@ from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.source_digests import Recorded
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
-from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, UsageError, ended_by
+from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, Finding, UsageError, ended_by
+from ckptcore.fingerprints.statistics import Measured
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, open_store, split_url
@@ -39,8 +40,9 @@ from ckptcore.utils.step_names import step_of
 if TYPE_CHECKING:
     from ckptcore.catalog import CheckpointFacts
     from ckptcore.catalog.catalog import Catalog
-    from ckptcore.catalog.types import ConversionStart
+    from ckptcore.catalog.types import ConversionStart, StatisticsRow
     from ckptcore.comparison.live_comparison import LiveComparison
+    from ckptcore.comparison.statistics import Changes
     from ckptcore.conversion.publish import Result
 
 
@@ -402,6 +404,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
     try:
         registration.catalog.succeed(registration.id, **_made(registration, result, source))
         _keep_proof(registration, result)
+        _settle_alarms(registration, result)
     except Exception as error:
         raise not_recorded(result, error_of(error)) from error
     finally:
@@ -439,6 +442,7 @@ def register_each(published: Sequence[tuple[Registration, Result, Manifest]]) ->
     for registration, result, _ in published:
         try:
             _keep_proof(registration, result)
+            _settle_alarms(registration, result)
             outcomes.append(replace(result, conversion=registration.id))
         except Exception as error:
             outcomes.append(not_recorded(result, error_of(error)))
@@ -458,6 +462,34 @@ def not_recorded(result: Result, error: CkptError) -> CkptError:
 def _keep_proof(registration: Registration, result: Result) -> None:
     if result.proof is not None:
         keep(registration.catalog, registration.id, result.proof)
+
+
+def _settle_alarms(registration: Registration, result: Result) -> None:
+    """Judge a source that was measured, by other steps of its run."""
+    if result.measured and not is_average(registration.request.source):
+        from ckptcore.comparison.step_history import settle  # most conversions measure nothing
+
+        settle(registration.catalog, registration.request.source)
+
+
+def _statistics(
+    source: Manifest, measured: Sequence[Measured], names: Mapping[str, str]
+) -> StatisticsRow | None:
+    """Return the statistics of the tensors of a source that were read as they are.
+
+    names: FQN in the source -> name in ``measured``, where they differ.
+    """
+    if not measured:
+        return None
+    from ckptcore.comparison.step_history import statistics_row
+
+    by_name = {tensor.fqn: tensor for tensor in measured}
+    mine = []
+    for spec in source.tensors:
+        tensor = by_name.get(names.get(spec.fqn, spec.fqn))
+        if tensor is not None and (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape):
+            mine.append(tensor._replace(fqn=spec.fqn))
+    return statistics_row(source, mine)
 
 
 def _made(registration: Registration, result: Result, source: Manifest) -> dict[str, Any]:
@@ -482,6 +514,8 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         result.written, result.destination, digests, verified="coverage", published=result.published
     )
     read = replace(with_fingerprints(read, matching(source, numbers, old)), live=result.live)
+    if not is_average(registration.request.source):
+        read = replace(read, statistics=_statistics(source, result.measured, old))
     derived = with_fingerprints(derived, matching(result.written, numbers, {}))
     derived = replace(
         derived, stamp=published_stamp(result.written) if derived.fingerprint is not None else None
@@ -581,6 +615,39 @@ def record_prints(
         checkpoint_facts = replace(checkpoint_facts, live=live.verdict)
         warnings += [f for f in live.findings if f.severity == "error"]
     catalog.record_validation(checkpoint_facts, warnings, level="coverage")
+
+
+def record_statistics(
+    manifest: Manifest,
+    uri: str,
+    measured: Sequence[Measured],
+    catalog_url: str | None,
+    before: tuple[str, Changes] | None = None,
+) -> list[Finding]:
+    """Record the statistics of tensors that were read, and judge the step by its run.
+
+    Args:
+        manifest: The checkpoint.
+        uri: Its path or URL.
+        measured: Its tensors.
+        catalog_url: URL of the catalog; None for the default.
+        before: Path or URL of another step, and what changed since.
+
+    Returns:
+        The alarms about the step.
+    """
+    from ckptcore.catalog import open_catalog
+    from ckptcore.comparison.step_history import settle, statistics_row
+
+    with open_catalog(catalog_url) as catalog:
+        recorded = catalog.at(before[0]) if before is not None else None
+        changes = before[1] if before is not None else None
+        against = None if recorded is None else recorded[0].id
+        row = statistics_row(manifest, measured, changes, against)
+        warnings = [f for f in manifest.findings if f.severity == "warning"]
+        checkpoint_facts = replace(facts(manifest, uri, verified="coverage"), statistics=row)
+        catalog.record_validation(checkpoint_facts, warnings, level="coverage")
+        return settle(catalog, uri)
 
 
 def with_fingerprints(checkpoint_facts: CheckpointFacts, prints: StoredFingerprints) -> CheckpointFacts:

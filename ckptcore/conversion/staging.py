@@ -109,7 +109,7 @@ class Publication:
             "puts": {name: list(put) for name, put in self.puts.items()},
             "there": _listed(self.there),
             "receipts": [
-                {**r.as_dict(), "sums": None if r.sums is None else r.sums.hex()} for r in self.receipts
+                {**r.as_dict(), **r.packed()} for r in self.receipts
             ],
         }
 

@@ -137,7 +137,7 @@ def recompute_files(
         OutputMismatch: A file holds other bytes than the source gives now.
     """
     records = Records(run.source, run.items, settings.verify, run.scratch)
-    means = replace(settings, digest=False, fingerprint=False)
+    means = replace(settings, digest=False, fingerprint=False, stats=False)
     meter = ProgressMeter(progress, "verify", run.total)
     budget, _ = expect_files(replace(run, uploads=None), indices, means, records)  # compared in file order
     _, differing = _Run(run, means, records, meter, (budget, None), compare=True).finish(indices)

@@ -91,7 +91,7 @@ class FileWork:
         # Uploads have a digest of their parts, which their writer computes.
         self._digest = blake3() if settings.digest and writer.part_size is None else None
         # When no check needs the bytes, the kernel moves them.
-        looked_at = settings.verify or settings.digest or settings.fingerprint
+        looked_at = settings.verify or settings.digest or settings.fingerprint or settings.stats
         self._direct = not (looked_at or self._patched or writer.sequential)
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Job, Bytes, Callable[[Bytes], None]]] = {}
@@ -179,6 +179,7 @@ class FileWork:
             len(numbers) - verified,
             pending=tuple(filter(self._records.pending, numbers)),
             sums=self._tensors.sums,
+            statistics=self._tensors.statistics,
             uploaded=uploaded,
         )
         if self.part is None:

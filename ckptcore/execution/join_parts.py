@@ -22,6 +22,7 @@ from ckptcore.execution.receipts import (
     seen_as,
     write_receipt,
 )
+from ckptcore.fingerprints.statistics import joined_parts
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.store import Store
 from ckptcore.utils.crc32 import Runs
@@ -70,6 +71,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         verified,
         len(plan.number) - verified,
         sums=joined_sums(parts),
+        statistics=joined_parts([part.statistics for part in parts]),
     )
     receipt = replace(receipt, stamp=seen_as(files, receipt))
     write_receipt(receipts, plan_digest, receipt)

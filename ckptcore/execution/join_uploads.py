@@ -9,6 +9,7 @@ from __future__ import annotations
 from ckptcore.errors import OutputMismatch
 from ckptcore.execution.join_parts import joined_sums, part_receipts, verified_records
 from ckptcore.execution.receipts import Receipt, read_receipt, receipt_name, write_receipt
+from ckptcore.fingerprints.statistics import joined_parts
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.store import Store
 from ckptcore.store.objects.uploaded import joined
@@ -50,6 +51,7 @@ def join_uploads(plan: FilePlan, plan_digest: str, uploads: Uploads, receipts: S
         verified,
         len(plan.number) - verified,
         sums=joined_sums(parts),
+        statistics=joined_parts([part.statistics for part in parts]),
         uploaded=upload,
     )
     write_receipt(receipts, plan_digest, receipt)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptcore.planning.plan import PlannedFile
     from ckptcore.store.objects.uploaded import Uploaded
 
+_PACKED = ("sums", "statistics")  # bytes, hex in JSON
 _AT_ONCE = 16  # receipts that are asked for together
 
 
@@ -40,6 +41,8 @@ class Receipt:
             none.
         sums: What the file adds to the fingerprint of each tensor of its plan
             (`ckptcore.fingerprints.sums.pack`), or None when fingerprints were off.
+        statistics: Of the box of each tensor in the file (`ckptcore.fingerprints.statistics.FileStatistics`),
+            or None when they were off.
         begin: First byte of a part of a file (`ckptcore.execution.parts`); None for a complete file.
         crcs: (tensor, first byte in it, bytes, CRC-32) of a part's bytes of tensors whose checksums are in
             the file.
@@ -59,6 +62,7 @@ class Receipt:
     reused: bool = False
     pending: tuple[int, ...] = ()
     sums: bytes | None = None
+    statistics: bytes | None = None
     begin: int | None = None
     crcs: tuple[tuple[int, int, int, int], ...] = ()
     proven: str = ""
@@ -66,19 +70,22 @@ class Receipt:
     uploaded: Uploaded | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form; sums, parts and stamps are for receipts only."""
-        form = asdict(replace(self, sums=None, uploaded=None))
-        for name in ("sums", "begin", "crcs", "proven", "stamp", "uploaded"):
+        """Return the JSON form; sums, statistics, parts and stamps are for receipts only."""
+        form = asdict(replace(self, sums=None, statistics=None, uploaded=None))
+        for name in (*_PACKED, "begin", "crcs", "proven", "stamp", "uploaded"):
             del form[name]
         return form
+
+    def packed(self) -> dict[str, str]:
+        """Return the sums and statistics that there are, in hex, for receipts."""
+        return {name: value.hex() for name in _PACKED if (value := getattr(self, name)) is not None}
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Receipt:
         """Return the receipt of a receipt file's JSON."""
-        sums = form.get("sums")
-        raw = None if sums is None else bytes.fromhex(sums)
+        raw = {name: None if (text := form.get(name)) is None else bytes.fromhex(text) for name in _PACKED}
         crcs = tuple((t, o, n, c) for t, o, n, c in form.get("crcs", ()))
-        parsed: dict[str, Any] = {"pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs}
+        parsed: dict[str, Any] = {"pending": tuple(form.get("pending", ())), **raw, "crcs": crcs}
         if form.get("uploaded") is not None:
             # A late import: local files have no uploads.
             from ckptcore.store.objects.uploaded import Uploaded
@@ -94,8 +101,7 @@ def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
         form["stamp"] = receipt.stamp
     if receipt.uploaded is not None:
         form["uploaded"] = receipt.uploaded.as_dict()
-    if receipt.sums is not None:
-        form["sums"] = receipt.sums.hex()
+    form |= receipt.packed()
     part = None
     if receipt.begin is not None:
         part = (receipt.begin, receipt.begin + receipt.nbytes)

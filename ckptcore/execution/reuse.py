@@ -55,8 +55,11 @@ def earlier(
     bounds = (part.begin, part.end) if part is not None else None
     for index in indices:
         receipt = read_receipt(run.receipts, run.digest, index, bounds)
-        # Without sums, a file is written again if fingerprints are on: only its elements give its sums.
+        # A file without sums is written again if fingerprints are on: only its elements give its sums. So it
+        # is with statistics.
         if receipt is None or (receipt.sums is None and settings.fingerprint):
+            continue
+        if receipt.statistics is None and settings.stats:
             continue
         if receipt.uploaded is not None:  # the store lists the parts that it has; nothing is read back
             if run.uploads is not None and run.uploads.holds(receipt.uploaded):

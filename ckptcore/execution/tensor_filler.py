@@ -18,6 +18,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
 from ckptcore.execution.device import DeviceStream
 from ckptcore.execution.small_tensors import SmallTensors
+from ckptcore.fingerprints.statistics import FileStatistics
 from ckptcore.fingerprints.sums import ZERO, Sum, add, box_sum, pack
 from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.planning.request import Settings
@@ -57,12 +58,19 @@ class TensorFiller:
         self._chunks = ChunkReader(_PlannedReads(plan), records, compare=settings.verify)
         self._small = SmallTensors(plan, source, records) if settings.verify else None
         self._sums = [ZERO] * len(plan.columns) if settings.fingerprint else None
+        self._statistics = FileStatistics(len(plan.columns), self._run_of) if settings.stats else None
+        self._passes = settings.fingerprint or settings.stats
         self._lock = threading.Lock()
 
     @property
     def sums(self) -> bytes | None:
         """Return what the file adds to the fingerprint of each tensor, packed; None when they are off."""
         return pack(self._sums) if self._sums is not None else None
+
+    @property
+    def statistics(self) -> bytes | None:
+        """Return the statistics of the boxes of tensors in the file, packed; None when they are off."""
+        return self._statistics.pack() if self._statistics is not None else None
 
     def strides(self, tensor: int, row: int) -> tuple[int, ...] | None:
         """Return the strides, elements, of a chunk of a tensor as its item has them; None when row-major."""
@@ -75,7 +83,7 @@ class TensorFiller:
             part: The part.
             target: Where its bytes go.
             workspace: The worker's buffers.
-            counts: Add the part to the fingerprint.
+            counts: Add the part to fingerprint and statistics.
 
         Raises:
             DamagedCheckpoint: There are holes, wrong checksums, or copies that differ.
@@ -92,7 +100,7 @@ class TensorFiller:
             self._chunks.read(self._stored(part.tensor), part.box, tile, workspace.scratch)
             if changes:
                 cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._device)
-        if self._sums is not None and counts:
+        if self._passes and counts:
             self._sum(part, workspace.cast if changes else target, workspace)
 
     def fill_small(
@@ -109,7 +117,7 @@ class TensorFiller:
             parts: The job's parts, with their first bytes in ``buffer``.
             buffer: Of the job.
             workspace: The worker's buffers.
-            counts: Add the parts to the fingerprint.
+            counts: Add the parts to fingerprint and statistics.
 
         Returns:
             The tensors that are filled; `fill` is for the others.
@@ -117,7 +125,7 @@ class TensorFiller:
         if self._small is None or not self._small.any:
             return frozenset()
         filled = self._small.read(parts, buffer, workspace.scratch)
-        if self._sums is not None and counts:
+        if self._passes and counts:
             for start, part in parts:
                 if isinstance(part, TensorPart) and part.tensor in filled:
                     self._sum(part, buffer[start : start + part.nbytes], workspace)
@@ -186,9 +194,12 @@ class TensorFiller:
         copies = self._chunks.fill(stored, part.box, tile, workspace.scratch)
         if self._sums is not None and counts:
             self._add(part, stream.sum(tile, stored.dtype, tensor.full, part.box))
-        if copies:
+        measured = self._statistics is not None and counts
+        if copies or measured:
             host_tile = tile_view(workspace.cast, part.box.shape, stored.dtype)
             stream.fetch(tile, host_tile.reshape(-1).view(np.uint8))
+            if measured:
+                self._measure(part, host_tile.reshape(-1).view(np.uint8))
             self._chunks.compare(stored, part.box, copies, host_tile, workspace.scratch)
         stream.fetch_cast(tile, stored.dtype, target, tensor.dtype, workspace.cast)
 
@@ -196,7 +207,19 @@ class TensorFiller:
         """Sum a part on the host, as it is before any cast."""
         tensor = self._plan.tensors[part.tensor]
         elements = source[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
-        self._add(part, box_sum(tensor.source_dtype, tensor.full, part.box, elements, workspace.scratch))
+        self._measure(part, elements)
+        if self._sums is not None:
+            self._add(part, box_sum(tensor.source_dtype, tensor.full, part.box, elements, workspace.scratch))
+
+    def _measure(self, part: TensorPart, elements: Bytes) -> None:
+        """Add a part, before any cast, to the statistics of a tensor's box in this file."""
+        if self._statistics is not None:
+            width = BY_NAME[self._plan.tensors[part.tensor].dtype].itemsize
+            self._statistics.add(part.tensor, part.offset // width, elements)
+
+    def _run_of(self, number: int) -> tuple[str, int]:
+        tensor = self._plan.tensors[number]
+        return tensor.source_dtype, tensor.box.numel
 
     def _add(self, part: TensorPart, part_sum: Sum) -> None:
         """Add a part's sum to that of a tensor's box in this file."""

@@ -54,7 +54,7 @@ class VirtualFiles:
         settings: Settings,
         require_same: Callable[[Sequence[str]], None],
     ) -> None:
-        settings = replace(settings, device="cpu", fingerprint=False)
+        settings = replace(settings, device="cpu", fingerprint=False, stats=False)
         budget = Budget.of(settings.within(settings.memory // 2))
         self._records = Records(source, items, settings.verify)
         self._records.limit_decoded(budget.decoded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -14,6 +14,8 @@ from ckptcore.page.shards import ShardMap
 
 COLOURS = 12  # classes c0 to c11
 MOST_NODES = 200
+MOST_ROWS = 200  # of a map of changes
+SHADES = 6  # of it, classes m0 to m5
 _WIDTH = 640
 _NODE, _GAP = (190, 50), (66, 18)
 _CHART = (340.0, 150.0)
@@ -112,6 +114,61 @@ def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
     ]
     title = f"{plain(name)} over steps {first} to {last}: from {low:.6g} to {high:.6g}"
     return _svg("chart", _CHART[0], _CHART[1], title, parts)
+
+
+def change_map(
+    steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], alarmed: Collection[int]
+) -> Markup:
+    """Return how far each part moved to each step: a row for each part, a column for each step, darker is more.
+
+    Args:
+        steps: The steps, the lowest first.
+        rows: Part -> its relative change at each step, None where it is not known.
+        alarmed: Steps with an alarm; their columns are marked.
+    """
+    if len(steps) < 2 or not rows:
+        return Markup("")
+    left, top, cell = 92.0, 16.0, 16.0
+    width = max((_WIDTH - left) / len(steps), 3.0)
+    shades = _shades([value for row in rows.values() for value in row if value])
+    parts = []
+    label = Markup('<text class="{}" x="{:.1f}" y="{:.1f}">{}</text>')
+    for number, (name, row) in enumerate(list(rows.items())[:MOST_ROWS]):
+        y = top + number * cell
+        parts.append(label.format("value", left - 6, y + 12, plain(name)[:14]))
+        for column, (step, value) in enumerate(zip(steps, row, strict=True)):
+            if value is None:
+                continue
+            title = f"{plain(name)}, step {step}: {value:.3g}"
+            kind = f"m{shades(value)}"
+            parts.append(_RECT.format(kind, left + column * width, y, width, cell - 1, title))
+    bottom = top + min(len(rows), MOST_ROWS) * cell
+    for column, step in enumerate(steps):
+        if step in alarmed:
+            x = left + column * width
+            parts.append(_RECT.format("alarm", x, 3, width, 8, f"step {step} has an alarm"))
+    right = left + len(steps) * width
+    parts += [
+        label.format("step", left, bottom + 16, f"step {steps[0]}"),
+        label.format("step last", right, bottom + 16, steps[-1]),
+    ]
+    title = f"relative change of {len(rows)} parts over steps {steps[0]} to {steps[-1]}"
+    return _svg("changes", right + 2, bottom + 24, title, parts)
+
+
+def _shades(values: Sequence[float]) -> Callable[[float], int]:
+    """Return the shade of a change, 0 to `SHADES` - 1, by its size among all of them on a scale of logarithms."""
+    finite = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+
+    def shade(value: float) -> int:
+        if value <= 0:
+            return 0
+        if not math.isfinite(value) or high <= low:
+            return SHADES - 1
+        return 1 + round((math.log(value) - low) / (high - low) * (SHADES - 2))
+
+    return shade
 
 
 def lineage(graph: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:

@@ -27,12 +27,14 @@ from ckptcore.catalog import (
     tensor_differences,
     training_rows,
 )
+from ckptcore.catalog import history as step_history
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.row_values import row_findings
 from ckptcore.catalog.search import search as find
 from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail
+from ckptcore.comparison.step_history import read_history
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.page import display, pictures
@@ -46,6 +48,7 @@ FOLDER = FilePath(__file__).parent
 FILES = 200
 QUEUED = 200  # rows of a queue
 RUNS_TO_COMPARE = 20
+ALARMS, CHARTS = 200, 200  # of a history
 _FLOW_RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
@@ -191,10 +194,30 @@ def run(visit: Caller, run: str, before: Cursor = None) -> Response:
         names = _metric_names(page.rows, training_rows.MOST_SERIES)
         series = training_rows.over_steps(conn, run, names) if names and before is None else {}
         pair = browse.newest_steps(conn, run)
+        measured = step_history.steps(conn, run, limit=1)
+        alarms = step_history.alarms_of(conn, run)
     drawn = ((name, pictures.chart(name, points)) for name, points in series.items())
     charts = [(name, picture) for name, picture in drawn if picture]
     columns = _metric_names(page.rows)
-    return visit.page("run.html", run=run, found=page, names=columns, charts=charts, pair=pair)
+    values: dict[str, Any] = {"measured": bool(measured), "alarms": len(alarms)}
+    return visit.page("run.html", run=run, found=page, names=columns, charts=charts, pair=pair, **values)
+
+
+@ROUTER.get("/history/{run:path}")
+def history(visit: Caller, run: str) -> Response:
+    """Show norms, changes and alarms of the measured steps of a run."""
+    run_history = read_history(visit.catalog, run, tensors=True)
+    drawn = ((name, pictures.chart(name, points)) for name, points in run_history.layers().items())
+    steps = [step.step or 0 for step in run_history.steps]
+    alarmed = {alarm.step for alarm in run_history.alarms if alarm.step is not None}
+    values: dict[str, Any] = {
+        "steps": list(reversed(run_history.steps)),
+        "alarms": run_history.alarms[:ALARMS],
+        "hidden": max(len(run_history.alarms) - ALARMS, 0),
+        "charts": [(name, picture) for name, picture in drawn if picture][:CHARTS],
+        "picture": pictures.change_map(steps, run_history.moves(), alarmed),
+    }
+    return visit.page("history.html", run=run, **values)
 
 
 @ROUTER.get("/checkpoints")

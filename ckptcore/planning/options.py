@@ -84,7 +84,7 @@ MODEL = (*NAMES, "tokenizer")
 SHARDS = (*NAMES, "tokenizer", "mesh", "sharding", "serialization", "keep_object")
 MEANS = ("memory", "workers")
 PLACE = ("resume", "overwrite", "overwrite_foreign", "overwrite_in_place")
-PROOF = ("verify", "digest", "fingerprint")
+PROOF = ("verify", "digest", "fingerprint", "stats")
 RECORD = ("catalog", "no_catalog")
 _EVERY = (*CONTENT, *MEANS, "device", *PLACE, *PROOF, *RECORD, "meta")
 OF_VERB: Mapping[str, tuple[str, ...]] = {
@@ -263,6 +263,10 @@ class Options:
         bool | None,
         Option("Compute one digest of all tensor values, whatever the layout. Default: for reshard only."),
     ] = None
+    stats: Annotated[
+        bool,
+        Option("Compute norm, mean and counts of NaN, Inf and zeros of each tensor, for the run's history."),
+    ] = False
     catalog: Annotated[
         str | None,
         Option(
@@ -346,6 +350,7 @@ class Options:
             verify=self.verify,
             digest=self.digest,
             fingerprint=self.fingerprint,
+            stats=self.stats,
         )
 
     @property

@@ -242,6 +242,7 @@ class Settings:
         verify: Whether stored CRC-32 and copies are checked while bytes move.
         digest: Whether every output file gets a BLAKE3.
         fingerprint: Whether tensors are fingerprinted before any cast; None for a reshard only.
+        stats: Whether statistics of tensors are computed before any cast.
     """
 
     memory: int = 1 << 30
@@ -250,6 +251,7 @@ class Settings:
     verify: bool = True
     digest: bool = True
     fingerprint: bool | None = None
+    stats: bool = False
 
     def __post_init__(self) -> None:
         if self.memory < 1 << 20:

@@ -128,6 +128,8 @@ AT = {
     "v3": """
         UPDATE training_facts SET live_fingerprint = 'f', live_model_fingerprint = 'm',
                                   live_verdict = 'equal', live_compared = 'f'""",
+    "v4": """
+        INSERT INTO step_statistics VALUES (1, '', 1, 2.5, 1.5, 0, 0, 3, 0.25, 'u0', NOW)""",
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.

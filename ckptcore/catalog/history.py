@@ -1,0 +1,321 @@
+"""Record statistics of steps, and read the history of a run: its steps, their tensors and their alarms.
+
+An alarm is a finding of the level `LEVEL`, which no check of files resolves: it follows from what the catalog
+knows of a step and of other steps of its run, and is settled when one of them is measured again. It does not
+make a checkpoint damaged; `ckptcore.catalog.aliases` refuses to promote what was made from it.
+
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Row, delete, func, insert, select, update
+
+from ckptcore.catalog.models import (
+    Checkpoint,
+    ConversionIO,
+    FindingRecord,
+    StepStatistics,
+    Tensor,
+    TrainingFactsRow,
+    TrainingRun,
+)
+from ckptcore.catalog.normalize import clean, storable
+from ckptcore.catalog.query import resolve_checkpoint
+from ckptcore.catalog.types import Direction, Kind, State, StatisticsRow
+from ckptcore.errors import Finding
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+LEVEL = "history"
+FROZEN = "frozen"  # the fact of a training that names, by globs, what is not trained
+MOST_STEPS = 1000
+_CLOSE = 1e-6  # relative: norms of the same weights in other boxes
+_TWINS = 8  # steps that have the same norm
+_AT_ONCE = 500  # values in one statement
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured checkpoint of a run.
+
+    Attributes:
+        checkpoint: its public id.
+        run: the name of the run; None for a checkpoint of no run.
+        step: the training step.
+        uri: its place.
+        state: its latest known state.
+        fingerprint: of all its tensors, if known.
+        statistics: sums over its tensors, and the packed columns where they were asked for.
+        alarms: open alarms: code -> how many.
+    """
+
+    checkpoint: str
+    run: str | None
+    step: int | None
+    uri: str
+    state: str
+    fingerprint: str | None
+    statistics: StatisticsRow
+    alarms: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """An open alarm about a step.
+
+    Attributes:
+        run: the name of the run.
+        step: the training step.
+        code: of the finding.
+        message: what is wrong.
+        fqn: the tensor concerned, or None.
+        checkpoint: public id of the step.
+    """
+
+    run: str | None
+    step: int | None
+    code: str
+    message: str
+    fqn: str | None
+    checkpoint: str
+
+
+def put(conn: Connection, now: datetime, checkpoint: int, statistics: StatisticsRow) -> None:
+    """Record the statistics of a checkpoint, unless those of more of its tensors are known: an export reads few.
+
+    checkpoint: its row id.
+    """
+    mine = StepStatistics.checkpoint_id == checkpoint
+    tensors = conn.execute(select(StepStatistics.tensors).where(mine)).scalar()
+    if tensors is not None and tensors > statistics.tensors:
+        return
+    conn.execute(delete(StepStatistics).where(mine))
+    values = asdict(statistics) | {"checkpoint_id": checkpoint, "updated_at": now}
+    conn.execute(insert(StepStatistics).values(values))
+
+
+def steps(conn: Connection, run: str, *, columns: bool = False, limit: int = MOST_STEPS) -> tuple[Step, ...]:
+    """Return the measured steps of a run, the lowest first.
+
+    Of a step with several measured checkpoints, the newest source counts, or else the newest output.
+
+    Args:
+        conn: the transaction.
+        run: the name of the run.
+        columns: with the packed columns of their tensors.
+        limit: the most steps; the highest ones.
+    """
+    query = (
+        _steps(columns)
+        .where(TrainingRun.name == storable(run), Checkpoint.step.is_not(None))
+        .order_by(Checkpoint.step.desc(), (Checkpoint.kind != Kind.SOURCE.value), Checkpoint.id.desc())
+    )
+    by_step: dict[int, Row[Any]] = {}
+    for row in conn.execute(query):
+        if row.step not in by_step and len(by_step) == limit:
+            break
+        by_step.setdefault(row.step, row)
+    return _with_alarms(conn, list(reversed(by_step.values())))
+
+
+def at(conn: Connection, ref: str) -> Step | None:
+    """Return a checkpoint with its columns; None if it was not measured."""
+    row = conn.execute(_steps(True).where(Checkpoint.id == resolve_checkpoint(conn, ref))).first()
+    return None if row is None else _with_alarms(conn, [row])[0]
+
+
+def beside(conn: Connection, step: Step, count: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Return the measured steps of a run before and behind one, nearest first, with their columns."""
+    if step.run is None or step.step is None:
+        return (), ()
+    query = _of_its_run(conn, step)
+    before = query.where(Checkpoint.step < step.step).order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
+    behind = query.where(Checkpoint.step > step.step).order_by(Checkpoint.step, Checkpoint.id.desc())
+    return (
+        _with_alarms(conn, conn.execute(before.limit(count)).all()),
+        _with_alarms(conn, conn.execute(behind.limit(count)).all()),
+    )
+
+
+def like(conn: Connection, step: Step) -> tuple[Step, ...]:
+    """Return other steps of a run whose weights have the norm of a step's, with their columns."""
+    norm = step.statistics.norm
+    if step.run is None or step.step is None or not norm:
+        return ()
+    query = _of_its_run(conn, step).where(
+        StepStatistics.norm.between(norm * (1 - _CLOSE), norm * (1 + _CLOSE)), Checkpoint.step != step.step
+    )
+    closest = func.abs(StepStatistics.norm - norm)
+    return _with_alarms(conn, conn.execute(query.order_by(closest, Checkpoint.step).limit(_TWINS)).all())
+
+
+def prints(conn: Connection, checkpoint: str) -> dict[str, str]:
+    """Return FQN -> fingerprint of the tensors of a checkpoint (public id) where it is known."""
+    query = select(Tensor.fqn, Tensor.fingerprint).join(Checkpoint, Checkpoint.id == Tensor.checkpoint_id)
+    rows = conn.execute(query.where(Checkpoint.uuid == checkpoint, Tensor.fingerprint.is_not(None)))
+    return {row.fqn: row.fingerprint for row in rows}
+
+
+def frozen_globs(conn: Connection, run: str) -> tuple[str, ...]:
+    """Return the globs that facts of a run's checkpoints name as frozen."""
+    query = (
+        select(TrainingFactsRow.extra)
+        .join(Checkpoint, Checkpoint.id == TrainingFactsRow.checkpoint_id)
+        .join(TrainingRun, TrainingRun.id == Checkpoint.run_id)
+        .where(TrainingRun.name == run, TrainingFactsRow.extra.contains(f'"{FROZEN}"', autoescape=True))
+    )
+    globs: dict[str, None] = {}
+    for extra in conn.execute(query.distinct()).scalars():
+        try:
+            value = load_json_object(extra.encode()).get(FROZEN)
+        except InvalidText:  # an edited row names nothing
+            continue
+        texts = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+        globs |= dict.fromkeys(map(str, texts))
+    return tuple(globs)
+
+
+def settle_alarms(conn: Connection, now: datetime, ref: str, alarms: Iterable[Finding]) -> None:
+    """Record what speaks against a checkpoint by its history, and resolve what does not any more."""
+    checkpoint = resolve_checkpoint(conn, ref)
+    new = {(alarm.code, alarm.fqn): alarm for alarm in alarms}
+    mine = (
+        FindingRecord.checkpoint_id == checkpoint,
+        FindingRecord.level == LEVEL,
+        FindingRecord.resolved_at.is_(None),
+    )
+    ended = []
+    for row in conn.execute(select(FindingRecord).where(*mine)).all():
+        alarm = new.get((row.code, row.fqn))
+        if alarm is not None and clean(alarm.message) == row.message:
+            del new[row.code, row.fqn]
+        else:
+            ended.append(row.id)
+    for start in range(0, len(ended), _AT_ONCE):
+        batch = FindingRecord.id.in_(ended[start : start + _AT_ONCE])
+        conn.execute(update(FindingRecord).where(batch).values(resolved_at=now))
+    rows = [
+        {
+            "checkpoint_id": checkpoint,
+            "code": alarm.code,
+            "level": LEVEL,
+            "severity": alarm.severity,
+            "message": clean(alarm.message),
+            "fqn": None if alarm.fqn is None else storable(alarm.fqn),
+            "hint": clean(alarm.hint),
+            "found_at": now,
+        }
+        for alarm in new.values()
+    ]
+    if rows:
+        conn.execute(insert(FindingRecord), rows)
+
+
+def alarms_of(conn: Connection, run: str) -> tuple[Alarm, ...]:
+    """Return the open alarms of a run, by step."""
+    query = _alarms().where(TrainingRun.name == storable(run))
+    return tuple(map(_alarm, conn.execute(query.order_by(Checkpoint.step, FindingRecord.id))))
+
+
+def alarms_behind(conn: Connection, rows: Collection[int]) -> dict[int, tuple[Alarm, ...]]:
+    """Return the open alarms about checkpoints (row ids) and about all that they were made from."""
+    parents: dict[int, set[int]] = {}
+    unseen = set(rows)
+    while unseen:
+        batch, outputs, inputs = sorted(unseen)[:_AT_ONCE], ConversionIO.__table__.alias(), ConversionIO
+        edges = select(outputs.c.checkpoint_id.label("derived"), inputs.checkpoint_id.label("source"))
+        edges = edges.join(inputs, inputs.conversion_id == outputs.c.conversion_id).where(
+            outputs.c.checkpoint_id.in_(batch),
+            outputs.c.direction == Direction.OUT.value,
+            inputs.direction == Direction.IN.value,
+        )
+        parents |= {row: set() for row in batch}
+        for edge in conn.execute(edges):
+            parents[edge.derived].add(edge.source)
+        unseen = (unseen | {source for row in batch for source in parents[row]}) - parents.keys()
+    alarms: dict[int, list[Alarm]] = {}
+    every = sorted(parents)
+    for start in range(0, len(every), _AT_ONCE):
+        query = _alarms().where(FindingRecord.checkpoint_id.in_(every[start : start + _AT_ONCE]))
+        for row in conn.execute(query.order_by(FindingRecord.id)):
+            alarms.setdefault(row.checkpoint_id, []).append(_alarm(row))
+    if not alarms:
+        return {}
+    return {row: tuple(a for each in _ancestors(row, parents) for a in alarms.get(each, ())) for row in rows}
+
+
+def _ancestors(row: int, parents: Mapping[int, Collection[int]]) -> list[int]:
+    """Return a row and all that it was made from."""
+    found, queue = {row: None}, [row]
+    while queue:
+        for source in sorted(parents[queue.pop()]):
+            if source not in found:
+                found[source] = None
+                queue.append(source)
+    return list(found)
+
+
+def _of_its_run(conn: Connection, step: Step) -> Any:
+    """Return the query for the steps of a step's run and kind."""
+    kind = select(Checkpoint.kind).where(Checkpoint.uuid == step.checkpoint).scalar_subquery()
+    return _steps(True).where(TrainingRun.name == step.run, Checkpoint.kind == kind)
+
+
+def _steps(columns: bool) -> Any:
+    """Return the query whose rows `_with_alarms` reads; without the columns, which are large, if so asked."""
+    statistics = [c for c in StepStatistics.__table__.columns if columns or c.name != "columns"]
+    named = (Checkpoint.id, Checkpoint.uuid, Checkpoint.step, Checkpoint.uri, Checkpoint.state)
+    return (
+        select(*named, Checkpoint.fingerprint, TrainingRun.name.label("run"), *statistics)
+        .join(StepStatistics, StepStatistics.checkpoint_id == Checkpoint.id)
+        .outerjoin(TrainingRun, TrainingRun.id == Checkpoint.run_id)
+        .where(Checkpoint.state != State.REPLACED.value)
+    )
+
+
+def _with_alarms(conn: Connection, rows: Collection[Any]) -> tuple[Step, ...]:
+    counts: dict[int, dict[str, int]] = {}
+    query = select(FindingRecord.checkpoint_id, FindingRecord.code, func.count().label("number")).where(
+        FindingRecord.level == LEVEL,
+        FindingRecord.resolved_at.is_(None),
+        FindingRecord.checkpoint_id.in_([row.id for row in rows]),
+    )
+    for row in conn.execute(query.group_by(FindingRecord.checkpoint_id, FindingRecord.code)) if rows else ():
+        counts.setdefault(row.checkpoint_id, {})[row.code] = row.number
+    names = ("tensors", "norm", "absmax", "nan", "inf", "zeros", "change", "against")
+    return tuple(
+        Step(
+            row.uuid,
+            row.run,
+            row.step,
+            row.uri,
+            row.state,
+            row.fingerprint,
+            StatisticsRow(getattr(row, "columns", b""), **{name: getattr(row, name) for name in names}),
+            counts.get(row.id, {}),
+        )
+        for row in rows
+    )
+
+
+def _alarms() -> Any:
+    """Return the query whose rows `_alarm` reads."""
+    columns = (FindingRecord.checkpoint_id, FindingRecord.code, FindingRecord.message, FindingRecord.fqn)
+    return (
+        select(*columns, TrainingRun.name.label("run"), Checkpoint.step, Checkpoint.uuid)
+        .join(Checkpoint, Checkpoint.id == FindingRecord.checkpoint_id)
+        .outerjoin(TrainingRun, TrainingRun.id == Checkpoint.run_id)
+        .where(FindingRecord.level == LEVEL, FindingRecord.resolved_at.is_(None))
+    )
+
+
+def _alarm(row: Any) -> Alarm:
+    return Alarm(row.run, row.step, row.code, row.message, row.fqn, row.uuid)

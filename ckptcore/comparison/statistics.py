@@ -1,0 +1,259 @@
+"""Compute statistics of the tensors of a checkpoint, and of what changed between two, in bounded memory.
+
+Workers share the boxes of all tensors, as for a fingerprint. Boxes are runs of a tensor in row-major order,
+so the segments of `ckptcore.fingerprints.statistics` are those of the full tensor, whatever format, topology,
+budget and workers are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptcore.checking.check import require_complete
+from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
+from ckptcore.comparison.opened import OpenSide, labelled
+from ckptcore.comparison.tensor_processes import in_processes
+from ckptcore.core.box import Box, flat_start
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.errors import UsageError
+from ckptcore.fingerprints.statistics import COLUMNS, Accumulator, Measured, Statistics, pair_accumulator
+from ckptcore.fingerprints.statistics import accumulator as of_tensor
+from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget, paged_buffer
+from ckptcore.reading.gather import tile_view
+from ckptcore.reading.rereading import rereading
+from ckptcore.utils.workers import Progress, ProgressMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A tensor that two checkpoints have, and what changed from the first to the second.
+
+    Attributes:
+        fqn: Its name.
+        before: Its statistics in the first.
+        after: In the second.
+        norm: Euclidean norm of the difference.
+        cosine: Of the angle between both; None if one of them is zero, or not finite.
+    """
+
+    fqn: str
+    before: Statistics
+    after: Statistics
+    norm: float
+    cosine: float | None
+
+    @property
+    def relative(self) -> float:
+        """The norm of the difference relative to that of the first; infinite where only that is zero."""
+        if self.before.norm:
+            return self.norm / self.before.norm
+        return math.inf if self.norm else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form; null for what is infinite."""
+        relative = self.relative if math.isfinite(self.relative) else None
+        sides = {"before": self.before.as_dict(), "after": self.after.as_dict()}
+        return {"fqn": self.fqn, "change": relative, "cosine": self.cosine, **sides}
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed between two checkpoints.
+
+    Attributes:
+        tensors: Of each tensor that both have in one shape.
+        only_before: Names that only the first has, or has in another shape.
+        only_after: Those of the second.
+        unmeasured: Tensors of packed values, which have no numbers.
+        specs: FQN -> dtype and shape of the tensors in the second.
+    """
+
+    tensors: tuple[Change, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+    unmeasured: tuple[str, ...]
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict, repr=False)
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """The statistics of these tensors in the second checkpoint."""
+        specs = ((self.specs[change.fqn], change.after) for change in self.tensors)
+        return tuple(Measured(spec.fqn, spec.dtype, spec.shape, after) for spec, after in specs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        lists = {name: list(getattr(self, name)) for name in ("only_before", "only_after", "unmeasured")}
+        return {"tensors": [tensor.as_dict() for tensor in self.tensors], **lists}
+
+
+@rereading
+def statistics(
+    manifest: Manifest, settings: Settings, progress: Progress | None = None
+) -> tuple[Measured, ...]:
+    """Compute the statistics of every tensor of a checkpoint that has numbers.
+
+    Args:
+        manifest: The checkpoint.
+        settings: Memory and threads.
+        progress: Called with the number of bytes read.
+
+    Raises:
+        DamagedCheckpoint: A tensor is incomplete or does not match its checksum.
+    """
+    require_complete(manifest, lambda name: True)
+    tensors = manifest.tensors
+    rows = _read([manifest], [(n,) for n in range(len(tensors))], settings, progress)
+    return tuple(
+        Measured(spec.fqn, spec.dtype, spec.shape, Statistics.of_row(spec.numel, row))
+        for spec, row in zip(tensors, rows, strict=True)
+        if row is not None
+    )
+
+
+def changes(
+    before: Manifest, after: Manifest, settings: Settings, progress: Progress | None = None
+) -> Changes:
+    """Compute what changed in the tensors that two checkpoints have under one name and in one shape.
+
+    Both are read once, side by side.
+
+    Args:
+        before: The first checkpoint.
+        after: The second.
+        settings: Memory and threads.
+        progress: Called with the number of bytes read.
+
+    Raises:
+        DamagedCheckpoint: A tensor is incomplete or does not match its checksum.
+        UsageError: They have no tensor in common.
+    """
+    for side in (before, after):
+        require_complete(side, lambda name: True)
+    shared = [
+        (before.index[spec.fqn], row)
+        for row, spec in enumerate(after.tensors)
+        if spec.fqn in before.index and before.tensors[before.index[spec.fqn]].shape == spec.shape
+    ]
+    if not shared:
+        raise UsageError(
+            "the checkpoints have no tensor of one name and shape",
+            hint="`ckptcore inspect SRC` lists the names",
+        )
+    rows = _read([before, after], shared, settings, progress)
+    named = [after.tensors[row] for _, row in shared]
+    names = {spec.fqn for spec in named}
+    return Changes(
+        tuple(_change(spec, row) for spec, row in zip(named, rows, strict=True) if row is not None),
+        tuple(spec.fqn for spec in before.tensors if spec.fqn not in names),
+        tuple(spec.fqn for spec in after.tensors if spec.fqn not in names),
+        tuple(spec.fqn for spec, row in zip(named, rows, strict=True) if row is None),
+        {spec.fqn: spec for spec in named},
+    )
+
+
+def _change(spec: TensorSpec, row: Sequence[float]) -> Change:
+    width = len(COLUMNS)
+    a, b = (Statistics.of_row(spec.numel, row[n : n + width]) for n in (0, width))
+    squares, product = row[2 * width :]
+    lengths = a.norm * b.norm
+    cosine = product / lengths if lengths and math.isfinite(lengths) and math.isfinite(product) else None
+    # Rounding can make a cosine exceed 1.
+    return Change(
+        spec.fqn, a, b, math.sqrt(squares), None if cosine is None else max(-1.0, min(1.0, cosine))
+    )
+
+
+Row = tuple[float, ...] | None
+
+
+def _read(
+    manifests: Sequence[Manifest],
+    rows: Sequence[tuple[int, ...]],
+    settings: Settings,
+    progress: Progress | None,
+) -> list[Row]:
+    """Return the numbers of some tensors. rows: of each in each manifest."""
+    sides = [OpenSide(manifest.root, manifest) for manifest in manifests]
+    try:
+        sizes = [
+            sum(side.manifest.tensors[row].nbytes for side, row in zip(sides, own, strict=True))
+            for own in rows
+        ]
+        meter = ProgressMeter(progress, "read", sum(sizes))
+        numbers = in_processes(measure_tensors, sides, rows, sizes, settings, meter)
+        if numbers is None:
+            numbers = measure_tensors(sides, rows, settings, meter)
+        for side in sides:
+            side.finish()
+    finally:
+        for side in sides:
+            side.store.close()
+    return numbers
+
+
+class _Open(OpenTensor):
+    """A tensor while its boxes are read and measured, in one checkpoint or two."""
+
+    def __init__(self, sides: Sequence[OpenSide], rows: Sequence[int]) -> None:
+        specs = [side.manifest.tensors[row] for side, row in zip(sides, rows, strict=True)]
+        readers = [side.reader(row) for side, row in zip(sides, rows, strict=True)]
+        widest = max(specs, key=lambda spec: BY_NAME[spec.dtype].itemsize)
+        super().__init__(widest, sides, rows, readers)
+        self.specs = specs
+        dtypes, numel = [spec.dtype for spec in specs], widest.numel
+        self.measured: Accumulator | None = (
+            of_tensor(dtypes[0], numel)
+            if len(dtypes) == 1
+            else pair_accumulator((dtypes[0], dtypes[1]), numel)
+        )
+        self.result: Row = None
+
+    def close(self) -> None:
+        """Close the readers; keep the numbers alone."""
+        super().close()
+        if self.measured is not None:
+            self.result, self.measured = self.measured.row(), None
+
+
+def measure_tensors(
+    sides: Sequence[OpenSide], rows: Sequence[tuple[int, ...]], settings: Settings, meter: ProgressMeter
+) -> list[Row]:
+    """Return the numbers of some tensors, read in the threads of this process.
+
+    Args:
+        sides: The checkpoints.
+        rows: Of each tensor in each of them.
+        settings: Memory and threads.
+        meter: Counts the bytes that are read.
+    """
+    budget, opened = Budget.of(settings), list[_Open]()
+    for side in sides:
+        side.limit_decoded(settings)
+
+    def tensors() -> Iterator[_Open]:
+        for own in rows:
+            opened.append(_Open(sides, own))
+            yield opened[-1]
+
+    def worker() -> Callable[[_Open, Box], None]:
+        buffers = [paged_buffer(budget.tile) for _ in sides]
+        scratch = paged_buffer(budget.tile)
+
+        def read(tensor: _Open, box: Box) -> None:
+            elements = []
+            for side, reader, spec, buffer in zip(sides, tensor.readers, tensor.specs, buffers, strict=True):
+                with labelled(side.label):
+                    reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
+                elements.append(buffer[: box.numel * BY_NAME[spec.dtype].itemsize])
+            if tensor.measured is not None:
+                tensor.measured.add(flat_start(tensor.spec.shape, box.offset), *elements)
+
+        return read
+
+    walk_boxes(tensors(), worker, budget, meter)
+    return [tensor.result for tensor in opened]

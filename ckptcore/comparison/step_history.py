@@ -1,0 +1,456 @@
+"""Judge the steps of a run by the statistics of their tensors, and record what speaks against them.
+
+A step is compared with the two measured steps before it. Where both have fingerprints the comparison is
+exact. By statistics alone, a tensor is the same if the largest value and the number of zeros are, and norm and
+mean up to `_CLOSE`. Each alarm has its rule in
+`RULES`, and nothing else decides.
+
+* ``step-repeated``: the weights are those of another step. Nothing says which of both is right.
+* ``frozen-changed``: a weight that both steps know as frozen, or that the run's fact ``frozen`` names, is
+  neither what it was at the last step nor at the one before (which it is, if that was the odd one).
+* ``trainable-unchanged``: a float32 or float64 weight with optimizer state is what it was, while most others
+  moved. Small updates of 16-bit weights vanish in rounding, so these are not judged.
+* ``expert-died``: of an expert all weights are zero, or what they were while another one of its layer moved,
+  or all first moments are zero while those of another one are not. Experts that are stacked in one tensor have
+  no statistics of their own.
+* ``not-finite``: a weight or a moment holds NaN or Inf.
+* ``norm-jumped``: a weight's norm is ten times, or a tenth of, what it was at both steps before, which differ
+  by less than two times from each other (what began at zero grows by more at first).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.comparison.result import layer_of, part_of
+from ckptcore.comparison.statistics import Changes
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import Finding, UsageError, finding
+from ckptcore.fingerprints.statistics import Measured
+from ckptcore.fingerprints.step_columns import TensorPoint, pack_points, unpack_points
+from ckptcore.naming.moments import state_of
+from ckptcore.naming.rename import matches
+from ckptcore.naming.trained import FROZEN, STATE, TRAINED, roles_of
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+    from ckptcore.catalog.history import Alarm, Step
+    from ckptcore.catalog.types import StatisticsRow
+
+BEFORE = 2  # steps that a step is compared with
+_CLOSE = 1e-6  # relative: more than other boxes of a tensor change its sums, which are partly of float32
+_JUMP, _SETTLED = 10.0, 2.0
+_EXPERT = re.compile(r"(.*?experts?[._/])(\d+)([._/].*)")
+_FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "m"})
+_UNROUNDED = frozenset({"float32", "float64"})
+_MOST = 100  # alarms of one code that are recorded of a step
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A step while it is judged.
+
+    Attributes:
+        step: The step.
+        points: FQN -> its tensors.
+        prints: FQN -> fingerprint, where it is known.
+    """
+
+    step: int | None
+    points: Mapping[str, TensorPoint]
+    prints: Mapping[str, str] = field(default_factory=dict)
+
+    def has_same(self, fqn: str, other: Judged) -> bool:
+        """Report whether another step has the same values of a tensor, which both have."""
+        mine, theirs = self.prints.get(fqn), other.prints.get(fqn)
+        if mine is not None and theirs is not None:
+            return mine == theirs
+        return _is_close(self.points[fqn], other.points[fqn])
+
+
+@dataclass(frozen=True)
+class Series:
+    """A step, and what it is judged by.
+
+    Attributes:
+        this: The step.
+        before: The measured steps before it, nearest first.
+        equals: Other steps whose weights are the same.
+        frozen_globs: What the run's facts name as frozen.
+    """
+
+    this: Judged
+    before: Sequence[Judged] = ()
+    equals: Sequence[int] = ()
+    frozen_globs: Sequence[str] = ()
+
+    def is_frozen(self, fqn: str) -> bool:
+        """Report whether a tensor is known to be frozen at this step and at the last one."""
+        if self.frozen_globs and matches(fqn, self.frozen_globs):
+            return True
+        return all(judged.points[fqn].role == FROZEN for judged in (self.this, *self.before[:1]))
+
+    def shared(self) -> Iterator[TensorPoint]:
+        """Yield the tensors that the last step has in the same size."""
+        if self.before:
+            last = self.before[0].points
+            for fqn, point in self.this.points.items():
+                if fqn in last and last[fqn].numel == point.numel:
+                    yield point
+
+
+def judge(series: Series) -> list[Finding]:
+    """Return the alarms about a step."""
+    return [alarm for rule in RULES for alarm in _first(rule(series))]
+
+
+def _first(alarms: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the first alarms of a rule; the last one says how many more there are."""
+    listed = list(alarms)
+    yield from listed[:_MOST]
+    if len(listed) > _MOST:
+        code = listed[0].code
+        yield _alarm(code, f"{len(listed) - _MOST} more tensors have this alarm ({code})")
+
+
+def _alarm(code: str, message: str, fqn: str | None = None) -> Finding:
+    return finding(code, "history", message, fqn=fqn)
+
+
+def _repeated(series: Series) -> Iterator[Finding]:
+    if series.equals:
+        steps = ", ".join(map(str, series.equals))
+        yield _alarm("step-repeated", f"its weights are those of step {steps}")
+
+
+def _not_finite(series: Series) -> Iterator[Finding]:
+    points = series.this.points.values()
+    known = any(point.role == TRAINED for point in points)
+    for point in points:
+        counted = point.role in (TRAINED, FROZEN) if known else point.role != STATE
+        if (point.nan or point.inf) and (counted or state_of(point.fqn) is not None):
+            text = f"{point.fqn}: {point.nan} NaN and {point.inf} Inf of {point.numel} elements"
+            yield _alarm("not-finite", text, point.fqn)
+
+
+def _frozen_changed(series: Series) -> Iterator[Finding]:
+    for point in series.shared():
+        if point.role == STATE or not series.is_frozen(point.fqn):
+            continue
+        earlier = [judged for judged in series.before if point.fqn in judged.points]
+        if not any(series.this.has_same(point.fqn, judged) for judged in earlier):
+            text = f"{point.fqn} is frozen, and is not what it was at step {series.before[0].step}"
+            yield _alarm("frozen-changed", text, point.fqn)
+
+
+def _trainable_unchanged(series: Series) -> Iterator[Finding]:
+    trained = [
+        point
+        for point in series.shared()
+        if point.role == TRAINED and series.before[0].points[point.fqn].role == TRAINED
+        if not matches(point.fqn, series.frozen_globs)
+    ]
+    same = [point for point in trained if series.this.has_same(point.fqn, series.before[0])]
+    if 2 * len(same) > len(trained):
+        return  # nothing was trained between the two: a learning rate of zero, or a step that is repeated
+    for point in same:
+        if point.dtype in _UNROUNDED and _EXPERT.fullmatch(point.fqn) is None:
+            text = f"{point.fqn} has optimizer state, and is what it was at step {series.before[0].step}"
+            yield _alarm("trainable-unchanged", text, point.fqn)
+
+
+def _dead_experts(series: Series) -> Iterator[Finding]:
+    weights: dict[str, dict[str, list[TensorPoint]]] = defaultdict(lambda: defaultdict(list))
+    moments: dict[str, dict[str, list[TensorPoint]]] = defaultdict(lambda: defaultdict(list))
+    for point in series.this.points.values():
+        state = state_of(point.fqn) if point.role == STATE else None
+        first = state is not None and state.key in _FIRST_MOMENTS
+        match = _EXPERT.fullmatch(state.parameter if first and state is not None else point.fqn)
+        if match is not None and (first or point.role != STATE):
+            (moments if first else weights)[match[1]][match[2]].append(point)
+    shared = {point.fqn for point in series.shared()}
+    for layer, experts in weights.items():
+        moved = {
+            number: any(
+                point.fqn in shared and not series.this.has_same(point.fqn, series.before[0])
+                for point in points
+            )
+            for number, points in experts.items()
+        }
+        learning = {
+            number: any(point.norm or point.nan for point in points)
+            for number, points in moments.get(layer, {}).items()
+        }
+        for number, points in sorted(experts.items(), key=lambda item: int(item[0])):
+            known = all(point.fqn in shared for point in points)
+            if not any(point.norm or point.nan or point.inf for point in points):
+                reason = "all its weights are zero"
+            elif known and not moved[number] and any(moved.values()):
+                reason = f"its weights are those of step {series.before[0].step}, and others moved"
+            elif not learning.get(number, True) and any(learning.values()):
+                reason = "its first moments are zero, and those of others are not"
+            else:
+                continue
+            yield _alarm("expert-died", f"{layer}{number}: {reason}", f"{layer}{number}")
+
+
+def _norm_jumped(series: Series) -> Iterator[Finding]:
+    if len(series.before) < BEFORE:
+        return
+    last, second = (judged.points for judged in series.before[:BEFORE])
+    for point in series.shared():
+        if point.role == STATE or point.numel < 2 or point.fqn not in second:
+            continue
+        norms = last[point.fqn].norm, second[point.fqn].norm
+        if min(norms) <= 0 or max(norms) > _SETTLED * min(norms):
+            continue
+        if point.norm >= _JUMP * max(norms) or point.norm <= min(norms) / _JUMP:
+            text = f"{point.fqn}: its norm is {point.norm:.3g}, and was {norms[0]:.3g}"
+            yield _alarm("norm-jumped", f"{text} at step {series.before[0].step}", point.fqn)
+
+
+RULES: tuple[Callable[[Series], Iterator[Finding]], ...] = (
+    _repeated,
+    _not_finite,
+    _frozen_changed,
+    _trainable_unchanged,
+    _dead_experts,
+    _norm_jumped,
+)
+
+
+def statistics_row(
+    manifest: Manifest,
+    measured: Iterable[Measured],
+    changes: Changes | None = None,
+    against: str | None = None,
+) -> StatisticsRow | None:
+    """Return what the catalog records of measured tensors; None if there are none.
+
+    Args:
+        manifest: The checkpoint, whose names tell the roles of the tensors.
+        measured: Its tensors, by their stored names.
+        changes: What changed since another step.
+        against: Public id of that step.
+    """
+    from ckptcore.catalog.types import StatisticsRow
+
+    roles = roles_of(manifest)
+    changed = {change.fqn: change for change in changes.tensors} if changes is not None else {}
+    points = []
+    for fqn, dtype, _, own in measured:
+        change = changed.get(fqn)
+        numbers = (math.nan, math.nan)
+        if change is not None:
+            numbers = change.relative, math.nan if change.cosine is None else change.cosine
+        counts = own.nan, own.inf, own.zeros
+        points.append(
+            TensorPoint(
+                fqn, dtype, roles[fqn], own.numel, own.norm, own.mean, own.absmax, *counts, *numbers
+            )
+        )
+    if not points:
+        return None
+    weights = [point for point in points if point.role != STATE]
+    both = [changed[point.fqn] for point in weights if point.fqn in changed]
+    length = math.hypot(*(change.before.norm for change in both))
+    relative = math.hypot(*(change.norm for change in both)) / length if length else None
+    return StatisticsRow(
+        pack_points(points),
+        len(points),
+        _finite(math.hypot(*(point.norm for point in weights))),
+        _finite(max((point.absmax for point in weights), default=0.0)),
+        sum(point.nan for point in points),
+        sum(point.inf for point in points),
+        sum(point.zeros for point in weights),
+        None if relative is None else _finite(relative),
+        against,
+    )
+
+
+def settle(catalog: Catalog, ref: str) -> list[Finding]:
+    """Judge a measured step, and those that are judged by it; record their alarms.
+
+    Args:
+        catalog: The catalog.
+        ref: The step: its id or place.
+
+    Returns:
+        The alarms about the step; none if it was not measured.
+    """
+    from ckptcore.catalog import history
+    from ckptcore.catalog.database import clock
+
+    with catalog.writing() as conn:
+        step = history.at(conn, ref)
+        if step is None:
+            return []
+        loaded: dict[str, Judged] = {}
+
+        def judged(each: Step) -> Judged:
+            if each.checkpoint not in loaded:
+                points = {point.fqn: point for point in unpack_points(each.statistics.columns)}
+                loaded[each.checkpoint] = Judged(each.step, points, history.prints(conn, each.checkpoint))
+            return loaded[each.checkpoint]
+
+        globs = history.frozen_globs(conn, step.run) if step.run is not None else ()
+        behind = history.beside(conn, step, BEFORE)[1]
+        twins = history.like(conn, step)
+        alarms: list[Finding] = []
+        for each in (step, *behind, *twins):
+            before = history.beside(conn, each, BEFORE)[0]
+            equals = sorted(
+                {
+                    twin.step
+                    for twin in history.like(conn, each)
+                    if twin.step is not None and _have_same_weights(judged(each), judged(twin))
+                }
+            )
+            series = Series(judged(each), [judged(b) for b in before], equals, globs)
+            found = judge(series)
+            history.settle_alarms(conn, clock(conn), each.checkpoint, found)
+            if each is step:
+                alarms = found
+    return alarms
+
+
+def _have_same_weights(one: Judged, other: Judged) -> bool:
+    """Report whether two steps have the same weights, but for those that are frozen."""
+    names = {fqn for fqn, point in one.points.items() if point.role not in (STATE, FROZEN)}
+    theirs = {fqn for fqn, point in other.points.items() if point.role not in (STATE, FROZEN)}
+    return bool(names) and names == theirs and all(one.has_same(fqn, other) for fqn in names)
+
+
+def _is_close(one: TensorPoint, other: TensorPoint) -> bool:
+    if (one.numel, one.nan, one.inf, one.zeros) != (other.numel, other.nan, other.inf, other.zeros):
+        return False
+    if one.absmax != other.absmax:
+        return False
+    scale = max(one.rms, other.rms)
+    return math.isclose(one.norm, other.norm, rel_tol=_CLOSE) and abs(one.mean - other.mean) <= _CLOSE * scale
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The measured steps of a run.
+
+    Attributes:
+        run: Its name.
+        steps: The steps, the lowest first.
+        alarms: Open alarms, by step.
+        points: Of each step, its tensors.
+    """
+
+    run: str
+    steps: Sequence[Step]
+    alarms: Sequence[Alarm]
+    points: Sequence[Mapping[str, TensorPoint]] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form, without tensors."""
+        steps = []
+        for step in self.steps:
+            form = asdict(step)
+            del form["statistics"]["columns"]
+            steps.append(form.pop("statistics") | form)
+        return {"run": self.run, "steps": steps, "alarms": [asdict(alarm) for alarm in self.alarms]}
+
+    def tensor(self, fqn: str) -> list[tuple[Step, TensorPoint]]:
+        """Return a tensor at each step that has it; raise `UsageError` if none does."""
+        rows = [
+            (step, points[fqn])
+            for step, points in zip(self.steps, self.points, strict=True)
+            if fqn in points
+        ]
+        if not rows:
+            names = sorted({name for points in self.points for name in points})
+            close = difflib.get_close_matches(fqn, names, 1)
+            raise UsageError(
+                f"no measured step of {self.run} has a tensor {fqn!r}",
+                hint=f"perhaps {close[0]}" if close else "`ckptcore inspect SRC` lists the names",
+            )
+        return rows
+
+    def layers(self) -> dict[str, list[tuple[int, float | None]]]:
+        """Return layer, or part outside of the layers -> (step, norm of its weights) at each step."""
+        series: dict[str, list[tuple[int, float | None]]] = {}
+        for step, points in zip(self.steps, self.points, strict=True):
+            norms: dict[str, list[float]] = {}
+            for point in points.values():
+                if point.role != STATE:
+                    norms.setdefault(layer_name(point.fqn), []).append(point.norm)
+            for name, own in norms.items():
+                series.setdefault(name, []).append((step.step or 0, _finite(math.hypot(*own))))
+        return dict(sorted(series.items(), key=lambda item: _natural(item[0])))
+
+    def moves(self) -> dict[str, list[float | None]]:
+        """Return layer or part -> how far its weights moved to each step from the one before.
+
+        Where it was measured, the norm of the change relative to that of the weights; else the relative change
+        of the norm, which is at most as large. None where the step before has no such tensor.
+        """
+        rows: dict[str, list[float | None]] = {}
+        for number, points in enumerate(self.points):
+            before = self.points[number - 1] if number else {}
+            moved: dict[str, tuple[list[float], list[float]]] = {}
+            for fqn, point in points.items():
+                last = before.get(fqn)
+                if point.role == STATE or last is None:
+                    continue
+                differences, norms = moved.setdefault(layer_name(fqn), ([], []))
+                measured = math.isfinite(point.change)
+                differences.append(point.change * last.norm if measured else point.norm - last.norm)
+                norms.append(last.norm)
+            for name in {layer_name(fqn) for fqn, point in points.items() if point.role != STATE}:
+                rows.setdefault(name, [None] * len(self.points))
+                if name in moved:
+                    length = math.hypot(*moved[name][1])
+                    rows[name][number] = math.hypot(*moved[name][0]) / length if length else None
+        return dict(sorted(rows.items(), key=lambda item: _natural(item[0])))
+
+
+def layer_name(fqn: str) -> str:
+    """Return what a weight is summed up with: ``layer 3``, or its part of the model outside of the layers.
+
+    >>> layer_name("model.layers.3.mlp.up_proj.weight"), layer_name("model.embed_tokens.weight")
+    ('layer 3', 'embedding')
+    """
+    layer = layer_of(fqn)
+    return part_of(fqn) if layer is None else f"layer {layer}"
+
+
+def read_history(catalog: Catalog, run: str, *, tensors: bool = False) -> RunHistory:
+    """Return the measured steps of a run; raise `UsageError` if there are none.
+
+    Args:
+        catalog: The catalog.
+        run: The name of the run.
+        tensors: With the tensors of each step.
+    """
+    from ckptcore.catalog import history
+
+    with catalog.reading() as conn:
+        steps = history.steps(conn, run, columns=tensors)
+        alarms = history.alarms_of(conn, run)
+    if not steps:
+        raise UsageError(
+            f"no step of the run {run!r} was measured",
+            hint="`ckptcore stats SRC` measures a step, and so does --stats of a conversion",
+        )
+    points = [{p.fqn: p for p in unpack_points(step.statistics.columns)} for step in steps] if tensors else []
+    return RunHistory(run, steps, alarms, points)
+
+
+def _natural(name: str) -> tuple[bool, int, str]:
+    head, _, number = name.rpartition(" ")
+    return (bool(head), int(number), name) if number.isdigit() else (False, 0, name)

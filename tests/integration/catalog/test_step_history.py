@@ -1,0 +1,128 @@
+"""The history of a run finds planted faults, by SQL and on the page, and stops promotion; a healthy run has none."""
+
+import copy
+
+import pytest
+import small_moe
+import torch
+from catalog_page import browser, text_of
+
+import ckptcore
+from ckptcore.catalog import aliases, open_catalog
+from ckptcore.catalog.database import clock
+from ckptcore.catalog.sql_query import ask
+from ckptcore.conversion.registration import record_statistics
+from ckptcore.errors import Conflict
+from ckptcore.planning.request import Settings
+
+STEPS = 20
+EXPERT, EMBEDDING = "model.layers.1.experts.2.", "model.embed.weight"
+
+
+def faulty(states):
+    """The states with a step of another's weights, a dead expert, a NaN moment and a frozen tensor that moved."""
+    states = copy.deepcopy(states)
+    states[6]["model"] = copy.deepcopy(states[2]["model"])  # step 7 has the weights of step 3
+    for step in range(10, STEPS):  # from step 11 on
+        for name in ("layers.1.experts.2.weight", "layers.1.experts.2.bias"):
+            states[step]["model"][name] = states[9]["model"][name].clone()
+    states[14]["optim"]["state"]["layers.0.router.weight"]["exp_avg_sq"][0, 0] = torch.nan
+    states[16]["model"]["embed.weight"][3, 3] += 0.01  # step 17, and it is what it was at step 18
+    return states
+
+
+FOUND = {
+    *((step, "step-repeated") for step in (3, 7)),
+    *((step, "expert-died") for step in range(11, STEPS + 1)),
+    (15, "not-finite"),
+    (17, "frozen-changed"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """run -> (path of each step, its manifest, its statistics)."""
+    root = tmp_path_factory.mktemp("runs")
+    healthy = list(small_moe.train(STEPS))
+    made = {}
+    for run, states in (("healthy", healthy), ("faulty", faulty(healthy))):
+        made[run] = []
+        for number, state in enumerate(states, 1):
+            path = small_moe.save(state, root / run / f"step-{number}")
+            manifest = ckptcore.open(path)
+            made[run].append((path, manifest, ckptcore.api.statistics(manifest, settings=Settings(workers=1))))
+    return made
+
+
+@pytest.fixture
+def recorded(url, runs):
+    for steps in runs.values():
+        for path, manifest, measured in steps:
+            record_statistics(manifest, path, measured, url)
+    return url
+
+
+def test_faults_are_found_by_a_line_of_sql_and_on_the_page_and_stop_promotion(recorded, runs, tmp_path):
+    answer = ask(recorded, "SELECT run, step, code, fqn FROM alarms ORDER BY step, code, fqn")
+    rows = [tuple(row) for row in answer.rows]
+    assert {row[0] for row in rows} == {"faulty"}  # 20 healthy steps have no alarm
+    assert {(step, code) for _, step, code, _ in rows} == FOUND
+    named = {code: fqn for _, _, code, fqn in rows}
+    assert named["expert-died"] == EXPERT.rstrip(".")
+    assert named["not-finite"] == "optim.state.layers.0.router.weight.exp_avg_sq"
+    assert named["frozen-changed"] == EMBEDDING
+
+    with open_catalog(recorded) as catalog:
+        client = browser(catalog)
+        page = client.get("/history/faulty")
+        for step, code in FOUND:
+            assert any(r.split()[:2] == [str(step), code] for r in text_of(page.text).split("\n") if r.split()[:1])
+        assert "Map of change" in page.text
+        assert "open alarm" in client.get("/runs/faulty").text
+        assert "No step has an alarm" in client.get("/history/healthy").text
+
+    outputs = {}
+    for run in runs:
+        source, output = runs[run][16][0], tmp_path / run
+        outputs[run] = ckptcore.convert(source, output, catalog=recorded).destination
+    with open_catalog(recorded) as catalog, catalog.writing() as conn:
+        with pytest.raises(Conflict, match=r"frozen-changed.*step 17") as refusal:
+            aliases.promote(conn, clock(conn), "prod", outputs["faulty"])
+        assert "--accept frozen-changed" in refusal.value.hint
+        aliases.promote(conn, clock(conn), "prod", outputs["healthy"])
+        with pytest.raises(Conflict):  # the name of another alarm accepts nothing
+            aliases.promote(conn, clock(conn), "prod", outputs["faulty"], accept=["norm-jumped"])
+        codes = ["expert-died", "frozen-changed"]
+        aliases.promote(conn, clock(conn), "prod", outputs["faulty"], accept=codes)
+        assert aliases.history(conn, "prod")[0].detail["accepted"] == codes
+
+
+def test_a_step_that_is_measured_late_settles_the_steps_behind_it(url, runs):
+    steps = runs["faulty"]
+    for number in (10, 12, 11):  # the expert died at 11, so 12 is judged once more by 11
+        path, manifest, measured = steps[number - 1]
+        alarms = record_statistics(manifest, path, measured, url)
+        assert [alarm.code for alarm in alarms] == ([] if number == 10 else ["expert-died"])
+    rows = ask(url, "SELECT step, message FROM alarms ORDER BY step").rows
+    assert [step for step, _ in rows] == [11, 12]
+    assert all(f"those of step {step - 1}" in message for step, message in rows)
+
+
+def test_a_conversion_measures_what_it_reads(tmp_path, runs, monkeypatch):
+    path, manifest, measured = runs["healthy"][0]
+    catalog = str(tmp_path / "catalog.sqlite")
+    forms = set()
+    for number, (memory, workers, mesh) in enumerate(((1 << 20, 3, ""), (1 << 28, 1, ""), (1 << 28, 2, "fsdp=2"))):
+        settings = Settings(memory=memory, workers=workers, stats=True)
+        verb = {"verb": "reshard", "mesh": mesh} if mesh else {}
+        result = ckptcore.convert(path, tmp_path / str(number), settings=settings, catalog=catalog, **verb)
+        if mesh:
+            pairs = zip(sorted(result.measured), sorted(measured), strict=True)
+            for mine, theirs in pairs:
+                assert mine.fqn == theirs.fqn
+                assert mine.statistics.norm == pytest.approx(theirs.statistics.norm, rel=1e-6)
+        else:
+            forms.add(tuple(sorted(result.measured)))
+    assert forms == {tuple(sorted(measured))}  # bits depend on neither tiles nor workers
+    [row] = ask(catalog, "SELECT step, tensors, nan FROM step_history").rows
+    assert tuple(row) == (1, len(manifest.tensors), 0)
