@@ -244,8 +244,8 @@ def statistics(
 ) -> tuple[Measured, ...]:
     """Compute norm, mean, largest value, and counts of NaN, Inf and zeros of every tensor.
 
-    Every tensor is read once, in bounded memory. The bits of the results depend on neither memory nor workers,
-    and not on the checkpoint's format and topology.
+    Every tensor is read once, in bounded memory. The bits of the results depend on neither memory nor
+    workers, and not on the checkpoint's format and topology.
 
     Args:
         source: A manifest, or a path or URL, or several of one checkpoint.
@@ -268,7 +268,7 @@ def changes(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Changes:
-    """Compute what `statistics` does of two steps, and how far each tensor moved from the first to the second.
+    """Compute what `statistics` does of two steps, and how far each tensor moved between them.
 
     Args:
         before: The first step, as in `statistics`.

@@ -12,9 +12,7 @@ depends_on = None
 def upgrade() -> None:
     op.create_table(
         "step_statistics",
-        sa.Column(
-            "checkpoint_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False
-        ),
+        sa.Column("checkpoint_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
         sa.Column("columns", sa.LargeBinary(), nullable=False),
         sa.Column("tensors", sa.BigInteger(), nullable=False),
         sa.Column("norm", sa.Double(), nullable=True),

@@ -2,7 +2,8 @@
 
 A caller can pass the checkpoint that it expects under the name. If another one is there, nothing changes.
 What a name refers to is served: `promote` refuses what is damaged, a trainer's own save, unproven, or made
-from a step with an open alarm (`history.py`), unless it is forced, and leaves a row in the audit, from which `history` is read.
+from a step with an open alarm (`history.py`), unless it is forced, and leaves a row in the audit, from which
+`history` is read.
 
 Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """

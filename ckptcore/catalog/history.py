@@ -89,7 +89,7 @@ class Alarm:
 
 
 def put(conn: Connection, now: datetime, checkpoint: int, statistics: StatisticsRow) -> None:
-    """Record the statistics of a checkpoint, unless those of more of its tensors are known: an export reads few.
+    """Record the statistics of a checkpoint, unless those of more tensors are known.
 
     checkpoint: its row id.
     """

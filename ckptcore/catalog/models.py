@@ -408,9 +408,9 @@ class HoldingsRow(Base):
 class StepStatistics(Base):
     """Statistics of the tensors of a checkpoint; see `history.py`.
 
-    columns: of each tensor, packed. The others are sums for SQL: norm, absmax, zeros and change of the weights,
-    nan and inf of all tensors; NULL if not finite, or not measured. against: public id of the step whose
-    values change is measured from.
+    columns: of each tensor, packed. The others are sums for SQL: norm, absmax, zeros and change of the
+    weights, nan and inf of all tensors; NULL if not finite, or not measured. against: public id of the step
+    whose values change is measured from.
     """
 
     __tablename__ = "step_statistics"

@@ -93,19 +93,21 @@ LEFT JOIN training_run r ON r.id = c.run_id
 WHERE coalesce(f.live_fingerprint, f.live_model_fingerprint) IS NOT NULL""",
     # Alarms are findings of a level of their own: a check of bytes does not resolve them.
     "alarms": """
-SELECT r.name AS run, c.step, f.code, f.fqn, f.message, c.kind, c.state, c.uuid AS checkpoint, c.uri, f.found_at
+SELECT r.name AS run, c.step, f.code, f.fqn, f.message, c.kind, c.state, c.uuid AS checkpoint, c.uri,
+       f.found_at
 FROM finding f
 JOIN checkpoint c        ON c.id = f.checkpoint_id
 LEFT JOIN training_run r ON r.id = c.run_id
 WHERE f.level = 'history' AND f.resolved_at IS NULL""",
     "step_history": """
-SELECT r.name AS run, c.step, c.kind, c.state, c.uuid AS checkpoint, c.uri, s.tensors, s.norm, s.absmax, s.nan,
-       s.inf, s.zeros, s.change, s.against, coalesce(a.alarms, 0) AS alarms
+SELECT r.name AS run, c.step, c.kind, c.state, c.uuid AS checkpoint, c.uri, s.tensors, s.norm, s.absmax,
+       s.nan, s.inf, s.zeros, s.change, s.against, coalesce(a.alarms, 0) AS alarms
 FROM step_statistics s
 JOIN checkpoint c        ON c.id = s.checkpoint_id
 LEFT JOIN training_run r ON r.id = c.run_id
 LEFT JOIN (SELECT checkpoint_id, count(*) AS alarms FROM finding
-           WHERE level = 'history' AND resolved_at IS NULL GROUP BY checkpoint_id) a ON a.checkpoint_id = c.id""",
+           WHERE level = 'history' AND resolved_at IS NULL
+           GROUP BY checkpoint_id) a ON a.checkpoint_id = c.id""",
     "lineage_steps": """
 SELECT s.uuid AS source, s.uri AS source_uri, v.uuid AS conversion, v.verb, v.ended_at,
        d.uuid AS derived, d.uri AS derived_uri, s.id AS source_id, d.id AS derived_id

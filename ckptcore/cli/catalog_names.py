@@ -27,7 +27,9 @@ Force = Annotated[
 
 Accept = Annotated[
     list[str] | None,
-    typer.Option("--accept", metavar="CODE", help="Accept alarms of this code, such as norm-jumped (repeatable)."),
+    typer.Option(
+        "--accept", metavar="CODE", help="Accept alarms of this code, such as norm-jumped (repeatable)."
+    ),
 ]
 
 _RETENTION = '{"keep_last": 3, "rest": "weights"}'

@@ -472,25 +472,28 @@ def render_history(
 ) -> None:
     """Print the measured steps of a run with their alarms, or one tensor at each of them."""
     out = console or terminal.console()
-    if tensor is not None:
-        heads = ("step", "norm", "mean", "max", "NaN", "Inf", "zeros", "change", "cosine")
-        numbers = [
-            (p.norm, p.mean, p.absmax, p.nan, p.inf, p.zeros, p.change, p.cosine) for _, p in tensor
-        ]
-        cells = [(str(step.step), *map(_short, own)) for (step, _), own in zip(tensor, numbers, strict=True)]
-        print_table(out, heads, cells, names=())
+    if tensor is None:
+        print_table(out, _STEP_HEADS, [_step_cells(step) for step in history.steps], names=())
+        for alarm in history.alarms:
+            out.print(terminal.text(f"step {alarm.step}: {alarm.code}: {alarm.message}"), soft_wrap=True)
         return
-    heads = ("step", "norm", "change", "max", "NaN", "Inf", "zeros", "alarms")
     cells = []
-    for step in history.steps:
-        s = step.statistics
-        alarms = ", ".join(f"{code} ({n})" if n > 1 else code for code, n in sorted(step.alarms.items()))
-        numbers = map(_short, (s.norm, s.change, s.absmax, s.nan, s.inf, s.zeros))
-        cells.append((str(step.step), *numbers, alarms or "-"))
-    print_table(out, heads, cells, names=())
-    for alarm in history.alarms:
-        out.print(terminal.text(f"step {alarm.step}: {alarm.code}: {alarm.message}"), soft_wrap=True)
+    for step, point in tensor:
+        counts = (point.nan, point.inf, point.zeros, point.change, point.cosine)
+        cells.append((str(step.step), *map(_figure, (point.norm, point.mean, point.absmax, *counts))))
+    print_table(out, _TENSOR_HEADS, cells, names=())
 
 
-def _short(number: float | None) -> str:
+_STEP_HEADS = ("step", "norm", "change", "max", "NaN", "Inf", "zeros", "alarms")
+_TENSOR_HEADS = ("step", "norm", "mean", "max", "NaN", "Inf", "zeros", "change", "cosine")
+
+
+def _step_cells(step: Step) -> tuple[str, ...]:
+    own = step.statistics
+    alarms = ", ".join(f"{code} ({n})" if n > 1 else code for code, n in sorted(step.alarms.items()))
+    numbers = map(_figure, (own.norm, own.change, own.absmax, own.nan, own.inf, own.zeros))
+    return (str(step.step), *numbers, alarms or "-")
+
+
+def _figure(number: float | None) -> str:
     return "-" if number is None or math.isnan(number) else f"{number:.4g}"

@@ -183,13 +183,14 @@ def fingerprint(src: Srcs, **arguments: Any) -> None:
 def stats(
     a: One,
     b: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="A later step: what changed from A to B is measured, too.")
+        str | None, typer.Argument(metavar="[B]", help="A later step: also what changed since A.")
     ] = None,
     **arguments: Any,
 ) -> None:
-    """Compute norm, mean, largest value, and counts of NaN, Inf and zeros of each tensor.
+    """Compute norms, means and odd values of tensors, for the run's history.
 
-    They are recorded as history of the run of A, or of B. Exit code 1 if the history has an alarm about it.
+    Of each: norm, mean, largest value, and counts of NaN, Inf and zeros. The catalog keeps those of A or B.
+    Exit code 1 if its run's history has an alarm about it.
     """
     from ckptcore.api import changes, statistics
     from ckptcore.checking.examine import inspect as read

@@ -466,7 +466,7 @@ def fingerprint(value: Fingerprints, url: str, live: LiveComparison | None, *, a
 def statistics(
     tensors: Sequence[Measured], url: str, alarms: Sequence[Finding], *, every: bool, as_json: bool
 ) -> None:
-    """Print the answer of `stats` of one checkpoint: tensors that stand out, or with ``every`` all of them."""
+    """Print the answer of `stats` of one checkpoint: tensors that stand out, or with ``every`` all."""
     if as_json:
         rows = [tensor.as_dict() for tensor in tensors]
         terminal.write_json({"tensors": rows, "alarms": [alarm.as_dict() for alarm in alarms]})
@@ -474,7 +474,9 @@ def statistics(
     out = terminal.console()
     listed = sorted(tensors, key=_standing_out)
     shown = listed if every else listed[: _limit(_MOST)]
-    out.print(terminal.text(f"{url}: {count(len(tensors), 'tensor')}, those that stand out first"), soft_wrap=True)
+    out.print(
+        terminal.text(f"{url}: {count(len(tensors), 'tensor')}, those that stand out first"), soft_wrap=True
+    )
     cells = [(tensor.fqn, tensor.dtype, *_own_numbers(tensor.statistics)) for tensor in shown]
     print_table(out, ("tensor", "dtype", *_OWN_HEADS), cells)
     _print_remainder(out, len(listed) - len(shown), "tensors", _ALL)
@@ -514,7 +516,7 @@ def _own_numbers(own: Statistics) -> tuple[str, ...]:
 
 
 def _standing_out(tensor: Measured) -> tuple[Any, ...]:
-    """Return the place of a tensor: what is not finite, then what is all zeros, then by peak over mean size."""
+    """Return the place of a tensor: not finite ones, then zeros, then by peak over root mean square."""
     own = tensor.statistics
     peak = own.absmax / own.rms if own.rms and math.isfinite(own.rms) else 0.0
     return -(own.nan + own.inf), bool(own.norm), -peak, tensor.fqn

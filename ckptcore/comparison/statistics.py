@@ -163,9 +163,7 @@ def _change(spec: TensorSpec, row: Sequence[float]) -> Change:
     lengths = a.norm * b.norm
     cosine = product / lengths if lengths and math.isfinite(lengths) and math.isfinite(product) else None
     # Rounding can make a cosine exceed 1.
-    return Change(
-        spec.fqn, a, b, math.sqrt(squares), None if cosine is None else max(-1.0, min(1.0, cosine))
-    )
+    return Change(spec.fqn, a, b, math.sqrt(squares), None if cosine is None else max(-1.0, min(1.0, cosine)))
 
 
 Row = tuple[float, ...] | None

@@ -1,9 +1,8 @@
 """Judge the steps of a run by the statistics of their tensors, and record what speaks against them.
 
 A step is compared with the two measured steps before it. Where both have fingerprints the comparison is
-exact. By statistics alone, a tensor is the same if the largest value and the number of zeros are, and norm and
-mean up to `_CLOSE`. Each alarm has its rule in
-`RULES`, and nothing else decides.
+exact. By statistics alone, a tensor is the same if the largest value and the number of zeros are, and norm
+and mean up to `_CLOSE`. Each alarm has its rule in `RULES`, and nothing else decides.
 
 * ``step-repeated``: the weights are those of another step. Nothing says which of both is right.
 * ``frozen-changed``: a weight that both steps know as frozen, or that the run's fact ``frozen`` names, is
@@ -11,8 +10,8 @@ mean up to `_CLOSE`. Each alarm has its rule in
 * ``trainable-unchanged``: a float32 or float64 weight with optimizer state is what it was, while most others
   moved. Small updates of 16-bit weights vanish in rounding, so these are not judged.
 * ``expert-died``: of an expert all weights are zero, or what they were while another one of its layer moved,
-  or all first moments are zero while those of another one are not. Experts that are stacked in one tensor have
-  no statistics of their own.
+  or all first moments are zero while those of another one are not. Experts that are stacked in one tensor
+  have no statistics of their own.
 * ``not-finite``: a weight or a moment holds NaN or Inf.
 * ``norm-jumped``: a weight's norm is ten times, or a tenth of, what it was at both steps before, which differ
   by less than two times from each other (what began at zero grows by more at first).
@@ -251,9 +250,7 @@ def statistics_row(
             numbers = change.relative, math.nan if change.cosine is None else change.cosine
         counts = own.nan, own.inf, own.zeros
         points.append(
-            TensorPoint(
-                fqn, dtype, roles[fqn], own.numel, own.norm, own.mean, own.absmax, *counts, *numbers
-            )
+            TensorPoint(fqn, dtype, roles[fqn], own.numel, own.norm, own.mean, own.absmax, *counts, *numbers)
         )
     if not points:
         return None
@@ -368,9 +365,7 @@ class RunHistory:
     def tensor(self, fqn: str) -> list[tuple[Step, TensorPoint]]:
         """Return a tensor at each step that has it; raise `UsageError` if none does."""
         rows = [
-            (step, points[fqn])
-            for step, points in zip(self.steps, self.points, strict=True)
-            if fqn in points
+            (step, points[fqn]) for step, points in zip(self.steps, self.points, strict=True) if fqn in points
         ]
         if not rows:
             names = sorted({name for points in self.points for name in points})
@@ -396,8 +391,8 @@ class RunHistory:
     def moves(self) -> dict[str, list[float | None]]:
         """Return layer or part -> how far its weights moved to each step from the one before.
 
-        Where it was measured, the norm of the change relative to that of the weights; else the relative change
-        of the norm, which is at most as large. None where the step before has no such tensor.
+        Where it was measured, the norm of the change relative to that of the weights; else the relative
+        change of the norm, which is at most as large. None where the step before has no such tensor.
         """
         rows: dict[str, list[float | None]] = {}
         for number, points in enumerate(self.points):

@@ -1,7 +1,7 @@
 """Compute fingerprints and statistics of tensors from those of their boxes, which the files contain.
 
-Each receipt has the sums and statistics of the boxes in its file. The same box in several files (a replica for each rank)
-counts once. If the boxes are not a partition of their tensor, there is no fingerprint.
+Each receipt has the sums and statistics of the boxes in its file. The same box in several files (a replica
+for each rank) counts once. If the boxes are not a partition of their tensor, there is no fingerprint.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[
         receipts: The receipt of each file, in the same order.
 
     Returns:
-        The tensors with numbers, in the order of the files; none if a file was written without statistics, and
-        without those whose boxes in the files are not a partition of them.
+        The tensors with numbers, in the order of the files; none if a file was written without statistics,
+        and without those whose boxes in the files are not a partition of them.
 
     Raises:
         OutputMismatch: Two files contain the same box of a tensor with different elements.

@@ -108,9 +108,7 @@ class Publication:
             "replaces": self.replaces.as_dict(),
             "puts": {name: list(put) for name, put in self.puts.items()},
             "there": _listed(self.there),
-            "receipts": [
-                {**r.as_dict(), **r.packed()} for r in self.receipts
-            ],
+            "receipts": [{**r.as_dict(), **r.packed()} for r in self.receipts],
         }
 
     @classmethod

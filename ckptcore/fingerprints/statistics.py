@@ -30,7 +30,9 @@ from ckptcore.core.dtype import BY_NAME
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float64]
 SEGMENT = 1 << 16  # elements: their float32 stay in a core's cache
-_ROW = 1 << 11  # elements of a dot product in float32; of larger ones bits are lost, and OpenBLAS starts threads
+_ROW = (
+    1 << 11
+)  # elements of a dot product in float32; of larger ones bits are lost, and OpenBLAS starts threads
 # Below and above, squares of float32 lose bits or overflow; between them what vanishes is below any rounding.
 _SMALLEST, _LARGEST = 1e-12, 1e15
 COLUMNS = ("total", "squares", "absmax", "nan", "inf", "zeros")
@@ -137,7 +139,9 @@ class ExactSum:
     @property
     def value(self) -> float:
         """The sum, rounded once."""
-        return math.fsum(self._partials) if math.isfinite(self._special) and not self._special else self._special
+        return (
+            math.fsum(self._partials) if math.isfinite(self._special) and not self._special else self._special
+        )
 
 
 Measure = Callable[[Sequence[Bytes]], Numbers]

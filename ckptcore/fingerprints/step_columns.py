@@ -30,7 +30,7 @@ class TensorPoint(NamedTuple):
         nan: Number of NaN.
         inf: Number of Inf.
         zeros: Number of zeros.
-        change: Norm of the change since another step, relative to that one's norm; NaN if it was not measured.
+        change: Norm of the change since another step, relative to that one's norm; NaN if not measured.
         cosine: Of the angle between both; NaN if it was not measured, or there is none.
     """
 
@@ -86,8 +86,6 @@ def unpack_points(blob: bytes) -> tuple[TensorPoint, ...]:
             raise InvalidText("these are statistics of another version, or truncated")
         spec = [kinds[n] for n in columns.pop("kind")]
     return tuple(
-        TensorPoint(
-            name, *kind, **{column: values[n] for column, values in columns.items()}
-        )
+        TensorPoint(name, *kind, **{column: values[n] for column, values in columns.items()})
         for n, (name, kind) in enumerate(zip(names, spec, strict=True))
     )

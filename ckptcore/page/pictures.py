@@ -119,7 +119,7 @@ def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
 def change_map(
     steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], alarmed: Collection[int]
 ) -> Markup:
-    """Return how far each part moved to each step: a row for each part, a column for each step, darker is more.
+    """Return how far each part moved to each step: rows are parts, columns are steps, darker is more.
 
     Args:
         steps: The steps, the lowest first.
@@ -157,7 +157,7 @@ def change_map(
 
 
 def _shades(values: Sequence[float]) -> Callable[[float], int]:
-    """Return the shade of a change, 0 to `SHADES` - 1, by its size among all of them on a scale of logarithms."""
+    """Return the shade of a change, 0 to `SHADES` - 1, by its logarithm among those of all."""
     finite = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
 

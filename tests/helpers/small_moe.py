@@ -43,7 +43,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(steps: int, updates: int = 5) -> Iterator[State]:
+def train(steps: int, updates: int = 3) -> Iterator[State]:
     """Yield a copy of the state after each step, a step being some updates."""
     random = torch.random.fork_rng()
     with random:

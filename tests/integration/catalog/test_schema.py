@@ -133,7 +133,7 @@ AT = {
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("v3", "375b5184ab384ede82ffa0a55261f51df3354d34b0f61faee958fd7eadef2501")
+VIEWS_OF = ("v4", "88a0956dbecd0bbd9bf05ff9704b7bec8e9bc0f1079ee7993172c4ebaf6db462")
 
 
 def test_views_change_with_a_revision_only():
@@ -197,7 +197,7 @@ def test_a_catalog_of_the_last_development_version_is_renamed(bare):
     assert error.value.hint == "run `ckptcore catalog upgrade`"
     assert upgrade(bare) == (UNRENAMED, HEAD)
     now = rows(bare)
-    assert now.keys() == before.keys()
+    assert now.keys() - before.keys() == {"step_statistics"}  # the tables that later revisions add
     for name, table in before.items():
         assert [{key: row[key] for key in old} for row, old in zip(now[name], table, strict=True)] == table
     assert upgrade(bare) == (HEAD, HEAD)

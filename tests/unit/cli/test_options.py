@@ -25,7 +25,7 @@ from ckptcore.utils import terminal
 WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --exclude --fingerprint
     --include
     --keep-quantized --max-file-size --memory --meta --no-catalog --no-digest --no-fingerprint --no-resume
-    --no-verify --output --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --tie
+    --no-verify --output --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --stats --tie
     --to --verify --if-exists --wait --weights --workers"""
 NAMES = " --allow-untried --arch --config --model-prefix --names"
 OPTIONS = {
@@ -50,7 +50,7 @@ OPTIONS = {
         --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --save --serialization
         --sharding --tie --to --tokenizer --verb --weights --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
-        --no-verify --output --verify --workers""",
+        --no-verify --output --stats --verify --workers""",
     "serve": """--allow-host --allow-incomplete --allow-untried --arch --config --dtype --dtype-for --exclude
         --host --include --keep-quantized --max-file-size --memory --model-prefix --name --names --port
         --rename --tie --tokenizer --weights --workers""",
@@ -59,6 +59,7 @@ OPTIONS = {
         --workers""",
     "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model
         --model-prefix --no-catalog --output --rename --weights --workers""",
+    "stats": """--all --catalog --keep-quantized --memory --no-catalog --output --weights --workers""",
     "find": "--catalog --fingerprint --output",
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
