@@ -187,7 +187,7 @@ def stats(
     ] = None,
     **arguments: Any,
 ) -> None:
-    """Compute norms, means and odd values of tensors, for the run's history.
+    """Compute norms, means and odd values of tensors.
 
     Of each: norm, mean, largest value, and counts of NaN, Inf and zeros. The catalog keeps those of A or B.
     Exit code 1 if its run's history has an alarm about it.

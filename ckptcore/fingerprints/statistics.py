@@ -66,7 +66,8 @@ class Statistics:
     @classmethod
     def of_row(cls, numel: int, row: Sequence[float]) -> Statistics:
         """Return the statistics of a row of `Accumulator.row`."""
-        return cls(numel, *row[:3], *map(int, row[3 : len(COLUMNS)]))
+        total, squares, absmax, nan, inf, zeros = row[: len(COLUMNS)]
+        return cls(numel, total, squares, absmax, int(nan), int(inf), int(zeros))
 
     @property
     def norm(self) -> float:
