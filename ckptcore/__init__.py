@@ -35,6 +35,8 @@ _WHERE = {
     "fingerprint": "ckptcore.api",
     "fingerprint_model": "ckptcore.live_model.fingerprint_model",
     "fingerprint_state": "ckptcore.api",
+    "changes": "ckptcore.api",
+    "statistics": "ckptcore.api",
     "Fingerprints": "ckptcore.fingerprints.result",
     "verify_export": "ckptcore.api",
     "ExportProof": "ckptcore.checking.export_proof",
@@ -54,6 +56,7 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from ckptcore.api import (
+        changes,
         check,
         convert,
         diff,
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
         prepare,
         publish,
         read,
+        statistics,
         verify_export,
     )
     from ckptcore.checking.check import Report
@@ -102,6 +106,7 @@ __all__ = [
     "Settings",
     "StorageReader",
     "TensorSpec",
+    "changes",
     "check",
     "convert",
     "diff",
@@ -117,6 +122,7 @@ __all__ = [
     "prepare",
     "publish",
     "read",
+    "statistics",
     "verify_export",
 ]
 

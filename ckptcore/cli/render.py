@@ -466,20 +466,18 @@ def fingerprint(value: Fingerprints, url: str, live: LiveComparison | None, *, a
 def statistics(
     tensors: Sequence[Measured], url: str, alarms: Sequence[Finding], *, every: bool, as_json: bool
 ) -> None:
-    """Print the answer of `stats` of one checkpoint: tensors that stand out, or with ``every`` all."""
+    """Print the answer of `stats` of one checkpoint: outliers first, or with ``every`` all."""
     if as_json:
         rows = [tensor.as_dict() for tensor in tensors]
         terminal.write_json({"tensors": rows, "alarms": [alarm.as_dict() for alarm in alarms]})
         return
     out = terminal.console()
-    listed = sorted(tensors, key=_standing_out)
-    shown = listed if every else listed[: _limit(_MOST)]
-    out.print(
-        terminal.text(f"{url}: {count(len(tensors), 'tensor')}, those that stand out first"), soft_wrap=True
-    )
-    cells = [(tensor.fqn, tensor.dtype, *_own_numbers(tensor.statistics)) for tensor in shown]
+    listed = sorted(tensors, key=_outlying)
+    top = listed if every else listed[: _limit(_MOST)]
+    out.print(terminal.text(f"{url}: {count(len(tensors), 'tensor')}, outliers first"), soft_wrap=True)
+    cells = [(tensor.fqn, tensor.dtype, *_own_numbers(tensor.statistics)) for tensor in top]
     print_table(out, ("tensor", "dtype", *_OWN_HEADS), cells)
-    _print_remainder(out, len(listed) - len(shown), "tensors", _ALL)
+    _print_remainder(out, len(listed) - len(top), "tensors", _ALL)
     _findings(out, alarms)
 
 
@@ -492,14 +490,14 @@ def changes(
         return
     out = terminal.console()
     listed = sorted(value.tensors, key=lambda change: (-change.relative, change.fqn))
-    shown = listed if every else listed[: _limit(_MOST)]
+    top = listed if every else listed[: _limit(_MOST)]
     out.print(terminal.text(f"{urls[0]} to {urls[1]}: what moved most first"), soft_wrap=True)
     cells = [
         (change.fqn, _number(change.relative), _number(change.cosine), *_own_numbers(change.after))
-        for change in shown
+        for change in top
     ]
     print_table(out, ("tensor", "|B-A|/|A|", "cosine", *_OWN_HEADS), cells)
-    _print_remainder(out, len(listed) - len(shown), "tensors", _ALL)
+    _print_remainder(out, len(listed) - len(top), "tensors", _ALL)
     for title, names in (("only in A", value.only_before), ("only in B", value.only_after)):
         if names:
             out.print(terminal.text(f"{title}: {some(names)}"), soft_wrap=True)
@@ -515,7 +513,7 @@ def _own_numbers(own: Statistics) -> tuple[str, ...]:
     return (*numbers, f"{own.nan:,}", f"{own.inf:,}", f"{100 * share:.3g} %")
 
 
-def _standing_out(tensor: Measured) -> tuple[Any, ...]:
+def _outlying(tensor: Measured) -> tuple[Any, ...]:
     """Return the place of a tensor: not finite ones, then zeros, then by peak over root mean square."""
     own = tensor.statistics
     peak = own.absmax / own.rms if own.rms and math.isfinite(own.rms) else 0.0

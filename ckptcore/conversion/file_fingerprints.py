@@ -22,7 +22,7 @@ from ckptcore.fingerprints.sum_weights import Shape
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint, tensor_fingerprint
 from ckptcore.planning.file_plan import FilePlan
 
-Words = npt.NDArray[np.uint64]
+Qwords = npt.NDArray[np.uint64]
 _log = logging.getLogger("ckptcore")
 
 
@@ -41,7 +41,7 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     """
     if any(receipt.sums is None for receipt in receipts):
         return None
-    boxes, added = _boxes(plans, receipts, [_words(receipt.sums, 2) for receipt in receipts])
+    boxes, added = _boxes(plans, receipts, [_qwords(receipt.sums, 2) for receipt in receipts])
     volume, total = np.zeros(len(boxes.specs), np.int64), np.zeros((len(boxes.specs), 2), np.uint64)
     np.add.at(volume, boxes.tensor, boxes.numel)
     np.add.at(total, boxes.tensor, added)
@@ -72,7 +72,7 @@ def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[
     """
     if any(receipt.statistics is None for receipt in receipts):
         return ()
-    packed = [_words(receipt.statistics, len(COLUMNS)) for receipt in receipts]
+    packed = [_qwords(receipt.statistics, len(COLUMNS)) for receipt in receipts]
     boxes, added = _boxes(plans, receipts, packed)
     order = np.argsort(boxes.tensor, kind="stable")
     bounds = np.searchsorted(boxes.tensor[order], np.arange(len(boxes.specs) + 1))
@@ -127,15 +127,15 @@ class _Boxes(NamedTuple):
     numel: Ints
 
 
-def _words(packed: bytes | None, count: int) -> Words:
-    """Return what a receipt has of each box as ``count`` words of 64 bits."""
+def _qwords(packed: bytes | None, count: int) -> Qwords:
+    """Return what a receipt has of each box as ``count`` qwords of 64 bits."""
     return np.frombuffer(packed or b"", "<u8").reshape(-1, count)
 
 
 def _boxes(
-    plans: Iterable[FilePlan], receipts: Sequence[Receipt], packed: Sequence[Words]
-) -> tuple[_Boxes, Words]:
-    """Return the boxes of all files, without replicas, and the words of each."""
+    plans: Iterable[FilePlan], receipts: Sequence[Receipt], packed: Sequence[Qwords]
+) -> tuple[_Boxes, Qwords]:
+    """Return the boxes of all files, without replicas, and the qwords of each."""
     names: dict[str, int] = {}
     specs: list[tuple[str, str, Shape]] = []
     rows, files = [], []
@@ -150,11 +150,11 @@ def _boxes(
         # Copies: views would keep the plans of all files in memory at once.
         rows.append((tensor, columns.offset.copy(), columns.shape.copy()))
         files.append(np.full(len(columns), number))
-    boxes, words = _columns(rows), np.concatenate(packed)
+    boxes, qwords = _columns(rows), np.concatenate(packed)
     # Replicas are in several files, and each element counts once.
-    distinct = _distinct_rows(boxes, words, np.concatenate(files), list(names), receipts)
+    distinct = _distinct_rows(boxes, qwords, np.concatenate(files), list(names), receipts)
     boxes = boxes[distinct]
-    return _Boxes(specs, boxes[:, 0], np.prod(boxes[:, 1 + boxes.shape[1] // 2 :], axis=1)), words[distinct]
+    return _Boxes(specs, boxes[:, 0], np.prod(boxes[:, 1 + boxes.shape[1] // 2 :], axis=1)), qwords[distinct]
 
 
 def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
@@ -168,7 +168,7 @@ def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
 
 
 def _distinct_rows(
-    boxes: Ints, sums: Words, files: Ints, names: Sequence[str], receipts: Sequence[Receipt]
+    boxes: Ints, sums: Qwords, files: Ints, names: Sequence[str], receipts: Sequence[Receipt]
 ) -> Ints:
     """Return the rows without those whose box an earlier row has; equal boxes must have equal sums."""
     order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files

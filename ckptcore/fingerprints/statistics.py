@@ -345,12 +345,12 @@ def _of_bfloat16(raw: Bytes) -> Numbers | None:
     halves = raw.view(np.uint16)
     high, zeros = _magnitudes(halves, np.uint16(0x7FFF))
     absmax = float((high.astype(np.uint32) << np.uint32(16)).view(np.float32))
-    if len(raw) % 4:  # an even number of elements: two and two are a word
+    if len(raw) % 4:  # an even number of elements: two are read at once
         raw = np.concatenate([raw, np.zeros(2, np.uint8)])
-    words = raw.view(np.uint32)
-    wide = _scratch("wide")[: 2 * len(words)].reshape(2, -1)
-    np.left_shift(words, np.uint32(16), out=wide[0])
-    np.bitwise_and(words, np.uint32(0xFFFF0000), out=wide[1])
+    pairs = raw.view(np.uint32)
+    wide = _scratch("wide")[: 2 * len(pairs)].reshape(2, -1)
+    np.left_shift(pairs, np.uint32(16), out=wide[0])
+    np.bitwise_and(pairs, np.uint32(0xFFFF0000), out=wide[1])
     return _of_finite(wide.reshape(-1).view(np.float32), absmax, zeros)
 
 

@@ -120,14 +120,14 @@ def test_what_is_not_finite_or_too_large_stays_so():
 def test_parts_of_a_file_join():
     values = tensor("float32")
     raw, middle = octets(values), SEGMENT
-    whole = FileStatistics(2, lambda _: ("float32", NUMEL))
+    complete = FileStatistics(2, lambda _: ("float32", NUMEL))
     first, second = (FileStatistics(2, lambda _: ("float32", NUMEL)) for _ in range(2))
-    whole.add(1, 0, raw)
+    complete.add(1, 0, raw)
     first.add(1, 0, raw[: 4 * middle])
     second.add(1, middle, raw[4 * middle :])
     joined = joined_parts([first.pack(), second.pack()])
     # What a part adds is rounded once, so the last bit may differ.
-    assert unpack(joined)[1].tolist() == pytest.approx(unpack(whole.pack())[1].tolist(), rel=1e-14)
+    assert unpack(joined)[1].tolist() == pytest.approx(unpack(complete.pack())[1].tolist(), rel=1e-14)
     assert np.isnan(unpack(joined)[0]).all()  # nothing of it was seen
     assert joined_parts([first.pack(), None]) is None
 

@@ -15,14 +15,16 @@ from retiring import delete_now
 from strict_exports import ask_here
 
 import ckptcore.catalog
-from ckptcore.catalog import aliases, audit, holds, open_catalog
+from ckptcore.catalog import aliases, audit, history, holds, open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.models import Base
+from ckptcore.catalog.query import resolve_checkpoint
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.catalog.training import read_facts
+from ckptcore.catalog.types import StatisticsRow
 from ckptcore.catalog.views import VIEWS
 from ckptcore.conversion import pipeline
-from ckptcore.errors import DamagedCheckpoint
+from ckptcore.errors import DamagedCheckpoint, finding
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.operations.verified_exports import verifying
@@ -77,6 +79,8 @@ ANSWERS = {
         ("not compared", "llama", 20, "source", "/llama/step-20"),
         ("not compared", "llama", 20, "derived", "/out/20"),
     ],
+    "What is wrong with the steps of a run?": [(5, "norm-jumped", "w", "its norm is 12")],
+    "How did the weights of a run develop?": [(5, 12.5, 0.25, 3.0, 0, 0, 1)],
     "What is damaged or incomplete, and why?": [
         ("/llama/step-30", "damaged", "truncated-file", "__0_0.distcp")
     ],
@@ -292,6 +296,12 @@ def _add(root, url):
             verb="export",
             tool_version="1",
         )
+        with catalog.writing() as conn:
+            measured = str(root / "mistral/step-5")
+            numbers = StatisticsRow(b"", 2, 12.5, 3.0, 0, 0, 1, 0.25)
+            history.put(conn, NOW, resolve_checkpoint(conn, measured), numbers)
+            alarm = finding("norm-jumped", history.LEVEL, "its norm is 12", fqn="w")
+            history.settle_alarms(conn, NOW, measured, [alarm])
         for step, score in ((10, "9.5"), (20, "71.3")):
             catalog.tag(str(root / f"out/{step}"), "eval.mmlu", score)
         for step, form in TRAINED.items():
