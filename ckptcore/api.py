@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ckptcore.comparison.statistics import Changes
     from ckptcore.core.box import Box
     from ckptcore.fingerprints.result import Fingerprints
-    from ckptcore.fingerprints.statistics import Measured
+    from ckptcore.fingerprints.statistics import MeasuredTensor
     from ckptcore.planning.export_source import KnownExport
 
 
@@ -241,7 +241,7 @@ def fingerprint(
 
 def statistics(
     source: Several | Manifest, *, settings: Settings | None = None, progress: Progress | None = None
-) -> tuple[Measured, ...]:
+) -> tuple[MeasuredTensor, ...]:
     """Compute norm, mean, largest value, and counts of NaN, Inf and zeros of every tensor.
 
     Every tensor is read once, in bounded memory. The bits of the results depend on neither memory nor

@@ -43,7 +43,7 @@ _AT_ONCE = 500  # values in one statement
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """A measured checkpoint of a run.
 
     Attributes:
@@ -102,7 +102,9 @@ def put(conn: Connection, now: datetime, checkpoint: int, statistics: Statistics
     conn.execute(insert(StepStatistics).values(values))
 
 
-def steps(conn: Connection, run: str, *, columns: bool = False, limit: int = MOST_STEPS) -> tuple[Step, ...]:
+def steps(
+    conn: Connection, run: str, *, columns: bool = False, limit: int = MOST_STEPS
+) -> tuple[MeasuredStep, ...]:
     """Return the measured steps of a run, the lowest first.
 
     Of a step with several measured checkpoints, the newest source counts, or else the newest output.
@@ -126,13 +128,15 @@ def steps(conn: Connection, run: str, *, columns: bool = False, limit: int = MOS
     return _with_alarms(conn, list(reversed(by_step.values())))
 
 
-def at(conn: Connection, ref: str) -> Step | None:
+def at(conn: Connection, ref: str) -> MeasuredStep | None:
     """Return a checkpoint with its columns; None if it was not measured."""
     row = conn.execute(_steps(True).where(Checkpoint.id == resolve_checkpoint(conn, ref))).first()
     return None if row is None else _with_alarms(conn, [row])[0]
 
 
-def beside(conn: Connection, step: Step, count: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def beside(
+    conn: Connection, step: MeasuredStep, count: int
+) -> tuple[tuple[MeasuredStep, ...], tuple[MeasuredStep, ...]]:
     """Return the measured steps of a run before and behind one, nearest first, with their columns."""
     if step.run is None or step.step is None:
         return (), ()
@@ -145,7 +149,7 @@ def beside(conn: Connection, step: Step, count: int) -> tuple[tuple[Step, ...], 
     )
 
 
-def like(conn: Connection, step: Step) -> tuple[Step, ...]:
+def like(conn: Connection, step: MeasuredStep) -> tuple[MeasuredStep, ...]:
     """Return other steps of a run whose weights have the norm of a step's, with their columns."""
     norm = step.statistics.norm
     if step.run is None or step.step is None or not norm:
@@ -263,7 +267,7 @@ def _ancestors(row: int, parents: Mapping[int, Collection[int]]) -> list[int]:
     return list(found)
 
 
-def _of_its_run(conn: Connection, step: Step) -> Any:
+def _of_its_run(conn: Connection, step: MeasuredStep) -> Any:
     """Return the query for the steps of a step's run and kind."""
     kind = select(Checkpoint.kind).where(Checkpoint.uuid == step.checkpoint).scalar_subquery()
     return _steps(True).where(TrainingRun.name == step.run, Checkpoint.kind == kind)
@@ -281,7 +285,7 @@ def _steps(columns: bool) -> Any:
     )
 
 
-def _with_alarms(conn: Connection, rows: Collection[Any]) -> tuple[Step, ...]:
+def _with_alarms(conn: Connection, rows: Collection[Any]) -> tuple[MeasuredStep, ...]:
     counts: dict[int, dict[str, int]] = {}
     query = select(FindingRecord.checkpoint_id, FindingRecord.code, func.count().label("number")).where(
         FindingRecord.level == LEVEL,
@@ -292,7 +296,7 @@ def _with_alarms(conn: Connection, rows: Collection[Any]) -> tuple[Step, ...]:
         counts.setdefault(row.checkpoint_id, {})[row.code] = row.number
     names = ("tensors", "norm", "absmax", "nan", "inf", "zeros", "change", "against")
     return tuple(
-        Step(
+        MeasuredStep(
             row.uuid,
             row.run,
             row.step,

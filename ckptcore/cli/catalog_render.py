@@ -43,7 +43,7 @@ from ckptcore.utils.text import count
 from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
-    from ckptcore.catalog.history import Step
+    from ckptcore.catalog.history import MeasuredStep
     from ckptcore.comparison.step_history import RunHistory
     from ckptcore.fingerprints.step_columns import TensorPoint
 
@@ -468,7 +468,9 @@ def _took(row: ConversionRow) -> str:
 
 
 def render_history(
-    history: RunHistory, tensor: Sequence[tuple[Step, TensorPoint]] | None, console: Console | None = None
+    history: RunHistory,
+    tensor: Sequence[tuple[MeasuredStep, TensorPoint]] | None,
+    console: Console | None = None,
 ) -> None:
     """Print the measured steps of a run with their alarms, or one tensor at each of them."""
     out = console or terminal.console()
@@ -488,7 +490,7 @@ _STEP_HEADS = ("step", "norm", "change", "max", "NaN", "Inf", "zeros", "alarms")
 _TENSOR_HEADS = ("step", "norm", "mean", "max", "NaN", "Inf", "zeros", "change", "cosine")
 
 
-def _step_cells(step: Step) -> tuple[str, ...]:
+def _step_cells(step: MeasuredStep) -> tuple[str, ...]:
     own = step.statistics
     alarms = ", ".join(f"{code} ({n})" if n > 1 else code for code, n in sorted(step.alarms.items()))
     numbers = map(_figure, (own.norm, own.change, own.absmax, own.nan, own.inf, own.zeros))

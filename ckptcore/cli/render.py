@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptcore.conversion.request_costs import RequestCosts
     from ckptcore.core.manifest import Manifest
     from ckptcore.fingerprints.result import Fingerprints
-    from ckptcore.fingerprints.statistics import Measured, Statistics
+    from ckptcore.fingerprints.statistics import MeasuredTensor, Statistics
     from ckptcore.formats import Format
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.name_maps import NameMap
@@ -464,7 +464,7 @@ def fingerprint(value: Fingerprints, url: str, live: LiveComparison | None, *, a
 
 
 def statistics(
-    tensors: Sequence[Measured], url: str, alarms: Sequence[Finding], *, every: bool, as_json: bool
+    tensors: Sequence[MeasuredTensor], url: str, alarms: Sequence[Finding], *, every: bool, as_json: bool
 ) -> None:
     """Print the answer of `stats` of one checkpoint: outliers first, or with ``every`` all."""
     if as_json:
@@ -513,7 +513,7 @@ def _own_numbers(own: Statistics) -> tuple[str, ...]:
     return (*numbers, f"{own.nan:,}", f"{own.inf:,}", f"{100 * share:.3g} %")
 
 
-def _outlying(tensor: Measured) -> tuple[Any, ...]:
+def _outlying(tensor: MeasuredTensor) -> tuple[Any, ...]:
     """Return the place of a tensor: not finite ones, then zeros, then by peak over root mean square."""
     own = tensor.statistics
     peak = own.absmax / own.rms if own.rms and math.isfinite(own.rms) else 0.0

@@ -20,7 +20,13 @@ from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import UsageError
-from ckptcore.fingerprints.statistics import COLUMNS, Accumulator, Measured, Statistics, pair_accumulator
+from ckptcore.fingerprints.statistics import (
+    COLUMNS,
+    Accumulator,
+    MeasuredTensor,
+    Statistics,
+    pair_accumulator,
+)
 from ckptcore.fingerprints.statistics import accumulator as of_tensor
 from ckptcore.planning.request import Settings
 from ckptcore.planning.tiles import Budget, paged_buffer
@@ -80,10 +86,10 @@ class Changes:
     specs: Mapping[str, TensorSpec] = field(default_factory=dict, repr=False)
 
     @property
-    def measured(self) -> tuple[Measured, ...]:
+    def measured(self) -> tuple[MeasuredTensor, ...]:
         """The statistics of these tensors in the second checkpoint."""
         specs = ((self.specs[change.fqn], change.after) for change in self.tensors)
-        return tuple(Measured(spec.fqn, spec.dtype, spec.shape, after) for spec, after in specs)
+        return tuple(MeasuredTensor(spec.fqn, spec.dtype, spec.shape, after) for spec, after in specs)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -94,7 +100,7 @@ class Changes:
 @rereading
 def statistics(
     manifest: Manifest, settings: Settings, progress: Progress | None = None
-) -> tuple[Measured, ...]:
+) -> tuple[MeasuredTensor, ...]:
     """Compute the statistics of every tensor of a checkpoint that has numbers.
 
     Args:
@@ -109,7 +115,7 @@ def statistics(
     tensors = manifest.tensors
     rows = _read([manifest], [(n,) for n in range(len(tensors))], settings, progress)
     return tuple(
-        Measured(spec.fqn, spec.dtype, spec.shape, Statistics.of_row(spec.numel, row))
+        MeasuredTensor(spec.fqn, spec.dtype, spec.shape, Statistics.of_row(spec.numel, row))
         for spec, row in zip(tensors, rows, strict=True)
         if row is not None
     )

@@ -31,15 +31,15 @@ from ckptcore.comparison.result import layer_of, part_of
 from ckptcore.comparison.statistics import Changes
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, UsageError, finding
-from ckptcore.fingerprints.statistics import Measured
+from ckptcore.fingerprints.statistics import MeasuredTensor
 from ckptcore.fingerprints.step_columns import TensorPoint, pack_points, unpack_points
 from ckptcore.naming.moments import state_of
+from ckptcore.naming.optimizer_state import FROZEN, STATE, TRAINED, roles_of
 from ckptcore.naming.rename import matches
-from ckptcore.naming.trained import FROZEN, STATE, TRAINED, roles_of
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
-    from ckptcore.catalog.history import Alarm, Step
+    from ckptcore.catalog.history import Alarm, MeasuredStep
     from ckptcore.catalog.types import StatisticsRow
 
 BEFORE = 2  # steps that a step is compared with
@@ -52,7 +52,7 @@ _MOST = 100  # alarms of one code that are recorded of a step
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedStep:
     """A step while it is judged.
 
     Attributes:
@@ -65,7 +65,7 @@ class Judged:
     points: Mapping[str, TensorPoint]
     prints: Mapping[str, str] = field(default_factory=dict)
 
-    def has_same(self, fqn: str, other: Judged) -> bool:
+    def has_same(self, fqn: str, other: JudgedStep) -> bool:
         """Report whether another step has the same values of a tensor, which both have."""
         mine, theirs = self.prints.get(fqn), other.prints.get(fqn)
         if mine is not None and theirs is not None:
@@ -84,8 +84,8 @@ class Series:
         frozen_globs: What the run's facts name as frozen.
     """
 
-    this: Judged
-    before: Sequence[Judged] = ()
+    this: JudgedStep
+    before: Sequence[JudgedStep] = ()
     equals: Sequence[int] = ()
     frozen_globs: Sequence[str] = ()
 
@@ -226,7 +226,7 @@ RULES: tuple[Callable[[Series], Iterator[Finding]], ...] = (
 
 def statistics_row(
     manifest: Manifest,
-    measured: Iterable[Measured],
+    measured: Iterable[MeasuredTensor],
     changes: Changes | None = None,
     against: str | None = None,
 ) -> StatisticsRow | None:
@@ -288,12 +288,12 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
         step = history.at(conn, ref)
         if step is None:
             return []
-        loaded: dict[str, Judged] = {}
+        loaded: dict[str, JudgedStep] = {}
 
-        def judged(each: Step) -> Judged:
+        def judged(each: MeasuredStep) -> JudgedStep:
             if each.checkpoint not in loaded:
                 points = {point.fqn: point for point in unpack_points(each.statistics.columns)}
-                loaded[each.checkpoint] = Judged(each.step, points, history.prints(conn, each.checkpoint))
+                loaded[each.checkpoint] = JudgedStep(each.step, points, history.prints(conn, each.checkpoint))
             return loaded[each.checkpoint]
 
         globs = history.frozen_globs(conn, step.run) if step.run is not None else ()
@@ -317,7 +317,7 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
     return alarms
 
 
-def _have_same_weights(one: Judged, other: Judged) -> bool:
+def _have_same_weights(one: JudgedStep, other: JudgedStep) -> bool:
     """Report whether two steps have the same weights, but for those that are frozen."""
     names = {fqn for fqn, point in one.points.items() if point.role not in (STATE, FROZEN)}
     theirs = {fqn for fqn, point in other.points.items() if point.role not in (STATE, FROZEN)}
@@ -349,7 +349,7 @@ class RunHistory:
     """
 
     run: str
-    steps: Sequence[Step]
+    steps: Sequence[MeasuredStep]
     alarms: Sequence[Alarm]
     points: Sequence[Mapping[str, TensorPoint]] = ()
 
@@ -362,7 +362,7 @@ class RunHistory:
             steps.append(form.pop("statistics") | form)
         return {"run": self.run, "steps": steps, "alarms": [asdict(alarm) for alarm in self.alarms]}
 
-    def tensor(self, fqn: str) -> list[tuple[Step, TensorPoint]]:
+    def tensor(self, fqn: str) -> list[tuple[MeasuredStep, TensorPoint]]:
         """Return a tensor at each step that has it; raise `UsageError` if none does."""
         rows = [
             (step, points[fqn]) for step, points in zip(self.steps, self.points, strict=True) if fqn in points

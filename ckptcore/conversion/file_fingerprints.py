@@ -17,7 +17,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Ints, Manifest, with_dims
 from ckptcore.errors import OutputMismatch
 from ckptcore.execution.receipts import Receipt
-from ckptcore.fingerprints.statistics import COLUMNS, Measured, Statistics, joined
+from ckptcore.fingerprints.statistics import COLUMNS, MeasuredTensor, Statistics, joined
 from ckptcore.fingerprints.sum_weights import Shape
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint, tensor_fingerprint
 from ckptcore.planning.file_plan import FilePlan
@@ -56,7 +56,7 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     return tuple(fingerprinted)
 
 
-def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[Measured, ...]:
+def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[MeasuredTensor, ...]:
     """Compute the statistics of every tensor that a plan writes, before any cast.
 
     Args:
@@ -82,7 +82,7 @@ def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[
         row = joined(added[mine].view(np.float64))
         numel = Box.full(full).numel
         if row is not None and int(boxes.numel[mine].sum()) == numel:
-            measured.append(Measured(name, dtype, full, Statistics.of_row(numel, row)))
+            measured.append(MeasuredTensor(name, dtype, full, Statistics.of_row(numel, row)))
     return tuple(measured)
 
 

@@ -57,7 +57,7 @@ from ckptcore.custody.judged import NOBODY, Replacer
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, SourceChanged, UsageError, finding
 from ckptcore.execution.execute import recompute_files
 from ckptcore.execution.receipts import Receipt, every_receipt, is_intact, seen_as
-from ckptcore.fingerprints.statistics import Measured
+from ckptcore.fingerprints.statistics import MeasuredTensor
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.formats import Format, Source, by_name, located, open_source, read_as, read_manifest
 from ckptcore.naming.rename import MadeTensor
@@ -123,7 +123,7 @@ class Result:
     warnings: tuple[Finding, ...] = ()
     fingerprint: str | None = None
     fingerprints: tuple[Fingerprinted, ...] = field(default=(), repr=False)
-    measured: tuple[Measured, ...] = field(default=(), repr=False)
+    measured: tuple[MeasuredTensor, ...] = field(default=(), repr=False)
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     map_digest: str = ""
     made: tuple[MadeTensor, ...] = field(default=(), repr=False)

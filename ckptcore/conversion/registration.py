@@ -26,7 +26,7 @@ from ckptcore.conversion.source_digests import Recorded
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
 from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, Finding, UsageError, ended_by
-from ckptcore.fingerprints.statistics import Measured
+from ckptcore.fingerprints.statistics import MeasuredTensor
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, open_store, split_url
@@ -473,7 +473,7 @@ def _settle_alarms(registration: Registration, result: Result) -> None:
 
 
 def _statistics(
-    source: Manifest, measured: Sequence[Measured], names: Mapping[str, str]
+    source: Manifest, measured: Sequence[MeasuredTensor], names: Mapping[str, str]
 ) -> StatisticsRow | None:
     """Return the statistics of the tensors of a source that were read as they are.
 
@@ -620,7 +620,7 @@ def record_prints(
 def record_statistics(
     manifest: Manifest,
     uri: str,
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredTensor],
     catalog_url: str | None,
     before: tuple[str, Changes] | None = None,
 ) -> list[Finding]:

@@ -91,7 +91,7 @@ class Statistics:
         return finite | {"nan": self.nan, "inf": self.inf, "zeros": self.zeros, "numel": self.numel}
 
 
-class Measured(NamedTuple):
+class MeasuredTensor(NamedTuple):
     """A tensor and its statistics."""
 
     fqn: str

@@ -22,7 +22,7 @@ class TensorPoint(NamedTuple):
     Attributes:
         fqn: Its name.
         dtype: Its dtype.
-        role: As `ckptcore.naming.trained` names it.
+        role: As `ckptcore.naming.optimizer_state` names it.
         numel: Number of elements.
         norm: Euclidean norm of the finite ones.
         mean: Their mean.

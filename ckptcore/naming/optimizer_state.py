@@ -1,6 +1,10 @@
 """Assign each tensor of a checkpoint to a parameter of the model: its value, or a state of its optimizer.
 
 Optimizers name the state by the parameter: ``optim.state.<fqn>.exp_avg``, ``optimizer.state.exp_avg.<fqn>``.
+
+An optimizer has state for what it trains. A weight without state, in a checkpoint whose optimizer has state
+for others by name, is frozen, if it is called like one that is trained: ``weight``, not ``running_mean``,
+which a forward pass changes. Where the optimizer is not stored, or numbers its parameters, nothing is known.
 """
 
 from __future__ import annotations
@@ -9,10 +13,12 @@ from collections.abc import Mapping
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import AmbiguousModel
-from ckptcore.naming.model_part import find_model
+from ckptcore.naming.model_part import find_model, in_model
+from ckptcore.naming.moments import endings, trained_parameters
 from ckptcore.naming.rename import strip_wrappers
 
 Shape = tuple[int, ...]
+STATE, WEIGHT, TRAINED, FROZEN = "state", "weight", "trained", "frozen"  # roles of tensors
 
 
 def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape], dict[str, str]]:
@@ -85,3 +91,28 @@ class _Index:
                 if fits and (best is None or n > best[0]):
                     best = n, inner
         return best[1] if best else None
+
+
+def roles_of(manifest: Manifest) -> dict[str, str]:
+    """Return FQN -> its role: STATE, TRAINED, FROZEN, or WEIGHT where nothing more is known of a weight."""
+    inside = in_model(manifest, None)
+    weights = {spec.fqn: name for spec in manifest.tensors if (name := inside(spec.fqn)) is not None}
+    parameters = {
+        name for own in trained_parameters(t.fqn for t in manifest.tensors).values() for name in own
+    }
+    # The optimizer may call a parameter by its stored name, or by one without the names around the model.
+    trained = {
+        fqn
+        for fqn, name in weights.items()
+        if name in parameters or any(ending in parameters for ending in endings(fqn))
+    }
+    last = {fqn.rpartition(".")[2] for fqn in trained}
+    roles = {}
+    for spec in manifest.tensors:
+        role = WEIGHT if spec.fqn in weights else STATE
+        if spec.fqn in trained:
+            role = TRAINED
+        elif role == WEIGHT and spec.fqn.rpartition(".")[2] in last:
+            role = FROZEN
+        roles[spec.fqn] = role
+    return roles
