@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, delete, false, func, insert, select, update
 
-from ckptcore.catalog import training_rows
+from ckptcore.catalog import history, training_rows
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.holdings import put_stamp
@@ -270,6 +270,7 @@ def thinned(
     if derived != source:
         _link(conn, row.id, {(source, Direction.IN), (derived, Direction.OUT)})
         _inherit(conn, now, source, derived)
+        history.carry(conn, source, derived)
     note_findings(conn, now, findings, checkpoint=derived, conversion=row.id, level=facts.verified)
     ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
     conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))

@@ -102,6 +102,14 @@ def put(conn: Connection, now: datetime, checkpoint: int, statistics: Statistics
     conn.execute(insert(StepStatistics).values(values))
 
 
+def carry(conn: Connection, source: int, derived: int) -> None:
+    """Let a step that was thinned keep its statistics. source, derived: row ids before and after."""
+    row = conn.execute(select(StepStatistics).where(StepStatistics.checkpoint_id == source)).first()
+    if row is not None:
+        conn.execute(delete(StepStatistics).where(StepStatistics.checkpoint_id == derived))
+        conn.execute(insert(StepStatistics).values({**row._mapping, "checkpoint_id": derived}))
+
+
 def steps(
     conn: Connection, run: str, *, columns: bool = False, limit: int = MOST_STEPS
 ) -> tuple[MeasuredStep, ...]:
