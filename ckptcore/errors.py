@@ -434,6 +434,11 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "a file that the metadata names is not there",
         "copy the file from the rank that wrote it",
     ),
+    "added-file": (
+        "error",
+        "a file is beside those that were recorded or signed",
+        "remove it, or record or sign the folder anew with it",
+    ),
     "truncated-file": (
         "error",
         "a file is shorter than the metadata says",

@@ -257,6 +257,30 @@ class Catalog:
         _forget_processes([conversion_id])
         return public
 
+    def pushed(
+        self, conversion_id: str, checkpoint_id: str, commit: str, *, bytes_in: int, bytes_out: int
+    ) -> None:
+        """Record that a conversion sent a checkpoint to a repository of a hub.
+
+        Args:
+            conversion_id: the id that `begin` returned.
+            checkpoint_id: the checkpoint.
+            commit: the commit that holds all of it.
+            bytes_in: bytes of its files.
+            bytes_out: bytes of those that the repository did not have.
+        """
+        with self.writing() as conn:
+            conversions.pushed(
+                conn,
+                clock(conn),
+                conversion_id,
+                checkpoint_id,
+                commit,
+                bytes_in=bytes_in,
+                bytes_out=bytes_out,
+            )
+        _forget_processes([conversion_id])
+
     def fail(
         self,
         conversion_id: str,

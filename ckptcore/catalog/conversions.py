@@ -21,6 +21,7 @@ from ckptcore.catalog.holdings import put_stamp
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
 from ckptcore.catalog.query import current_first, resolve_checkpoint
+from ckptcore.catalog.row_values import parsed
 from ckptcore.catalog.types import (
     CheckpointFacts,
     CheckpointRow,
@@ -276,6 +277,37 @@ def thinned(
     conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))
     _forget_process(conn, Conversion.id == row.id)
     return public
+
+
+def pushed(
+    conn: Connection,
+    now: datetime,
+    conversion: str,
+    checkpoint: str,
+    commit: str,
+    *,
+    bytes_in: int,
+    bytes_out: int,
+) -> None:
+    """Record that a conversion sent a checkpoint to a repository; its request has the commit from now on.
+
+    What is there is no checkpoint of the catalog: nothing here scrubs it, or counts on it.
+    """
+    row = _conversion(conn, conversion)
+    request = conn.execute(select(Conversion.request).where(Conversion.id == row.id)).scalar_one()
+    _link(conn, row.id, {(resolve_checkpoint(conn, checkpoint), Direction.IN)})
+    conn.execute(
+        update(Conversion)
+        .where(Conversion.id == row.id)
+        .values(
+            state=Outcome.SUCCEEDED.value,
+            ended_at=now,
+            request=clean_json({**parsed(request), "commit": commit}),
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+        )
+    )
+    _forget_process(conn, Conversion.id == row.id)
 
 
 def fail(

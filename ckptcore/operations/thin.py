@@ -12,10 +12,9 @@ On an object store nothing can be set aside: there the old one is replaced objec
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
@@ -47,12 +46,13 @@ from ckptcore.custody.holdings import objects_of
 from ckptcore.custody.place_ties import inside_of_place, ties_of_places, writer_of_place
 from ckptcore.custody.replacing import GRACE, set_aside
 from ckptcore.custody.set_aside import require_files
-from ckptcore.errors import Busy, CkptError, Conflict, UsageError, ended_by
+from ckptcore.errors import Busy, CkptError, Conflict, UsageError
 from ckptcore.fingerprints.holdings import ids_of, numbered, pack_ids, tensor_holdings
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.operations.claims import source_digest
 from ckptcore.operations.purge import purge
 from ckptcore.operations.readiness import SETTLE_S, look
+from ckptcore.operations.recorded_run import recorded_run
 from ckptcore.operations.retention import user_reasons
 from ckptcore.operations.setting_aside import retention_entry
 from ckptcore.operations.thin_plan import (
@@ -72,13 +72,11 @@ from ckptcore.utils.foreign_text import load_json_object, parsing
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.step_names import step_of
-from ckptcore.utils.version import __version__
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 VERB = "thin"
-_log = logging.getLogger("ckptcore")
 
 
 class ThinOutcome(StrEnum):
@@ -531,24 +529,9 @@ def _loadable(manifest: Manifest, names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in data]
 
 
-@contextmanager
-def _recorded(catalog: Catalog, uri: str, drop: Sequence[str]) -> Iterator[str]:
-    """Record in the catalog that a step is written; yield the id.
-
-    While the row is alive, no purge counts on the step, and no conversion reads it unnoticed.
-    """
-    request = {"verb": VERB, "drop": list(drop)}
-    conversion = catalog.begin(
-        request, source_uri=uri, destination_uri=uri, verb=VERB, tool_version=__version__
-    )
-    try:
-        yield conversion
-    except BaseException as error:
-        ended = ended_by(error)
-        failed = attempt(catalog.fail, conversion, code=ended.code, message=ended.message)
-        if isinstance(failed, CkptError):  # the first error matters more; the row ends with its process
-            _log.warning("the failure could not be recorded: %s", failed.message)
-        raise
+def _recorded(catalog: Catalog, uri: str, drop: Sequence[str]) -> AbstractContextManager[str]:
+    """Record in the catalog that a step is written; yield the id."""
+    return recorded_run(catalog, VERB, uri, uri, {"drop": list(drop)})
 
 
 def _record(

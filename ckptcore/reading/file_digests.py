@@ -28,17 +28,23 @@ def digest_of(files: Readable, path: str, nbytes: int, start: int = 0, hasher: H
         start: First byte.
         hasher: A fresh one; None for plain BLAKE3.
     """
-    return _digests(files, path, nbytes, start, [blake3() if hasher is None else hasher])[0]
+    return digests_of(files, path, nbytes, [blake3() if hasher is None else hasher], start)[0]
 
 
 def has_digest(files: Readable, path: str, nbytes: int, digests: Collection[str]) -> bool:
     """Report whether the first ``nbytes`` of a file have one of these digests; the file is read once."""
     kinds = {digest.rpartition(":")[0]: digest for digest in digests}
-    computed = _digests(files, path, nbytes, 0, [hasher_like(digest) for digest in kinds.values()])
+    computed = digests_of(files, path, nbytes, [hasher_like(digest) for digest in kinds.values()])
     return not set(digests).isdisjoint(computed)
 
 
-def _digests(files: Readable, path: str, nbytes: int, start: int, totals: Sequence[Hasher]) -> list[str]:
+def digests_of(
+    files: Readable, path: str, nbytes: int, totals: Sequence[Hasher], start: int = 0
+) -> list[str]:
+    """Return several digests of ``nbytes`` of a file from ``start`` on, which is read once.
+
+    totals: Fresh hashers, or such that have received what comes before.
+    """
     block = bytearray(min(BLOCK, max(nbytes, 1)))
     for offset in range(0, nbytes, len(block)):
         view = memoryview(block)[: min(len(block), nbytes - offset)]

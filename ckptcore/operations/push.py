@@ -1,0 +1,597 @@
+"""Send exports to the Hugging Face hub, one branch or tag a step.
+
+1. `objections` of the catalog decide whether an output may be shown to others, as for an alias.
+2. Every file is read once: it must have the digest that the catalog recorded when it was written. The same
+   read gives the digests by which the hub stores files.
+3. What the branch has already is not sent; a branch with anything else is refused. Large files arrive before
+   the commit, so a killed run leaves no half of a model, and the next one finds what arrived.
+4. The files must not have changed meanwhile. One commit makes the branch hold exactly this folder.
+5. The commit is listed and compared with the files: sizes and digests.
+
+The catalog has each push as a conversion that reads the output: while it runs, nothing purges the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.catalog import aliases
+from ckptcore.catalog.types import FileRow, State
+from ckptcore.checking.source_stamps import settled_ctimes, stamps_now, take_ctimes, untouched
+from ckptcore.conversion.source_digests import differs
+from ckptcore.errors import (
+    CkptError,
+    Conflict,
+    DamagedCheckpoint,
+    DestinationExists,
+    DestinationUnwritable,
+    Finding,
+    NotComplete,
+    OutputMismatch,
+    SourceChanged,
+    StorageTrouble,
+    UnprovenCheckpoint,
+    UsageError,
+    finding,
+)
+from ckptcore.operations.recorded_run import recorded_run
+from ckptcore.reading.file_digests import digests_of
+from ckptcore.store import Store, local_path, open_store
+from ckptcore.store.file_status import NameKind
+from ckptcore.store.hub_repository import MAIN, HubFile, HubPlace, HubRefs, HubRepository, hub_place
+from ckptcore.store.listing import contents
+from ckptcore.utils.isolation import attempt
+from ckptcore.utils.part_digest import Hasher, hasher_like
+from ckptcore.utils.text import count, listed
+from ckptcore.utils.units import show_size
+from ckptcore.utils.version import __version__
+from ckptcore.utils.workers import Progress, ProgressMeter
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+VERB = "push"
+STEP = "{step}"  # in a URL: the step of each output
+CARD = "README.md"
+_NOT_WHOLE: Mapping[str, type[CkptError]] = {State.DAMAGED: DamagedCheckpoint, State.INCOMPLETE: NotComplete}
+_MOST_CARD = 1 << 20  # bytes
+
+
+class FileFate(StrEnum):
+    """What becomes of a file.
+
+    same: the branch has it. new: it is sent. changed: the branch has another one of that name. removed: the
+    branch has it, and the output does not.
+    """
+
+    SAME = "same"
+    NEW = "new"
+    CHANGED = "changed"
+    REMOVED = "removed"
+
+
+class PushOutcome(StrEnum):
+    """What becomes of an output. present: the branch or tag has all of it."""
+
+    PUSHED = "pushed"
+    PRESENT = "present"
+    PLANNED = "would-push"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PushRules:
+    """How outputs are sent.
+
+    Attributes:
+        tag: Name each commit by a tag in place of a branch.
+        overwrite: Let a branch or tag that holds something else hold the output from now on.
+        create: Create the repository, private, where there is none.
+        card: File to send as the model card in place of the output's own.
+        dry_run: Read and compare, and send nothing.
+    """
+
+    tag: bool = False
+    overwrite: bool = False
+    create: bool = False
+    card: Path | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file of an output. sha256, blob: see `HubFile`; empty before it was read."""
+
+    content: Path | bytes
+    nbytes: int
+    sha256: str = ""
+    blob: str = ""
+
+    def equals(self, other: HubFile) -> bool:
+        """Report whether the hub has the same file, as far as this one was read."""
+        if self.nbytes != other.nbytes:
+            return False
+        return not self.sha256 or (self.sha256 == other.sha256 if other.sha256 else self.blob == other.blob)
+
+
+@dataclass(frozen=True, slots=True)
+class PushedFile:
+    """A file, its SHA-256 (empty if it is removed) and what becomes of it."""
+
+    path: str
+    nbytes: int
+    sha256: str
+    fate: FileFate
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What became of one output.
+
+    Attributes:
+        uri: The output.
+        url: The branch or tag.
+        outcome: What became of it.
+        commit: The commit that holds it; None in a dry run that found none.
+        files: Its files, and those that the branch loses.
+        conversion: Id in the catalog.
+        error: Why it failed.
+    """
+
+    uri: str
+    url: str
+    outcome: PushOutcome
+    commit: str | None = None
+    files: tuple[PushedFile, ...] = field(default=(), repr=False)
+    conversion: str | None = None
+    error: CkptError | None = None
+
+    @property
+    def sent(self) -> tuple[PushedFile, ...]:
+        """The files that the branch did not have."""
+        return tuple(file for file in self.files if file.fate in (FileFate.NEW, FileFate.CHANGED))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Their bytes. The hub may have had some of them, and was sent fewer."""
+        return sum(file.nbytes for file in self.sent)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        form = {name: getattr(self, name) for name in ("uri", "url", "commit", "conversion")}
+        return form | {
+            "outcome": self.outcome.value,
+            "files": [
+                {"path": f.path, "bytes": f.nbytes, "sha256": f.sha256 or None, "fate": f.fate.value}
+                for f in self.files
+            ],
+            "sent_files": len(self.sent),
+            "sent_bytes": self.sent_bytes,
+            "error": None if self.error is None else self.error.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """An output that may be sent: its row, its files, and its step."""
+
+    uri: str
+    id: str
+    files: tuple[FileRow, ...]
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What the hub has at a place.
+
+    Attributes:
+        place: The branch or tag.
+        commit: Its commit; None if there is none.
+        files: The files of that commit.
+        blank: Whether nothing of anybody is there.
+        branch: The branch that takes the commit: that one, or one for the time until the tag names it.
+        parent: The commit that the branch is at; None if the branch must be created.
+        base: The files of the parent, or of the commit that a new branch begins with.
+    """
+
+    place: HubPlace
+    commit: str | None
+    files: Mapping[str, HubFile]
+    blank: bool
+    branch: str
+    parent: str | None
+    base: Mapping[str, HubFile]
+
+
+def push_each(
+    catalog: Catalog,
+    folders: Sequence[str],
+    url: str,
+    rules: PushRules,
+    progress: Progress | None = None,
+    on_item: Callable[[Pushed], None] = lambda _: None,
+) -> tuple[Pushed, ...]:
+    """Send outputs. One that fails does not keep the others from being sent.
+
+    Args:
+        catalog: The catalog.
+        folders: Outputs, by path.
+        url: ``hf://ORG/NAME@BRANCH``; ``{step}`` in it is the step of each output.
+        rules: How they are sent.
+        progress: Called with the stage and bytes.
+        on_item: Called for each output.
+
+    Raises:
+        CkptError: The error of the output, if there is one only.
+        UsageError: Two outputs would go to one place, or the URL names none.
+    """
+    if len(folders) == 1:
+        only = push(catalog, folders[0], url, rules, progress)
+        on_item(only)
+        return (only,)
+    if STEP not in url:
+        raise UsageError(
+            f"{count(len(folders), 'output')} cannot go to {url!r}: it needs {STEP}",
+            hint=f"hf://ORG/NAME@step-{STEP}",
+        )
+    places: dict[str, str] = {}
+    results = []
+    for folder in folders:
+        item = attempt(_push_apart, catalog, folder, url, rules, progress, places)
+        if isinstance(item, CkptError):
+            item = Pushed(folder, places.get(folder, url), PushOutcome.FAILED, error=item)
+        results.append(item)
+        on_item(item)
+    return tuple(results)
+
+
+def _push_apart(
+    catalog: Catalog,
+    folder: str,
+    url: str,
+    rules: PushRules,
+    progress: Progress | None,
+    places: dict[str, str],
+) -> Pushed:
+    """Send one of several outputs, to a place that no other one has had. places: folder -> its URL."""
+    place = _place_of(_export(catalog, folder), url).url
+    other = next((name for name, taken in places.items() if taken == place), None)
+    if other is not None:
+        raise UsageError(f"{folder} and {other} cannot both go to {place}", hint="push one of them alone")
+    places[folder] = place
+    return push(catalog, folder, url, rules, progress)
+
+
+def push(
+    catalog: Catalog, folder: str, url: str, rules: PushRules, progress: Progress | None = None
+) -> Pushed:
+    """Send one output.
+
+    Args:
+        catalog: The catalog.
+        folder: Its path.
+        url: As of `push_each`.
+        rules: How it is sent.
+        progress: Called with the stage and bytes.
+
+    Raises:
+        Conflict: The branch moved meanwhile.
+        DamagedCheckpoint: The output is not what was written.
+        DestinationExists: The branch or tag holds something else.
+        DestinationUnwritable: The hub refuses.
+        NotComplete: The output is not complete.
+        OutputMismatch: The commit does not hold what was sent.
+        SourceChanged: A file changed while it was sent; nothing was committed.
+        StorageTrouble: The hub or the network failed for now.
+        UnprovenCheckpoint: Nothing has proven the output.
+        UsageError: The URL names no branch or tag of a model repository, or the output is no local folder.
+    """
+    export = _export(catalog, folder)
+    place = _place_of(export, url)
+    repository = HubRepository(place.repository)
+    named = _named_files(export, rules.card)
+    target = _target(repository, _refs(repository, place, rules), place, rules)
+    _require_free(target, named, rules)  # before any work: sizes tell most of what is something else
+    request = {"repository": place.repository, "revision": place.revision, "tag": rules.tag}
+    recording = recorded_run(catalog, VERB, export.uri, place.url, request)
+    with nullcontext("") if rules.dry_run else recording as conversion, closing(open_store(folder)) as store:
+        unchanged = _Unchanged(
+            store, [name for name, file in named.items() if isinstance(file.content, Path)]
+        )
+        local = _read(export, store, named, progress)
+        unchanged.require()
+        _require_free(target, local, rules)
+        commit = target.commit if _is_equal(local, target.files) else None  # that has all of it
+        outcome = PushOutcome.PLANNED if commit is None else PushOutcome.PRESENT
+        files = _fates(local, target.base if commit is None else target.files)
+        if rules.dry_run:
+            return Pushed(export.uri, place.url, outcome, commit, files)
+        if commit is None:
+            outcome, commit = PushOutcome.PUSHED, _send(repository, target, local, files, unchanged)
+            _require_held(repository, target, commit, local)
+        if rules.tag:
+            _tag(repository, place, target.branch, commit)
+        pushed = Pushed(export.uri, place.url, outcome, commit, files, conversion)
+        nbytes = sum(file.nbytes for file in local.values())
+        catalog.pushed(conversion, export.id, commit, bytes_in=nbytes, bytes_out=pushed.sent_bytes)
+    return pushed
+
+
+def _export(catalog: Catalog, folder: str) -> _Export:
+    """Return an output that the catalog knows, and that others may see."""
+    path = local_path(folder)
+    if path is None or not path.is_dir():
+        raise UsageError(f"cannot push {folder}: it is no local folder", hint="name a folder of this machine")
+    registered = catalog.at(folder)
+    if registered is None:
+        raise UnprovenCheckpoint(
+            f"cannot push {folder}: the catalog does not know it",
+            hint="record it: ckptcore catalog rebuild --made FOLDER --digests; then ckptcore verify-export",
+        )
+    row, files = registered
+    with catalog.reading() as conn:
+        objection = aliases.objections(conn, {row.id: folder}).get(row.id)
+    if objection is not None:
+        kind = _NOT_WHOLE.get(row.state, UnprovenCheckpoint)
+        raise kind(f"cannot push {folder}: {objection.reason}", hint=objection.step)
+    undigested = [file.path for file in files if file.digest is None]
+    if undigested or not files:
+        raise UnprovenCheckpoint(
+            f"cannot push {folder}: the catalog has no digest of {listed(undigested) or 'its files'}",
+            hint=f"record them: ckptcore catalog rebuild --made {folder} --digests",
+        )
+    return _Export(row.uri, row.id, files, row.step)
+
+
+def _place_of(export: _Export, url: str) -> HubPlace:
+    if STEP in url and export.step is None:
+        raise UsageError(f"cannot push {export.uri} to {url!r}: the catalog knows no step of it")
+    return hub_place(url.replace(STEP, str(export.step)))
+
+
+def _named_files(export: _Export, card: Path | None) -> dict[str, LocalFile]:
+    """Return the files of an output by name, unread.
+
+    Args:
+        export: The output.
+        card: The file to send as the model card.
+
+    Raises:
+        DamagedCheckpoint: They are not those that were recorded, by name and size.
+    """
+    folder, sizes = Path(export.uri), {file.path: file.nbytes for file in export.files}
+    findings: list[Finding] = []
+    statuses = {name: s for name, s in contents(export.uri).items() if s.kind is not NameKind.FOLDER}
+    for name, status in statuses.items():
+        if name not in sizes or status.kind is not NameKind.FILE:
+            message = f"{name} ({status.kind}) is not among the files that were recorded"
+            findings.append(finding("added-file", "files", message, file=name))
+        elif status.nbytes != sizes[name] and not (card is not None and name == CARD):
+            code = "truncated-file" if status.nbytes < sizes[name] else "oversized-file"
+            message = f"{name} has {status.nbytes} bytes, the catalog records {sizes[name]}"
+            findings.append(Finding(code, "files", message, file=name))
+    findings += [
+        finding("missing-file", "files", f"{name} is missing", file=name)
+        for name in sizes
+        if name not in statuses
+    ]
+    _require_none(export.uri, findings)
+    files = {name: LocalFile(folder / name, nbytes) for name, nbytes in sizes.items()}
+    if card is not None:
+        files[CARD] = _card(card)
+    return dict(sorted(files.items()))
+
+
+def _card(path: Path) -> LocalFile:
+    try:
+        data = path.read_bytes() if path.stat().st_size <= _MOST_CARD else None
+    except OSError as error:
+        raise UsageError(f"cannot read --card {path}: {error.strerror}") from error
+    if data is None:
+        raise UsageError(f"cannot send --card {path}: it has more than {show_size(_MOST_CARD)}")
+    sha256, blob = _hub_hashers(len(data))
+    for hasher in (sha256, blob):
+        hasher.update(data)
+    return LocalFile(data, len(data), sha256.hexdigest(), blob.hexdigest())
+
+
+def _hub_hashers(nbytes: int) -> tuple[Hasher, Hasher]:
+    """Return hashers for the two digests by which the hub stores a file: SHA-256, and git's of a blob."""
+    return hashlib.sha256(), hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
+
+
+def _read(
+    export: _Export, store: Store, files: Mapping[str, LocalFile], progress: Progress | None
+) -> dict[str, LocalFile]:
+    """Read every file once; return them with the hub's digests.
+
+    Raises:
+        DamagedCheckpoint: A file has other bytes than the catalog recorded.
+    """
+    meter = ProgressMeter(progress, "read", sum(file.nbytes for file in files.values()))
+    recorded, findings, local = (
+        {file.path: file for file in export.files},
+        list[Finding](),
+        dict[str, LocalFile](),
+    )
+    for name, file in files.items():
+        if isinstance(file.content, bytes):  # the card
+            local[name] = file
+            continue
+        record = recorded[name]
+        assert record.digest is not None  # `_export` has refused it
+        hashers = [hasher_like(record.digest), *_hub_hashers(file.nbytes)]
+        digest, sha256, blob = digests_of(store, name, file.nbytes, hashers)
+        wrong = differs(record, digest)
+        if wrong is not None:
+            findings.append(wrong)
+        local[name] = replace(file, sha256=sha256, blob=blob)
+        meter.add(file.nbytes)
+    _require_none(export.uri, findings)
+    return local
+
+
+def _require_none(uri: str, findings: Sequence[Finding]) -> None:
+    if findings:
+        more = f" and {len(findings) - 1} more" if findings[1:] else ""
+        raise DamagedCheckpoint(
+            f"{uri} is not what the catalog recorded: {findings[0].message}{more}",
+            hint="nothing was sent; " + (findings[0].hint or "export it again"),
+            findings=tuple(findings),
+        )
+
+
+class _Unchanged:
+    """The identity of files before they are read."""
+
+    def __init__(self, store: Store, names: Sequence[str]) -> None:
+        self._store, self._names = store, names
+        self._ctimes, self._stamps = settled_ctimes(names, store), stamps_now(names, store)
+
+    def require(self) -> None:
+        """Raise `SourceChanged` if a file was written, replaced or touched since."""
+        ctimes, stamps = take_ctimes(self._names, self._store), stamps_now(self._names, self._store)
+        if stamps != self._stamps or not untouched(self._ctimes, ctimes):
+            changed = [n for n in self._names if (ctimes[n], stamps[n]) != (self._ctimes[n], self._stamps[n])]
+            raise SourceChanged(
+                f"{listed(changed)} of {self._store.url} changed while it was read or sent",
+                hint="nothing was committed: run the command again",
+            )
+
+
+def _refs(repository: HubRepository, place: HubPlace, rules: PushRules) -> HubRefs:
+    """Return the branches and tags of a repository, which is created if that was asked for."""
+    refs = repository.refs()
+    if refs is None and not rules.create:
+        raise DestinationUnwritable(
+            f"cannot push to {place.url}: the hub has no such repository, or hides it from this token",
+            hint="--create creates it, private; for one that exists, use a token that may write there",
+        )
+    if refs is None and not rules.dry_run:
+        repository.create()
+        refs = repository.refs()
+    return refs or HubRefs({}, {})
+
+
+def _target(repository: HubRepository, refs: HubRefs, place: HubPlace, rules: PushRules) -> _Target:
+    """Return what the hub has at a place. A tag is put on a commit of a branch that lasts until then."""
+    name = place.revision
+    other, kind = (refs.branches, "branch") if rules.tag else (refs.tags, "tag")
+    if name in other:
+        raise DestinationExists(
+            f"{place.url} is a {kind}",
+            hint="name another one" + ("" if rules.tag else ", or compare with the tag: --tag"),
+        )
+    branch = f"pushing-{name}" if rules.tag else name
+    parent = refs.branches.get(branch)
+    first = repository.first_commit() if refs.branches else None
+    start = parent or first
+    base = repository.files(start) if start is not None else {}
+    if not rules.tag:
+        # A branch at the first commit has nothing of its own: a killed run may have created it.
+        blank = parent is None or not base or (parent == first and name != MAIN)
+        return _Target(place, parent, base, blank, branch, parent, base)
+    commit = refs.tags.get(name)
+    files = repository.files(commit) if commit is not None else {}
+    return _Target(place, commit, files, commit is None, branch, parent, base)
+
+
+def _require_free(target: _Target, local: Mapping[str, LocalFile], rules: PushRules) -> None:
+    """Raise `DestinationExists` if a branch or tag holds something else, unless that may be replaced."""
+    if target.blank or rules.overwrite:
+        return
+    changed = [
+        name for name, file in local.items() if name in target.files and not file.equals(target.files[name])
+    ]
+    foreign = [name for name in target.files if name not in local]
+    if changed or foreign:
+        what = [f"{n} (another content)" for n in changed] + [f"{n} (not in this output)" for n in foreign]
+        raise DestinationExists(
+            f"{target.place.url} holds something else: {listed(what)}",
+            hint="name another branch or tag, or replace it with --overwrite; its history stays",
+            changed=changed,
+            foreign=foreign,
+        )
+
+
+def _is_equal(local: Mapping[str, LocalFile], files: Mapping[str, HubFile]) -> bool:
+    return local.keys() == files.keys() and all(file.equals(files[name]) for name, file in local.items())
+
+
+def _fates(local: Mapping[str, LocalFile], files: Mapping[str, HubFile]) -> tuple[PushedFile, ...]:
+    """Return what becomes of the files of an output, and of those that a branch has."""
+    fates = []
+    for name, file in local.items():
+        is_same = name in files and file.equals(files[name])
+        fate = FileFate.SAME if is_same else FileFate.CHANGED if name in files else FileFate.NEW
+        fates.append(PushedFile(name, file.nbytes, file.sha256, fate))
+    gone = [PushedFile(n, f.nbytes, "", FileFate.REMOVED) for n, f in files.items() if n not in local]
+    return (*fates, *gone)
+
+
+def _send(
+    repository: HubRepository,
+    target: _Target,
+    local: Mapping[str, LocalFile],
+    files: Sequence[PushedFile],
+    unchanged: _Unchanged,
+) -> str:
+    """Send what the branch does not have; return the commit that holds all of the output."""
+    parent = target.parent
+    if parent is None:
+        parent = repository.first_commit()
+        repository.create_branch(target.branch, parent)
+    missing = [file.path for file in files if file.fate in (FileFate.NEW, FileFate.CHANGED)]
+    removed = [file.path for file in files if file.fate is FileFate.REMOVED]
+    if not missing and not removed:
+        return parent
+    try:
+        upload = repository.send(target.branch, {name: local[name].content for name in missing})
+    except CkptError:
+        unchanged.require()  # a file that changed is the better reason
+        raise
+    unchanged.require()
+    altered = [name for name, digest in upload.digests().items() if digest != local[name].sha256]
+    if altered:
+        raise SourceChanged(f"{listed(altered)} changed while it was sent", hint="run the command again")
+    message = f"{target.place.revision}: {count(len(local), 'file')} exported by ckptcore {__version__}"
+    try:
+        return upload.commit(parent, removed, message)
+    except (StorageTrouble, Conflict):  # the answer may be lost, and not the commit
+        refs = repository.refs()
+        commit = None if refs is None else refs.branches.get(target.branch)
+        if commit is None or commit == parent or not _is_equal(local, repository.files(commit)):
+            raise
+        return commit
+
+
+def _require_held(
+    repository: HubRepository, target: _Target, commit: str, local: Mapping[str, LocalFile]
+) -> None:
+    """Compare what the hub lists of a commit with the files that were read."""
+    held = repository.files(commit)
+    wrong = [name for name, file in local.items() if name not in held or not file.equals(held[name])]
+    wrong += [name for name in held if name not in local]
+    if wrong:
+        raise OutputMismatch(
+            f"commit {commit} of {target.place.url} does not hold what was sent: {listed(wrong)}",
+            hint="it is there already; send it again with --overwrite, and report it if that fails, too",
+            commit=commit,
+        )
+
+
+def _tag(repository: HubRepository, place: HubPlace, branch: str, commit: str) -> None:
+    """Let a tag name the commit, and delete the branch that held it until then."""
+    refs = repository.refs() or HubRefs({}, {})
+    named = refs.tags.get(place.revision)
+    if named != commit:
+        repository.tag(place.revision, commit, replace=named is not None)
+    if branch in refs.branches:
+        repository.delete_branch(branch)
