@@ -434,6 +434,11 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "a file that the metadata names is not there",
         "copy the file from the rank that wrote it",
     ),
+    "bad-signature": (
+        "error",
+        "a signature is not valid for the key or certificates that verify it, or is none",
+        "get the signature, and the key, from its signer again; do not use the files meanwhile",
+    ),
     "added-file": (
         "error",
         "a file is beside those that were recorded or signed",

@@ -35,6 +35,7 @@ COMMANDS = {
     "": {
         "Look": "inspect validate diff fingerprint stats formats",
         "Convert": "export consolidate reshard merge verify-export serve mount plan apply",
+        "Publish": "push sign verify-signature",
         "Operate": "sweep scrub retire thin gc",
         "Remember": "catalog find",
     },
@@ -62,6 +63,9 @@ EXAMPLES = {
     "serve": f"{_RUN} --dtype bf16",
     "mount": f"{_RUN} look --dtype bf16",
     "formats": "--output json",
+    "push": f"{_EXPORT} hf://org/name@step-1000",
+    "sign": f"{_EXPORT} --key private.pem",
+    "verify-signature": f"{_EXPORT} --key public.pem",
     "find": f"{_EXPORT}/model.safetensors",
     "sweep": "llama",
     "scrub": "--share 0.1",

@@ -1,18 +1,22 @@
-"""Print the answers of sweep, scrub, retire and thin: a line for each checkpoint, then the totals."""
+"""Print the answers of sweep, scrub, retire, thin and push: a line for each checkpoint, then the totals."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptcore.utils import terminal
+from ckptcore.utils.text import count
 from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
     from ckptcore.catalog.retirements import GivenUp
     from ckptcore.errors import CkptError
+    from ckptcore.operations.push import Pushed
     from ckptcore.operations.retire import RetireDecision, RetireReport
     from ckptcore.operations.scrub import Looked, Scrubbed
+    from ckptcore.operations.signing import SignatureCheck, Signed
     from ckptcore.operations.sweep_items import SweepItem, Swept
     from ckptcore.operations.thin import ThinDecision, ThinReport
 
@@ -128,6 +132,57 @@ def thinned(value: ThinReport, *, as_json: bool) -> None:
         terminal.line(f"{counted} set aside; {later}")
     else:
         terminal.line(f"{counted} freed")
+
+
+def pushed_line(as_json: bool) -> Callable[[Pushed], None]:
+    """Return a callback that prints what became of each output."""
+
+    def line(item: Pushed) -> None:
+        sizes = f"{len(item.sent)} of {count(len(item.files), 'file')}, {show_size(item.sent_bytes)}"
+        reason = sizes if item.error is None else f"{item.error.code}: {item.error.message}"
+        at_commit = f" at {item.commit[:8]}" if item.commit else ""
+        terminal.line(f"{item.outcome:<10} {item.uri} -> {item.url}{at_commit}: {reason}", err=as_json)
+        if item.error is not None and item.error.hint:
+            terminal.line(f"  next: {item.error.hint}", err=as_json)
+        changes = [f"{f.path} ({f.fate})" for f in item.files if f.fate in ("changed", "removed")]
+        _names("replaces", changes, as_json)
+
+    return line
+
+
+def pushed(items: Sequence[Pushed], *, as_json: bool) -> None:
+    """Print the answer of `push`."""
+    counts = dict(Counter(item.outcome.value for item in items))
+    nbytes = sum(item.sent_bytes for item in items)
+    if as_json:
+        form = {"counts": counts, "sent_bytes": nbytes, "outputs": [item.as_dict() for item in items]}
+        terminal.write_json(form, indent=2)
+    elif len(items) > 1:
+        terminal.line(f"{_counts(counts)}; {show_size(nbytes)} that the branches did not have")
+
+
+def signed(value: Signed, *, as_json: bool) -> None:
+    """Print the answer of `sign`."""
+    if as_json:
+        terminal.write_json(value.as_dict(), indent=2)
+        return
+    read = len(value.files) - len(value.recorded)
+    terminal.line(
+        f"{value.signature} signs {count(len(value.files), 'file')} of {value.uri}: "
+        f"{len(value.recorded)} by the digests that the catalog recorded, {read} by reading them"
+    )
+
+
+def signature_check(value: SignatureCheck, *, as_json: bool) -> None:
+    """Print the answer of `verify-signature`."""
+    if as_json:
+        terminal.write_json(value.as_dict(), indent=2)
+        return
+    for row in value.findings:
+        terminal.line(f"{row.code}: {row.message}")
+    signer = ", ".join(f"{name} {text}" for name, text in value.signer.items() if text)
+    verdict = f"is what was signed: {count(value.files, 'file')}, {value.algorithm}; {signer}"
+    terminal.line(f"{value.uri} {verdict if value.ok else f'is not what {value.signature} signs'}")
 
 
 def retired(value: RetireReport, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Declare the options of sweep, scrub, retire and thin once, for the command line and for flows.
+"""Declare the options of sweep, scrub, retire, thin and push once, for the command line and for flows.
 
 As in `ckptcore.planning.options`, a field is an option. Commands add those for memory, threads and device.
 """
@@ -165,4 +165,20 @@ class ThinOptions:
     grace: Annotated[
         str, Option("How long the old steps can be restored: 7d or 12h. 0 deletes them at once.", "TIME")
     ] = "7d"
+    catalog: Catalog = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """Hold how outputs are sent to a hub."""
+
+    tag: Annotated[bool, Option("Name the commit by a tag in place of a branch.")] = False
+    overwrite: Annotated[
+        bool, Option("Replace what the branch or tag holds. The history of a branch keeps it.")
+    ] = False
+    create: Annotated[bool, Option("Create the repository, private, where there is none.")] = False
+    card: Annotated[
+        str | None, Option("Model card to send in place of README.md; that of the output stays.", "FILE")
+    ] = None
+    dry_run: Annotated[bool, Option("Read and compare, and send nothing.")] = False
     catalog: Catalog = None

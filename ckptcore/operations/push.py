@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import aliases
 from ckptcore.catalog.types import FileRow, State
-from ckptcore.checking.source_stamps import settled_ctimes, stamps_now, take_ctimes, untouched
 from ckptcore.conversion.source_digests import differs
 from ckptcore.errors import (
     CkptError,
@@ -38,14 +37,12 @@ from ckptcore.errors import (
     StorageTrouble,
     UnprovenCheckpoint,
     UsageError,
-    finding,
 )
 from ckptcore.operations.recorded_run import recorded_run
+from ckptcore.operations.registered_files import UnchangedFiles, listing_findings, require_recorded
 from ckptcore.reading.file_digests import digests_of
 from ckptcore.store import Store, local_path, open_store
-from ckptcore.store.file_status import NameKind
 from ckptcore.store.hub_repository import MAIN, HubFile, HubPlace, HubRefs, HubRepository, hub_place
-from ckptcore.store.listing import contents
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.part_digest import Hasher, hasher_like
 from ckptcore.utils.text import count, listed
@@ -61,6 +58,7 @@ STEP = "{step}"  # in a URL: the step of each output
 CARD = "README.md"
 _NOT_WHOLE: Mapping[str, type[CkptError]] = {State.DAMAGED: DamagedCheckpoint, State.INCOMPLETE: NotComplete}
 _MOST_CARD = 1 << 20  # bytes
+_NOT_SENT = "nothing was sent"
 
 
 class FileFate(StrEnum):
@@ -302,7 +300,7 @@ def push(
     request = {"repository": place.repository, "revision": place.revision, "tag": rules.tag}
     recording = recorded_run(catalog, VERB, export.uri, place.url, request)
     with nullcontext("") if rules.dry_run else recording as conversion, closing(open_store(folder)) as store:
-        unchanged = _Unchanged(
+        unchanged = UnchangedFiles(
             store, [name for name, file in named.items() if isinstance(file.content, Path)]
         )
         local = _read(export, store, named, progress)
@@ -366,24 +364,10 @@ def _named_files(export: _Export, card: Path | None) -> dict[str, LocalFile]:
     Raises:
         DamagedCheckpoint: They are not those that were recorded, by name and size.
     """
-    folder, sizes = Path(export.uri), {file.path: file.nbytes for file in export.files}
-    findings: list[Finding] = []
-    statuses = {name: s for name, s in contents(export.uri).items() if s.kind is not NameKind.FOLDER}
-    for name, status in statuses.items():
-        if name not in sizes or status.kind is not NameKind.FILE:
-            message = f"{name} ({status.kind}) is not among the files that were recorded"
-            findings.append(finding("added-file", "files", message, file=name))
-        elif status.nbytes != sizes[name] and not (card is not None and name == CARD):
-            code = "truncated-file" if status.nbytes < sizes[name] else "oversized-file"
-            message = f"{name} has {status.nbytes} bytes, the catalog records {sizes[name]}"
-            findings.append(Finding(code, "files", message, file=name))
-    findings += [
-        finding("missing-file", "files", f"{name} is missing", file=name)
-        for name in sizes
-        if name not in statuses
-    ]
-    _require_none(export.uri, findings)
-    files = {name: LocalFile(folder / name, nbytes) for name, nbytes in sizes.items()}
+    other_size = () if card is None else (CARD,)
+    require_recorded(export.uri, listing_findings(export.uri, export.files, other_size), _NOT_SENT)
+    folder = Path(export.uri)
+    files = {file.path: LocalFile(folder / file.path, file.nbytes) for file in export.files}
     if card is not None:
         files[CARD] = _card(card)
     return dict(sorted(files.items()))
@@ -434,36 +418,8 @@ def _read(
             findings.append(wrong)
         local[name] = replace(file, sha256=sha256, blob=blob)
         meter.add(file.nbytes)
-    _require_none(export.uri, findings)
+    require_recorded(export.uri, findings, _NOT_SENT)
     return local
-
-
-def _require_none(uri: str, findings: Sequence[Finding]) -> None:
-    if findings:
-        more = f" and {len(findings) - 1} more" if findings[1:] else ""
-        raise DamagedCheckpoint(
-            f"{uri} is not what the catalog recorded: {findings[0].message}{more}",
-            hint="nothing was sent; " + (findings[0].hint or "export it again"),
-            findings=tuple(findings),
-        )
-
-
-class _Unchanged:
-    """The identity of files before they are read."""
-
-    def __init__(self, store: Store, names: Sequence[str]) -> None:
-        self._store, self._names = store, names
-        self._ctimes, self._stamps = settled_ctimes(names, store), stamps_now(names, store)
-
-    def require(self) -> None:
-        """Raise `SourceChanged` if a file was written, replaced or touched since."""
-        ctimes, stamps = take_ctimes(self._names, self._store), stamps_now(self._names, self._store)
-        if stamps != self._stamps or not untouched(self._ctimes, ctimes):
-            changed = [n for n in self._names if (ctimes[n], stamps[n]) != (self._ctimes[n], self._stamps[n])]
-            raise SourceChanged(
-                f"{listed(changed)} of {self._store.url} changed while it was read or sent",
-                hint="nothing was committed: run the command again",
-            )
 
 
 def _refs(repository: HubRepository, place: HubPlace, rules: PushRules) -> HubRefs:
@@ -541,7 +497,7 @@ def _send(
     target: _Target,
     local: Mapping[str, LocalFile],
     files: Sequence[PushedFile],
-    unchanged: _Unchanged,
+    unchanged: UnchangedFiles,
 ) -> str:
     """Send what the branch does not have; return the commit that holds all of the output."""
     parent = target.parent

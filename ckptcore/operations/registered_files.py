@@ -19,13 +19,17 @@ from ckptcore.catalog.training import LiveVerdict
 from ckptcore.catalog.types import FileRow, Role
 from ckptcore.checking.check import Report, unproven_finding
 from ckptcore.checking.examine import inspect
+from ckptcore.checking.source_stamps import settled_ctimes, stamps_now, take_ctimes, untouched
 from ckptcore.conversion.registration import facts
 from ckptcore.conversion.source_digests import NOT_THERE, Recorded, are_of_first_sight, differs, is_resaved
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import CkptError, Finding, finding
+from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, SourceChanged, finding
 from ckptcore.reading.file_digests import file_digests
 from ckptcore.store import Store, local_path, open_source_store, open_store, split_url
+from ckptcore.store.file_status import NameKind
+from ckptcore.store.listing import contents
 from ckptcore.utils.part_digest import Hasher, hasher_like, is_crc
+from ckptcore.utils.text import listed
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -38,6 +42,24 @@ _REPLACED = (
     "with `ckptcore catalog rebuild --digests`"
 )
 _OTHER_BYTES = frozenset({"digest-mismatch", "truncated-file", "oversized-file"})
+
+
+class UnchangedFiles:
+    """The identity of files before they are read: a later write, also of equal bytes, is noticed."""
+
+    def __init__(self, store: Store, names: Sequence[str]) -> None:
+        self._store, self._names = store, names
+        self._ctimes, self._stamps = settled_ctimes(names, store), stamps_now(names, store)
+
+    def require(self) -> None:
+        """Raise `SourceChanged` if a file was written, replaced or touched since."""
+        ctimes, stamps = take_ctimes(self._names, self._store), stamps_now(self._names, self._store)
+        if stamps != self._stamps or not untouched(self._ctimes, ctimes):
+            changed = [n for n in self._names if (ctimes[n], stamps[n]) != (self._ctimes[n], self._stamps[n])]
+            raise SourceChanged(
+                f"{listed(changed)} of {self._store.url} changed while it was read or sent",
+                hint="run the command again when nothing writes there",
+            )
 
 
 class NoTime(Exception):
@@ -252,8 +274,53 @@ def _registered_at(catalog: Catalog, uri: str) -> Recorded | None:
     return None if registered is None or registered[0].state in NOT_THERE else registered
 
 
+def listing_findings(
+    uri: str, files: Sequence[FileRow], other_size: Collection[str] = (), ignored: Collection[str] = ()
+) -> tuple[Finding, ...]:
+    """Compare what is in a folder with its recorded files, by name and size; nothing is read.
+
+    Args:
+        uri: The folder.
+        files: Its recorded files.
+        other_size: Names whose sizes may differ.
+        ignored: Names that may be there.
+    """
+    present = {name: s for name, s in contents(uri).items() if s.kind is not NameKind.FOLDER}
+    recorded = {file.path: file for file in files}
+    findings = [
+        finding("added-file", "files", f"{name} ({status.kind}) was not recorded", file=name)
+        for name, status in present.items()
+        if name not in ignored and (name not in recorded or status.kind is not NameKind.FILE)
+    ]
+    for name, file in recorded.items():
+        size = present[name].nbytes if name in present else None
+        wrong = None if name in other_size and size is not None else _size_difference(file, size)
+        findings += [] if wrong is None else [wrong]
+    return tuple(findings)
+
+
+def require_recorded(uri: str, findings: Sequence[Finding], consequence: str) -> None:
+    """Raise `DamagedCheckpoint` if files of a folder are not the recorded ones.
+
+    Args:
+        uri: The folder.
+        findings: Why they are not; empty if they are.
+        consequence: What was not done, for the hint.
+    """
+    if findings:
+        more = f" and {len(findings) - 1} more" if findings[1:] else ""
+        raise DamagedCheckpoint(
+            f"{uri} is not what the catalog recorded: {findings[0].message}{more}",
+            hint=f"{consequence}; {findings[0].hint}",
+            findings=tuple(findings),
+        )
+
+
 def _size_finding(store: Store, file: FileRow) -> Finding | None:
-    size = store.size(file.path)
+    return _size_difference(file, store.size(file.path))
+
+
+def _size_difference(file: FileRow, size: int | None) -> Finding | None:
     if size is None:
         return finding("missing-file", "files", f"{file.path} is missing", file=file.path)
     if size == file.nbytes:

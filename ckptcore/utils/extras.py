@@ -17,6 +17,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "az": ("adlfs",),
     "hub": ("huggingface_hub",),
     "mount": ("mfusepy",),
+    "sign": ("model_signing", "OpenSSL"),
     "postgres": ("psycopg",),
     "otel": ("opentelemetry",),
     "dask": ("prefect_dask", "distributed"),

@@ -308,8 +308,10 @@ def test_a_branch_that_moves_meanwhile_is_a_conflict(world: World, hub: FakeHub)
     assert hub.at("step-1") == {"other.txt": b"x"}
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 400])
-@pytest.mark.parametrize("path", ["/refs", "/preupload/", "/commit/"])
+@pytest.mark.parametrize(
+    ("status", "path"),
+    [(401, "/refs"), (403, "/branch/"), (404, "/preupload/"), (403, "/commit/"), (400, "/commit/")],
+)
 def test_a_hub_that_refuses_is_an_error_of_the_destination(
     world: World, hub: FakeHub, status: int, path: str, capfd: pytest.CaptureFixture[str]
 ):

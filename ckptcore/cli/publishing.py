@@ -1,0 +1,168 @@
+"""Run `ckptcore push`, `sign` and `verify-signature`, which bring outputs to others.
+
+Commands parse, call and print; `ckptcore.cli.main` handles errors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ckptcore.cli import render as show
+from ckptcore.cli.options import ANSWER, Output, declared, takes
+from ckptcore.operations.options import PushOptions
+from ckptcore.planning.options import here, options_of, read_options
+
+
+@takes(declared(*options_of(PushOptions), of=PushOptions), ANSWER)
+def push(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DST... URL",
+            help="Folders that `ckptcore export` wrote; then hf://ORG/NAME@BRANCH. {step} in it is the step "
+            "of each folder.",
+        ),
+    ],
+    **arguments: Any,
+) -> None:
+    """Send exports to the Hugging Face hub, one branch or tag a step.
+
+    Only proven exports are sent, and only what the branch lacks. A branch that holds something else is
+    refused. Token and endpoint are those of huggingface_hub (HF_TOKEN, HF_ENDPOINT, hf auth login).
+    """
+    from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.cli.render_operations import pushed, pushed_line
+    from ckptcore.operations.push import PushRules, push_each
+
+    *folders, url = places
+    if not folders:
+        raise typer.BadParameter("name at least one folder, and then the URL", param_hint="DST... URL")
+    options = read_options(PushOptions, arguments)
+    rules = PushRules(
+        tag=options.tag,
+        overwrite=options.overwrite,
+        create=options.create,
+        card=None if options.card is None else here("--card", options.card),
+        dry_run=options.dry_run,
+    )
+    as_json = arguments["output"] is Output.JSON
+    with open_catalog(options.catalog or default_url(), create=False) as catalog, show.progress() as progress:
+        outcomes = push_each(catalog, folders, url, rules, progress, pushed_line(as_json))
+    pushed(outcomes, as_json=as_json)
+    failed = next((item.error for item in outcomes if item.error is not None), None)
+    raise typer.Exit(0 if failed is None else failed.exit_code)
+
+
+Folder = Annotated[str, typer.Argument(metavar="DST", help="Folder of a checkpoint.")]
+Signature = Annotated[
+    str | None,
+    typer.Option("--signature", metavar="FILE", help="The signature. Default: DST.sig, beside the folder."),
+]
+
+
+@takes(declared("catalog", "no_catalog"), ANSWER)
+def sign(
+    folder: Folder,
+    key: Annotated[
+        str,
+        typer.Option(
+            "--key",
+            metavar="FILE",
+            help="Private key (PEM, a NIST curve). CKPTCORE_KEY_PASSWORD is its password, if it has one.",
+        ),
+    ],
+    certificate: Annotated[
+        str | None, typer.Option("--certificate", metavar="FILE", help="Certificate of the key (PEM).")
+    ] = None,
+    chain: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--chain", metavar="FILE", help="Certificates that lead from it to its root (repeatable)."
+        ),
+    ] = None,
+    signature: Signature = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a signature that is there.")
+    ] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read every file, also those whose digest the catalog has.")
+    ] = False,
+    **arguments: Any,
+) -> None:
+    """Sign a folder in OpenSSF's model-signing format.
+
+    Every file is listed with its BLAKE3: that of the catalog where the file is as it was recorded, else it is
+    read. Others verify the signature with `model_signing`, or with `ckptcore verify-signature`.
+    """
+    from ckptcore.cli.render_operations import signed
+    from ckptcore.operations.signing import SigningKey
+    from ckptcore.operations.signing import sign as run
+
+    if chain and certificate is None:
+        raise typer.BadParameter("needs --certificate", param_hint="--chain")
+    signing_key = SigningKey(
+        here("--key", key),
+        None if certificate is None else here("--certificate", certificate),
+        tuple(here("--chain", path) for path in chain or ()),
+    )
+    outcome = run(
+        folder,
+        None if signature is None else str(here("--signature", signature)),
+        signing_key,
+        catalog=False if arguments["no_catalog"] else arguments["catalog"],
+        read=read,
+        overwrite=overwrite,
+    )
+    signed(outcome, as_json=arguments["output"] is Output.JSON)
+
+
+@takes(ANSWER)
+def verify_signature(
+    folder: Folder,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="FILE", help="Public key of the signer (PEM).")
+    ] = None,
+    chain: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--chain",
+            metavar="FILE",
+            help="Root certificates that you trust, for one that signs (repeatable).",
+        ),
+    ] = None,
+    signature: Annotated[
+        str | None,
+        typer.Option(
+            "--signature", metavar="FILE", help="The signature. Default: DST/model.sig, or DST.sig beside it."
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore", metavar="NAME", help="File or folder in DST that need not be signed (repeatable)."
+        ),
+    ] = None,
+    **arguments: Any,
+) -> None:
+    """Verify that a folder is what somebody signed.
+
+    Signatures are those of OpenSSF's model-signing. Exit code 1 if the signature is not valid, or a file was
+    changed, removed or added.
+    """
+    from ckptcore.cli.render_operations import signature_check
+    from ckptcore.operations.signing import Trusted
+    from ckptcore.operations.signing import verify_signature as run
+
+    trusted = Trusted(
+        None if key is None else here("--key", key), tuple(here("--chain", path) for path in chain or ())
+    )
+    outcome = run(
+        folder,
+        None if signature is None else str(here("--signature", signature)),
+        trusted,
+        tuple(ignore or ()),
+    )
+    signature_check(outcome, as_json=arguments["output"] is Output.JSON)
+    raise typer.Exit(0 if outcome.ok else 1)

@@ -1,0 +1,575 @@
+"""Sign folders, and verify signatures, in OpenSSF's model-signing format.
+
+The work is that of `model_signing`: a signature is a Sigstore bundle over an in-toto statement that lists
+each file with its digest. That format takes BLAKE3 of complete files, which is what the catalog records when
+a file is written. So a folder whose files are as they were recorded is signed without reading its tensors;
+any other one is read once. What was signed and what is there are compared by name.
+
+https://github.com/sigstore/model-transparency, "Model Signing Format"
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ckptcore.catalog import holdings
+from ckptcore.catalog.types import FileRow
+from ckptcore.checking.check import check
+from ckptcore.checking.examine import inspect
+from ckptcore.checking.source_stamps import published_stamp
+from ckptcore.conversion.source_digests import NOT_THERE, differs
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import used
+from ckptcore.custody.gate import existing_catalog
+from ckptcore.errors import (
+    DamagedCheckpoint,
+    DestinationExists,
+    Finding,
+    InternalError,
+    SourceUnreadable,
+    UsageError,
+    finding,
+)
+from ckptcore.operations.registered_files import UnchangedFiles, listing_findings, require_recorded
+from ckptcore.store import local_path, open_store
+from ckptcore.store.file_status import FileStatus, NameKind
+from ckptcore.store.listing import contents
+from ckptcore.utils.extras import needed
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
+from ckptcore.utils.text import listed, short_repr
+
+IN_FOLDER = "model.sig"  # the name of a signature that lies in its folder, as model_signing's own
+PASSWORD = "CKPTCORE_KEY_PASSWORD"
+_ALGORITHM = "blake3"
+_NOT_SIGNED = "it was not signed"
+_HEX = 64  # digits of a plain BLAKE3
+# Left out by the format, in every folder: what git and its hosts add.
+_OF_GIT = (".git", ".gitattributes", ".github", ".gitignore")
+_MOST_SIGNATURE = 256 << 20  # bytes; 200 of them for each file
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A signature that was written.
+
+    Attributes:
+        uri: The folder.
+        signature: The file.
+        files: File -> BLAKE3.
+        recorded: The files whose digests are those of the catalog; the others were read.
+    """
+
+    uri: str
+    signature: str
+    files: Mapping[str, str] = field(repr=False)
+    recorded: frozenset[str] = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        files = [
+            {"path": name, _ALGORITHM: digest, "digest_from": "catalog" if name in self.recorded else "file"}
+            for name, digest in sorted(self.files.items())
+        ]
+        return {"uri": self.uri, "signature": self.signature, "files": files}
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureCheck:
+    """The result of a verification.
+
+    Attributes:
+        uri: The folder.
+        signature: The file.
+        findings: What is wrong; empty if the signature is valid and the folder is what was signed.
+        files: How many files were signed.
+        algorithm: Of their digests.
+        signer: What the signature says of its signer; trustworthy only without findings.
+    """
+
+    uri: str
+    signature: str
+    findings: tuple[Finding, ...]
+    files: int = 0
+    algorithm: str = ""
+    signer: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the signature is valid and the folder is what was signed."""
+        return not self.findings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        form = {name: getattr(self, name) for name in ("ok", "uri", "signature", "files", "algorithm")}
+        return form | {"signer": dict(self.signer), "findings": [f.as_dict() for f in self.findings]}
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """What signs: a private key, and its certificate with those that lead to its root; all in PEM."""
+
+    private_key: Path
+    certificate: Path | None = None
+    chain: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    """Whom to trust: a public key, or the roots of certificates."""
+
+    public_key: Path | None = None
+    roots: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.public_key is None) == (not self.roots):
+            raise UsageError(
+                "a signature is verified by --key or by --chain",
+                hint="name the signer's public key, or the certificates of the root that you trust",
+            )
+
+
+def sign(
+    folder: str,
+    signature: str | None,
+    key: SigningKey,
+    *,
+    catalog: str | bool | None = None,
+    read: bool = False,
+    overwrite: bool = False,
+) -> Signed:
+    """Sign a folder.
+
+    Args:
+        folder: Its path.
+        signature: The file to write; None for the folder's name with ``.sig``, beside it.
+        key: What signs.
+        catalog: URL of the catalog with the digests; None for the default one, False for none.
+        read: Read every file, whatever is recorded.
+        overwrite: Replace a signature that is there.
+
+    Raises:
+        DamagedCheckpoint: The folder is not complete, or not what was recorded.
+        DestinationExists: There is a signature.
+        SourceChanged: A file was written meanwhile.
+        UsageError: The key cannot be used, or the folder has links.
+    """
+    place = _folder(folder)
+    target = _signature_of(place, signature)
+    if os.path.lexists(target) and not overwrite:
+        raise DestinationExists(f"{target} exists", hint="name another file, or replace it with --overwrite")
+    config = _signing_config(key)
+    inside = _inside(place, target)
+    ignored = frozenset({IN_FOLDER, *([inside] if inside else [])})
+    names = _names(place, ignored)
+    source = inspect(str(place))
+    _require_whole(source)
+    with closing(open_store(str(place))) as store:
+        unchanged = UnchangedFiles(store, names)
+        records, untouched = _records(source, str(place), catalog, names)
+        trusted = {
+            file.path: file.digest
+            for file in records
+            if not read and file.path in untouched and file.digest and len(file.digest) == _HEX
+        }
+        hashing_config = _RecordedHashing(str(place), names, trusted, records, ignored)
+        with tempfile.TemporaryDirectory() as scratch, _quiet():
+            written = Path(scratch) / IN_FOLDER
+            config.set_hashing_config(hashing_config).sign(place, written)
+            data = written.read_bytes()
+        unchanged.require()
+    files = _statement(data).files
+    if files.keys() != set(names) or any(files[name] != digest for name, digest in trusted.items()):
+        raise InternalError(f"the signature of {place} does not list its files, and was not written")
+    with closing(open_store(str(target.parent))) as store:
+        store.put(target.name, data)
+    return Signed(str(place), str(target), files, frozenset(trusted))
+
+
+def verify_signature(
+    folder: str, signature: str | None, trusted: Trusted, ignored: Collection[str] = ()
+) -> SignatureCheck:
+    """Verify that a folder is what somebody signed.
+
+    Args:
+        folder: Its path.
+        signature: The file; None for the one in the folder, or beside it.
+        trusted: Whom to trust.
+        ignored: Files and folders in it that need not be signed.
+
+    Raises:
+        SourceUnreadable: There is no signature.
+        UsageError: A key or certificate cannot be used, or the folder has links.
+    """
+    place = _folder(folder)
+    target = _existing_signature(place, signature)
+    config = _verifying_config(trusted)
+    try:
+        statement = _statement(_bytes_of(target))
+    except InvalidText as error:
+        return SignatureCheck(str(place), str(target), (_bad(f"{target} is no signature: {error}"),))
+    inside = _inside(place, target)
+    allowed = frozenset({*ignored, *([inside] if inside else [])})
+    names = _names(place, allowed)
+    observed = _ObservedHashing(statement, allowed)
+    findings: tuple[Finding, ...] = ()
+    with _quiet():
+        try:
+            config.set_hashing_config(observed).verify(place, target)
+        except Exception as error:
+            findings = _differences(statement, observed.resources, error)
+    if not findings:
+        # What the signer left out is not proven by the signature.
+        findings = tuple(
+            finding("added-file", "bytes", f"{name} is not covered by the signature", file=name)
+            for name in names
+            if name not in statement.paths
+        )
+    return SignatureCheck(
+        str(place), str(target), findings, len(statement.paths), statement.algorithm, statement.signer
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """What a signature says, before anything proves it.
+
+    Attributes:
+        files: Resource -> digest: a file, or ``file:start:end``.
+        serialization: How the resources were made.
+        signer: Of the signer.
+    """
+
+    files: Mapping[str, str]
+    serialization: Mapping[str, Any]
+    signer: Mapping[str, str]
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm of the digests."""
+        return str(self.serialization["hash_type"])
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The files that are covered."""
+        if self.serialization["method"] == "files":
+            return frozenset(self.files)
+        return frozenset(name.rsplit(":", 2)[0] for name in self.files)
+
+
+def _statement(data: bytes) -> _Statement:
+    """Read a signature; raise `InvalidText` for anything else."""
+    try:
+        bundle = load_json_object(data)
+        payload = load_json_object(base64.b64decode(bundle["dsseEnvelope"]["payload"], validate=True))
+        predicate = payload["predicate"]
+        serialization = dict(predicate["serialization"])
+        _require_known(serialization)
+        files = {str(r["name"]): str(r["digest"]) for r in predicate["resources"]}
+        return _Statement(files, serialization, _signer(bundle["verificationMaterial"]))
+    except InvalidText:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InvalidText(f"it lacks {error}") from error
+
+
+def _require_known(serialization: Mapping[str, Any]) -> None:
+    if serialization["method"] not in ("files", "shards") or not isinstance(serialization["hash_type"], str):
+        raise InvalidText(f"files are listed by {short_repr(dict(serialization))}")
+
+
+def _signer(material: Mapping[str, Any]) -> dict[str, str]:
+    if "publicKey" in material:
+        return {"public_key_sha256": str(material["publicKey"].get("hint") or "")}
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    certificate = x509.load_der_x509_certificate(
+        base64.b64decode(material["x509CertificateChain"]["certificates"][0]["rawBytes"])
+    )
+    return {
+        "subject": certificate.subject.rfc4514_string(),
+        "issuer": certificate.issuer.rfc4514_string(),
+        "certificate_sha256": certificate.fingerprint(hashes.SHA256()).hex(),
+        "valid_until": certificate.not_valid_after_utc.isoformat(),
+    }
+
+
+def _folder(folder: str) -> Path:
+    path = local_path(folder)
+    if path is None or not path.is_dir():
+        raise UsageError(f"{folder} is no local folder", hint="name a folder of this machine")
+    return Path(os.path.abspath(path))
+
+
+def _beside(place: Path) -> Path:
+    return place.with_name(f"{place.name}.sig")
+
+
+def _signature_of(place: Path, signature: str | None) -> Path:
+    return _beside(place) if signature is None else Path(os.path.abspath(signature))
+
+
+def _existing_signature(place: Path, signature: str | None) -> Path:
+    """Return the file of a signature: the one that is named, or the only one of a folder."""
+    if signature is not None:
+        return Path(os.path.abspath(signature))
+    usual = [path for path in (place / IN_FOLDER, _beside(place)) if path.is_file()]
+    if len(usual) > 1:
+        raise UsageError(
+            f"{place} has two signatures: {usual[0]}, {usual[1]}", hint="name one with --signature"
+        )
+    if not usual:
+        raise SourceUnreadable(
+            f"{place} has no signature: neither {IN_FOLDER} in it nor {_beside(place)}",
+            hint="name it with --signature",
+        )
+    return usual[0]
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _MOST_SIGNATURE:
+            raise InvalidText(f"it has more than {_MOST_SIGNATURE} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceUnreadable(f"cannot read {path}: {error.strerror}") from error
+
+
+def _inside(place: Path, target: Path) -> str | None:
+    """Return the name of a signature relative to its folder; None where it is elsewhere."""
+    folder, name = Path(os.path.realpath(target.parent)), target.name
+    place = Path(os.path.realpath(place))
+    return (folder / name).relative_to(place).as_posix() if folder.is_relative_to(place) else None
+
+
+def _names(place: Path, ignored: Collection[str]) -> list[str]:
+    """Return the files of a folder that a signature covers.
+
+    ignored: Files, and folders with all that is in them.
+    """
+    left_out = [PurePosixPath(name) for name in (*_OF_GIT, *ignored)]
+    covered = {
+        name: status
+        for name, status in contents(str(place)).items()
+        if not any(PurePosixPath(name).is_relative_to(other) for other in left_out)
+    }
+    odd = [f"{name} is a {s.kind}" for name, s in covered.items() if not _is_plain(s)]
+    if odd:
+        raise UsageError(
+            f"{place} has more than files: {listed(odd)}",
+            hint="a signature covers files alone: copy the folder with the files that its links name",
+        )
+    return [name for name, status in covered.items() if status.kind is NameKind.FILE]
+
+
+def _is_plain(status: FileStatus) -> bool:
+    return status.kind in (NameKind.FILE, NameKind.FOLDER)
+
+
+def _require_whole(source: Manifest) -> None:
+    """Raise `DamagedCheckpoint` for a folder that is known not to be complete."""
+    errors = tuple(f for f in check(source, None, "coverage").findings if f.severity == "error")
+    if errors:
+        raise DamagedCheckpoint(f"{source.root} is damaged: {errors[0].message}", findings=errors)
+
+
+def _records(
+    source: Manifest, uri: str, catalog: str | bool | None, names: Collection[str]
+) -> tuple[tuple[FileRow, ...], frozenset[str]]:
+    """Return the recorded files of a folder, and those whose bytes nothing has touched since.
+
+    Raises:
+        DamagedCheckpoint: The folder lacks a recorded file, or has others.
+    """
+    with existing_catalog(catalog) as opened:
+        registered = None if opened is None else opened.at(uri)
+        if opened is None or registered is None or registered[0].state in NOT_THERE:
+            return (), frozenset()
+        row, files = registered
+        with opened.reading() as conn:
+            stamp = holdings.stamp_of(conn, row.id)
+    left_out = [name for name in contents(uri) if name not in names]
+    findings = listing_findings(uri, files, ignored=left_out)
+    require_recorded(uri, findings, _NOT_SIGNED)
+    is_same = stamp is not None and stamp == published_stamp(source)
+    return files, used(source).data if is_same else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedDigest:
+    """A digest of a file, with what model_signing asks of one."""
+
+    algorithm: str
+    digest_value: bytes
+
+    @property
+    def digest_hex(self) -> str:
+        """The digest in hex."""
+        return self.digest_value.hex()
+
+
+class _RecordedHashing:
+    """How model_signing gets the digests of a folder: those that are trusted as they are, others by reading.
+
+    Args:
+        uri: The folder.
+        names: Its files.
+        trusted: File -> recorded digest, of those that are not read.
+        records: The recorded files, with which those are compared that are read.
+        ignored: Names that the signature leaves out.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        names: Sequence[str],
+        trusted: Mapping[str, str],
+        records: Sequence[FileRow],
+        ignored: Collection[str],
+    ) -> None:
+        from model_signing import hashing
+
+        self._uri, self._names, self._trusted, self._records = uri, names, trusted, records
+        self._config = hashing.Config().use_file_serialization(hashing_algorithm=_ALGORITHM)
+        self._config.set_ignored_paths(paths=sorted(ignored), ignore_git_paths=True)
+
+    def hash(self, model_path: Any) -> Any:
+        """Return model_signing's manifest of the folder."""
+        from model_signing import manifest
+
+        rest = [Path(model_path) / name for name in self._names if name not in self._trusted]
+        read = self._config.hash(model_path, files_to_hash=rest)
+        digests: dict[str, Any] = {r.identifier: r.digest for r in read.resource_descriptors()}
+        compared = [
+            differs(file, digests[file.path].digest_hex) for file in self._records if file.path in digests
+        ]
+        require_recorded(self._uri, [wrong for wrong in compared if wrong is not None], _NOT_SIGNED)
+        digests |= {n: _RecordedDigest(_ALGORITHM, bytes.fromhex(d)) for n, d in self._trusted.items()}
+        items = [
+            manifest.FileManifestItem(path=PurePosixPath(name), digest=digest)
+            for name, digest in digests.items()
+        ]
+        made_by = manifest.SerializationType.from_args(read.serialization_type)
+        return manifest.Manifest(read.model_name, items, made_by)
+
+
+class _ObservedHashing:
+    """The hashing that a signature names; it keeps what it made.
+
+    Attributes:
+        resources: File, or part of one -> digest; None before anything was hashed.
+    """
+
+    def __init__(self, statement: _Statement, ignored: Collection[str]) -> None:
+        from model_signing import hashing
+
+        self._config = hashing.Config()
+        self.resources: dict[str, str] | None = None
+        form = statement.serialization
+        if form["method"] == "files":
+            self._config.use_file_serialization(hashing_algorithm=form["hash_type"])
+        else:
+            self._config.use_shard_serialization(
+                hashing_algorithm=form["hash_type"], shard_size=form["shard_size"]
+            )
+        # Signers may cover what git adds; then it is compared, too.
+        covers_git = any(name.partition("/")[0] in _OF_GIT for name in statement.paths)
+        self._config.set_ignored_paths(paths=sorted(ignored), ignore_git_paths=not covers_git)
+
+    def add_ignored_paths(self, **paths: Any) -> None:
+        """Leave out what the signature says."""
+        self._config.add_ignored_paths(**paths)
+
+    def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
+        """Return model_signing's manifest of the folder."""
+        made = self._config.hash(model_path, files_to_hash=files_to_hash)
+        self.resources = {r.identifier: r.digest.digest_hex for r in made.resource_descriptors()}
+        return made
+
+
+def _signing_config(key: SigningKey) -> Any:
+    """Return model_signing's configuration of a signer."""
+    with needed("sign", "sign"):
+        from model_signing import signing
+    password = os.environ.get(PASSWORD)
+    config = signing.Config()
+    try:
+        if key.certificate is None:
+            return config.use_elliptic_key_signer(
+                private_key=key.private_key,
+                # cryptography takes bytes, whatever model_signing's annotation says.
+                password=password.encode() if password else None,
+            )
+        return config.use_certificate_signer(
+            private_key=key.private_key, signing_certificate=key.certificate, certificate_chain=key.chain
+        )
+    except Exception as error:
+        named = [key.private_key, *([key.certificate] if key.certificate else []), *key.chain]
+        raise UsageError(
+            f"cannot sign with {listed(list(map(str, named)))}: {error or type(error).__name__}",
+            hint=f"a private key on a NIST curve in PEM; {PASSWORD} is its password, if it has one",
+        ) from error
+
+
+def _verifying_config(trusted: Trusted) -> Any:
+    """Return model_signing's configuration of a verifier."""
+    with needed("sign", "verify a signature"):
+        from model_signing import verifying
+    config = verifying.Config()
+    try:
+        if trusted.public_key is not None:
+            return config.use_elliptic_key_verifier(public_key=trusted.public_key)
+        return config.use_certificate_verifier(certificate_chain=trusted.roots)
+    except Exception as error:
+        named = [trusted.public_key] if trusted.public_key is not None else trusted.roots
+        raise UsageError(
+            f"cannot verify with {listed(list(map(str, named)))}: {error or type(error).__name__}",
+            hint="a public key on a NIST curve, or certificates, in PEM",
+        ) from error
+
+
+def _differences(
+    statement: _Statement, present: Mapping[str, str] | None, error: Exception
+) -> tuple[Finding, ...]:
+    """Return what a verification that failed has found, by name."""
+    if present is None:  # the signature comes first: without it nothing is hashed
+        return (_bad(f"the signature is not valid: {error or type(error).__name__}"),)
+    paths_present = _Statement(present, statement.serialization, {}).paths
+    findings = [
+        finding("missing-file", "files", f"{path} is missing", file=path)
+        for path in sorted(statement.paths - paths_present)
+    ]
+    findings += [
+        finding("added-file", "files", f"{path} was not signed", file=path)
+        for path in sorted(paths_present - statement.paths)
+    ]
+    signed = statement.files
+    differing = {n: "" for n in (*signed, *present) if signed.get(n) != present.get(n)}
+    changed = _Statement(differing, statement.serialization, {}).paths & paths_present & statement.paths
+    hint = "get it again from its signer"
+    findings += [
+        finding("digest-mismatch", "bytes", f"{path} is not what was signed", file=path, hint=hint)
+        for path in sorted(changed)
+    ]
+    return tuple(findings) or (_bad(f"the signature is not valid: {error}"),)
+
+
+def _bad(message: str) -> Finding:
+    return finding("bad-signature", "files", message)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what model_signing prints out of an answer: hints to signers, and warnings of pyOpenSSL."""
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

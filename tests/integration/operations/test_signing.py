@@ -1,0 +1,313 @@
+"""Folders are signed in model-signing's format: by it they are verified, and what it signs is verified here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from checkpoints import save
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ckptcore import api, errors
+from ckptcore.cli.main import run
+from ckptcore.operations import signing
+from ckptcore.operations.signing import SigningKey, Trusted, sign, verify_signature
+
+model_signing = pytest.importorskip("model_signing")
+
+
+def _pem(
+    key: ec.EllipticCurvePrivateKey, folder: Path, name: str, password: bytes | None = None
+) -> SigningKey:
+    hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    form = serialization.PrivateFormat.PKCS8
+    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, hidden))
+    pem, info = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(key.public_key().public_bytes(pem, info))
+    return SigningKey(private)
+
+
+def _certificate(
+    name: str, key: ec.EllipticCurvePrivateKey, issuer: str, signer: ec.EllipticCurvePrivateKey, *, root: bool
+) -> bytes:
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, n)]) for n in (name, issuer)]
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    usage = dict.fromkeys(
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(names[0])
+        .issuer_name(names[1])
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(begin + timedelta(days=3650))
+        .add_extension(x509.BasicConstraints(ca=root, path_length=None), critical=True)
+        .add_extension(
+            x509.KeyUsage(digital_signature=not root, key_cert_sign=root, crl_sign=root, **usage),
+            critical=True,
+        )
+        .sign(signer, hashes.SHA256())
+    )
+    return made.public_bytes(serialization.Encoding.PEM)
+
+
+class Signing:
+    """An export that the catalog knows, keys and certificates."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.catalog = folder, f"sqlite:///{folder}/catalog.sqlite"
+        source = save(folder / "run" / "step-7")
+        self.export = folder / "out"
+        api.convert(str(source), f"{self.export}", catalog=self.catalog)
+        key, other, root = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
+        self.key, self.other = _pem(key, folder, "key"), _pem(other, folder, "other")
+        self.public, self.other_public = folder / "key.pub", folder / "other.pub"
+        (folder / "root.crt").write_bytes(_certificate("root", root, "root", root, root=True))
+        (folder / "leaf.crt").write_bytes(_certificate("ada", key, "root", root, root=False))
+        (folder / "other-root.crt").write_bytes(_certificate("root", other, "root", other, root=True))
+        self.certified = SigningKey(self.key.private_key, folder / "leaf.crt")
+
+    def sign(self, key: SigningKey | None = None, **options: object):
+        return sign(str(self.export), None, key or self.key, **{"catalog": self.catalog, **options})
+
+    def verify(self, **options: object):
+        return verify_signature(str(self.export), None, Trusted(self.public), **options)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Signing:
+    return Signing(tmp_path_factory.mktemp("signing") / "")
+
+
+@pytest.fixture
+def world(prepared: Signing) -> Signing:
+    for path in prepared.root.glob("*.sig"):
+        path.unlink()
+    return prepared
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def theirs(world: Signing) -> None:
+    """Verify as model_signing itself does, without anything of ours."""
+    verifier = model_signing.verifying.Config().use_elliptic_key_verifier(public_key=world.public)
+    verifier.verify(world.export, world.root / "out.sig")
+
+
+def test_a_folder_is_signed_by_recorded_digests_and_verified_by_model_signing(
+    world: Signing, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[str] = []
+    hash_file = model_signing.hashing.Config.hash
+
+    def watch(self, model_path, *, files_to_hash=None):
+        read.extend(Path(f).name for f in files_to_hash or ())
+        return hash_file(self, model_path, files_to_hash=files_to_hash)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model_signing.hashing.Config, "hash", watch)
+        done = world.sign()
+    tensors = {name for name in files(world.export) if name.endswith(".safetensors")}
+    assert tensors
+    assert done.recorded == tensors
+    assert set(read) == files(world.export) - tensors
+    theirs(world)
+    assert world.verify().ok
+    assert world.verify().files == len(files(world.export))
+
+
+@pytest.mark.parametrize("option", [{"read": True}, {"catalog": False}])
+def test_without_recorded_digests_every_file_is_read(world: Signing, option: dict):
+    assert world.sign(**option).recorded == frozenset()
+    theirs(world)
+
+
+def test_files_that_were_touched_since_they_were_recorded_are_read(world: Signing, tmp_path: Path):
+    copy = world.export.with_name("copied")
+    shutil.copytree(world.export, copy)
+    shutil.rmtree(world.export)
+    copy.rename(world.export)
+    assert world.sign().recorded == frozenset()
+    theirs(world)
+
+
+def _change(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def altered(world: Signing, tmp_path: Path):
+    """The folder, which has its files back at the end."""
+    saved = tmp_path / "saved"
+    shutil.copytree(world.export, saved)
+    yield world
+    shutil.rmtree(world.export)
+    shutil.copytree(saved, world.export)
+
+
+CHANGES = {
+    "digest-mismatch": lambda folder, name: _change(folder / name),
+    "missing-file": lambda folder, name: (folder / name).unlink(),
+    "added-file": lambda folder, _: (folder / "new.bin").write_bytes(b"x"),
+}
+
+
+@pytest.mark.parametrize("code", CHANGES)
+def test_changed_missing_and_added_files_are_named(altered: Signing, code: str):
+    altered.sign()
+    name = next(n for n in files(altered.export) if n.endswith(".safetensors"))
+    CHANGES[code](altered.export, name)
+    checked = altered.verify()
+    assert [(f.code, f.file) for f in checked.findings] == [
+        (code, "new.bin" if code == "added-file" else name)
+    ]
+    with pytest.raises(ValueError, match="mismatch"):
+        theirs(altered)
+    if code == "added-file":
+        assert altered.verify(ignored=["new.bin"]).ok
+
+
+@pytest.mark.parametrize("code", CHANGES)
+def test_a_folder_that_is_not_what_was_recorded_is_not_signed(altered: Signing, code: str):
+    name = next(n for n in files(altered.export) if n.endswith(".safetensors"))
+    CHANGES[code](altered.export, name)
+    with pytest.raises(errors.DamagedCheckpoint) as caught:
+        altered.sign()
+    assert caught.value.exit_code == 1
+    assert not (altered.root / "out.sig").exists()
+
+
+def test_another_key_proves_nothing(world: Signing):
+    world.sign(world.other)
+    checked = world.verify()
+    assert [f.code for f in checked.findings] == ["bad-signature"]
+
+
+def test_certificates(world: Signing):
+    world.sign(world.certified)
+    target = world.root / "out.sig"
+    model_signing.verifying.Config().use_certificate_verifier(
+        certificate_chain=[world.root / "root.crt"]
+    ).verify(world.export, target)
+    checked = verify_signature(str(world.export), None, Trusted(roots=(world.root / "root.crt",)))
+    assert checked.ok
+    assert checked.signer["subject"] == "CN=ada"
+    other = verify_signature(str(world.export), None, Trusted(roots=(world.root / "other-root.crt",)))
+    assert [f.code for f in other.findings] == ["bad-signature"]
+
+
+@pytest.mark.parametrize("form", ["sha256", "shards"])
+def test_signatures_of_model_signing_itself(altered: Signing, form: str):
+    config = model_signing.hashing.Config()
+    if form == "shards":
+        config.use_shard_serialization(shard_size=1000)
+    signer = model_signing.signing.Config().use_elliptic_key_signer(private_key=altered.key.private_key)
+    signer.set_hashing_config(config).sign(altered.export, altered.root / "out.sig")
+    assert altered.verify().ok
+    name = next(n for n in files(altered.export) if n.endswith(".safetensors"))
+    _change(altered.export / name)
+    assert [(f.code, f.file) for f in altered.verify().findings] == [("digest-mismatch", name)]
+
+
+def test_what_the_signer_left_out_is_not_proven(world: Signing):
+    name = next(n for n in files(world.export) if n.endswith(".safetensors"))
+    config = model_signing.hashing.Config().set_ignored_paths(paths=[name])
+    signer = model_signing.signing.Config().use_elliptic_key_signer(private_key=world.key.private_key)
+    signer.set_hashing_config(config).sign(world.export, world.root / "out.sig")
+    theirs(world)  # for it, that is fine
+    assert [(f.code, f.file) for f in world.verify().findings] == [("added-file", name)]
+
+
+@pytest.mark.parametrize("damage", ["cut", "json", "payload", "list", "statement"])
+def test_a_damaged_signature_is_never_a_valid_one(world: Signing, damage: str):
+    world.sign()
+    target = world.root / "out.sig"
+    bundle = json.loads(target.read_bytes())
+    if damage == "cut":
+        target.write_bytes(target.read_bytes()[:-20])
+    elif damage == "json":
+        target.write_text("{}")
+    elif damage == "payload":
+        payload = bundle["dsseEnvelope"]["payload"]
+        bundle["dsseEnvelope"]["payload"] = (
+            payload[:100] + ("A" if payload[100] != "A" else "B") + payload[101:]
+        )
+        target.write_text(json.dumps(bundle))
+    elif damage == "list":
+        target.write_text("[]")
+    else:
+        bundle["dsseEnvelope"]["payload"] = "e30="  # {}
+        target.write_text(json.dumps(bundle))
+    assert [f.code for f in world.verify().findings] == ["bad-signature"]
+
+
+def test_a_signature_in_its_folder(altered: Signing):
+    inside = altered.export / "model.sig"
+    sign(str(altered.export), str(inside), altered.key, catalog=altered.catalog)
+    assert altered.verify().ok
+    altered.sign()
+    with pytest.raises(errors.UsageError, match="two signatures"):
+        altered.verify()
+
+
+def test_a_link_is_not_signed(altered: Signing):
+    (altered.export / "linked").symlink_to("config.json")
+    with pytest.raises(errors.UsageError, match="linked is a link"):
+        altered.sign(catalog=False)
+
+
+def test_keys_that_cannot_sign_are_refused_without_their_content(
+    world: Signing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    locked = _pem(ec.generate_private_key(ec.SECP384R1()), tmp_path, "locked", b"geheim")
+    odd = _pem(ec.generate_private_key(ec.SECP256K1()), tmp_path, "odd")
+    for key in (locked, odd, SigningKey(tmp_path / "none"), SigningKey(world.public)):
+        with pytest.raises(errors.UsageError):
+            world.sign(key)
+    monkeypatch.setenv(signing.PASSWORD, "geheim")
+    world.sign(locked)
+    checked = verify_signature(str(world.export), None, Trusted(tmp_path / "locked.pub"))
+    assert checked.ok
+    with pytest.raises(errors.DestinationExists):
+        world.sign(locked)
+    world.sign(locked, overwrite=True)
+
+
+def test_the_command_line(altered: Signing, capsys: pytest.CaptureFixture[str]):
+    folder, catalog = str(altered.export), ["--catalog", altered.catalog]
+    json_answer = ["--output", "json"]
+    assert run(["verify-signature", folder, "--key", str(altered.public)]) == 8
+    capsys.readouterr()
+    assert run(["sign", folder, "--key", str(altered.key.private_key), *catalog, *json_answer]) == 0
+    signed = json.loads(capsys.readouterr().out)
+    assert {f["digest_from"] for f in signed["files"]} <= {"catalog", "file"}
+    assert run(["sign", folder, "--key", str(altered.key.private_key), *catalog]) == 7
+    assert run(["verify-signature", folder, "--key", str(altered.public)]) == 0
+    assert "is what was signed" in capsys.readouterr().out
+    assert run(["verify-signature", folder]) == 2
+    name = next(n for n in files(altered.export) if n.endswith(".safetensors"))
+    (altered.export / name).unlink()
+    capsys.readouterr()
+    assert run(["verify-signature", folder, "--key", str(altered.public), *json_answer]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ok"], [f["code"] for f in answer["findings"]]) == (False, ["missing-file"])
