@@ -517,9 +517,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
     if not is_average(registration.request.source):
         read = replace(read, statistics=_statistics(source, result.measured, old))
     derived = with_fingerprints(derived, matching(result.written, numbers, {}))
-    derived = replace(
-        derived, stamp=published_stamp(result.written) if derived.fingerprint is not None else None
-    )
+    derived = replace(derived, stamp=published_stamp(result.written))
     conversion_facts = ConversionFacts(
         plan_digest=result.plan_digest,
         bytes_in=result.bytes_in,

@@ -170,15 +170,17 @@ def sign(
     inside = _inside(place, target)
     ignored = frozenset({IN_FOLDER, *([inside] if inside else [])})
     names = _names(place, ignored)
+    records, stamp = _records(str(place), catalog, names)
     source = inspect(str(place))
     _require_whole(source)
+    is_untouched = stamp is not None and stamp == published_stamp(source)
     with closing(open_store(str(place))) as store:
         unchanged = UnchangedFiles(store, names)
-        records, untouched = _records(source, str(place), catalog, names)
         trusted = {
             file.path: file.digest
             for file in records
-            if not read and file.path in untouched and file.digest and len(file.digest) == _HEX
+            if is_untouched and not read and file.path in used(source).data
+            if file.digest and len(file.digest) == _HEX
         }
         hashing_config = _RecordedHashing(str(place), names, trusted, records, ignored)
         with tempfile.TemporaryDirectory() as scratch, _quiet():
@@ -383,9 +385,9 @@ def _require_whole(source: Manifest) -> None:
 
 
 def _records(
-    source: Manifest, uri: str, catalog: str | bool | None, names: Collection[str]
-) -> tuple[tuple[FileRow, ...], frozenset[str]]:
-    """Return the recorded files of a folder, and those whose bytes nothing has touched since.
+    uri: str, catalog: str | bool | None, names: Collection[str]
+) -> tuple[tuple[FileRow, ...], str | None]:
+    """Return the recorded files of a folder, and the identity that those with tensors had; None if unknown.
 
     Raises:
         DamagedCheckpoint: The folder lacks a recorded file, or has others.
@@ -393,15 +395,13 @@ def _records(
     with existing_catalog(catalog) as opened:
         registered = None if opened is None else opened.at(uri)
         if opened is None or registered is None or registered[0].state in NOT_THERE:
-            return (), frozenset()
+            return (), None
         row, files = registered
         with opened.reading() as conn:
             stamp = holdings.stamp_of(conn, row.id)
     left_out = [name for name in contents(uri) if name not in names]
-    findings = listing_findings(uri, files, ignored=left_out)
-    require_recorded(uri, findings, _NOT_SIGNED)
-    is_same = stamp is not None and stamp == published_stamp(source)
-    return files, used(source).data if is_same else frozenset()
+    require_recorded(uri, listing_findings(uri, files, ignored=left_out), _NOT_SIGNED)
+    return files, stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +479,7 @@ class _ObservedHashing:
             self._config.use_file_serialization(hashing_algorithm=form["hash_type"])
         else:
             self._config.use_shard_serialization(
-                hashing_algorithm=form["hash_type"], shard_size=form["shard_size"]
+                hashing_algorithm=form["hash_type"], shard_size=int(form["shard_size"])
             )
         # Signers may cover what git adds; then it is compared, too.
         covers_git = any(name.partition("/")[0] in _OF_GIT for name in statement.paths)
@@ -510,7 +510,10 @@ def _signing_config(key: SigningKey) -> Any:
                 password=password.encode() if password else None,
             )
         return config.use_certificate_signer(
-            private_key=key.private_key, signing_certificate=key.certificate, certificate_chain=key.chain
+            private_key=key.private_key,
+            signing_certificate=key.certificate,
+            # It reads no empty chain.
+            certificate_chain=key.chain or (key.certificate,),
         )
     except Exception as error:
         named = [key.private_key, *([key.certificate] if key.certificate else []), *key.chain]
