@@ -241,12 +241,13 @@ def push_each(
         )
     places: dict[str, str] = {}
     results = []
-    for folder in folders:
-        item = attempt(_push_apart, catalog, folder, url, rules, progress, places)
-        if isinstance(item, CkptError):
-            item = Pushed(folder, places.get(folder, url), PushOutcome.FAILED, error=item)
-        results.append(item)
-        on_item(item)
+    with catalog.kept_open():
+        for folder in folders:
+            item = attempt(_push_apart, catalog, folder, url, rules, progress, places)
+            if isinstance(item, CkptError):
+                item = Pushed(folder, places.get(folder, url), PushOutcome.FAILED, error=item)
+            results.append(item)
+            on_item(item)
     return tuple(results)
 
 
