@@ -64,6 +64,13 @@ class FlowOptions(Options):
         ),
     ] = None
     verify_export: VerifyExport = True
+    push: Annotated[
+        str | None,
+        Option(
+            "Send the export to a branch of the Hugging Face hub when it is proven; {step} is its step.",
+            "hf://ORG/NAME@BRANCH",
+        ),
+    ] = None
 
     def job(self) -> FlowJob:
         """Return the settings of the conversion. Raises `UsageError`."""

@@ -208,6 +208,11 @@ class _Target:
     base: Mapping[str, HubFile]
 
 
+def require_hub_url(url: str) -> None:
+    """Raise `UsageError` if a URL, with or without `STEP`, names no branch or tag of a repository."""
+    hub_place(url.replace(STEP, "0"))
+
+
 def push_each(
     catalog: Catalog,
     folders: Sequence[str],

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import observe
 import pytest
+from fake_hub import FakeHub, fake_hub
+from paths import FIXTURES
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.types import ConversionDetail, ConversionRow
-from ckptcore.errors import OutputMismatch
+from ckptcore.errors import OutputMismatch, UnprovenCheckpoint, UsageError
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api"),
     pytest.mark.xdist_group("prefect"),  # one server for all of them
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+
+VERL = FIXTURES / "torch" / "verl_fsdp2_4r" / "ckpt" / "global_step_10"
 
 
 @pytest.fixture
@@ -82,3 +88,39 @@ def test_verification_is_optional(export: Any, source: Path, tmp_path: Path, cat
     )
     assert state.result().proof is None
     assert newest(catalog).export_verdict is None
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub() as hub:
+        for name, value in hub.environment("").items():
+            if name in ("HF_ENDPOINT", "HF_TOKEN"):
+                monkeypatch.setenv(name, value)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        yield hub
+
+
+def test_a_proven_export_is_pushed_to_the_branch_of_its_step(
+    export: Any, tmp_path: Path, catalog: str, hub: FakeHub
+) -> None:
+    out = tmp_path / "out"
+    url = "hf://org/model.v1@step-{step}"
+    state = export(str(VERL), str(out), catalog=catalog, push=url, return_state=True)
+    assert state.is_completed(), state.message
+    assert hub.at("step-10") == {file.name: file.read_bytes() for file in out.iterdir()}
+    assert "push" in observe.artifacts(state.state_details.flow_run_id)
+    with open_catalog(catalog) as opened:
+        assert [row.verb for row in opened.conversions()] == ["push", "export"]
+
+
+def test_an_export_that_nothing_proves_is_not_pushed(
+    export: Any, source: Path, tmp_path: Path, catalog: str, hub: FakeHub
+) -> None:
+    options = {"catalog": catalog, "push": "hf://org/model.v1@a", "return_state": True}
+    state = export(str(source), str(tmp_path / "out"), **options)
+    assert isinstance(state.result(raise_on_failure=False), UnprovenCheckpoint)
+    assert hub.asked == []
+    for wrong in ({"push": "hf://org"}, {"verify_export": False}):
+        state = export(str(source), str(tmp_path / "other"), **(options | wrong))
+        assert isinstance(state.result(raise_on_failure=False), UsageError)
+    assert not (tmp_path / "other").exists()

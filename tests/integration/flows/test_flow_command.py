@@ -228,7 +228,7 @@ def test_a_flow_has_the_options_of_its_command(verb: str) -> None:
     command = typer.main.get_command(program()).commands[verb]  # type: ignore[attr-defined]
     known = {p.name: p for p in command.params if p.name not in OF_COMMANDS}
     flow = inspect.signature(flow_of(verb).fn).parameters
-    alone = {"batch", "engine", *(("verify_export",) if verb == "export" else ())}
+    alone = {"batch", "engine", *(("verify_export", "push") if verb == "export" else ())}
     assert set(known) | alone == set(flow) - {"source", "destination", "also"}
     for name, option in known.items():
         assert option.default == flow[name].default, name
