@@ -8,6 +8,7 @@ SQLAlchemy.
     checkpoints    inspect, validate, diff, fingerprint, verify-export, formats
     conversions    consolidate, export, reshard, plan, apply
     operations     sweep, scrub, retire, thin, gc
+    publishing     push, sign, verify-signature
     catalog*       catalog list, show, lineage, rebuild, ...; names, queues, and what they share
     options        declared options as typer has them (`ckptcore.planning.options`)
     render*        answers as text and JSON

@@ -5,6 +5,7 @@ Commands parse, call and print; `ckptcore.cli.main` handles errors.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -55,6 +56,13 @@ def push(
     raise typer.Exit(0 if failed is None else failed.exit_code)
 
 
+class SignedDigest(StrEnum):
+    """The digest by which a signature lists files."""
+
+    SHA256 = "sha256"
+    BLAKE3 = "blake3"
+
+
 Folder = Annotated[str, typer.Argument(metavar="DST", help="Folder of a checkpoint.")]
 Signature = Annotated[
     str | None,
@@ -86,15 +94,20 @@ def sign(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a signature that is there.")
     ] = False,
-    read: Annotated[
-        bool, typer.Option("--read", help="Read every file, also those whose digest the catalog has.")
-    ] = False,
+    digest: Annotated[
+        SignedDigest,
+        typer.Option(
+            "--digest",
+            help="Digest of each file. All verifiers know sha256; with blake3, files that are untouched "
+            "since the catalog recorded them are not read.",
+        ),
+    ] = SignedDigest.SHA256,
     **arguments: Any,
 ) -> None:
     """Sign a folder in OpenSSF's model-signing format.
 
-    Every file is listed with its BLAKE3: that of the catalog where the file is as it was recorded, else it is
-    read. Others verify the signature with `model_signing`, or with `ckptcore verify-signature`.
+    Every file is listed with its digest, and must be the one that the catalog recorded. Others verify the
+    signature with `model_signing`, or with `ckptcore verify-signature`.
     """
     from ckptcore.cli.render_operations import signed
     from ckptcore.operations.signing import SigningKey
@@ -111,8 +124,8 @@ def sign(
         folder,
         None if signature is None else str(here("--signature", signature)),
         signing_key,
+        algorithm=digest.value,
         catalog=False if arguments["no_catalog"] else arguments["catalog"],
-        read=read,
         overwrite=overwrite,
     )
     signed(outcome, as_json=arguments["output"] is Output.JSON)

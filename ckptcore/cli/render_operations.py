@@ -167,9 +167,10 @@ def signed(value: Signed, *, as_json: bool) -> None:
         terminal.write_json(value.as_dict(), indent=2)
         return
     read = len(value.files) - len(value.recorded)
+    recorded = f", {len(value.recorded)} by the digests that the catalog recorded" if value.recorded else ""
     terminal.line(
-        f"{value.signature} signs {count(len(value.files), 'file')} of {value.uri}: "
-        f"{len(value.recorded)} by the digests that the catalog recorded, {read} by reading them"
+        f"{value.signature} signs {count(len(value.files), 'file')} of {value.uri} by {value.algorithm}: "
+        f"{count(read, 'file')} read{recorded}"
     )
 
 

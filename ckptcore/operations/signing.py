@@ -1,9 +1,10 @@
 """Sign folders, and verify signatures, in OpenSSF's model-signing format.
 
 The work is that of `model_signing`: a signature is a Sigstore bundle over an in-toto statement that lists
-each file with its digest. That format takes BLAKE3 of complete files, which is what the catalog records when
-a file is written. So a folder whose files are as they were recorded is signed without reading its tensors;
-any other one is read once. What was signed and what is there are compared by name.
+each file with its digest. Its command line verifies SHA-256 alone, which is the default: every file is read
+once, and compared with what the catalog recorded when it was written. Its library verifies BLAKE3 too, which
+is what the catalog records: then files that nothing has touched since are not read. What was signed and what
+is there are compared by name.
 
 https://github.com/sigstore/model-transparency, "Model Signing Format"
 """
@@ -11,15 +12,18 @@ https://github.com/sigstore/model-transparency, "Model Signing Format"
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import os
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from blake3 import blake3
 
 from ckptcore.catalog import holdings
 from ckptcore.catalog.types import FileRow
@@ -35,23 +39,26 @@ from ckptcore.errors import (
     DestinationExists,
     Finding,
     InternalError,
+    SourceChanged,
     SourceUnreadable,
     UsageError,
     finding,
 )
 from ckptcore.operations.registered_files import UnchangedFiles, listing_findings, require_recorded
-from ckptcore.store import local_path, open_store
+from ckptcore.reading.file_digests import digests_of
+from ckptcore.store import Store, local_path, open_store
 from ckptcore.store.file_status import FileStatus, NameKind
 from ckptcore.store.listing import contents
 from ckptcore.utils.extras import needed
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
+from ckptcore.utils.part_digest import Hasher, hasher_like
 from ckptcore.utils.text import listed, short_repr
 
 IN_FOLDER = "model.sig"  # the name of a signature that lies in its folder, as model_signing's own
 PASSWORD = "CKPTCORE_KEY_PASSWORD"
-_ALGORITHM = "blake3"
 _NOT_SIGNED = "it was not signed"
 _HEX = 64  # digits of a plain BLAKE3
+_HASHERS: Mapping[str, Callable[[], Hasher]] = {"sha256": hashlib.sha256, "blake3": blake3}
 # Left out by the format, in every folder: what git and its hosts add.
 _OF_GIT = (".git", ".gitattributes", ".github", ".gitignore")
 _MOST_SIGNATURE = 256 << 20  # bytes; 200 of them for each file
@@ -64,19 +71,25 @@ class Signed:
     Attributes:
         uri: The folder.
         signature: The file.
-        files: File -> BLAKE3.
+        algorithm: Of the digests: ``sha256`` or ``blake3``.
+        files: File -> digest.
         recorded: The files whose digests are those of the catalog; the others were read.
     """
 
     uri: str
     signature: str
+    algorithm: str
     files: Mapping[str, str] = field(repr=False)
     recorded: frozenset[str] = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         files = [
-            {"path": name, _ALGORITHM: digest, "digest_from": "catalog" if name in self.recorded else "file"}
+            {
+                "path": name,
+                self.algorithm: digest,
+                "digest_from": "catalog" if name in self.recorded else "file",
+            }
             for name, digest in sorted(self.files.items())
         ]
         return {"uri": self.uri, "signature": self.signature, "files": files}
@@ -142,8 +155,8 @@ def sign(
     signature: str | None,
     key: SigningKey,
     *,
+    algorithm: str = "sha256",
     catalog: str | bool | None = None,
-    read: bool = False,
     overwrite: bool = False,
 ) -> Signed:
     """Sign a folder.
@@ -152,8 +165,8 @@ def sign(
         folder: Its path.
         signature: The file to write; None for the folder's name with ``.sig``, beside it.
         key: What signs.
-        catalog: URL of the catalog with the digests; None for the default one, False for none.
-        read: Read every file, whatever is recorded.
+        algorithm: Of the digests: ``sha256``, or ``blake3``, which only model_signing's library verifies.
+        catalog: URL of the catalog with the recorded digests; None for the default one, False for none.
         overwrite: Replace a signature that is there.
 
     Raises:
@@ -174,26 +187,25 @@ def sign(
     source = inspect(str(place))
     _require_whole(source)
     is_untouched = stamp is not None and stamp == published_stamp(source)
+    trusted = {
+        file.path: file.digest
+        for file in records
+        if algorithm == "blake3" and is_untouched and file.path in used(source).data
+        if file.digest and len(file.digest) == _HEX
+    }
     with closing(open_store(str(place))) as store:
         unchanged = UnchangedFiles(store, names)
-        trusted = {
-            file.path: file.digest
-            for file in records
-            if is_untouched and not read and file.path in used(source).data
-            if file.digest and len(file.digest) == _HEX
-        }
-        hashing_config = _RecordedHashing(str(place), names, trusted, records, ignored)
-        with tempfile.TemporaryDirectory() as scratch, _quiet():
-            written = Path(scratch) / IN_FOLDER
-            config.set_hashing_config(hashing_config).sign(place, written)
-            data = written.read_bytes()
+        digests = trusted | _read(store, [n for n in names if n not in trusted], records, algorithm)
         unchanged.require()
-    files = _statement(data).files
-    if files.keys() != set(names) or any(files[name] != digest for name, digest in trusted.items()):
+    with tempfile.TemporaryDirectory() as scratch, _quiet():
+        written = Path(scratch) / IN_FOLDER
+        config.set_hashing_config(_GivenDigests(algorithm, digests, ignored)).sign(place, written)
+        data = written.read_bytes()
+    if _statement(data).files != digests:
         raise InternalError(f"the signature of {place} does not list its files, and was not written")
     with closing(open_store(str(target.parent))) as store:
         store.put(target.name, data)
-    return Signed(str(place), str(target), files, frozenset(trusted))
+    return Signed(str(place), str(target), algorithm, digests, frozenset(trusted))
 
 
 def verify_signature(
@@ -404,8 +416,30 @@ def _records(
     return files, stamp
 
 
+def _read(store: Store, names: Sequence[str], records: Sequence[FileRow], algorithm: str) -> dict[str, str]:
+    """Return the digests of files, each of which is read once.
+
+    Raises:
+        DamagedCheckpoint: One has other bytes than the catalog recorded.
+    """
+    recorded, findings, digests = {file.path: file for file in records}, list[Finding](), dict[str, str]()
+    for name in names:
+        size = store.size(name)
+        if size is None:
+            raise SourceChanged(f"{name} of {store.url} was removed", hint="run the command again")
+        record = recorded.get(name)
+        hashers = [_HASHERS[algorithm]()]
+        if record is not None and record.digest is not None:
+            hashers.append(hasher_like(record.digest))
+        digests[name], *own = digests_of(store, name, size, hashers)
+        wrong = differs(record, own[0]) if record is not None and own else None
+        findings += [] if wrong is None else [wrong]
+    require_recorded(store.url, findings, _NOT_SIGNED)
+    return digests
+
+
 @dataclass(frozen=True, slots=True)
-class _RecordedDigest:
+class _GivenDigest:
     """A digest of a file, with what model_signing asks of one."""
 
     algorithm: str
@@ -417,49 +451,35 @@ class _RecordedDigest:
         return self.digest_value.hex()
 
 
-class _RecordedHashing:
-    """How model_signing gets the digests of a folder: those that are trusted as they are, others by reading.
+@dataclass(frozen=True, slots=True)
+class _GivenDigests:
+    """Digests of a folder, in place of the hashing that model_signing would do.
 
-    Args:
-        uri: The folder.
-        names: Its files.
-        trusted: File -> recorded digest, of those that are not read.
-        records: The recorded files, with which those are compared that are read.
-        ignored: Names that the signature leaves out.
+    Attributes:
+        algorithm: Of the digests.
+        files: File -> digest.
+        ignored: Names that a verifier leaves out.
     """
 
-    def __init__(
-        self,
-        uri: str,
-        names: Sequence[str],
-        trusted: Mapping[str, str],
-        records: Sequence[FileRow],
-        ignored: Collection[str],
-    ) -> None:
-        from model_signing import hashing
-
-        self._uri, self._names, self._trusted, self._records = uri, names, trusted, records
-        self._config = hashing.Config().use_file_serialization(hashing_algorithm=_ALGORITHM)
-        self._config.set_ignored_paths(paths=sorted(ignored), ignore_git_paths=True)
+    algorithm: str
+    files: Mapping[str, str]
+    ignored: Collection[str]
 
     def hash(self, model_path: Any) -> Any:
         """Return model_signing's manifest of the folder."""
         from model_signing import manifest
 
-        rest = [Path(model_path) / name for name in self._names if name not in self._trusted]
-        read = self._config.hash(model_path, files_to_hash=rest)
-        digests: dict[str, Any] = {r.identifier: r.digest for r in read.resource_descriptors()}
-        compared = [
-            differs(file, digests[file.path].digest_hex) for file in self._records if file.path in digests
-        ]
-        require_recorded(self._uri, [wrong for wrong in compared if wrong is not None], _NOT_SIGNED)
-        digests |= {n: _RecordedDigest(_ALGORITHM, bytes.fromhex(d)) for n, d in self._trusted.items()}
+        form = {"method": "files", "hash_type": self.algorithm, "allow_symlinks": False}
         items = [
-            manifest.FileManifestItem(path=PurePosixPath(name), digest=digest)
-            for name, digest in digests.items()
+            manifest.FileManifestItem(
+                path=PurePosixPath(name), digest=_GivenDigest(self.algorithm, bytes.fromhex(digest))
+            )
+            for name, digest in self.files.items()
         ]
-        made_by = manifest.SerializationType.from_args(read.serialization_type)
-        return manifest.Manifest(read.model_name, items, made_by)
+        made_by = manifest.SerializationType.from_args(
+            form | {"ignore_paths": [*sorted(self.ignored), *_OF_GIT]}
+        )
+        return manifest.Manifest(Path(model_path).name, items, made_by)
 
 
 class _ObservedHashing:

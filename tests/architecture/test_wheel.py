@@ -118,6 +118,7 @@ def test_extras_are_those_that_errors_name() -> None:
         ("gs", "gcsfs", ("inspect", "gs://bucket/step-1")),
         ("az", "adlfs", ("validate", "az://bucket/step-1")),
         ("hub", "huggingface_hub", ("inspect", "hf://user/model")),
+        ("sign", "model_signing", ("verify-signature", ".", "--key", "public.pem", "--signature", "a.sig")),
         ("postgres", "psycopg", ("catalog", "list", "--catalog", "postgresql+psycopg://127.0.0.1:1/c")),
     ],
 )

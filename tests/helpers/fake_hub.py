@@ -100,6 +100,7 @@ class FakeHub:
             "HF_HOME": home,
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
         }
 
     def at(self, revision: str) -> dict[str, bytes]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -124,39 +126,47 @@ def theirs(world: Signing) -> None:
     verifier.verify(world.export, world.root / "out.sig")
 
 
-def test_a_folder_is_signed_by_recorded_digests_and_verified_by_model_signing(
-    world: Signing, monkeypatch: pytest.MonkeyPatch
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the files that are read for digests from now on."""
+    names: list[str] = []
+    digests_of = signing.digests_of
+
+    def watch(store, name, *arguments):
+        names.append(name)
+        return digests_of(store, name, *arguments)
+
+    monkeypatch.setattr(signing, "digests_of", watch)
+    return names
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "blake3"])
+def test_a_folder_is_signed_and_verified_by_model_signing(
+    world: Signing, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ):
     world.record_identity()
-    read: list[str] = []
-    hash_file = model_signing.hashing.Config.hash
-
-    def watch(self, model_path, *, files_to_hash=None):
-        read.extend(Path(f).name for f in files_to_hash or ())
-        return hash_file(self, model_path, files_to_hash=files_to_hash)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(model_signing.hashing.Config, "hash", watch)
-        done = world.sign()
+    read = reads(monkeypatch)
+    done = world.sign(algorithm=algorithm)
     tensors = {name for name in files(world.export) if name.endswith(".safetensors")}
-    assert tensors
-    assert done.recorded == tensors
-    assert set(read) == files(world.export) - tensors
+    assert len(tensors) > 1
+    assert done.recorded == (tensors if algorithm == "blake3" else set())
+    assert sorted(read) == sorted(files(world.export) - done.recorded)
     theirs(world)
     assert world.verify().ok
     assert world.verify().files == len(files(world.export))
 
 
-@pytest.mark.parametrize("option", [{"read": True}, {"catalog": False}])
-def test_without_recorded_digests_every_file_is_read(world: Signing, option: dict):
-    assert world.sign(**option).recorded == frozenset()
-    theirs(world)
+def test_the_program_of_model_signing_verifies_a_signature(world: Signing):
+    world.sign()
+    command = [sys.executable, "-m", "model_signing", "verify", "key", str(world.export)]
+    command += ["--signature", str(world.root / "out.sig"), "--public_key", str(world.public)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_files_that_were_touched_since_they_were_recorded_are_read(altered: Signing):
     altered.record_identity()
     os.utime(next(altered.export.glob("*.safetensors")))
-    assert altered.sign().recorded == frozenset()
+    assert altered.sign(algorithm="blake3").recorded == frozenset()
     theirs(altered)
 
 
