@@ -35,7 +35,7 @@ from ckptcore.utils.average_url import is_average
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ROWS, ANSWER)
 def inspect(src: Srcs, **arguments: Any) -> None:
-    """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
+    """Show format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
     # Not through `convert`: what only writes is not imported.
     from ckptcore.formats import open_source, read_manifest
     from ckptcore.store.merged import source_url

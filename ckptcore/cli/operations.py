@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), RUN, ANSWER)
 def sweep(names: RootNames = None, **arguments: Any) -> None:
-    """Convert new complete checkpoints below the watched roots."""
+    """Convert new complete checkpoints below watched roots."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.catalog.training import facts_of_every
     from ckptcore.cli import render_operations as show
@@ -93,7 +93,7 @@ def retire(
     ] = None,
     **arguments: Any,
 ) -> None:
-    """Retire sources that a verified conversion fully replaces.
+    """Retire sources that a verified output fully replaces.
 
     This is a dry run by default. `--yes` sets sources aside for a grace period, `--purge` deletes those whose
     grace period is over. The newest steps and checkpoints on hold are kept. `ckptcore prune` is the same
@@ -136,7 +136,7 @@ def thin(
     ],
     **arguments: Any,
 ) -> None:
-    """Remove the optimizer of steps, in their format and place.
+    """Remove the optimizer of steps, in format and place.
 
     This is a dry run by default. `--yes` writes each step anew beside its place without the optimizer, reads
     both, and lets them change places. The newest steps, and those that are written or held, stay as they are.

@@ -28,7 +28,7 @@ def push(
     ],
     **arguments: Any,
 ) -> None:
-    """Send exports to the Hugging Face hub, one branch or tag a step.
+    """Send exports to the Hugging Face hub, a branch a step.
 
     Only proven exports are sent, and only what the branch lacks. A branch that holds something else is
     refused. Token and endpoint are those of huggingface_hub (HF_TOKEN, HF_ENDPOINT, hf auth login).

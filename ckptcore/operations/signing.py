@@ -85,14 +85,11 @@ class Signed:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         files = [
-            {
-                "path": name,
-                self.algorithm: digest,
-                "digest_from": "catalog" if name in self.recorded else "file",
-            }
+            {"path": name, "digest": digest, "recorded": name in self.recorded}
             for name, digest in sorted(self.files.items())
         ]
-        return {"uri": self.uri, "signature": self.signature, "files": files}
+        form = {name: getattr(self, name) for name in ("uri", "signature", "algorithm")}
+        return form | {"files": files}
 
 
 @dataclass(frozen=True, slots=True)
