@@ -136,7 +136,7 @@ def thin(
     ],
     **arguments: Any,
 ) -> None:
-    """Remove the optimizer of steps, in format and place.
+    """Remove the optimizer of steps, in their own place.
 
     This is a dry run by default. `--yes` writes each step anew beside its place without the optimizer, reads
     both, and lets them change places. The newest steps, and those that are written or held, stay as they are.

@@ -26,7 +26,6 @@ from ckptcore.catalog.types import FileRow, State
 from ckptcore.conversion.source_digests import differs
 from ckptcore.errors import (
     CkptError,
-    Conflict,
     DamagedCheckpoint,
     DestinationExists,
     DestinationUnwritable,
@@ -34,7 +33,6 @@ from ckptcore.errors import (
     NotComplete,
     OutputMismatch,
     SourceChanged,
-    StorageTrouble,
     UnprovenCheckpoint,
     UsageError,
 )
@@ -526,12 +524,18 @@ def _send(
     message = f"{target.place.revision}: {count(len(local), 'file')} exported by ckptcore {__version__}"
     try:
         return upload.commit(parent, removed, message)
-    except (StorageTrouble, Conflict):  # the answer may be lost, and not the commit
-        refs = repository.refs()
-        commit = None if refs is None else refs.branches.get(target.branch)
-        if commit is None or commit == parent or not _is_equal(local, repository.files(commit)):
+    except CkptError:  # the answer may be lost, and not the commit
+        commit = attempt(_committed, repository, target.branch, local)
+        if commit is None or isinstance(commit, CkptError):
             raise
         return commit
+
+
+def _committed(repository: HubRepository, branch: str, local: Mapping[str, LocalFile]) -> str | None:
+    """Return the commit of a branch, if it holds all of an output and nothing else."""
+    refs = repository.refs()
+    commit = None if refs is None else refs.branches.get(branch)
+    return commit if commit is not None and _is_equal(local, repository.files(commit)) else None
 
 
 def _require_held(
