@@ -159,7 +159,7 @@ def verify_signature(
     ] = None,
     **arguments: Any,
 ) -> None:
-    """Verify that a folder is what somebody signed.
+    """Verify that a folder is what its signer signed.
 
     Signatures are those of OpenSSF's model-signing. Exit code 1 if the signature is not valid, or a file was
     changed, removed or added.

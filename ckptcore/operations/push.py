@@ -26,6 +26,7 @@ from ckptcore.catalog.types import FileRow, State
 from ckptcore.conversion.source_digests import differs
 from ckptcore.errors import (
     CkptError,
+    Conflict,
     DamagedCheckpoint,
     DestinationExists,
     DestinationUnwritable,
@@ -33,6 +34,7 @@ from ckptcore.errors import (
     NotComplete,
     OutputMismatch,
     SourceChanged,
+    StorageTrouble,
     UnprovenCheckpoint,
     UsageError,
 )
@@ -54,7 +56,10 @@ if TYPE_CHECKING:
 VERB = "push"
 STEP = "{step}"  # in a URL: the step of each output
 CARD = "README.md"
-_NOT_WHOLE: Mapping[str, type[CkptError]] = {State.DAMAGED: DamagedCheckpoint, State.INCOMPLETE: NotComplete}
+_ERROR_OF_STATE: Mapping[str, type[CkptError]] = {
+    State.DAMAGED: DamagedCheckpoint,
+    State.INCOMPLETE: NotComplete,
+}
 _MOST_CARD = 1 << 20  # bytes
 _NOT_SENT = "nothing was sent"
 
@@ -317,7 +322,7 @@ def push(
             return Pushed(export.uri, place.url, outcome, commit, files)
         if commit is None:
             outcome, commit = PushOutcome.PUSHED, _send(repository, target, local, files, unchanged)
-            _require_held(repository, target, commit, local)
+            _require_listed(repository, target, commit, local)
         if rules.tag:
             _tag(repository, place, target.branch, commit)
         pushed = Pushed(export.uri, place.url, outcome, commit, files, conversion)
@@ -341,7 +346,7 @@ def _export(catalog: Catalog, folder: str) -> _Export:
     with catalog.reading() as conn:
         objection = aliases.objections(conn, {row.id: folder}).get(row.id)
     if objection is not None:
-        kind = _NOT_WHOLE.get(row.state, UnprovenCheckpoint)
+        kind = _ERROR_OF_STATE.get(row.state, UnprovenCheckpoint)
         raise kind(f"cannot push {folder}: {objection.reason}", hint=objection.step)
     undigested = [file.path for file in files if file.digest is None]
     if undigested or not files:
@@ -524,7 +529,7 @@ def _send(
     message = f"{target.place.revision}: {count(len(local), 'file')} exported by ckptcore {__version__}"
     try:
         return upload.commit(parent, removed, message)
-    except CkptError:  # the answer may be lost, and not the commit
+    except (Conflict, DestinationUnwritable, StorageTrouble):  # the answer may be lost, and not the commit
         commit = attempt(_committed, repository, target.branch, local)
         if commit is None or isinstance(commit, CkptError):
             raise
@@ -538,13 +543,17 @@ def _committed(repository: HubRepository, branch: str, local: Mapping[str, Local
     return commit if commit is not None and _is_equal(local, repository.files(commit)) else None
 
 
-def _require_held(
+def _require_listed(
     repository: HubRepository, target: _Target, commit: str, local: Mapping[str, LocalFile]
 ) -> None:
     """Compare what the hub lists of a commit with the files that were read."""
-    held = repository.files(commit)
-    wrong = [name for name, file in local.items() if name not in held or not file.equals(held[name])]
-    wrong += [name for name in held if name not in local]
+    listed_files = repository.files(commit)
+    wrong = [
+        name
+        for name, file in local.items()
+        if name not in listed_files or not file.equals(listed_files[name])
+    ]
+    wrong += [name for name in listed_files if name not in local]
     if wrong:
         raise OutputMismatch(
             f"commit {commit} of {target.place.url} does not hold what was sent: {listed(wrong)}",

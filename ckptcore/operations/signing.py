@@ -54,7 +54,7 @@ from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.part_digest import Hasher, hasher_like
 from ckptcore.utils.text import listed, short_repr
 
-IN_FOLDER = "model.sig"  # the name of a signature that lies in its folder, as model_signing's own
+IN_FOLDER = "model.sig"  # the name of a signature in its folder, as model_signing's own
 PASSWORD = "CKPTCORE_KEY_PASSWORD"
 _NOT_SIGNED = "it was not signed"
 _HEX = 64  # digits of a plain BLAKE3
@@ -102,7 +102,7 @@ class SignatureCheck:
         findings: What is wrong; empty if the signature is valid and the folder is what was signed.
         files: How many files were signed.
         algorithm: Of their digests.
-        signer: What the signature says of its signer; trustworthy only without findings.
+        signer: What the signature records about its signer; trustworthy only without findings.
     """
 
     uri: str
@@ -182,7 +182,7 @@ def sign(
     names = _names(place, ignored)
     records, stamp = _records(str(place), catalog, names)
     source = inspect(str(place))
-    _require_whole(source)
+    _require_complete(source)
     is_untouched = stamp is not None and stamp == published_stamp(source)
     trusted = {
         file.path: file.digest
@@ -208,7 +208,7 @@ def sign(
 def verify_signature(
     folder: str, signature: str | None, trusted: Trusted, ignored: Collection[str] = ()
 ) -> SignatureCheck:
-    """Verify that a folder is what somebody signed.
+    """Verify that a folder is what its signer signed.
 
     Args:
         folder: Its path.
@@ -386,7 +386,7 @@ def _is_plain(status: FileStatus) -> bool:
     return status.kind in (NameKind.FILE, NameKind.FOLDER)
 
 
-def _require_whole(source: Manifest) -> None:
+def _require_complete(source: Manifest) -> None:
     """Raise `DamagedCheckpoint` for a folder that is known not to be complete."""
     errors = tuple(f for f in check(source, None, "coverage").findings if f.severity == "error")
     if errors:

@@ -124,13 +124,13 @@ def test_an_export_becomes_a_branch_of_its_step(world: World, hub: FakeHub):
     assert [row.uri for row in detail.sources] == [folder]
     # Nothing goes a second time.
     uploads = hub.uploads()
-    again = world.push(folder)
-    assert (again.outcome, again.commit, again.sent) == (PushOutcome.PRESENT, done.commit, ())
+    repeated = world.push(folder)
+    assert (repeated.outcome, repeated.commit, repeated.sent) == (PushOutcome.PRESENT, done.commit, ())
     assert hub.uploads() == uploads
     assert hub.branches["step-1000"] == done.commit
 
 
-def test_files_that_the_repository_has_are_not_sent_again(world: World, hub: FakeHub):
+def test_files_that_the_repository_has_are_not_sent(world: World, hub: FakeHub):
     same = os.urandom(5000)
     first, second = world.export(1, same), world.export(2, same)
     world.push(first)
