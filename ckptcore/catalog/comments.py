@@ -76,11 +76,11 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         {
             "id": "Row id.",
             "uuid": "Public id.",
-            "verb": "Command: consolidate, export, reshard, thin or rebuilt.",
+            "verb": "Command: consolidate, export, reshard, thin, push or rebuilt.",
             "state": "running, succeeded or failed.",
             "source_uri": "What was read.",
             "destination_uri": "What was, or would be, written.",
-            "request": "JSON: the options.",
+            "request": "JSON: the options; of a push that succeeded also its commit.",
             "plan_digest": "Digest of the executed plan.",
             "tool_version": "Version of ckptcore.",
             "flow_run_id": "Prefect flow run, if any.",

@@ -519,7 +519,7 @@ def _send(
         return parent
     try:
         upload = repository.send(target.branch, {name: local[name].content for name in missing})
-    except CkptError:
+    except Exception:
         unchanged.require()  # a file that changed is the better reason
         raise
     unchanged.require()
