@@ -100,6 +100,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_a_proven_export_is_pushed_to_the_branch_of_its_step(
     export: Any, tmp_path: Path, catalog: str, hub: FakeHub
 ) -> None:
