@@ -16,6 +16,7 @@ import grids
 import postgres as postgresql
 import pytest
 import quick_catalogs
+import quick_disks
 import samples
 import warm
 from hypothesis import HealthCheck, settings
@@ -166,7 +167,8 @@ def upgraded(postgres: postgresql.Server) -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_catalogs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Catalogs of one process share what is the same in all of them."""
+    """Catalogs of one process share what is the same in all of them; nothing waits for a disk."""
+    quick_disks.install()
     with quick_catalogs.quick(tmp_path_factory.mktemp("quick")):
         yield
 

@@ -79,7 +79,7 @@ def _lines(texts: Sequence[str]) -> int:
 
 def _imported(tree: ast.AST) -> Iterator[str]:
     """Rooms that a module imports from, also inside functions and for types only."""
-    for node in ast.walk(tree):
+    for node in blocks(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -92,6 +92,17 @@ def _imported(tree: ast.AST) -> Iterator[str]:
                 yield top
             elif top == "ckptcore" and rest:
                 yield rest.split(".")[0]
+
+
+def blocks(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node with statements in it: expressions, most of a module, have none."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inside = getattr(node, name, ())
+            left += inside if isinstance(inside, list) else ()
 
 
 def direct(house: House) -> list[tuple[str, str]]:

@@ -14,16 +14,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("readme_tables.py")
 
 
-def check(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [*warm.python(), str(SCRIPT), "--check", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-
-
-def test_tables_agree_with_the_code() -> None:
-    done = check(ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("page", "cell"),
     [
@@ -32,15 +22,19 @@ def test_tables_agree_with_the_code() -> None:
     ],
 )
 def test_a_drift_is_seen_in_every_table(page: str, cell: str, tmp_path: Path) -> None:
+    """And in no other: all other tables agree with the code."""
     shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     changed = tmp_path / f"docs/reference/{page}.md"
     text = changed.read_text(encoding="utf-8")
     assert f"| {cell} |" in text
     changed.write_text(text.replace(f"| {cell} |", "| `other` |"), encoding="utf-8")
-    done = check(tmp_path)
+    command = [*warm.python(), str(SCRIPT), "--check", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 1
-    assert "make docs" in done.stderr
+    assert done.stderr.splitlines() == [
+        f"docs/reference/{page}.md: a generated table drifted; run `make docs`"
+    ]
 
 
 def test_every_row_of_resumed_jobs_is_a_test() -> None:

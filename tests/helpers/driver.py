@@ -197,6 +197,7 @@ def load() -> None:
     sys.path.insert(0, str(REPOSITORY))
     for name in ("numpy", "torch", "zstandard", "fsspec", "ckptcore.__main__", *_own_modules()):
         importlib.import_module(name)
+    importlib.import_module("quick_disks").install()
     # Once for nothing: the command line's own machinery loads more when it first runs.
     with contextlib.redirect_stdout(io.StringIO()):
         sys.argv = ["ckptcore", "formats"]

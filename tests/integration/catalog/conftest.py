@@ -126,6 +126,12 @@ def starting(python):
         process.communicate()
 
 
+@pytest.fixture(params=[10, pytest.param(100, marks=pytest.mark.soak)])
+def rounds(request):
+    """How often each of several processes does the same."""
+    return request.param
+
+
 @pytest.fixture
 def finish():
     """Return a function that waits for processes and returns their stdouts. It raises if one failed."""

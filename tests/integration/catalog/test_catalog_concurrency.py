@@ -14,7 +14,7 @@ go = pathlib.Path(sys.argv[2])
 (go.parent / f"ready{sys.argv[3]}").touch()
 while not go.exists():
     time.sleep(0.001)
-for round in range(10):
+for round in range(int(sys.argv[4])):
     with open_catalog(f"{sys.argv[1]}{round}.sqlite") as catalog:
         catalog.begin({}, source_uri="/a", destination_uri=f"/{sys.argv[3]}", verb="export",
                       tool_version="1")
@@ -26,7 +26,7 @@ from sqlalchemy import select, update
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.models import Tag
 with open_catalog(sys.argv[1]) as catalog:
-    for _ in range(100):
+    for _ in range(int(sys.argv[2])):
         with catalog.writing() as conn:
             count = int(conn.execute(select(Tag.value).where(Tag.key == "count")).scalar_one())
             conn.execute(update(Tag).where(Tag.key == "count").values(value=str(count + 1)))
@@ -39,7 +39,7 @@ def facts(uri, digest):
     return CheckpointFacts(uri, "safetensors", digest, 64, [("w", "bfloat16", (4, 8), 64)],
                            [("model.safetensors", 100, digest)])
 with open_catalog(sys.argv[1]) as catalog:
-    for turn in range(5):
+    for turn in range(int(sys.argv[3])):
         source = facts("/runs/step-1", "a" * 64)
         derived = facts("/out/model", f"{sys.argv[2]}{turn}".ljust(64, "0"))
         conversion = catalog.begin({}, source_uri=source.uri, destination_uri=derived.uri,
@@ -49,31 +49,32 @@ with open_catalog(sys.argv[1]) as catalog:
 """
 
 
-def test_concurrent_processes_create_one_fresh_file(forks, finish, tmp_path):
+def test_concurrent_processes_create_one_fresh_file(forks, finish, rounds, tmp_path):
     go = tmp_path / "go"
-    started = [forks(CREATE, tmp_path / "fresh", go, i) for i in range(PROCESSES)]
+    started = [forks(CREATE, tmp_path / "fresh", go, i, rounds) for i in range(PROCESSES)]
     while len(list(tmp_path.glob("ready*"))) < PROCESSES:
         assert all(process.poll() in (None, 0) for process in started)
         time.sleep(0.01)
     go.touch()
     finish(*started)
-    for turn in range(10):
+    for turn in range(rounds):
         with open_catalog(str(tmp_path / f"fresh{turn}.sqlite"), create=False) as catalog:
             made = sorted(row.destination_uri for row in catalog.conversions())
         assert made == [f"/{i}" for i in range(PROCESSES)]
 
 
-def test_no_update_is_lost(catalog, url, facts, forks, finish):
+def test_no_update_is_lost(catalog, url, facts, forks, finish, rounds):
     checkpoint = catalog.record_validation(facts("/runs/step-1"))
     catalog.tag(checkpoint, "count", "0")
-    finish(*[forks(COUNT, url) for _ in range(PROCESSES)])
-    assert catalog.show(checkpoint).tags == {"count": str(PROCESSES * 100)}
+    finish(*[forks(COUNT, url, rounds) for _ in range(PROCESSES)])
+    assert catalog.show(checkpoint).tags == {"count": str(PROCESSES * rounds)}
 
 
-def test_one_of_many_publishers_is_the_current_one(catalog, url, forks, finish):
-    finish(*[forks(PUBLISH, url, i) for i in range(PROCESSES)])
+def test_one_of_many_publishers_is_the_current_one(catalog, url, forks, finish, rounds):
+    turns = rounds // 5
+    finish(*[forks(PUBLISH, url, i, turns) for i in range(PROCESSES)])
     derived = catalog.list(limit=None, kind="derived")
-    assert len(derived) == PROCESSES * 5
+    assert len(derived) == PROCESSES * turns
     assert [row.state for row in derived].count("present") == 1
     assert [row.uri for row in catalog.list(kind="source")] == ["/runs/step-1"]
-    assert len(catalog.conversions(limit=None, state="succeeded")) == PROCESSES * 5
+    assert len(catalog.conversions(limit=None, state="succeeded")) == PROCESSES * turns

@@ -22,7 +22,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from ckptcore.catalog import claims, open_catalog
 with open_catalog(sys.argv[1]) as catalog:
-    for n in range(25):
+    for n in range(int(sys.argv[3])):
         with catalog.writing() as conn:
             found = claims.take(conn, datetime.now(UTC), claims.Key(f"d{n}", "/out", "o"), "/s", sys.argv[2])
         if found.mine:
@@ -127,9 +127,9 @@ def test_a_claim_of_an_older_version_is_free_when_its_lease_ends(claim, catalog,
     assert claim(claims.take, NOW + claims.LEASE, KEY, "/s", "b").mine
 
 
-def test_processes_that_race_take_each_claim_once(catalog, url, forks, finish):
-    outputs = finish(*[forks(TAKE, url, f"p{n}") for n in range(PROCESSES)])
-    assert sorted(int(line) for text in outputs for line in text.split()) == list(range(25))
+def test_processes_that_race_take_each_claim_once(catalog, url, forks, finish, rounds):
+    outputs = finish(*[forks(TAKE, url, f"p{n}", rounds) for n in range(PROCESSES)])
+    assert sorted(int(line) for text in outputs for line in text.split()) == list(range(rounds))
 
 
 def test_one_sighting_per_uri_keeps_its_first_time(catalog):

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import exc, text
+from sqlalchemy import create_engine, exc, text
 
-from ckptcore.catalog import default_url, open_catalog
+from ckptcore.catalog import database, default_url, open_catalog
 from ckptcore.catalog.database import HEAD, connect, engine_for, journal_mode, parse
 from ckptcore.errors import CatalogError, CatalogUnavailable, MissingDependency
 
@@ -125,7 +125,8 @@ def test_missing_driver_is_named():
         open_catalog("nosuch://host/x")
 
 
-def test_settings_of_every_connection(path):
+def test_settings_of_every_connection(path, monkeypatch):
+    monkeypatch.setattr(database, "create_engine", create_engine)  # and not that of `quick_disks`
     engine = connect(str(path), create=True)
     found = {}
     with engine.connect() as connection:

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.queues import NewEvent, inbox
 with open_catalog(sys.argv[1]) as catalog:
-    for n in range(25):
+    for n in range(int(sys.argv[3])):
         with catalog.queueing() as conn:
             event, new = inbox.accept(conn, datetime.now(UTC), NewEvent("mlflow", f"e{n}", body=sys.argv[2]))
         print(n, event.id, int(new))
@@ -271,21 +271,22 @@ def test_a_rolled_back_message_is_not_sent(catalog):
         assert outbox.take(conn, NOW) == []
 
 
-def test_concurrent_repeats_of_an_event_make_one_row(url, forks, finish):
-    outputs = finish(*[forks(ACCEPT, url, i) for i in range(PROCESSES)])
+def test_concurrent_repeats_of_an_event_make_one_row(url, forks, finish, rounds):
+    outputs = finish(*[forks(ACCEPT, url, i, rounds) for i in range(PROCESSES)])
     lines = [line.split() for out in outputs for line in out.splitlines()]
-    for n in range(25):
+    for n in range(rounds):
         results = [(public, new) for number, public, new in lines if int(number) == n]
         assert len({public for public, _ in results}) == 1
         assert sorted(new for _, new in results) == ["0"] * (PROCESSES - 1) + ["1"]
 
 
-def test_many_workers_take_each_event_once(url, queue, forks, finish):
-    accept(queue, *(f"e{n}" for n in range(100)))
+def test_many_workers_take_each_event_once(url, queue, forks, finish, rounds):
+    events = [f"e{n}" for n in range(4 * rounds)]
+    accept(queue, *events)
     outputs = finish(*[forks(TAKE, url) for _ in range(PROCESSES)])
     worked = [line for out in outputs for line in out.splitlines()]
-    assert sorted(worked) == sorted(f"e{n}" for n in range(100))
-    assert queue(inbox.depth)["done"] == 100
+    assert sorted(worked) == sorted(events)
+    assert queue(inbox.depth)["done"] == len(events)
 
 
 def test_locked_rows_are_skipped(postgres, upgraded):

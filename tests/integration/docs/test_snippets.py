@@ -11,7 +11,7 @@ from doc_pages import DOCS, SANDBOX, run
 
 PAGES = sorted(p for p in DOCS.rglob("*.md") if SANDBOX.search(p.read_text(encoding="utf-8")))
 # The tutorial and one page in every run, the others in soak.
-_ALWAYS = {"tutorial.md", "how-to/retention.md"}
+_ALWAYS = {"tutorial.md", "how-to/reshard.md"}
 _CASES = [
     pytest.param(p, id=(name := str(p.relative_to(DOCS))), marks=[] if name in _ALWAYS else pytest.mark.soak)
     for p in PAGES
