@@ -55,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Torch and the collected tests are a million objects that stay: to look through them again every few
     # thousand new ones takes a fifteenth of the time of all tests.
     gc.set_threshold(20_000, 20, 100)
+    # Here, so that forks of the process that collects have it, too.
+    quick_disks.install()
     # A shell starts what runs in the background with Ctrl-C ignored, and every child inherits that.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -167,8 +169,7 @@ def upgraded(postgres: postgresql.Server) -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_catalogs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Catalogs of one process share what is the same in all of them; nothing waits for a disk."""
-    quick_disks.install()
+    """Catalogs of one process share what is the same in all of them."""
     with quick_catalogs.quick(tmp_path_factory.mktemp("quick")):
         yield
 

@@ -277,7 +277,7 @@ def plain(tree: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sorted(CORE))
-@pytest.mark.parametrize("flips", [12, pytest.param(1500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("flips", [6, pytest.param(1500, marks=pytest.mark.soak)])
 def test_flipped_anywhere(
     name: str, flips: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

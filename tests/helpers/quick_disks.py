@@ -32,8 +32,14 @@ def _unsynced(sql: str) -> str:
     return f"{_SYNCHRONOUS}OFF" if sql.startswith(_SYNCHRONOUS) else sql
 
 
+def _no_sync(fd: int) -> None:
+    """Do nothing."""
+
+
 def install() -> None:
-    """Sync no file, folder or SQLite catalog of this process any more."""
+    """Sync no file, folder or SQLite catalog of this process and its forks any more."""
+    if host.fsync is _no_sync:
+        return
     create_engine = database.create_engine
 
     def unsynced_engine(url: Any, **options: Any) -> Any:
@@ -41,5 +47,5 @@ def install() -> None:
             options["connect_args"] = {**options.get("connect_args", {}), "factory": _Connection}
         return create_engine(url, **options)
 
-    host.fsync = lambda fd: None
+    host.fsync = _no_sync
     database.create_engine = unsynced_engine
