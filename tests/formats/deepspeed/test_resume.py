@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import samples
+import warm
 from driver import Cli
 from paths import JOBS
 
@@ -47,7 +47,7 @@ def test_fsdp2_resumes_with_the_masters_and_moments(
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     done = subprocess.run(
-        [sys.executable, str(JOBS / "zero_resume_job.py"), str(tmp_path / "spec.json")],
+        [*warm.python(), str(JOBS / "zero_resume_job.py"), str(tmp_path / "spec.json")],
         capture_output=True,
         text=True,
         timeout=240,

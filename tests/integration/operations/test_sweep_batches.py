@@ -6,11 +6,11 @@ import gc
 import json
 import shutil
 import subprocess
-import sys
 import weakref
 from dataclasses import replace
 
 import pytest
+import warm
 from checkpoints import save
 from paths import ROOT
 from safetensors.torch import load_file
@@ -234,7 +234,7 @@ with open_catalog(url) as catalog:
 
 @pytest.mark.parametrize("moment", ["writing", "recording"])
 def test_a_killed_batch_is_resumed_at_once(catalog, url, steps, moment, monkeypatch):
-    killed = subprocess.run([sys.executable, "-c", KILLED, url, moment], cwd=ROOT, check=False)
+    killed = subprocess.run([*warm.python(), "-c", KILLED, url, moment], cwd=ROOT, check=False)
     assert killed.returncode == -9
     assert {row.state for row in catalog.conversions(None)} == {"running"}
     published = list(steps.glob("step-*"))

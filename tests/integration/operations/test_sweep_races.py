@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from datetime import UTC, datetime
 
 import pytest
+import warm
 from checkpoints import save
 from paths import ROOT
 
@@ -98,7 +98,7 @@ def test_sweeps_in_processes(either, tmp_path):
     watch(either, tmp_path / "runs")
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", SWEEP, either],
+            [*warm.python(), "-c", SWEEP, either],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

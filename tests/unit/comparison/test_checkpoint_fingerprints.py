@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import samples
+import warm
 from paths import FIXTURES
 
 import ckptcore
@@ -240,7 +240,7 @@ def test_files_written_in_other_processes_add_up(source: Path, tmp_path: Path) -
         "api.execute(sys.argv[1], [int(sys.argv[2])], settings=Settings(fingerprint=True))"
     )
     for index in reversed(range(len(prepared.files))):
-        subprocess.run([sys.executable, "-c", script, prepared.plan_uri, str(index)], check=True)
+        subprocess.run([*warm.python(), "-c", script, prepared.plan_uri, str(index)], check=True)
     assert api.publish(prepared).fingerprint == total
 
 
@@ -266,7 +266,8 @@ def test_a_killed_and_resumed_run_has_the_same(summed: str, source: Path, tmp_pa
     """Sums come from the receipts of the first run; files that were written without sums are rewritten."""
     total = taken(source)
     destination = tmp_path / "out"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(destination), summed], check=False)
+    killed = [*warm.python(), "-c", KILLED, str(source), str(destination), summed]
+    done = subprocess.run(killed, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not destination.exists()
     result = convert(str(source), str(destination), max_file_size=20_000)
