@@ -113,6 +113,10 @@ class S3Answers:
         equal_parts: Refuse parts of unequal size.
         min_part: Smallest size of a part that is not the last.
         page: Rows of one page of a list.
+        clock: The time of the store.
+
+    Attributes:
+        lag_s: For so long a list has no new object yet.
     """
 
     def __init__(
@@ -126,7 +130,9 @@ class S3Answers:
         equal_parts: bool = False,
         min_part: int = 5 << 20,
         page: int = 1000,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self.clock, self.lag_s = clock, 0.0
         self.checks, self.keeps, self.creates, self.matches = checks, keeps, creates, matches
         self.parts, self.equal_parts, self.min_part, self.page = parts, equal_parts, min_part, page
         self.objects: dict[str, Stored] = {}
@@ -138,7 +144,7 @@ class S3Answers:
     def put(self, path: str, data: bytes) -> Stored:
         """Store an object, and return it."""
         etag = hashlib.md5(data).hexdigest() + ("-1" if self.parts else "")
-        self.objects[path] = Stored(data, etag)
+        self.objects[path] = Stored(data, etag, when=self.clock())
         return self.objects[path]
 
     def below(self, prefix: str) -> dict[str, bytes]:
@@ -203,7 +209,7 @@ class S3Answers:
         bucket, _, key = asked.path.partition("/")
         upload_id = uuid.uuid4().hex
         algorithm = asked.headers.get("x-amz-checksum-algorithm")
-        self.uploads[upload_id] = Upload(asked.path, _meta(asked), algorithm=algorithm)
+        self.uploads[upload_id] = Upload(asked.path, _meta(asked), when=self.clock(), algorithm=algorithm)
         raise _xml(
             f"<InitiateMultipartUploadResult><Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
             f"<UploadId>{upload_id}</UploadId></InitiateMultipartUploadResult>"
@@ -219,12 +225,12 @@ class S3Answers:
             if self.matches and match is not None and match.strip('"') != there.etag:
                 raise error(412, "PreconditionFailed")
             self._require_conditions(asked, complete=False)
-            self.objects[asked.path] = Stored(there.data, there.etag, dict(there.meta))
+            self.objects[asked.path] = Stored(there.data, there.etag, dict(there.meta), when=self.clock())
             raise _xml(f"<CopyObjectResult><ETag>&quot;{there.etag}&quot;</ETag></CopyObjectResult>")
         self._received(asked)
         self._require_conditions(asked, complete=False)
         etag = hashlib.md5(asked.body).hexdigest()
-        self.objects[asked.path] = Stored(asked.body, etag, _meta(asked))
+        self.objects[asked.path] = Stored(asked.body, etag, _meta(asked), when=self.clock())
         raise Answer(200, headers={"ETag": f'"{etag}"'})
 
     def _get(self, asked: Asked) -> None:
@@ -309,9 +315,12 @@ class S3Answers:
     def _names(self, bucket: str, prefix: str, cut: str) -> Iterator[str]:
         """Yield the keys below a prefix in order, each deeper than the delimiter as its common prefix."""
         folder = None
+        seen_until = self.clock() - self.lag_s if self.lag_s else None
         for path in sorted(self.objects):
             name = path.removeprefix(f"{bucket}/")
             if name == path or not name.startswith(prefix):
+                continue
+            if seen_until is not None and self.objects[path].when > seen_until:
                 continue
             if cut and cut in name[len(prefix) :]:
                 name = prefix + name[len(prefix) :].split(cut)[0] + cut
@@ -373,7 +382,7 @@ class S3Answers:
             raise error(400, "BadDigest")
         self._require_conditions(asked, complete=True)
         etag = f"{hashlib.md5(data).hexdigest()}-{len(rows)}"
-        self.objects[asked.path] = Stored(data, etag, upload.meta)
+        self.objects[asked.path] = Stored(data, etag, upload.meta, when=self.clock())
         del self.uploads[asked.query["uploadId"]]
         raise _xml(
             f"<CompleteMultipartUploadResult><ETag>&quot;{etag}&quot;</ETag></CompleteMultipartUploadResult>"

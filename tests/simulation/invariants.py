@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from custody_model import Contents, Tree, folders_above, ids_in, is_hidden, logical
-from sqlalchemy import text
+from custody_model import HOME, Contents, Tree, folders_above, ids_in, is_hidden, logical
+from sqlalchemy import select, text
 
+from ckptcore.catalog.claims import TAKEN, read_owner
+from ckptcore.catalog.models import Claim
+from ckptcore.operations.abandoned import collect
+from tests.simulation.seam import HOSTS
 from tests.simulation.records import all_in, beside, homes, ids_in_sight, is_kept, obligations, vouched
 
 if TYPE_CHECKING:
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 
 
 # How a run may end that has published an output: whether the disk keeps it is not known.
+STAGED = re.compile(r"(^|(?<=/))\.[^/]+(?<!\.obligations)(?<!\.retiring-.{8})\.ckptcore(?=/)")
+COMMIT = (".metadata", "model.safetensors.index.json")  # what makes a folder loadable
 FAILING = tuple(f"refused: {code}" for code in ("destination-unwritable", "disk-full", "storage-trouble"))
 
 
@@ -38,6 +46,8 @@ class Act:
         made: What is there afterwards; None for anything that is complete.
         catalog: Whether the product uses the catalog.
         purges: Whether it removes what is set aside.
+        retires: Whether it sets sources aside.
+        claim: What only one process may do at a time; "" for anything.
     """
 
     act: Callable[[Any], object]
@@ -45,6 +55,8 @@ class Act:
     made: Contents | None
     catalog: bool
     purges: bool
+    retires: bool = False
+    claim: str = ""
 
 
 class Check:
@@ -61,6 +73,17 @@ class Check:
         self.known = frozenset[str]().union(*(self._known_sources(act) for act in group))
         self.by_hand: set[str] = set()
         self.inodes = self._inodes()
+        self.claims = self._claims() if self.watches_claims else {}
+        self.aside = {
+            act.target: [c for p, c in self.there.items() if c and HOME.search(p) and _is_of(p, act.target)]
+            for act in group
+            if act.made is None and act.target
+        }
+
+    @property
+    def watches_claims(self) -> bool:
+        """Whether processes of the group compete for claims."""
+        return len(self.group) > 1 and (self.run.disk.kind == "bucket" or any(a.claim for a in self.group))
 
     def now(self) -> None:
         """Check what must be true at any time; raise `Broken`."""
@@ -77,12 +100,33 @@ class Check:
         if lost and not run.world.cut:
             raise Broken(f"what another user wrote meanwhile is gone: {sorted(lost)}")
         self._require_replaced(there)
+        self._require_restored(there, outcomes)
+        self._note_between(there, outcomes)
+        if run.disk.kind == "bucket":
+            self._require_listed(tree)
         if all(o in FAILING for o in outcomes) and self._succeeded() > self.succeeded and not run.world.cut:
             raise Broken("a conversion failed that the catalog has recorded as succeeded")
         new = {run.disk.url(each[0]) for each in run.owed - self.owed if each[2] not in _at_sources(there)}
         forgotten = new - self._listed() if self.strict and not run.world.cut else ()
         if forgotten:
             raise Broken(f"the catalog has no obligation of {sorted(forgotten)}")
+
+    def committed(self, number: int) -> None:
+        """A claim that a process has, in its time, is changed by no other process."""
+        shared, claims = self.run.world.shared, self._claims()
+        latest = datetime.fromtimestamp(max(map(shared.now_ns, range(HOSTS))) / 1e9, UTC)
+        for key, before in self.claims.items():
+            _, process = read_owner(before.owner)
+            taken = before.state == TAKEN and before.due_at > latest and process
+            if taken and claims.get(key) != before and process[0] != str(number):
+                if shared.is_alive(int(process[0])):
+                    raise Broken(f"process {number} changed the claim of {before.owner}: {claims.get(key)}")
+        self.claims = claims
+
+    def _claims(self) -> dict[int, Any]:
+        with self.run.catalog.reading() as conn:
+            rows = conn.execute(select(Claim.id, Claim.state, Claim.owner, Claim.attempts, Claim.due_at))
+            return {row.id: row for row in rows}
 
     def hand(self, index: int, wrote: bool, number: int) -> None:
         """Let another user write to what a process has looked at, and has not moved away yet."""
@@ -124,6 +168,8 @@ class Check:
         run, tree = self.run, self.run.disk.tree()
         there = all_in(tree)
         self._require_places(there, outcomes)
+        self._require_loadable(tree, there)
+        self._require_old_outputs(there)
         self._note_deleted(there)
         self._require_owed(tree)
         if run.disk.kind == "local":
@@ -174,6 +220,59 @@ class Check:
             ):
                 continue
             raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
+
+    def _require_loadable(self, tree: Tree, there: dict[str, Contents | None]) -> None:
+        """What makes a folder of a bucket loadable is there only if all that it names is."""
+        if self.run.disk.kind != "bucket" or self.run.rotten:
+            return
+        for place, contents in there.items():
+            commit = {f"{place}/{name}" for name in COMMIT} & tree.keys()
+            if commit and contents is None and not is_hidden(place) and self.there.get(place, 1) is not None:
+                if any(act.target == place and act.made is not None for act in self.group):
+                    raise Broken(f"{place} is not complete, and {min(commit)} says that it is")
+
+    def _require_old_outputs(self, there: dict[str, Contents | None]) -> None:
+        """What a killed run moved away from a place is kept beside it until the new output is there."""
+        between = self.run.between
+        for place, old in list(between.items()):
+            if place in there:
+                del between[place]
+            elif old not in beside(place, there):
+                raise Broken(f"{place} has neither the old output nor a new one: {old} is gone")
+
+    def _note_between(self, there: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
+        """Note the old outputs of places from which killed runs moved them away."""
+        for act, outcome in zip(self.group, outcomes, strict=True):
+            old = self.there.get(act.target)
+            if act.made is not None and outcome == "killed" and old and act.target not in there:
+                if old in beside(act.target, there):
+                    self.run.between[act.target] = old
+
+    def _require_restored(self, there: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
+        """What a user was told to be restored is in its place."""
+        if any(act.retires for act in self.group):
+            return
+        for act, outcome in zip(self.group, outcomes, strict=True):
+            aside = self.aside.get(act.target)
+            if outcome == "done" and aside and there.get(act.target) not in (*aside, self.there.get(act.target, 0)):
+                raise Broken(f"{act.target} was restored, and is {there.get(act.target)}, not {aside}")
+
+    def _require_listed(self, tree: Tree) -> None:
+        """What processes that have ended left in a bucket is listed by `gc`."""
+        server, bucket = self.run.disk.server, self.run.disk.bucket
+        left = {path[: found.end()] for path in tree if (found := STAGED.search(path))}
+        left |= {upload.key.removeprefix(f"{bucket}/") for upload in server.uploads.values()}
+        if not left:
+            return
+        lag, server.lag_s = server.lag_s, 0.0
+        listed = collect(self.run.disk.url("").rstrip("/"), older_than_s=0, dry_run=True)
+        server.lag_s = lag
+        places = {item.url.removeprefix(f"s3://{bucket}/") for item in listed}
+        # The uploads of a staging prefix are listed with it.
+        of_prefixes = sum(item.uploads for item in listed)
+        unlisted = {path for path in left if path not in places and STAGED.search(path)}
+        if unlisted or of_prefixes < len(server.uploads):
+            raise Broken(f"gc does not list {sorted(unlisted or left)}: {sorted(places)}")
 
     def _note_deleted(self, there: dict[str, Contents | None]) -> None:
         """Note what of sources is gone: some place must hold it from now on.
@@ -244,6 +343,12 @@ class Check:
         above = {act.target, *folders_above(act.target)}
         records = {one.source for one in obligations(self.before) if one.place in above}
         return (self.listed if act.catalog else frozenset()) | records
+
+
+def _is_of(place: str, target: str) -> bool:
+    """Return whether what is set aside at a place is of a target, or of what was restored under its name."""
+    own = logical(place)
+    return target == own or target.rpartition("/")[0] == own.rpartition("/")[0]
 
 
 def _at_sources(there: dict[str, Contents | None]) -> set[str]:

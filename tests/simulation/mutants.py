@@ -151,10 +151,17 @@ MUTANTS = {
         ),
     ),
     "resume-trusts-names": Mutant(
-        "a resumed run takes a staged file for written without reading it",
+        "a resumed run takes a staged file for written without reading it, or looking at its times",
         "execution.receipts:is_intact",
         "return has_digest(files, receipt.path, receipt.nbytes, (receipt.digest,))",
         "return True",
+        also=(
+            (
+                "execution.reuse:earlier",
+                "if receipt.stamp is not None and receipt.stamp == current_stamp:",
+                "if True:",
+            ),
+        ),
     ),
     "changed-destination-is-replaced": Mutant(
         "a destination is not looked at again before it is replaced, nor before it is removed",
@@ -352,6 +359,38 @@ MUTANTS = {
         "rename_new(self.inside, DirEntryAt(self._parent_fd, name, uri or self.record.uri))",
         "host.rename(self._name, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._parent_fd)",
         seed=27,
+    ),
+    "restored-after-a-look": Mutant(
+        "whether a removal is decided is asked before the transaction that restores, and without a lock",
+        f"{PURGE}:restore",
+        "with catalog.writing() as conn:\n            row = set_aside.get(conn, home)",
+        "with catalog.reading() as conn:\n            row = set_aside.get(conn, home)\n"
+        "        if row is not None and row.purging:\n            raise UsageError('decided')\n"
+        "        with catalog.writing() as conn:\n            row = None",
+        also=(UNLOCKED,),
+    ),
+    "writer-asked-before-the-record": Mutant(
+        "who counts on a copy asks for writers before the record is beside it, and not within the transaction",
+        f"{REPLACING}:counting_on",
+        "    with catalog.writing():  # records beside copies are changed by one process at a time",
+        "    with catalog.reading() as conn:\n        for place in duties:\n"
+        "            if writer := writer_of_place(conn, place):\n                raise Busy(writer)\n"
+        "    for place in duties:\n        require_same(place)\n"
+        "    with catalog.writing():",
+        also=(WRITER_ROW, COPY_LOCK, (f"{REPLACING}:counting_on", "            require_same(place)\n        with", "            pass\n        with")),
+    ),
+    # Claims and leases.
+    "claim-not-exclusive": Mutant(
+        "a claim is taken although another process has it",
+        "catalog.claims:_is_settled",
+        "busy = claim.owner != storable(owner) and claim.is_in_use(now)",
+        "busy = False",
+    ),
+    "claim-without-fence": Mutant(
+        "a process that was stopped ends the claim that another one has taken",
+        "catalog.claims:_owned",
+        "Claim.id == claim.id, Claim.attempts == claim.attempts, Claim.state == TAKEN",
+        "Claim.id == claim.id, Claim.state == TAKEN",
     ),
     "hold-ignored": Mutant(
         "a source on hold may go", "operations.setting_aside:require_untied", "if why:", "if False:", seed=145

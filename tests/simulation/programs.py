@@ -36,6 +36,8 @@ from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts, record_fingerprint
 from ckptcore.custody.upkeep import listed, release
 from ckptcore.errors import CkptError, UsageError
+from ckptcore.operations.abandoned import collect
+from ckptcore.operations.convert_once import convert_once
 from ckptcore.operations.purge import purge, restore
 from ckptcore.operations.rebuild_catalog import rebuild
 from ckptcore.operations.replacement import Allowed
@@ -90,7 +92,6 @@ class Run:
         self.inline = world.inline
         self.group: list[Act] = []  # what the next processes do
         self.profile = "calm"  # what befalls the processes of this step: see `scheduler.PROFILES`
-        self.profile = "calm"  # what befalls the processes of this step: see `scheduler.PROFILES`
         self.together: list[tuple[int, Conversion]] | None = None  # while several are gathered
         self.catalog = open_catalog(url)
         self.trace: list[str] = []
@@ -102,6 +103,7 @@ class Run:
         self.saved = 0
         self.backup: dict[str, list[dict[str, Any]]] | None = None
         self.replaced: list[tuple[str, Contents]] = []  # what can be restored: its place, and it
+        self.between: dict[str, Contents] = {}  # place -> old output that a killed run moved away from it
         self.killed: Conversion | None = None  # the last one that was
         self.rotten = False  # whether something was altered by no program
         self.forgot = False  # whether a catalog was lost, or restored from a backup
@@ -225,6 +227,7 @@ class Run:
         self.unvouched = {each for each in self.owed if each[2] not in sure}
         self.on_hold = {p: c for p, c in self.on_hold.items() if is_kept(p, c, there)}
         self.replaced = [(p, c) for p, c in self.replaced if c in beside(p, there)]
+        self.between = {p: c for p, c in self.between.items() if c in beside(p, there)}
 
     def _save(self, place: str = "") -> None:
         if not place:
@@ -514,6 +517,45 @@ class Run:
         elif run is self.killed:
             self.killed = None
 
+    def _once(self, source: str, target: str) -> None:
+        """A process is asked to make an output, unless another one does, or did."""
+        source, target = place_of(source), place_of(target)
+        contents = self._visible().get(source)
+        if contents is None:
+            return
+        # All ask for the same: another format is another claim.
+        to = "torch_save" if target.endswith(".pt") else "dcp"
+        made = {name: id for name, id in contents.items() if not name.startswith("file ")}
+        request = Request(self.disk.url(source), self.disk.url(target), to=to)
+        self._note(f"{source} -> {target} {to}")
+
+        def act(_: Any) -> None:
+            convert_once(request, MEANS, None, self.url, wait_s=0, on_wait=lambda *_: None)
+
+        run = Conversion(source, target, contents, made, {"to": to}, MEANS, True)
+        outcome = self._product(act, target, made, claim=f"{source} {target}")
+        if outcome == LATER:
+            assert self.together is not None
+            self.together.append((len(self.group) - 1, run))
+        else:
+            self._note_killed(run, outcome)
+
+    def _gc(self) -> None:
+        """What killed runs left in a bucket is removed."""
+        if self.disk.kind == "bucket":
+            url, older = self.disk.url("").rstrip("/"), self.draw.choice([0, 0, 3600])
+            self._product(lambda _: collect(url, older_than_s=older, catalog=self.url))
+
+    def _loose(self) -> None:
+        """The store has no conditions, or none for uploads."""
+        if self.disk.kind == "bucket":
+            self.disk.server.creates = self.draw.choice([False, False, "put"])
+
+    def _lagging(self) -> None:
+        """A list of the store lacks what was written a moment ago."""
+        if self.disk.kind == "bucket":
+            self.disk.server.lag_s = self.draw.choice([0.001, 1, 30])
+
     def _resume(self) -> None:
         """The same command as the one that was killed last."""
         run = self.killed
@@ -532,7 +574,8 @@ class Run:
             "purging": self.draw.random() < 0.2,
         }
         self._note(f"grace={grace.days} {globs}")
-        self._product(lambda catalog: retire(catalog, Policy(1), yes=True, **options), purges=not grace)
+        act = functools.partial(retire, policy=Policy(1), yes=True, **options)
+        self._product(act, purges=not grace, retires=True)
 
     def _thin(self, which: str = "") -> None:
         """A step loses what a user names, in its place; what stays as it is, is refused."""
@@ -584,13 +627,15 @@ class Run:
         *,
         catalog: bool = True,
         purges: bool = False,
+        retires: bool = False,
+        claim: str = "",
     ) -> str:
         """Run a verb in a simulated process, at once or together with others; return how it ended.
 
         target: the place that may change. made: what is there afterwards; None for anything that is complete.
-        purges: it removes what is set aside.
+        purges: it removes what is set aside. retires: it sets sources aside. claim: what only one may do.
         """
-        self.group.append(Act(act, target, made, catalog, purges))
+        self.group.append(Act(act, target, made, catalog, purges, retires, claim))
         return self._run_group()[0] if self.together is None else LATER
 
     def _together(self) -> None:
@@ -614,8 +659,10 @@ class Run:
         draw = random.Random(self.draw.getrandbits(60))
         faults = drawn_faults(draw, "calm" if self.calm else self.profile, local=self.disk.kind == "local")
         check = Check(self, group)
-        self.world.hand = check.hand
-        works = [(draw.randrange(3), functools.partial(_lived, act.act, self.url)) for act in group]
+        self.world.hand, self.world.committed = check.hand, check.committed if check.watches_claims else None
+        works = [
+            (draw.randrange(3), functools.partial(_lived, act.act, self.url), not act.catalog) for act in group
+        ]
         outcomes = self.world.run(works, faults, draw, check.now)
         for word in (*outcomes, self.world.cut):
             self._note(f"[{word}]" if word else "")

@@ -102,13 +102,13 @@ def _simulated_clock(shared: Shared) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _disk(kind: str, folder: Path) -> Iterator[LocalDisk | BucketDisk]:
+def _disk(kind: str, folder: Path, shared: Shared) -> Iterator[LocalDisk | BucketDisk]:
     if kind == "local":
         yield LocalDisk(folder)
         return
     import fault_s3
 
-    with fault_s3.serving() as server:
+    with fault_s3.serving(clock=lambda: shared.world_ns() / 1e9) as server:
         yield BucketDisk(server)
 
 
@@ -152,7 +152,7 @@ def run_steps(steps: Steps, *, disk: str = "local", url: str = "", inline: bool 
         catalog = top / "catalog.sqlite"
         catalog.write_bytes(_empty_catalog())
         shared, calls = Shared(EPOCH_NS), list[str]()
-        with _disk(disk, top / "disk") as place, _simulated_clock(shared):
+        with _disk(disk, top / "disk", shared) as place, _simulated_clock(shared):
             root = top / "disk" if disk == "local" else None
             world = World(shared, root, None if url else catalog, top / "grave", calls, inline)
             run = Run(place, url or str(catalog), top / "made", world)

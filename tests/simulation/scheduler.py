@@ -21,9 +21,10 @@ from typing import Any
 
 from ckptcore.errors import CkptError
 from tests.simulation.crash_disk import CrashDisk
-from tests.simulation.seam import DIE, GO, HALF, HOSTS, LOST, PROCESSES, Seam, Shared
+from tests.simulation.seam import DIE, FAILED, GO, HALF, HOSTS, LOST, PROCESSES, S3, THROTTLED, Seam, Shared
 
 FILE_CALLS = {"rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "renameat2", "write"}
+WRITES = {"PutObject", "CompleteMultipartUpload", "CopyObject", "DeleteObject"}  # what others see in a bucket
 # Where a fault may befall a group of processes -> how often, and how many of these calls there are. A call
 # shows if it changes a name that users see, and records if a record is in its place by it.
 PLACES = {
@@ -36,6 +37,10 @@ PLACES = {
     "": (5, 80),
 }
 HIDDEN = re.compile(r"/\.[^/]+\.ckptcore")
+# A fault at one call: its kind and turns, the call and its number, how many calls later, of which process.
+AT_CALL = re.compile(
+    r"(?P<kind>[a-z-]+)(~(?P<turns>\d+))?@(?P<call>\w+):(?P<at>\d+)(\+(?P<behind>\d+))?(\*(?P<process>\d+))?"
+)
 MOST_CALLS = 5000  # of a process; more is an endless loop
 REAL_S = 120.0  # without a word from a process that has its turn
 
@@ -76,6 +81,22 @@ FAULTS = {
     ),
     "pause": Kind(25, "a process gets no turn while others run, and minutes or days pass on all clocks", "-"),
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
+    "failed-commit": Kind(
+        5,
+        "a transaction is undone instead of committed, and reported as an error: serialisation failed, or the "
+        "connection was lost before",
+        "a commit is complete or not done at all",
+    ),
+    "lost-reply": Kind(
+        20, "a request to an object store is done, and its reply is lost", "a request is done or not done"
+    ),
+    "throttled": Kind(15, "an object store refuses some requests in turn: it is asked too often", "-"),
+    "slow": Kind(
+        10,
+        "from some request on, each reply of an object store takes up to 7 s on all clocks",
+        "a lease is not renewed meanwhile, and clocks differ by less than 15 s",
+    ),
+    "drift": Kind(10, "the clock of a host is up to 7 s fast or slow", "clocks differ by less than 15 s"),
     "hand": Kind(
         0,
         "another user writes to a source that a process removes, or to an output that it replaces, before it "
@@ -94,8 +115,14 @@ PROFILES: dict[str, dict[str, tuple[int, ...]]] = {
     "race": {"pause": (2, 3, 4)},
     "chaos": {"pause": (1, 2), "kill": (1,), "lost-commit": (0, 0, 1)},
     "hand": {"hand": (1, 2), "pause": (0, 1)},
+    "database": {"failed-commit": (1, 2), "lost-commit": (0, 1), "pause": (0, 1)},
+    "store": {"lost-reply": (1, 2), "throttled": (0, 1), "kill": (0, 1), "pause": (0, 1)},
+    "slow": {"slow": (1, 2), "drift": (1, 2), "pause": (0, 1)},
 }
 LOCAL_ONLY = ("power", "catalog-power", "error", "hand")
+BUCKET_ONLY = ("lost-reply", "throttled", "slow", "drift")
+# What befalls processes that work on a bucket, where a program says what only a disk can do.
+IN_A_BUCKET = {"power": "kill", "after": "kill", "error": "store"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +136,7 @@ class Fault:
         call: The row of `PLACES`, or the name of a call.
         behind: How many calls of this process later it happens.
         process: Which of the processes.
+        turns: How many turns of others a pause takes; 0 for what ``number`` says.
     """
 
     kind: str
@@ -117,18 +145,20 @@ class Fault:
     call: str = ""
     behind: int = 0
     process: int = 0
+    turns: int = 0
 
 
 def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Fault]:
     """Return what befalls a group of processes.
 
-    profile: a row of `PROFILES`; ``KIND@CALL:N`` for the N-th such call of the first process; "" for
-    anything, by the rates of `FAULTS`.
+    profile: a row of `PROFILES`; ``KIND[~TURNS]@CALL:N[+BEHIND][*PROCESS]`` for the N-th such call of a process,
+    the first if none is named, and several of these with ``&``; "" for anything, by the rates of `FAULTS`.
     """
     faults = []
     if "@" in profile:
-        kind, call, at = re.split("[@:]", profile)
-        return [Fault(kind, int(at), draw.getrandbits(30), call)]
+        return [_at_call(text, draw.getrandbits(30)) for text in profile.split("&")]
+    if not local:
+        profile = IN_A_BUCKET.get(profile, profile)
     if profile:
         kinds = {kind: draw.choice(times) for kind, times in PROFILES[profile].items()}
     else:
@@ -136,18 +166,26 @@ def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Faul
         kinds = {
             kind: draw.choice([1, 1, 2]) * (draw.random() * 100 < each.often and not calm)
             for kind, each in FAULTS.items()
+            if not local or kind not in BUCKET_ONLY
         }
     for kind, times in kinds.items():
-        for _ in range(times if local or kind not in LOCAL_ONLY else 0):
+        for _ in range(0 if kind in (BUCKET_ONLY if local else LOCAL_ONLY) else times):
             at_end = kind == "power" and profile == "after"
             faults.append(Fault(kind, MOST_CALLS if at_end else 0, draw.getrandbits(30)))
     return [fault if fault.at else _placed(fault, draw) for fault in faults]
 
 
+def _at_call(text: str, number: int) -> Fault:
+    matched = AT_CALL.fullmatch(text)
+    assert matched is not None, text
+    behind, process, turns = (int(matched[name] or 0) for name in ("behind", "process", "turns"))
+    return Fault(matched["kind"], int(matched["at"]), number, matched["call"], behind, process, turns)
+
+
 def _placed(fault: Fault, draw: random.Random) -> Fault:
     """Place a fault anywhere, or at one of the calls that matter."""
     fault = replace(fault, process=draw.randrange(6))
-    if fault.kind == "lost-commit":
+    if fault.kind in ("lost-commit", "failed-commit"):
         return replace(fault, call="commit", at=draw.randint(1, PLACES["commit"][1]))
     if fault.kind == "hand" and draw.random() < 0.5:
         return replace(fault, call="shows", at=1)
@@ -165,6 +203,7 @@ class Process:
         outcome: How it ended: ``done``, ``refused: CODE``, ``killed``, ``crashed: TRACEBACK``; "" until then.
         call: What it waits for, and the paths.
         wakes_ns: When it wants to go on, on the clock of the world.
+        bare: Whether it has nothing to do with the catalog: it need not wait for a transaction of others.
         wrote: Whether it has written to a file.
         resting: How many turns of others it is paused for.
     """
@@ -173,6 +212,7 @@ class Process:
     home: int
     pid: int
     line: socket.socket
+    bare: bool = False
     outcome: str = ""
     call: tuple[str, ...] = ()
     wakes_ns: int = 0
@@ -184,6 +224,12 @@ class Process:
     def kinds(self, root: Path | None) -> list[str]:
         """Return the rows of `PLACES` for the call that it waits for."""
         call, _, *paths = self.call
+        if call == S3:
+            operation, key = paths
+            changes = operation in WRITES
+            shows = changes and not HIDDEN.search(f"/{key}")
+            records = changes and not shows and key.endswith(".json")
+            return ["", operation, *(["shows"] if shows else []), *(["records"] if records else [])]
         below = [path[len(str(root)) :] for path in paths if root is not None and path.startswith(f"{root}/")]
         moves = call in ("rename", "renameat2", "replace", "link")
         shows = moves and any(not HIDDEN.search(path) for path in below)
@@ -204,6 +250,7 @@ class World:
         exchanges: Whether the file system exchanges two names in one step.
         hand: Lets another user write to what the process of this index works on; whether it has written to a
             file, and a number, follow.
+        committed: Called with the number of a process that has committed; raises if something is wrong.
     """
 
     shared: Shared
@@ -214,17 +261,20 @@ class World:
     inline: bool = False
     exchanges: bool = True
     hand: Callable[[int, bool, int], None] | None = None
+    committed: Callable[[int], None] | None = None
     count: int = 0
     processes: list[Process] = field(default_factory=list)
     cut: str = ""
     ctimes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _slow_s: float = 0.0  # that a reply of the object store takes
+    _throttled: int = 0  # requests that it still refuses
     _disk: CrashDisk | None = None
     _forgets: bool = False  # whether a power cut loses commits
     _commits: list[dict[str, bytes]] = field(default_factory=list)
 
     def run(
         self,
-        works: Sequence[tuple[int, Callable[[], Any]]],
+        works: Sequence[tuple[int, Callable[[], Any], bool]],
         faults: Sequence[Fault],
         draw: random.Random,
         observe: Callable[[], None],
@@ -232,24 +282,24 @@ class World:
         """Run some works at once, each in a process, and return how they ended.
 
         Args:
-            works: The host of each, and what it does.
+            works: The host of each, what it does, and whether it has nothing to do with the catalog.
             faults: What befalls them.
             draw: Decides whose turn it is.
             observe: Called whenever a process has ended; raises if something is wrong.
         """
         if self.inline:
-            return [_inline(work) for _, work in works]
+            return [_inline(work) for _, work, _ in works]
         powered = any(fault.kind == "power" for fault in faults) and self.root is not None
         grave = self.grave / str(self.count)
         if powered and self.root is not None:
             grave.mkdir()
             self._disk = CrashDisk(self.root, grave)
             self._commits = [self._catalog()]
-        self.processes, self.cut = [], ""
+        self.processes, self.cut, self._slow_s, self._throttled = [], "", 0.0, 0
         self._forgets = any(fault.kind == "catalog-power" for fault in faults)
         try:
-            for home, work in works:
-                self.processes.append(self._begin(home, work, str(grave) if powered else ""))
+            for home, work, bare in works:
+                self.processes.append(self._begin(home, work, str(grave) if powered else "", bare))
                 self._hear(self.processes[-1])
             self._turns({(f.process % len(works), f.call, f.at): f for f in faults}, draw, observe)
         finally:
@@ -259,7 +309,7 @@ class World:
             shutil.rmtree(grave, ignore_errors=True)
         return [process.outcome for process in self.processes]
 
-    def _begin(self, home: int, work: Callable[[], Any], grave: str) -> Process:
+    def _begin(self, home: int, work: Callable[[], Any], grave: str, bare: bool) -> Process:
         self.count += 1
         number = 1 + self.count % (PROCESSES - 1)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -274,7 +324,7 @@ class World:
             )
         theirs.close()
         ours.settimeout(REAL_S)
-        return Process(number, home, pid, ours)
+        return Process(number, home, pid, ours, bare)
 
     def _turns(
         self, faults: dict[tuple[int, str, int], Fault], draw: random.Random, observe: Callable[[], None]
@@ -282,8 +332,10 @@ class World:
         burst, current = draw.choice([1, 3, 10, 60]), self.processes[0]
         calls: Counter[tuple[int, str]] = Counter()
         while live := [process for process in self.processes if not process.outcome]:
+            # Who has nothing to do with the catalog goes on while a transaction is paused.
+            halted = current.resting and any(each.bare for each in live if each is not current)
             stays = current in live and (
-                current.in_transaction or (draw.randrange(burst) and not current.resting)
+                (current.in_transaction and not halted) or (draw.randrange(burst) and not current.resting)
             )
             if not stays or current.wakes_ns > self.shared.world_ns():
                 current = self._chosen(live, draw)
@@ -294,7 +346,7 @@ class World:
             if fault is not None and fault.behind:
                 faults[index, "", calls[index, ""] + fault.behind] = replace(fault, behind=0)
             elif fault is not None and fault.kind == "pause" and len(live) > 1:
-                self._pause(current, fault.number)
+                self._pause(current, fault)
                 calls.subtract(kinds)  # it comes again
                 continue
             elif fault is not None and self._befall(fault, current, draw):
@@ -313,14 +365,17 @@ class World:
         if any(process.outcome for process in live):
             observe()
 
-    def _pause(self, process: Process, number: int) -> None:
+    def _pause(self, process: Process, fault: Fault) -> None:
         """Let a process wait while others have some turns, and time may pass."""
+        number = fault.number
         self._note(f"-- pause {process.number} {number}")
-        process.resting = (20, 60, 200, 200)[number % 4]
+        process.resting = fault.turns or (20, 60, 200, 200)[number % 4]
         self.shared.advance((0, 0, 0, 70, 400, 90000)[number // 4 % 6])
 
     def _chosen(self, live: list[Process], draw: random.Random) -> Process:
         holder = [process for process in live if process.in_transaction]
+        if any(process.resting for process in holder):
+            holder = [process for process in live if process.bare] or holder
         now = self.shared.world_ns()
         ready = [p for p in holder or live if p.wakes_ns <= now and not p.resting]
         ready = ready or [p for p in holder or live if p.wakes_ns <= now]
@@ -347,8 +402,22 @@ class World:
         if kind == "lost-commit" and call == "commit":
             self._go(process, LOST)
             return True
+        if kind == "failed-commit" and call == "commit":
+            self._go(process, FAILED)
+            return True
+        if kind == "lost-reply" and call == S3:
+            self._go(process, LOST)
+            return True
+        if kind == "throttled" and call == S3:
+            self._throttled = number % 5
+            self._go(process, THROTTLED)
+            return True
+        if kind == "slow":
+            self._slow_s = (0.5, 2, 5, 7)[number % 4]
+        if kind == "drift":
+            self.shared.jump(process.home, (-7, -3, 3, 7)[number % 4])
         if kind == "pause":
-            self._pause(process, number)
+            self._pause(process, fault)
         if kind == "hand" and self.hand is not None:
             self.hand(self.processes.index(process), process.wrote, number)
             if self._disk is not None:
@@ -375,11 +444,17 @@ class World:
     def _go(self, process: Process, answer: str) -> None:
         """Let a process do what it waits for, and hear what it waits for next."""
         call, _, *paths = process.call
+        if call == S3:
+            self.shared.advance(self._slow_s)
+            if answer == GO and self._throttled:
+                self._throttled, answer = self._throttled - 1, THROTTLED
         self._note(f"{process.number} {call} {' '.join(paths)} {'' if answer == GO else answer}")
         if self._disk is not None and call == "fsync" and answer == GO:
             self._disk.sync(paths[0])
         process.line.send(answer.encode())
         self._hear(process)
+        if call == "commit" and self.committed is not None:
+            self.committed(process.number)
         if self._disk is not None:
             self._disk.look(*(paths if call in FILE_CALLS else ()))
             if call == "commit":

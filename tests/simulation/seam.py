@@ -19,6 +19,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,9 @@ from ckptcore.utils import host, processes
 
 DIED = 9  # exit status of a process that was killed
 HOSTS, PROCESSES = 4, 240
-GO, DIE, HALF, LOST = "go", "die", "half", "lost"  # answers; others are the name of an error
+# Answers; others are the name of an error.
+GO, DIE, HALF, LOST, FAILED, THROTTLED = "go", "die", "half", "lost", "failed", "throttled"
+S3 = "s3"  # a request to an object store; its operation and its key follow
 EXCHANGE = 2  # a flag of renameat2
 _TICK_NS = 1000  # between two looks at a clock
 _CLOCK = struct.Struct("q")
@@ -128,7 +131,7 @@ class Seam:
                 answer = ""
         if answer in ("", DIE):
             os._exit(DIED)
-        if answer not in (GO, HALF, LOST):
+        if answer not in (GO, HALF, LOST, FAILED, THROTTLED):
             raise OSError(getattr(errno, answer), os.strerror(getattr(errno, answer)))
         return answer
 
@@ -155,6 +158,8 @@ class Seam:
         _put("of_stat", real, lambda *given, **more: self._as_before(real(*given, **more)))
         self._install_writes()
         self._install_commits()
+        if "ckptcore.store.objects.client" in sys.modules:
+            self._install_requests()
 
     # Clocks.
 
@@ -280,14 +285,54 @@ class Seam:
                 return
             durable = not sqlite or connection.execute("PRAGMA synchronous").fetchone()[0] >= 2
             answer = self.ask("commit", "durable" if durable else "", "")
-            committed(dialect, connection)
-            if answer == LOST:
+            (rolled_back if answer == FAILED else committed)(dialect, connection)
+            if answer in (LOST, FAILED):
                 why = "disk I/O error" if sqlite else "server closed the connection unexpectedly"
                 raise dialect.dbapi.OperationalError(why)
 
         event.listen(Engine, "begin", begun)
         DefaultDialect.do_commit = committing  # type: ignore[method-assign]
         DefaultDialect.do_rollback = rolled_back  # type: ignore[method-assign]
+
+
+    # Requests to an object store.
+
+    def _install_requests(self) -> None:
+        """Send requests in turn, each when the scheduler says so: no thread of a process overtakes another."""
+        from botocore.exceptions import ClientError, ConnectionClosedError
+
+        from ckptcore.store.objects.client import RequestThreads
+        from ckptcore.store.objects.lease import Lease
+        from ckptcore.store.objects.session import S3Session
+
+        real = S3Session.ask
+
+        def ask(session: S3Session, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+            operation = "".join(map(str.capitalize, method.split("_")))
+            answer = self.ask(S3, operation, f"{asked.get('Bucket', '')}/{asked.get('Key', asked.get('Prefix', ''))}")
+            if answer == THROTTLED:
+                refused = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
+                raise ClientError(refused, operation)  # type: ignore[arg-type]
+            done = real(session, method, asked)
+            if answer == LOST:
+                raise ConnectionClosedError(endpoint_url="simulated")
+            return done
+
+        S3Session.ask = ask  # type: ignore[method-assign]
+        RequestThreads.start = lambda _, call: _ended(call)  # type: ignore[method-assign]
+        RequestThreads.each = lambda _, call, items: [call(item) for item in items]  # type: ignore[method-assign]
+        # As `RUNNING` above: a lease is renewed only by who asks whether it is held.
+        Lease._renewing = lambda _: None  # type: ignore[method-assign]
+
+
+def _ended(call: Callable[[Callable[[], bool]], Any]) -> Future[Any]:
+    """Return the future of a call, which is made now."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call(lambda: False))
+    except Exception as error:  # whoever waits for it raises it
+        future.set_exception(error)
+    return future
 
 
 def _put(name: str, real: Any, simulated: Any) -> None:

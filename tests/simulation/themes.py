@@ -37,6 +37,7 @@ ANYTHING = {
     "lose": 1,
     "release": 1,
     "hold": 1,
+    "gc": 1,
 }
 FORGET = ("rewind", "lose")  # behind them less is promised, so half of the programs have none
 CRASHES = ("kill", "kill", "kill@", "kill@", "power", "power@", "after", "error")
@@ -93,6 +94,13 @@ def _at(draw: Draw, step: str, *calls: str) -> str:
     """Return a step with a fault at one of the first calls of a kind."""
     call = draw.choice(calls or ("shows", "shows", "records", "commit", "unlink"))
     return f"{step}@{call}:{draw.randint(1, 3)}"
+
+
+def _fault(draw: Draw, kind: str, *calls: str, most: int = 3, process: int = 0) -> str:
+    """Return a fault at, or a few calls behind, one of the first calls of a kind."""
+    turns = f"~{draw.choice([5, 10, 20, 30, 40, 60, 80, 120, 200])}" if kind == "pause" else ""
+    behind = draw.choice(["", "", "", "+1", "+2", "+3"])
+    return f"{kind}{turns}@{draw.choice(calls)}:{draw.randint(1, most)}{behind}" + (f"*{process}" if process else "")
 
 
 def _anywhere(draw: Draw) -> Steps:
@@ -259,17 +267,115 @@ def _thin(draw: Draw) -> Steps:
     return [*steps, "thin=1/calm", draw.choice(["purge/calm", "restore/calm", "retire=now/calm"])]
 
 
+def _again(draw: Draw) -> Steps:
+    """A run ends in the midst of a publication, and so does the one that resumes it."""
+    place = draw.choice("aap")
+    steps = _start(f"make=1>{place}", *(["make=1>b", "retire=now"] if draw.random() < 0.4 else []))
+    if draw.random() < 0.5:
+        steps.insert(0, "plain/setup")
+    act = f"overwrite=2>{place}"
+    if draw.random() < 0.35:  # before it is recorded, so that all is staged
+        steps += [f"{act}/kill@records:{draw.randint(5, 9)}", "rotstaged"]
+        return [*steps, "resume/calm", draw.choice(["resume/calm", "scrub"])]
+    steps.append(f"{act}/" + _fault(draw, draw.choice(["kill", "kill", "power"]), "shows", most=2))
+    ends = [
+        _fault(draw, "kill", "shows", "rename", "write", "renameat2", most=2),
+        _fault(draw, "kill", "write", "unlink"),
+        "power",
+        "kill",
+    ]
+    return [*steps, f"resume/{draw.choice(ends)}", "resume/calm"]
+
+
+def _once(draw: Draw) -> Steps:
+    """Several hosts are asked to make one output, and a claim decides who does it."""
+    place = draw.choice("aap")
+    verbs = [f"once={draw.choice('112')}>{place}" for _ in range(draw.choice([2, 2, 3]))]
+    pauses = _fault(draw, "pause", "commit", "flock", "records", "mkdir")
+    faults = [pauses, pauses, f"{pauses}&{_fault(draw, 'pause', 'commit', 'records', process=1)}"]
+    faults += ["race", "chaos", "database", "store"]
+    steps = [*_start(), f"{'+'.join(verbs)}/{draw.choice(faults)}"]
+    more = [f"once=1>{place}/calm", f"once=1>{place}+resume/race", f"overwrite=2>{place}/calm"]
+    return [*steps, draw.choice(more), f"once=1>{place}/calm"]
+
+
+def _locks(draw: Draw) -> Steps:
+    """Several processes want the lock of one staging folder, and one ends or pauses where it has it."""
+    if draw.random() < 0.6:
+        steps = _start(*(["make=1>a"] if draw.random() < 0.3 else []))
+        verbs = draw.choice([["bare=1>a", "bare=2>a"], ["bare=1>a", "overwrite=2>a"], ["overwrite=1>a", "bare=2>a"]])
+        pause = _fault(draw, "pause", "shows", "shows", "records", most=1)
+        return [*steps, f"{'+'.join(verbs)}/{pause}", "resume/calm"]
+    # One is killed while it removes the folder, another one has opened the lock in it.
+    steps = _start("make=1>a", "make=1>b", *(["retire=now"] if draw.random() < 0.5 else []))
+    other = draw.choice(["bare=2>a", "overwrite=2>a"])
+    third = draw.choice(["retire=now", "retire=now", "overwrite=2>b"])
+    wait = f"pause~{draw.choice([80, 120, 200, 300])}@flock:1*1"
+    kill = f"kill@rmdir:{draw.randint(1, 4)}"
+    return [*steps, f"overwrite=1>a+{other}+{third}/{kill}&{wait}", draw.choice(["resume/calm", "purge/calm"])]
+
+
+def _waiting(draw: Draw) -> Steps:
+    """What is set aside waits for its end, and the copy that is left changes meanwhile."""
+    if draw.random() < 0.5:
+        place = draw.choice("aap")
+        steps = _start(f"make=1>{place}", "retire=week")
+        changes = [f"rot={place}", f"rot={place}", f"rewrite={place}", f"bare=2>{place}/calm"]
+    else:
+        steps = [*_start("make=1>a", "make=1>b", "retire=now"), "overwrite=2>a/setup"]
+        changes = ["rot=b", "rewrite=b", "scrub", "bare=2>b/calm"]
+    ends = ["purge/calm", "purge/calm", "purge/kill", "purge/after", "retire=now/calm"]
+    return [*steps, draw.choice(changes), draw.choice(ends), draw.choice(["restore/calm", "purge/calm"])]
+
+
+def _looks(draw: Draw) -> Steps:
+    """What was looked at changes before it is counted on."""
+    verb = draw.choice(["bare", "bare", "overwrite"])
+    if draw.random() < 0.5:
+        place, retire = draw.choice("aap"), draw.choice(["retire=now", "retire=now", "purge"])
+        steps = _start(f"make=1>{place}", *(["retire=week"] if retire == "purge" else []))
+        pause = _fault(draw, "pause", "commit", "commit", "mkdir", "records", most=4)
+        steps.append(f"{retire}+{verb}=2>{place}/{pause}")
+    else:
+        steps = _start("make=1>a", "make=1>b", "retire=now")
+        pause = _fault(draw, "pause", "write", "records", "flock", "mkdir", most=6)
+        steps.append(f"overwrite=2>a+{verb}=2>b/{pause}")
+    return [*steps, draw.choice(["purge/calm", "resume/calm"])]
+
+
+def _deciding(draw: Draw) -> Steps:
+    """A removal is decided, or ends, while another process decides about the same."""
+    steps = _start("make=1>a")
+    if draw.random() < 0.25:
+        steps.append(f"retire=week/kill@commit:{draw.randint(1, 4)}")
+        return [*steps, "purge/calm", draw.choice(["restore/calm", "purge/calm", "retire=now/calm"])]
+    if draw.random() < 0.2:
+        steps.append("retire=now/" + _fault(draw, "power", "unlink", "rmdir", most=4))
+        return [*steps, draw.choice(["purge/calm", "restore/calm", "retire=now/calm"]), "purge/calm"]
+    steps.append("retire=week/setup")
+    both = draw.choice(["purge+restore", "purge+restore", "restore+purge", "purge+purge"])
+    calls = ("unlink", "unlink", "commit", "rmdir", "records") if both.startswith("purge") else ("renameat2", "commit")
+    steps.append(f"{both}/{_fault(draw, 'pause', *calls)}")
+    return [*steps, draw.choice(["restore/calm", "purge/calm", "purge/database"])]
+
+
+# Which theme a seed is of depends on the sum of those before: seeds of known faults are of programs of these.
 THEMES = {
-    "anywhere": Theme(10, "any steps", _anywhere),
-    "replace": Theme(18, str(_replace.__doc__), _replace),
-    "trainer": Theme(8, str(_trainer.__doc__), _trainer),
-    "writers": Theme(10, str(_writers.__doc__), _writers),
+    "anywhere": Theme(6, "any steps", _anywhere),
+    "thin": Theme(4, str(_thin.__doc__), _thin),
+    "again": Theme(3, str(_again.__doc__), _again),
+    "replace": Theme(15, str(_replace.__doc__), _replace),
+    "once": Theme(3, str(_once.__doc__), _once),
+    "trainer": Theme(5, str(_trainer.__doc__), _trainer),
+    "writers": Theme(7, str(_writers.__doc__), _writers),
+    "locks": Theme(3, str(_locks.__doc__), _locks),
     "delete": Theme(12, str(_delete.__doc__), _delete),
-    "counted": Theme(14, str(_counted.__doc__), _counted),
-    "at-once": Theme(10, str(_at_once.__doc__), _at_once),
+    "counted": Theme(12, str(_counted.__doc__), _counted),
+    "waiting": Theme(4, str(_waiting.__doc__), _waiting),
+    "at-once": Theme(5, str(_at_once.__doc__), _at_once),
+    "looks": Theme(3, str(_looks.__doc__), _looks),
     "mutual": Theme(5, str(_mutual.__doc__), _mutual),
-    "grace": Theme(9, str(_grace.__doc__), _grace),
+    "grace": Theme(5, str(_grace.__doc__), _grace),
+    "deciding": Theme(4, str(_deciding.__doc__), _deciding),
     "catalogs": Theme(4, str(_catalogs.__doc__), _catalogs),
-    # By its name only (`--theme thin`): the seeds of known faults are of programs of the others.
-    "thin": Theme(0, str(_thin.__doc__), _thin),
 }
