@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # How a run may end that has published an output: whether the disk keeps it is not known.
-STAGED = re.compile(r"(^|(?<=/))\.[^/]+(?<!\.obligations)(?<!\.retiring-.{8})\.ckptcore(?=/)")
+STAGED = re.compile(r"(^|(?<=/))\.[^/]+(?<!\.obligations)(?<!\.retiring-.{8})\.ckptcore(?=/|\.gone-)")
 COMMIT = (".metadata", "model.safetensors.index.json")  # what makes a folder loadable
 FAILING = tuple(f"refused: {code}" for code in ("destination-unwritable", "disk-full", "storage-trouble"))
 
@@ -72,6 +73,7 @@ class Check:
         self.listed, self.succeeded = self._listed(), self._succeeded()
         self.known = frozenset[str]().union(*(self._known_sources(act) for act in group))
         self.by_hand: set[str] = set()
+        self.writers: dict[str, list[int]] = {}  # staging folder -> processes that have written to it, in turn
         self.inodes = self._inodes()
         self.claims = self._claims() if self.watches_claims else {}
         self.aside = {
@@ -122,6 +124,33 @@ class Check:
                 if shared.is_alive(int(process[0])):
                     raise Broken(f"process {number} changed the claim of {before.owner}: {claims.get(key)}")
         self.claims = claims
+
+    def writes(self, number: int, path: str) -> None:
+        """A process writes to a staging folder only if no other one has, since it began to."""
+        staged = STAGED.search(path)
+        if staged is None:
+            return
+        writers = self.writers.setdefault(path[: staged.end()], [])
+        if number in writers[:-1]:
+            raise Broken(f"processes {number} and {writers[-1]} write to {staged[0]} at the same time")
+        if number not in writers:
+            writers.append(number)
+
+    def requested(self, number: int, key: str) -> None:
+        """What users see of a destination is changed by nobody while another process has its lease, in time."""
+        run = self.run
+        if run.world.stopped or run.disk.server.creates is not True:
+            return
+        bucket, latest = run.disk.bucket, max(map(run.world.shared.now_ns, range(HOSTS))) / 1e9
+        for place in {act.target for act in self.group if act.made is not None}:
+            above, _, name = place.rpartition("/")
+            lease = run.disk.server.objects.get(f"{bucket}/{above}/.{name}.ckptcore/lease.json")
+            if lease is None or not f"{key}/".startswith(f"{bucket}/{place}/"):
+                continue
+            holder = json.loads(lease.data)
+            process = int(holder["process"][0])
+            if process != number and holder["until"] > latest and run.world.shared.is_alive(process):
+                raise Broken(f"process {number} changes {key} while process {process} has the lease of {place}")
 
     def _claims(self) -> dict[int, Any]:
         with self.run.catalog.reading() as conn:

@@ -374,7 +374,7 @@ MUTANTS = {
         f"{REPLACING}:counting_on",
         "    with catalog.writing():  # records beside copies are changed by one process at a time",
         "    with catalog.reading() as conn:\n        for place in duties:\n"
-        "            if writer := writer_of_place(conn, place):\n                raise Busy(writer)\n"
+        "            if first := writer_of_place(conn, place):\n                raise Busy(first)\n"
         "    for place in duties:\n        require_same(place)\n"
         "    with catalog.writing():",
         also=(WRITER_ROW, COPY_LOCK, (f"{REPLACING}:counting_on", "            require_same(place)\n        with", "            pass\n        with")),
@@ -391,6 +391,42 @@ MUTANTS = {
         "catalog.claims:_owned",
         "Claim.id == claim.id, Claim.attempts == claim.attempts, Claim.state == TAKEN",
         "Claim.id == claim.id, Claim.state == TAKEN",
+    ),
+    "lease-without-margin": Mutant(
+        "a lease counts until its very end for its holder, and not a moment longer for others",
+        "store.objects.lease:Lease.require",
+        "if holder is not None and self._clock() < holder.until - self._ttl_s / 4:",
+        "if holder is not None and self._clock() < holder.until:",
+        also=(("store.objects.lease:Holder.is_alive", "if now > self.until + _SKEW_S:", "if now > self.until:"),),
+        disk="bucket",
+    ),
+    "lease-not-asked": Mutant(
+        "a process does not ask whether it still has its lease before it changes what others see",
+        "store.objects.lease:Lease.require",
+        "    self.prove()",
+        "    return self.prove()",
+        disk="bucket",
+    ),
+    "lease-of-the-living-taken": Mutant(
+        "a lease is taken over although its process lives, and renewed it in time",
+        "store.objects.lease:Holder.is_alive",
+        "if now > self.until + _SKEW_S:",
+        "if True:",
+        disk="bucket",
+    ),
+    "index-before-data": Mutant(
+        "the file that makes a folder loadable is put into its place before the tensors",
+        "conversion.remote_publication:publish_remote",
+        "        _put_all(target, tensors if uploaded else beside)",
+        "        _put_all(target, [*last, *end])\n        _put_all(target, tensors if uploaded else beside)",
+        disk="bucket",
+    ),
+    "removed-while-loadable": Mutant(
+        "the tensors of an old output are replaced before what makes it loadable is removed",
+        "conversion.remote_publication:publish_remote",
+        "        if publication.step == REMOVING:",
+        "        if False:",
+        disk="bucket",
     ),
     "hold-ignored": Mutant(
         "a source on hold may go", "operations.setting_aside:require_untied", "if why:", "if False:", seed=145

@@ -251,6 +251,10 @@ class World:
         hand: Lets another user write to what the process of this index works on; whether it has written to a
             file, and a number, follow.
         committed: Called with the number of a process that has committed; raises if something is wrong.
+        requested: Called with the number of a process, and the key that it changes in a bucket where users
+            see it; raises if something is wrong.
+        writes: Called with the number of a process, and the file that it writes to; raises, too.
+        stopped: Whether a process of the group was stopped for a minute or more, or a clock jumped.
     """
 
     shared: Shared
@@ -262,6 +266,9 @@ class World:
     exchanges: bool = True
     hand: Callable[[int, bool, int], None] | None = None
     committed: Callable[[int], None] | None = None
+    requested: Callable[[int, str], None] | None = None
+    writes: Callable[[int, str], None] | None = None
+    stopped: bool = False
     count: int = 0
     processes: list[Process] = field(default_factory=list)
     cut: str = ""
@@ -295,7 +302,7 @@ class World:
             grave.mkdir()
             self._disk = CrashDisk(self.root, grave)
             self._commits = [self._catalog()]
-        self.processes, self.cut, self._slow_s, self._throttled = [], "", 0.0, 0
+        self.processes, self.cut, self._slow_s, self._throttled, self.stopped = [], "", 0.0, 0, False
         self._forgets = any(fault.kind == "catalog-power" for fault in faults)
         try:
             for home, work, bare in works:
@@ -370,7 +377,9 @@ class World:
         number = fault.number
         self._note(f"-- pause {process.number} {number}")
         process.resting = fault.turns or (20, 60, 200, 200)[number % 4]
-        self.shared.advance((0, 0, 0, 70, 400, 90000)[number // 4 % 6])
+        seconds = (0, 0, 0, 70, 400, 90000)[number // 4 % 6]
+        self.stopped |= seconds > 0
+        self.shared.advance(seconds)
 
     def _chosen(self, live: list[Process], draw: random.Random) -> Process:
         holder = [process for process in live if process.in_transaction]
@@ -423,6 +432,7 @@ class World:
             if self._disk is not None:
                 self._disk.look()
         if kind == "jump":
+            self.stopped = True
             self.shared.jump(process.home, (-86400, -600, 600, 86400)[number % 4])
         return False
 
@@ -448,9 +458,13 @@ class World:
             self.shared.advance(self._slow_s)
             if answer == GO and self._throttled:
                 self._throttled, answer = self._throttled - 1, THROTTLED
+            if "shows" in process.kinds(None) and answer in (GO, LOST) and self.requested is not None:
+                self.requested(process.number, paths[1])
         self._note(f"{process.number} {call} {' '.join(paths)} {'' if answer == GO else answer}")
         if self._disk is not None and call == "fsync" and answer == GO:
             self._disk.sync(paths[0])
+        if call == "write" and self.writes is not None:
+            self.writes(process.number, paths[0])
         process.line.send(answer.encode())
         self._hear(process)
         if call == "commit" and self.committed is not None:

@@ -271,13 +271,17 @@ def _again(draw: Draw) -> Steps:
     """A run ends in the midst of a publication, and so does the one that resumes it."""
     place = draw.choice("aap")
     steps = _start(f"make=1>{place}", *(["make=1>b", "retire=now"] if draw.random() < 0.4 else []))
-    if draw.random() < 0.5:
+    plain = draw.random() < 0.6
+    if plain:
         steps.insert(0, "plain/setup")
     act = f"overwrite=2>{place}"
     if draw.random() < 0.35:  # before it is recorded, so that all is staged
         steps += [f"{act}/kill@records:{draw.randint(5, 9)}", "rotstaged"]
         return [*steps, "resume/calm", draw.choice(["resume/calm", "scrub"])]
-    steps.append(f"{act}/" + _fault(draw, draw.choice(["kill", "kill", "power"]), "shows", most=2))
+    # Between the two steps of a replacement, where there are two; else right behind the one.
+    middle = "kill@shows:2" if plain else "kill@shows:1+1"
+    first = _fault(draw, draw.choice(["kill", "kill", "power"]), "shows", most=2)
+    steps.append(f"{act}/" + (middle if draw.random() < 0.5 else first))
     ends = [
         _fault(draw, "kill", "shows", "rename", "write", "renameat2", most=2),
         _fault(draw, "kill", "write", "unlink"),
@@ -293,10 +297,30 @@ def _once(draw: Draw) -> Steps:
     verbs = [f"once={draw.choice('112')}>{place}" for _ in range(draw.choice([2, 2, 3]))]
     pauses = _fault(draw, "pause", "commit", "flock", "records", "mkdir")
     faults = [pauses, pauses, f"{pauses}&{_fault(draw, 'pause', 'commit', 'records', process=1)}"]
-    faults += ["race", "chaos", "database", "store"]
+    faults += ["race", "chaos", "database"]
     steps = [*_start(), f"{'+'.join(verbs)}/{draw.choice(faults)}"]
     more = [f"once=1>{place}/calm", f"once=1>{place}+resume/race", f"overwrite=2>{place}/calm"]
     return [*steps, draw.choice(more), f"once=1>{place}/calm"]
+
+
+def _store(draw: Draw) -> Steps:
+    """What an object store does: replies are lost or slow, it is asked too often, conditions have no effect."""
+    steps = _start(*(["make=1>a"] if draw.random() < 0.5 else []))
+    for habit in draw.choices(["loose", "lagging", ""], [2, 1, 7]):
+        steps[:0] = [f"{habit}/setup"] if habit else []
+    verb = "overwrite" if "make=1>a/setup" in steps else "make"
+    one, other = (f"{draw.choice([verb, verb, 'bare'])}={draw.choice('12')}>a" for _ in range(2))
+    ways = [
+        f"{one}+{other}/slow",
+        f"{one}+{other}/slow",
+        f"{one}+{other}/store",
+        f"{one}/store",
+        f"{one}/" + _fault(draw, "kill", "PutObject", "CompleteMultipartUpload", "CreateMultipartUpload", most=5),
+        f"{one}+{other}/" + _fault(draw, "pause", "shows", "CreateMultipartUpload", "records"),
+        f"{one}/" + _fault(draw, "kill", "shows"),
+    ]
+    steps += draw.sample(ways, 2)
+    return [*steps, draw.choice(["gc", "resume/calm", "retire=now/store"]), draw.choice(["resume/calm", "gc/calm"])]
 
 
 def _locks(draw: Draw) -> Steps:
@@ -338,7 +362,9 @@ def _looks(draw: Draw) -> Steps:
         steps.append(f"{retire}+{verb}=2>{place}/{pause}")
     else:
         steps = _start("make=1>a", "make=1>b", "retire=now")
-        pause = _fault(draw, "pause", "write", "records", "flock", "mkdir", most=6)
+        # From its last look at the other copy until that copy has the record.
+        call, first, last = draw.choice([("unlink", 1, 2), ("mkdir", 5, 6), ("records", 7, 9), ("commit", 2, 3)])
+        pause = f"pause~{draw.choice([60, 100, 150, 200])}@{call}:{draw.randint(first, last)}"
         steps.append(f"overwrite=2>a+{verb}=2>b/{pause}")
     return [*steps, draw.choice(["purge/calm", "resume/calm"])]
 
@@ -349,8 +375,8 @@ def _deciding(draw: Draw) -> Steps:
     if draw.random() < 0.25:
         steps.append(f"retire=week/kill@commit:{draw.randint(1, 4)}")
         return [*steps, "purge/calm", draw.choice(["restore/calm", "purge/calm", "retire=now/calm"])]
-    if draw.random() < 0.2:
-        steps.append("retire=now/" + _fault(draw, "power", "unlink", "rmdir", most=4))
+    if draw.random() < 0.45:
+        steps.append(f"retire=now/power@unlink:{draw.randint(2, 4)}")
         return [*steps, draw.choice(["purge/calm", "restore/calm", "retire=now/calm"]), "purge/calm"]
     steps.append("retire=week/setup")
     both = draw.choice(["purge+restore", "purge+restore", "restore+purge", "purge+purge"])
@@ -367,7 +393,8 @@ THEMES = {
     "replace": Theme(15, str(_replace.__doc__), _replace),
     "once": Theme(3, str(_once.__doc__), _once),
     "trainer": Theme(5, str(_trainer.__doc__), _trainer),
-    "writers": Theme(7, str(_writers.__doc__), _writers),
+    "store": Theme(4, str(_store.__doc__), _store),
+    "writers": Theme(3, str(_writers.__doc__), _writers),
     "locks": Theme(3, str(_locks.__doc__), _locks),
     "delete": Theme(12, str(_delete.__doc__), _delete),
     "counted": Theme(12, str(_counted.__doc__), _counted),
