@@ -20,8 +20,8 @@ from sqlalchemy import select, text
 from ckptcore.catalog.claims import TAKEN, read_owner
 from ckptcore.catalog.models import Claim
 from ckptcore.operations.abandoned import collect
-from tests.simulation.seam import HOSTS
 from tests.simulation.records import all_in, beside, homes, ids_in_sight, is_kept, obligations, vouched
+from tests.simulation.seam import HOSTS
 
 if TYPE_CHECKING:
     from tests.simulation.programs import Run
@@ -73,7 +73,9 @@ class Check:
         self.listed, self.succeeded = self._listed(), self._succeeded()
         self.known = frozenset[str]().union(*(self._known_sources(act) for act in group))
         self.by_hand: set[str] = set()
-        self.writers: dict[str, list[int]] = {}  # staging folder -> processes that have written to it, in turn
+        self.writers: dict[
+            str, list[int]
+        ] = {}  # staging folder -> processes that have written to it, in turn
         self.inodes = self._inodes()
         self.claims = self._claims() if self.watches_claims else {}
         self.aside = {
@@ -120,9 +122,9 @@ class Check:
         for key, before in self.claims.items():
             _, process = read_owner(before.owner)
             taken = before.state == TAKEN and before.due_at > latest and process
-            if taken and claims.get(key) != before and process[0] != str(number):
-                if shared.is_alive(int(process[0])):
-                    raise Broken(f"process {number} changed the claim of {before.owner}: {claims.get(key)}")
+            others = taken and process[0] != str(number) and shared.is_alive(int(process[0]))
+            if others and claims.get(key) != before:
+                raise Broken(f"process {number} changed the claim of {before.owner}: {claims.get(key)}")
         self.claims = claims
 
     def writes(self, number: int, path: str) -> None:
@@ -150,7 +152,9 @@ class Check:
             holder = json.loads(lease.data)
             process = int(holder["process"][0])
             if process != number and holder["until"] > latest and run.world.shared.is_alive(process):
-                raise Broken(f"process {number} changes {key} while process {process} has the lease of {place}")
+                raise Broken(
+                    f"process {number} changes {key} while process {process} has the lease of {place}"
+                )
 
     def _claims(self) -> dict[int, Any]:
         with self.run.catalog.reading() as conn:
@@ -197,7 +201,7 @@ class Check:
         run, tree = self.run, self.run.disk.tree()
         there = all_in(tree)
         self._require_places(there, outcomes)
-        self._require_loadable(tree, there)
+        self.changed()
         self._require_old_outputs(there)
         self._note_deleted(there)
         self._require_owed(tree)
@@ -250,15 +254,17 @@ class Check:
                 continue
             raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
 
-    def _require_loadable(self, tree: Tree, there: dict[str, Contents | None]) -> None:
+    def changed(self) -> None:
         """What makes a folder of a bucket loadable is there only if all that it names is."""
         if self.run.disk.kind != "bucket" or self.run.rotten:
             return
-        for place, contents in there.items():
+        tree = self.run.disk.tree()
+        there = all_in(tree)
+        for place in {act.target for act in self.group if act.made is not None}:
             commit = {f"{place}/{name}" for name in COMMIT} & tree.keys()
-            if commit and contents is None and not is_hidden(place) and self.there.get(place, 1) is not None:
-                if any(act.target == place and act.made is not None for act in self.group):
-                    raise Broken(f"{place} is not complete, and {min(commit)} says that it is")
+            # One that was torn before stays so until it is replaced.
+            if commit and there.get(place) is None and self.there.get(place, 1) is not None:
+                raise Broken(f"{place} is not complete, and {min(commit)} says that it is")
 
     def _require_old_outputs(self, there: dict[str, Contents | None]) -> None:
         """What a killed run moved away from a place is kept beside it until the new output is there."""
@@ -273,9 +279,9 @@ class Check:
         """Note the old outputs of places from which killed runs moved them away."""
         for act, outcome in zip(self.group, outcomes, strict=True):
             old = self.there.get(act.target)
-            if act.made is not None and outcome == "killed" and old and act.target not in there:
-                if old in beside(act.target, there):
-                    self.run.between[act.target] = old
+            moved_away = act.made is not None and outcome == "killed" and act.target not in there
+            if moved_away and old and old in beside(act.target, there):
+                self.run.between[act.target] = old
 
     def _require_restored(self, there: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
         """What a user was told to be restored is in its place."""
@@ -283,8 +289,9 @@ class Check:
             return
         for act, outcome in zip(self.group, outcomes, strict=True):
             aside = self.aside.get(act.target)
-            if outcome == "done" and aside and there.get(act.target) not in (*aside, self.there.get(act.target, 0)):
-                raise Broken(f"{act.target} was restored, and is {there.get(act.target)}, not {aside}")
+            now = there.get(act.target)
+            if outcome == "done" and aside and now not in aside:
+                raise Broken(f"{act.target} was restored, and is {now}, not one of {aside}")
 
     def _require_listed(self, tree: Tree) -> None:
         """What processes that have ended left in a bucket is listed by `gc`."""

@@ -124,18 +124,21 @@ MUTANTS = {
         f"{STAGING}:finish_interrupted_publish",
         "if record.identity is not None and _inode(target) == record.identity[:2]:",
         "if True:",
+        seed=488,
     ),
     "old-output-forgotten": Mutant(
         "a resumed run does not look for an exchanged output",
         f"{STAGING}:old_output",
         "return None if linked or _is_empty(exchanged) else exchanged",
         "return None",
+        seed=160,
     ),
     "no-lock": Mutant(
         "a staging folder is used without a lock",
         f"{STAGING}:LocalStaging._lock_file",
         "host.flock(fd, kind | fcntl.LOCK_NB)",
         "pass",
+        seed=247,
     ),
     "lock-of-a-removed-folder": Mutant(
         "a lock is not looked at again, nor when the output is published: its folder may have been removed",
@@ -162,6 +165,7 @@ MUTANTS = {
                 "if True:",
             ),
         ),
+        seed=1054,
     ),
     "changed-destination-is-replaced": Mutant(
         "a destination is not looked at again before it is replaced, nor before it is removed",
@@ -287,12 +291,14 @@ MUTANTS = {
         f"{PURGE}:_read_child",
         "if missing:",
         "if False:",
+        seed=1207,
     ),
     "child-not-looked-at-again": Mutant(
         "a purge does not look at the copy again within its transaction",
         f"{PURGE}:_give_to_child",
         "require_files(uri, before, files_now(detail))",
         "pass",
+        seed=655,
     ),
     "child-being-written": Mutant(
         "a purge counts on a copy that a conversion is about to replace, and does not lock it",
@@ -318,18 +324,21 @@ MUTANTS = {
         "if not set_aside.purging(conn, aside.home):",
         "if False:",
         also=(UNLOCKED,),
+        seed=23,
     ),
     "purged-unjudged": Mutant(
         "what a conversion has set aside is purged without asking what counts on it",
         f"{PURGE}:purge_one",
         "judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri, counted=expected)",
         "from ckptcore.custody.judged import Judged; judged = Judged()",
+        seed=106,
     ),
     "unlisted-is-removed": Mutant(
         "what a killed run had set aside is removed instead of restored",
         f"{PURGE}:_unlisted",
         "aside.restore()\n    return None",
         "aside.remove()\n    return None",
+        seed=806,
     ),
     "restored-while-purged": Mutant(
         "what is being purged may be restored, without a lock",
@@ -337,6 +346,7 @@ MUTANTS = {
         "if row is not None and row.purging:",
         "if False:",
         also=(UNLOCKED,),
+        seed=23,
     ),
     "half-restored": Mutant(
         "what is partly removed may be restored, as decided or not",
@@ -360,15 +370,6 @@ MUTANTS = {
         "host.rename(self._name, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._parent_fd)",
         seed=27,
     ),
-    "restored-after-a-look": Mutant(
-        "whether a removal is decided is asked before the transaction that restores, and without a lock",
-        f"{PURGE}:restore",
-        "with catalog.writing() as conn:\n            row = set_aside.get(conn, home)",
-        "with catalog.reading() as conn:\n            row = set_aside.get(conn, home)\n"
-        "        if row is not None and row.purging:\n            raise UsageError('decided')\n"
-        "        with catalog.writing() as conn:\n            row = None",
-        also=(UNLOCKED,),
-    ),
     "writer-asked-before-the-record": Mutant(
         "who counts on a copy asks for writers before the record is beside it, and not within the transaction",
         f"{REPLACING}:counting_on",
@@ -377,7 +378,15 @@ MUTANTS = {
         "            if first := writer_of_place(conn, place):\n                raise Busy(first)\n"
         "    for place in duties:\n        require_same(place)\n"
         "    with catalog.writing():",
-        also=(WRITER_ROW, COPY_LOCK, (f"{REPLACING}:counting_on", "            require_same(place)\n        with", "            pass\n        with")),
+        also=(
+            WRITER_ROW,
+            COPY_LOCK,
+            (
+                f"{REPLACING}:counting_on",
+                "            require_same(place)\n        with",
+                "            pass\n        with",
+            ),
+        ),
     ),
     # Claims and leases.
     "claim-not-exclusive": Mutant(
@@ -385,6 +394,7 @@ MUTANTS = {
         "catalog.claims:_is_settled",
         "busy = claim.owner != storable(owner) and claim.is_in_use(now)",
         "busy = False",
+        seed=218,
     ),
     "claim-without-fence": Mutant(
         "a process that was stopped ends the claim that another one has taken",
@@ -393,11 +403,13 @@ MUTANTS = {
         "Claim.id == claim.id, Claim.state == TAKEN",
     ),
     "lease-without-margin": Mutant(
-        "a lease counts until its very end for its holder, and not a moment longer for others",
+        "a lease counts to its very end for its holder, and not a moment longer for others",
         "store.objects.lease:Lease.require",
         "if holder is not None and self._clock() < holder.until - self._ttl_s / 4:",
         "if holder is not None and self._clock() < holder.until:",
-        also=(("store.objects.lease:Holder.is_alive", "if now > self.until + _SKEW_S:", "if now > self.until:"),),
+        also=(
+            ("store.objects.lease:Holder.is_alive", "if now > self.until + _SKEW_S:", "if now > self.until:"),
+        ),
         disk="bucket",
     ),
     "lease-not-asked": Mutant(
@@ -413,6 +425,7 @@ MUTANTS = {
         "if now > self.until + _SKEW_S:",
         "if True:",
         disk="bucket",
+        seed=96,
     ),
     "index-before-data": Mutant(
         "the file that makes a folder loadable is put into its place before the tensors",
@@ -420,6 +433,7 @@ MUTANTS = {
         "        _put_all(target, tensors if uploaded else beside)",
         "        _put_all(target, [*last, *end])\n        _put_all(target, tensors if uploaded else beside)",
         disk="bucket",
+        seed=16,
     ),
     "removed-while-loadable": Mutant(
         "the tensors of an old output are replaced before what makes it loadable is removed",

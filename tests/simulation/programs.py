@@ -660,10 +660,12 @@ class Run:
         faults = drawn_faults(draw, "calm" if self.calm else self.profile, local=self.disk.kind == "local")
         check = Check(self, group)
         self.world.hand, self.world.committed = check.hand, check.committed if check.watches_claims else None
+        self.world.changed = check.changed if self.disk.kind == "bucket" else None
         self.world.writes = check.writes if len(group) > 1 else None
         self.world.requested = check.requested if self.disk.kind == "bucket" and len(group) > 1 else None
         works = [
-            (draw.randrange(3), functools.partial(_lived, act.act, self.url), not act.catalog) for act in group
+            (draw.randrange(3), functools.partial(_lived, act.act, self.url), not act.catalog)
+            for act in group
         ]
         outcomes = self.world.run(works, faults, draw, check.now)
         for word in (*outcomes, self.world.cut):

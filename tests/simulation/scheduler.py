@@ -39,7 +39,8 @@ PLACES = {
 HIDDEN = re.compile(r"/\.[^/]+\.ckptcore")
 # A fault at one call: its kind and turns, the call and its number, how many calls later, of which process.
 AT_CALL = re.compile(
-    r"(?P<kind>[a-z-]+)(~(?P<turns>\d+))?@(?P<call>\w+):(?P<at>\d+)(\+(?P<behind>\d+))?(\*(?P<process>\d+))?"
+    r"(?P<kind>[a-z-]+)(~(?P<turns>\d+))?@(?P<call>\w+):(?P<at>\d+)"
+    r"(\+(?P<behind>\d+))?(\*(?P<process>\d+))?"
 )
 MOST_CALLS = 5000  # of a process; more is an endless loop
 REAL_S = 120.0  # without a word from a process that has its turn
@@ -151,8 +152,9 @@ class Fault:
 def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Fault]:
     """Return what befalls a group of processes.
 
-    profile: a row of `PROFILES`; ``KIND[~TURNS]@CALL:N[+BEHIND][*PROCESS]`` for the N-th such call of a process,
-    the first if none is named, and several of these with ``&``; "" for anything, by the rates of `FAULTS`.
+    profile: a row of `PROFILES`; ``KIND[~TURNS]@CALL:N[+BEHIND][*PROCESS]`` for the N-th such call of a
+    process, the first if none is named, and several of these with ``&`` (a stop is a pause of minutes); "" for
+    anything, by the rates of `FAULTS`.
     """
     faults = []
     if "@" in profile:
@@ -253,6 +255,7 @@ class World:
         committed: Called with the number of a process that has committed; raises if something is wrong.
         requested: Called with the number of a process, and the key that it changes in a bucket where users
             see it; raises if something is wrong.
+        changed: Called behind such a request; raises, too.
         writes: Called with the number of a process, and the file that it writes to; raises, too.
         stopped: Whether a process of the group was stopped for a minute or more, or a clock jumped.
     """
@@ -267,6 +270,7 @@ class World:
     hand: Callable[[int, bool, int], None] | None = None
     committed: Callable[[int], None] | None = None
     requested: Callable[[int, str], None] | None = None
+    changed: Callable[[], None] | None = None
     writes: Callable[[int, str], None] | None = None
     stopped: bool = False
     count: int = 0
@@ -352,7 +356,7 @@ class World:
             fault = next(filter(None, (faults.pop((*kind, calls[kind]), None) for kind in kinds)), None)
             if fault is not None and fault.behind:
                 faults[index, "", calls[index, ""] + fault.behind] = replace(fault, behind=0)
-            elif fault is not None and fault.kind == "pause" and len(live) > 1:
+            elif fault is not None and fault.kind in ("pause", "stop") and len(live) > 1:
                 self._pause(current, fault)
                 calls.subtract(kinds)  # it comes again
                 continue
@@ -377,7 +381,7 @@ class World:
         number = fault.number
         self._note(f"-- pause {process.number} {number}")
         process.resting = fault.turns or (20, 60, 200, 200)[number % 4]
-        seconds = (0, 0, 0, 70, 400, 90000)[number // 4 % 6]
+        seconds = 400 if fault.kind == "stop" else (0, 0, 0, 70, 400, 90000)[number // 4 % 6]
         self.stopped |= seconds > 0
         self.shared.advance(seconds)
 
@@ -425,7 +429,7 @@ class World:
             self._slow_s = (0.5, 2, 5, 7)[number % 4]
         if kind == "drift":
             self.shared.jump(process.home, (-7, -3, 3, 7)[number % 4])
-        if kind == "pause":
+        if kind in ("pause", "stop"):
             self._pause(process, fault)
         if kind == "hand" and self.hand is not None:
             self.hand(self.processes.index(process), process.wrote, number)
@@ -454,11 +458,12 @@ class World:
     def _go(self, process: Process, answer: str) -> None:
         """Let a process do what it waits for, and hear what it waits for next."""
         call, _, *paths = process.call
+        shown = call == S3 and "shows" in process.kinds(None)
         if call == S3:
             self.shared.advance(self._slow_s)
             if answer == GO and self._throttled:
                 self._throttled, answer = self._throttled - 1, THROTTLED
-            if "shows" in process.kinds(None) and answer in (GO, LOST) and self.requested is not None:
+            if shown and answer in (GO, LOST) and self.requested is not None:
                 self.requested(process.number, paths[1])
         self._note(f"{process.number} {call} {' '.join(paths)} {'' if answer == GO else answer}")
         if self._disk is not None and call == "fsync" and answer == GO:
@@ -467,6 +472,8 @@ class World:
             self.writes(process.number, paths[0])
         process.line.send(answer.encode())
         self._hear(process)
+        if shown and self.changed is not None:
+            self.changed()
         if call == "commit" and self.committed is not None:
             self.committed(process.number)
         if self._disk is not None:

@@ -286,6 +286,8 @@ class Seam:
             durable = not sqlite or connection.execute("PRAGMA synchronous").fetchone()[0] >= 2
             answer = self.ask("commit", "durable" if durable else "", "")
             (rolled_back if answer == FAILED else committed)(dialect, connection)
+            if answer == FAILED and not sqlite:
+                raise dialect.dbapi.errors.SerializationFailure("could not serialize access")
             if answer in (LOST, FAILED):
                 why = "disk I/O error" if sqlite else "server closed the connection unexpectedly"
                 raise dialect.dbapi.OperationalError(why)
@@ -294,11 +296,10 @@ class Seam:
         DefaultDialect.do_commit = committing  # type: ignore[method-assign]
         DefaultDialect.do_rollback = rolled_back  # type: ignore[method-assign]
 
-
     # Requests to an object store.
 
     def _install_requests(self) -> None:
-        """Send requests in turn, each when the scheduler says so: no thread of a process overtakes another."""
+        """Send requests in turn, each when the scheduler says so: no thread overtakes another."""
         from botocore.exceptions import ClientError, ConnectionClosedError
 
         from ckptcore.store.objects.client import RequestThreads
@@ -309,7 +310,9 @@ class Seam:
 
         def ask(session: S3Session, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
             operation = "".join(map(str.capitalize, method.split("_")))
-            answer = self.ask(S3, operation, f"{asked.get('Bucket', '')}/{asked.get('Key', asked.get('Prefix', ''))}")
+            answer = self.ask(
+                S3, operation, f"{asked.get('Bucket', '')}/{asked.get('Key', asked.get('Prefix', ''))}"
+            )
             if answer == THROTTLED:
                 refused = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
                 raise ClientError(refused, operation)  # type: ignore[arg-type]

@@ -100,7 +100,9 @@ def _fault(draw: Draw, kind: str, *calls: str, most: int = 3, process: int = 0) 
     """Return a fault at, or a few calls behind, one of the first calls of a kind."""
     turns = f"~{draw.choice([5, 10, 20, 30, 40, 60, 80, 120, 200])}" if kind == "pause" else ""
     behind = draw.choice(["", "", "", "+1", "+2", "+3"])
-    return f"{kind}{turns}@{draw.choice(calls)}:{draw.randint(1, most)}{behind}" + (f"*{process}" if process else "")
+    return f"{kind}{turns}@{draw.choice(calls)}:{draw.randint(1, most)}{behind}" + (
+        f"*{process}" if process else ""
+    )
 
 
 def _anywhere(draw: Draw) -> Steps:
@@ -296,6 +298,9 @@ def _once(draw: Draw) -> Steps:
     place = draw.choice("aap")
     verbs = [f"once={draw.choice('112')}>{place}" for _ in range(draw.choice([2, 2, 3]))]
     pauses = _fault(draw, "pause", "commit", "flock", "records", "mkdir")
+    if draw.random() < 0.6:  # for longer than a claim lasts, while another one is at work
+        where = draw.choice(["commit:1", "commit:1+1", "commit:1+2", "mkdir:1", "flock:1"])
+        pauses = f"stop~{draw.choice([15, 25, 35, 50, 70])}@{where}"
     faults = [pauses, pauses, f"{pauses}&{_fault(draw, 'pause', 'commit', 'records', process=1)}"]
     faults += ["race", "chaos", "database"]
     steps = [*_start(), f"{'+'.join(verbs)}/{draw.choice(faults)}"]
@@ -304,7 +309,7 @@ def _once(draw: Draw) -> Steps:
 
 
 def _store(draw: Draw) -> Steps:
-    """What an object store does: replies are lost or slow, it is asked too often, conditions have no effect."""
+    """Replies of an object store are lost or slow, it is asked too often, or its conditions have no effect."""
     steps = _start(*(["make=1>a"] if draw.random() < 0.5 else []))
     for habit in draw.choices(["loose", "lagging", ""], [2, 1, 7]):
         steps[:0] = [f"{habit}/setup"] if habit else []
@@ -315,19 +320,26 @@ def _store(draw: Draw) -> Steps:
         f"{one}+{other}/slow",
         f"{one}+{other}/store",
         f"{one}/store",
-        f"{one}/" + _fault(draw, "kill", "PutObject", "CompleteMultipartUpload", "CreateMultipartUpload", most=5),
+        f"{one}/"
+        + _fault(draw, "kill", "PutObject", "CompleteMultipartUpload", "CreateMultipartUpload", most=5),
         f"{one}+{other}/" + _fault(draw, "pause", "shows", "CreateMultipartUpload", "records"),
         f"{one}/" + _fault(draw, "kill", "shows"),
     ]
     steps += draw.sample(ways, 2)
-    return [*steps, draw.choice(["gc", "resume/calm", "retire=now/store"]), draw.choice(["resume/calm", "gc/calm"])]
+    return [
+        *steps,
+        draw.choice(["gc", "resume/calm", "retire=now/store"]),
+        draw.choice(["resume/calm", "gc/calm"]),
+    ]
 
 
 def _locks(draw: Draw) -> Steps:
     """Several processes want the lock of one staging folder, and one ends or pauses where it has it."""
     if draw.random() < 0.6:
         steps = _start(*(["make=1>a"] if draw.random() < 0.3 else []))
-        verbs = draw.choice([["bare=1>a", "bare=2>a"], ["bare=1>a", "overwrite=2>a"], ["overwrite=1>a", "bare=2>a"]])
+        verbs = draw.choice(
+            [["bare=1>a", "bare=2>a"], ["bare=1>a", "overwrite=2>a"], ["overwrite=1>a", "bare=2>a"]]
+        )
         pause = _fault(draw, "pause", "shows", "shows", "records", most=1)
         return [*steps, f"{'+'.join(verbs)}/{pause}", "resume/calm"]
     # One is killed while it removes the folder, another one has opened the lock in it.
@@ -336,7 +348,11 @@ def _locks(draw: Draw) -> Steps:
     third = draw.choice(["retire=now", "retire=now", "overwrite=2>b"])
     wait = f"pause~{draw.choice([80, 120, 200, 300])}@flock:1*1"
     kill = f"kill@rmdir:{draw.randint(1, 4)}"
-    return [*steps, f"overwrite=1>a+{other}+{third}/{kill}&{wait}", draw.choice(["resume/calm", "purge/calm"])]
+    return [
+        *steps,
+        f"overwrite=1>a+{other}+{third}/{kill}&{wait}",
+        draw.choice(["resume/calm", "purge/calm"]),
+    ]
 
 
 def _waiting(draw: Draw) -> Steps:
@@ -363,7 +379,9 @@ def _looks(draw: Draw) -> Steps:
     else:
         steps = _start("make=1>a", "make=1>b", "retire=now")
         # From its last look at the other copy until that copy has the record.
-        call, first, last = draw.choice([("unlink", 1, 2), ("mkdir", 5, 6), ("records", 7, 9), ("commit", 2, 3)])
+        call, first, last = draw.choice(
+            [("unlink", 1, 2), ("mkdir", 5, 6), ("records", 7, 9), ("commit", 2, 3)]
+        )
         pause = f"pause~{draw.choice([60, 100, 150, 200])}@{call}:{draw.randint(first, last)}"
         steps.append(f"overwrite=2>a+{verb}=2>b/{pause}")
     return [*steps, draw.choice(["purge/calm", "resume/calm"])]
@@ -380,7 +398,11 @@ def _deciding(draw: Draw) -> Steps:
         return [*steps, draw.choice(["purge/calm", "restore/calm", "retire=now/calm"]), "purge/calm"]
     steps.append("retire=week/setup")
     both = draw.choice(["purge+restore", "purge+restore", "restore+purge", "purge+purge"])
-    calls = ("unlink", "unlink", "commit", "rmdir", "records") if both.startswith("purge") else ("renameat2", "commit")
+    calls = (
+        ("unlink", "unlink", "commit", "rmdir", "records")
+        if both.startswith("purge")
+        else ("renameat2", "commit")
+    )
     steps.append(f"{both}/{_fault(draw, 'pause', *calls)}")
     return [*steps, draw.choice(["restore/calm", "purge/calm", "purge/database"])]
 

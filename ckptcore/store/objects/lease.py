@@ -232,7 +232,8 @@ class Lease:
         stored_holder = self._stored_holder()
         if holder is None or stored_holder is None or stored_holder.token != holder.token:
             raise self._lost(stored_holder)
-        if self._clock() > stored_holder.until:
+        # What follows takes some requests: meanwhile it must not end on the clock of another machine.
+        if self._clock() > stored_holder.until - self._ttl_s / 4:
             self.renew()
 
     def renew(self) -> None:

@@ -33,6 +33,7 @@ from ckptcore.errors import (
 )
 from ckptcore.planning.request import Settings
 from ckptcore.store.objects.journal import UploadEntry
+from ckptcore.store.objects.lease import Lease
 from ckptcore.store.objects.uploads import Uploads
 from ckptcore.utils.part_digest import hasher_like
 
@@ -444,6 +445,21 @@ def test_a_holder_that_was_stopped_past_its_lease_changes_nothing(
         ckptcore.publish(prepared)
     assert server.below("bucket/").items() >= done.items()
     assert server.uploads == {}
+
+
+def test_a_lease_that_ends_in_a_moment_is_renewed_before_a_change(server: fault_s3.FaultyS3) -> None:
+    """Else a machine whose clock is fast takes it over while the change is on its way."""
+    places = S3Staging("s3://bucket/models/out").places
+    now = [1e9]
+    lease = Lease(places.client, f"{places.staging}/lease.json", places.destination, clock=lambda: now[0])
+    lease.take()
+    lease._stop.set()  # the thread that renews it gets no turn
+    assert lease.holder is not None
+    now[0] = lease.holder.until - 1
+    lease.require()
+    stored = json.loads(server.below(f"bucket/{places.staging}/")["lease.json"])
+    assert stored["until"] >= now[0] + lease._ttl_s / 4
+    lease.release()
 
 
 def test_many_small_files(server: fault_s3.FaultyS3, tmp_path: Path) -> None:
