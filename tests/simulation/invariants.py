@@ -139,7 +139,7 @@ class Check:
             writers.append(number)
 
     def requested(self, number: int, key: str) -> None:
-        """What users see of a destination is changed by nobody while another process has its lease, in time."""
+        """What users see of a destination is not changed while another process has its lease, in time."""
         run = self.run
         if run.world.stopped or run.disk.server.creates is not True:
             return

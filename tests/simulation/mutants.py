@@ -371,7 +371,7 @@ MUTANTS = {
         seed=27,
     ),
     "writer-asked-before-the-record": Mutant(
-        "who counts on a copy asks for writers before the record is beside it, and not within the transaction",
+        "who counts on a copy asks for writers before the record is beside it, not within the transaction",
         f"{REPLACING}:counting_on",
         "    with catalog.writing():  # records beside copies are changed by one process at a time",
         "    with catalog.reading() as conn:\n        for place in duties:\n"

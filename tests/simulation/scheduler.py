@@ -37,7 +37,7 @@ PLACES = {
     "": (5, 80),
 }
 HIDDEN = re.compile(r"/\.[^/]+\.ckptcore")
-# A fault at one call: its kind and turns, the call and its number, how many calls later, of which process.
+# A fault at a call: its kind and turns, the call and its number, how many calls later, of which process.
 AT_CALL = re.compile(
     r"(?P<kind>[a-z-]+)(~(?P<turns>\d+))?@(?P<call>\w+):(?P<at>\d+)"
     r"(\+(?P<behind>\d+))?(\*(?P<process>\d+))?"
@@ -84,7 +84,7 @@ FAULTS = {
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
     "failed-commit": Kind(
         5,
-        "a transaction is undone instead of committed, and reported as an error: serialisation failed, or the "
+        "a transaction is undone instead of committed, and reported so: serialisation failed, or the "
         "connection was lost before",
         "a commit is complete or not done at all",
     ),
@@ -153,8 +153,8 @@ def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Faul
     """Return what befalls a group of processes.
 
     profile: a row of `PROFILES`; ``KIND[~TURNS]@CALL:N[+BEHIND][*PROCESS]`` for the N-th such call of a
-    process, the first if none is named, and several of these with ``&`` (a stop is a pause of minutes); "" for
-    anything, by the rates of `FAULTS`.
+    process, the first if none is named, and several of these with ``&`` (a stop is a pause of minutes); ""
+    for anything, by the rates of `FAULTS`.
     """
     faults = []
     if "@" in profile:

@@ -309,7 +309,7 @@ def _once(draw: Draw) -> Steps:
 
 
 def _store(draw: Draw) -> Steps:
-    """Replies of an object store are lost or slow, it is asked too often, or its conditions have no effect."""
+    """Replies of an object store are lost or slow, it is asked too often, its conditions have no effect."""
     steps = _start(*(["make=1>a"] if draw.random() < 0.5 else []))
     for habit in draw.choices(["loose", "lagging", ""], [2, 1, 7]):
         steps[:0] = [f"{habit}/setup"] if habit else []
