@@ -88,6 +88,7 @@ MUTANTS = {
         f"{ASIDE}:LocalSetAside.move_in",
         "host.fsync(self._folder_fd)\n        host.fsync(self._parent_fd)",
         "pass",
+        seed=600,
     ),
     "unsynced-name-of-an-obligation": Mutant(
         "no folder is synced after the record of an obligation is put there",
@@ -316,7 +317,8 @@ MUTANTS = {
         seed=730441,
     ),
     "copy-not-looked-at-again": Mutant(
-        "an overwrite counts on a copy as it was when the overwrite was planned", *LOOKED
+        "an overwrite counts on a copy as it was when the overwrite was planned", *LOOKED,
+        seed=931,
     ),
     "purge-before-decision": Mutant(
         "a removal begins before it is recorded as decided, and without a lock",
@@ -387,6 +389,7 @@ MUTANTS = {
                 "            pass\n        with",
             ),
         ),
+        seed=77,
     ),
     # Claims and leases.
     "claim-not-exclusive": Mutant(
@@ -401,6 +404,7 @@ MUTANTS = {
         "catalog.claims:_owned",
         "Claim.id == claim.id, Claim.attempts == claim.attempts, Claim.state == TAKEN",
         "Claim.id == claim.id, Claim.state == TAKEN",
+        seed=232,
     ),
     "lease-without-margin": Mutant(
         "a lease counts to its very end for its holder, and not a moment longer for others",
@@ -441,6 +445,7 @@ MUTANTS = {
         "        if publication.step == REMOVING:",
         "        if False:",
         disk="bucket",
+        seed=1,
     ),
     "hold-ignored": Mutant(
         "a source on hold may go", "operations.setting_aside:require_untied", "if why:", "if False:", seed=145

@@ -377,7 +377,8 @@ def _looks(draw: Draw) -> Steps:
         pause = _fault(draw, "pause", "commit", "commit", "mkdir", "records", most=4)
         steps.append(f"{retire}+{verb}=2>{place}/{pause}")
     else:
-        steps = _start("make=1>a", "make=1>b", "retire=now")
+        # A deletion counts on the newest.
+        steps = _start(*draw.sample(["make=1>a", "make=1>b"], 2), "retire=now")
         # From its last look at the other copy until that copy has the record.
         call, first, last = draw.choice(
             [("unlink", 1, 2), ("mkdir", 5, 6), ("records", 7, 9), ("commit", 2, 3)]
