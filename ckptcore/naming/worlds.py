@@ -23,6 +23,7 @@ _MARKS: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("megatron", "linear_fc", r"(.*\.)?decoder\.layers\.(\d+\.)?mlp\.(.+\.)?linear_fc[12]\..+"),
         ("megatron", "mixer.", r"(.*\.)?decoder\.layers\.(\d+\.)?mixer\..+"),
         ("torchtitan", "_norm.", r"layers\.\d+\.(attention_norm|ffn_norm)\.weight"),
+        ("torchtitan", ".attention.wqkv.", r"layers\.\d+\.attention\.wqkv\.layer_norm_weight"),
         (
             "gpt_neox",
             ".attention.query_key_value.",

@@ -34,7 +34,7 @@ from ckptcore.formats import FORMATS, KNOWN
 from ckptcore.naming.maps import live_families
 from ckptcore.naming.maps.declaration import built_in_maps
 from ckptcore.naming.trainer_keys import KINDS_OF_KEYS
-from ckptcore.naming.worlds import HUB
+from ckptcore.naming.worlds import GENERATIONS, HUB
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.scheduler import FAULTS
 from tests.simulation.themes import THEMES
@@ -222,8 +222,10 @@ def ways_back() -> str:
         if why := each.refused or NO_WAY_BACK.get(each.world):
             rows[each.arch, each.world] = f"`{each.arch}`", f"`{each.world}`", "", f"refused ({why})"
             continue
+        if not (of_hub := [g for g in each.generations if g in GENERATIONS.get(each.world, (g,))]):
+            continue  # names that are only read
         back = each.inverted()
-        names = [f"`{g}`" for g in each.generations]
+        names = [f"`{g}`" for g in of_hub]
         _, _, before, _ = rows.get((each.arch, each.world), ("", "", "", ""))
         names = [n for n in (before, *names) if n]
         loaded = back.loaded_by or "no code yet: `--allow-untried`"

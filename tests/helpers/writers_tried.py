@@ -66,9 +66,7 @@ TRIED: dict[str, Tried] = {
     ),
     "lightning": Tried("Lightning 2.6.6", "tensors and optimizer; a resumed training", "other releases"),
     "meta": Tried(
-        "made by form, from Meta's loader",
-        "tensors of Llama 1 to 4",
-        "Meta's own files; an export of Llama 4",
+        "made by form, from Meta's loader", "tensors of Llama 1 to 4", "Meta's own files; logits of Llama 4"
     ),
     "accelerate": Tried(
         "Accelerate 1.15.0",

@@ -197,3 +197,45 @@ def test_params_that_are_no_numbers(tmp_path: Path) -> None:
     for odd in ({"dim": "16"}, {"n_heads": 0}, {"n_layers": 10**9}, {"n_kv_heads": None}, {"dim": [16]}):
         (tmp_path / "run/params.json").write_text(json.dumps(meta_llama.params(**odd)))
         assert run(["validate", str(tmp_path / "run")]) in (0, 1, 27), odd
+
+
+def _hub_of(meta: Tensors) -> Tensors:
+    """Return Meta's Llama 4 as the hub has it, by the load hooks of its model (llama-models/models/llama4)."""
+    hub = {
+        "model.embed_tokens.weight": meta["tok_embeddings.weight"],
+        "model.norm.weight": meta["norm.weight"],
+        "lm_head.weight": meta["output.weight"],
+    }
+    keys = meta_llama.KEYS * meta_llama.SIZE
+    for n in range(2):
+        at, to = f"layers.{n}.", f"model.layers.{n}."
+        rows = meta[f"{at}attention.wqkv.weight"].split((meta_llama.WIDTH, keys, keys))
+        hub |= {f"{to}self_attn.{x}_proj.weight": part for x, part in zip("qkv", rows, strict=True)}
+        hub[f"{to}self_attn.o_proj.weight"] = meta[f"{at}attention.wo.weight"]
+        hub[f"{to}input_layernorm.weight"] = meta[f"{at}attention.wqkv.layer_norm_weight"]
+    inside, to = "layers.0.feed_forward.mlp", "model.layers.0."
+    gate, up = meta[f"{inside}.fc1_weight"].chunk(2)
+    hub |= {f"{to}feed_forward.gate_proj.weight": gate, f"{to}feed_forward.up_proj.weight": up}
+    hub[f"{to}feed_forward.down_proj.weight"] = meta[f"{inside}.fc2_weight"]
+    hub[f"{to}post_attention_layernorm.weight"] = meta[f"{inside}.layer_norm_weight"]
+    inside, to = "layers.1.feed_forward", "model.layers.1."
+    gate, up, down = (
+        meta[f"{inside}.experts.moe_w_{k}"].unflatten(0, (meta_llama.EXPERTS, -1))
+        for k in ("in_eD_F", "swiglu_eD_F", "out_eF_D")
+    )
+    hub[f"{to}feed_forward.experts.gate_up_proj"] = torch.cat([gate, up], 2)
+    hub[f"{to}feed_forward.experts.down_proj"] = down
+    hub[f"{to}feed_forward.router.weight"] = meta[f"{inside}.router_DE"].T
+    hub[f"{to}post_attention_layernorm.weight"] = meta[f"{inside}.norm.weight"]
+    for old, new in (("in_shared_FD", "gate"), ("swiglu_FD", "up"), ("out_shared_DF", "down")):
+        hub[f"{to}feed_forward.shared_expert.{new}_proj.weight"] = meta[f"{inside}.w_{old}.weight"]
+    return hub
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_llama_4_gets_the_names_of_the_hub(tmp_path: Path, ranks: int) -> None:
+    """Experts are made of rows of one matrix, after the ranks' columns of each are joined."""
+    tensors = llama4()
+    meta_llama.save(tmp_path / "run", tensors, ranks, 4, moe_args={"num_experts": meta_llama.EXPERTS})
+    options = ("--names", "hf-hub", "--arch", "llama4")
+    assert equal(joined(tmp_path / "run", *options) or {}, _hub_of(tensors))
