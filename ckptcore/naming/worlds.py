@@ -39,12 +39,18 @@ LIVE = "hf-live"
 PEFT = "peft"
 # World -> generations of its names, the newest first: a map to it makes that one unless another is named.
 # torchtitan's are called like its projections of queries, Megatron's and GPT-NeoX's like how they store
-# layers, OLMo-core's like its modules of experts.
+# layers, OLMo-core's like its modules of experts, nanotron's like how it stores rotary pairs.
 GENERATIONS: Mapping[str, tuple[str, ...]] = {
     "torchtitan": ("qkv_linear", "wqkv", "wq"),
     "megatron": ("stacked", "fused", "layers", "grouped", "sequential"),
     "gpt_neox": ("pipeline", "sequential"),
     "olmo_core": ("default", "dropless"),
+    "nanotron": ("halves", "interleaved"),
+}
+# World and generation -> numbers that no config of the hub has: they are chosen with the generation.
+GENERATION_NUMBERS: Mapping[tuple[str, str], Mapping[str, int]] = {
+    ("nanotron", "halves"): {"rotary_inner": 1},
+    ("nanotron", "interleaved"): {"rotary_inner": 2},
 }
 _WORLDS = {HUB, LIVE, PEFT, "verl", *(world for world, *_ in _MARKS)}
 

@@ -207,10 +207,10 @@ def compose(
         objects, dropped = {key: objects[key] for key in several.objects}, several.dropped(manifest)
     warnings += left_out
     if layout is writer.start and naming is not None:
-        from ckptcore.planning.megatron_arguments import common_state
+        from ckptcore.planning.trainer_start import start_state
 
         mesh = dict(parse_mesh(request.mesh).axes) if request.mesh else {}
-        objects, of_arguments = common_state(naming, mapped.manifest.tensors, mesh)
+        objects, of_arguments = start_state(naming, mapped.manifest.tensors, mesh)
         warnings += of_arguments
     warnings += value_findings(layout, objects) + split_objects(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
@@ -466,7 +466,7 @@ def _output_layout(request: Request, manifest: Manifest, writer: Writer, of_expo
     layout = layouts.get(request.verb, writer.whole)
     if writer.like is not None and request.verb != "export":
         layout = writer.like(manifest) or layout
-    if writer.start is not None and request.verb != "export" and of_trainer(request.names):
+    if None not in (layout, writer.start) and request.verb != "export" and of_trainer(request.names):
         layout = writer.start
     if layout is None:
         raise UsageError(

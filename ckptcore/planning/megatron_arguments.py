@@ -10,19 +10,17 @@ Megatron's config, and from the tensors; then they are compared like those of a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import Named, encode
-from ckptcore.errors import Finding, NameMismatch, UsageError, finding
-from ckptcore.naming.maps.agreement import agreed, agreement
-from ckptcore.naming.maps.hub_config import field_of
-from ckptcore.naming.maps.hyperparameters import NUMBERS, Config, hub_places, stated_in
+from ckptcore.errors import Finding, UsageError
+from ckptcore.naming.maps.agreement import agreed
+from ckptcore.naming.maps.hyperparameters import Config, stated_in
 from ckptcore.naming.maps.rope_scaling import megatron_rope_arguments
-from ckptcore.naming.worlds import HUB
 from ckptcore.planning.name_maps import VOCABULARY_STEP, NameMap
-from ckptcore.utils.text import listed
+from ckptcore.planning.stated_arguments import unstated
 
 _WORLD = "megatron"
 _VERSION = 3.0  # of the layout of queries, keys and values; an older one is permuted when it is loaded
@@ -50,8 +48,6 @@ _WIDTHS: Mapping[str, re.Pattern[str]] = {
 }
 _ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
 _EMBEDDING = "embedding.word_embeddings.weight"
-# Fields that differ in nothing where attention sees all tokens, as Megatron's does without a window.
-_OF_WINDOW = {"sliding_window", "use_sliding_window", "layer_types", "max_window_layers"}
 _MESH = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -82,7 +78,8 @@ def common_state(
         )
     arguments |= {name: mesh.get(axis, 1) for name, axis in _MESH.items()}
     arguments |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
-    findings = tuple(_compared(naming, arguments))
+    own = Config("the arguments for Megatron", _WORLD, arguments)
+    findings = tuple(unstated(naming, own, "args in common.pt"))
     tree = {"args": Named("namespace", dict(sorted(arguments.items())))}
     return {
         k: encode(v) for k, v in {**tree, "checkpoint_version": _VERSION, "iteration": 0}.items()
@@ -131,36 +128,3 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
         out["moe_layer_freq"] = [int(n in routed) for n in range(int(numbers["layer"][0]))]
     scaling = next((s for c in naming.configs if (s := c.rope_scaling) is not None), None)
     return out | ({} if scaling is None else megatron_rope_arguments(scaling, latent=out[_LATENT]))
-
-
-def _compared(naming: NameMap, arguments: Mapping[str, Any]) -> Iterator[Finding]:
-    """Compare the arguments with the model's config, as those of a training are; yield what they lack."""
-    own = Config("the arguments for Megatron", _WORLD, arguments)
-    config = next((c for c in naming.configs if c.world == HUB), None)
-    if config is None or config.fields is None:
-        return
-    comparison = agreement(config, [own])
-    for contradiction in comparison.contradictions:
-        raise NameMismatch(
-            f"no arguments of Megatron's say what the config does: {contradiction.text}",
-            hint="try --to dcp, which has the weights alone",
-        )
-    fields = config.fields
-    equal = {"model_type"} | {
-        field_of(key.partition(" ")[0])
-        for number, (value, key) in config.numbers.items()
-        if own.numbers.get(number, (None,))[0] == value
-    }
-    # Sizes that the config's class does not have are compared, too: its model may read them.
-    equal |= {
-        place
-        for number in NUMBERS & own.numbers.keys()
-        for place in hub_places(number)
-        if (size := fields.get(place)) is not None and size.value == own.numbers[number][0]
-    }
-    if not config.numbers.get("window", (0, ""))[0]:
-        equal |= _OF_WINDOW
-    stated = {f for f in comparison.unconfirmed if (s := fields.get(f)) is not None and s.value is not None}
-    if unstated := sorted(stated - equal):
-        message = f"args in common.pt do not say {listed(unstated, 12)} of {config.name}"
-        yield finding("unstated-arguments", "coverage", message)

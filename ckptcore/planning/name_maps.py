@@ -30,7 +30,7 @@ from ckptcore.naming.maps.matching import Matched, match, require_fit
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
-from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT
+from ckptcore.naming.worlds import GENERATION_NUMBERS, GENERATIONS, HUB, PEFT
 from ckptcore.naming.wrapper_prefix import prefix_of_taken
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.utils.text import short_repr
@@ -156,6 +156,7 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
     ]
     to, numbers = request.to, agreed(configs)
     if world == HUB:
+        numbers |= _of_generation(to, request.generation)
         _require_plain(mapped.manifest, to)
     sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
     maps = _maps(world, to, request.generation)
@@ -202,6 +203,13 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
     )
     warnings = (*_assumed(conversion), *_of_way_back(name_map), *lacking(matched))
     return MappedNames(composed(mapped, conversion), name_map, conversion, warnings)
+
+
+def _of_generation(to: str, generation: str) -> dict[str, tuple[int | float, str]]:
+    """Return the numbers that a generation of a trainer's names says, the newest for ""."""
+    generation = generation or next(iter(GENERATIONS.get(to, ("",))))
+    chosen = GENERATION_NUMBERS.get((to, generation), {})
+    return {name: (value, f"--names {to}:{generation}") for name, value in chosen.items()}
 
 
 @cache

@@ -211,18 +211,15 @@ def families() -> str:
     return table(head, map(export_results.row, FAMILIES))
 
 
-# World -> why nothing of the hub is written under its names.
-NO_WAY_BACK = {"nanotron": "no config of the hub says whether the dims of a rotary pair are neighbours"}
-
-
 def ways_back() -> str:
     """Which maps lead from the hub to which names of a trainer, and whose code has loaded the result."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for each in built_in_maps():
-        if why := each.refused or NO_WAY_BACK.get(each.world):
+        if why := each.refused:
             rows[each.arch, each.world] = f"`{each.arch}`", f"`{each.world}`", "", f"refused ({why})"
             continue
-        if not (of_hub := [g for g in each.generations if g in GENERATIONS.get(each.world, (g,))]):
+        of_hub = [g for g in each.generations if g in GENERATIONS.get(each.world, ())]
+        if each.generations and not of_hub:
             continue  # names that are only read
         back = each.inverted()
         names = [f"`{g}`" for g in of_hub]

@@ -7,8 +7,10 @@ checkpoint_metadata.json last (nanotron/serialize/main.py, `save`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ckptcore.core.manifest import Manifest
-from ckptcore.formats.base import Evidence, Format, Reader, Source
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.rank_file_names import NANOTRON, NANOTRON_METADATA, NANOTRON_MODEL
 
 _CONFIG = "config.yaml"
@@ -32,6 +34,14 @@ def read(source: Source) -> Manifest:
     return read_step(source)
 
 
+def arrange(request: Arrangement) -> Iterable[FileLayout]:
+    """Lay out a step that a run begins from; raise the errors of `nanotron_writer.arrange_step`."""
+    from ckptcore.formats.huggingface.nanotron_writer import arrange_step
+
+    return arrange_step(request)
+
+
+_START = Layout(arrange)
 FORMAT = Format(
     name="nanotron",
     title="nanotron checkpoint (versions 1.2 to 1.5)",
@@ -39,4 +49,5 @@ FORMAT = Format(
     detect=detect,
     suffixes=frozenset({"safetensors"}),
     reader=Reader(read, objects=True),
+    writer=Writer(_START, world="nanotron", start=_START),
 )

@@ -47,10 +47,11 @@ More fields of a map: ``requires = {"model.block.name" = ["default"]}``, values 
 must have if there is one (``[]`` for a key that must be unset: null, 0, or a list of these);
 ``target_requires``, the same for the config of the other world; ``refused = "reason"`` instead of rules,
 with ``signs``, patterns of its names. ``generations = ["wq"]`` are those of the trainer's names that it has,
-all by default; one that `GENERATIONS` does not list is only read; ``loaded_by = "torchtitan 0.3.0"`` is the release of the trainer whose own code has loaded
-what the way back makes, in tests. ``by_name = true`` is for a map that only ``--arch`` or a config selects,
-because its names and shapes are those of another family. ``stacked = {layer = "decoder.layers."}``, also of a
-group: names below that prefix may also come without their index, with the layers in a first dim of their own.
+all by default; one that `GENERATIONS` does not list is only read. ``loaded_by = "torchtitan 0.3.0"`` is the
+release of the trainer whose own code has loaded what the way back makes, in tests. ``by_name = true`` is for
+a map that only ``--arch`` or a config selects, because its names and shapes are those of another family.
+``stacked = {layer = "decoder.layers."}``, also of a group: names below that prefix may also come without
+their index, with the layers in a first dim of their own.
 
 A map may have ``[[map.again]]`` for layers that are built like others: a rule whose names all begin with the
 first text of ``from`` and of ``to`` also applies with the other texts, as the part ``name``.

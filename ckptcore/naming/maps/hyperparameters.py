@@ -86,9 +86,8 @@ class Config:
                     break
         if self.world == "megatron":
             _of_megatron(self.content, stated_numbers)
-        if self.world == "nanotron" and type(self.content.get(_INTERLEAVED)) is bool:
-            inner = 2 if self.content[_INTERLEAVED] else 1
-            stated_numbers["rotary_inner"] = inner, f"{_INTERLEAVED} = {self.content[_INTERLEAVED]}"
+        if self.world == "nanotron":
+            _of_nanotron(self.content, stated_numbers)
         return stated_numbers
 
     @cached_property
@@ -288,6 +287,16 @@ def _of_megatron(content: Mapping[str, Any], numbers: dict[str, tuple[Number, st
     if "experts" not in numbers:
         for number in _OF_ROUTERS:
             numbers.pop(number, None)
+
+
+def _of_nanotron(content: Mapping[str, Any], numbers: dict[str, tuple[Number, str]]) -> None:
+    """Set what nanotron's models derive: the dims of a head, and which of them are a rotary pair."""
+    if type(content.get(_INTERLEAVED)) is bool:
+        inner = 2 if content[_INTERLEAVED] else 1
+        numbers["rotary_inner"] = inner, f"{_INTERLEAVED} = {content[_INTERLEAVED]}"
+    hidden, heads = (numbers.get(name, (0, ""))[0] for name in ("hidden", "heads"))
+    if hidden and heads and hidden % heads == 0:
+        numbers["head_dim"] = int(hidden // heads), "hidden_size / num_attention_heads"
 
 
 def _usual_scale(content: Mapping[str, Any]) -> float:

@@ -6,7 +6,7 @@ Sources: Megatron-LM, ``core/models/common/embeddings/rotary_pos_embedding.py`` 
 Llama 3's frequencies as constants), ``training/arguments.py``, ``core/transformer/transformer_config.py``
 (``MLATransformerConfig``); Megatron-Bridge, ``models/gpt_provider.py``; OLMo-core 3.0.0, ``nn/rope.py``
 (``to_hf_config`` of each class); torchtitan 0.3.0, ``models/common/rope.py``, and earlier
-``models/llama3/model/args.py``; transformers, ``modeling_rope_utils.py``.
+``models/llama3/model/args.py``; nanotron, ``nn/rotary.py``; transformers, ``modeling_rope_utils.py``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _OLMO_KINDS = {
     "factor": "linear",
 }
 _OLMO_PARAMETERS = {"original_max_position_embeddings": "old_context_len"}
+_INTERPOLATED = "rope_seq_len_interpolation_factor"  # nanotron's
 _TITAN_ARGUMENTS = "rope_scaling_args"
 _TITAN_KINDS = {"llama": ("llama3", "scaling_factor"), "yarn": ("yarn", "rope_factor")}
 # Parameters by transformers' names that say other frequencies. The rest is derived, or of attention's scale.
@@ -210,10 +211,20 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
+def rope_scaling_of_nanotron(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+    """Read model_config.json, whose models may interpolate positions; none reads ``rope_scaling``."""
+    if content.get("rope_scaling") is not None:
+        return None
+    factor = _number(content.get(_INTERPOLATED))
+    text = f"{name} says {_INTERPOLATED} = {short_repr(content.get(_INTERPOLATED))}"
+    return RopeScaling(text, "linear", {"factor": factor}) if factor else RopeScaling(text, PLAIN_ROPE, {})
+
+
 # World of a trainer -> what reads its config.
 BY_WORLD: Mapping[str, Callable[[str, Mapping[str, Any]], RopeScaling | None]] = {
     "megatron": rope_scaling_of_megatron,
     "olmo_core": rope_scaling_of_olmo_core,
     "olmo": rope_scaling_of_olmo,
     "torchtitan": rope_scaling_of_torchtitan,
+    "nanotron": rope_scaling_of_nanotron,
 }

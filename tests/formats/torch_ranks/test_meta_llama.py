@@ -200,7 +200,7 @@ def test_params_that_are_no_numbers(tmp_path: Path) -> None:
 
 
 def _hub_of(meta: Tensors) -> Tensors:
-    """Return Meta's Llama 4 as the hub has it, by the load hooks of its model (llama-models/models/llama4)."""
+    """Return a Llama 4 as the hub has it, by the load hooks of Meta's model (llama-models, models/llama4)."""
     hub = {
         "model.embed_tokens.weight": meta["tok_embeddings.weight"],
         "model.norm.weight": meta["norm.weight"],

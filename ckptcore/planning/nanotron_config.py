@@ -1,0 +1,60 @@
+"""Make the model_config.json that nanotron reads beside the weights of a model that it begins from.
+
+Keys are those of `LlamaConfig` and `Qwen2Config` (nanotron/config/models_config.py). Sizes come from the
+config and the tensors; nanotron's own converter copies the other fields (examples/llama/convert_weights.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.object_tree import encode
+from ckptcore.errors import Finding
+from ckptcore.naming.maps.agreement import agreed
+from ckptcore.naming.maps.hyperparameters import Config, stated_in
+from ckptcore.naming.worlds import HUB
+from ckptcore.planning.name_maps import NameMap
+from ckptcore.planning.stated_arguments import unstated
+
+_WORLD, _OBJECT = "nanotron", "model_config"
+# Architecture -> the field by which nanotron knows the class of its config.
+_MARKS = {"llama": "is_llama_config", "qwen2": "is_qwen2_config"}
+# Fields of a config.json that have the same name, and change no tensor.
+_COPIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
+
+
+def model_config(
+    naming: NameMap, tensors: Sequence[TensorSpec], mesh: Mapping[str, int]
+) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """Return the config as an object, and findings about what it does not say.
+
+    Args:
+        naming: How the tensors got nanotron's names.
+        tensors: Under these names.
+        mesh: Axis -> ranks; any number of them loads the files.
+
+    Raises:
+        NameMismatch: No field of nanotron's says what the config does.
+    """
+    numbers = {name: value for name, (value, _) in {**agreed(naming.configs), **naming.numbers}.items()}
+    terms = {name: text for config in reversed(naming.configs) for name, (text, _) in config.terms.items()}
+    hub = next((c for c in naming.configs if c.world == HUB), None)
+    content = stated_in(_WORLD, numbers, terms, "")
+    if hub is not None:
+        copied = {field: hub.at(field) for field in _COPIED}
+        content |= {f: v for f, v in copied.items() if type(v) in (int, float)}
+    shapes = {spec.fqn: spec.shape for spec in tensors}
+    ends = {spec.fqn.rpartition("pp_block.")[2]: spec.shape for spec in tensors}
+    content |= {
+        _MARKS[naming.arch]: True,
+        "vocab_size": shapes["model.token_position_embeddings.pp_block.token_embedding.weight"][0],
+        "intermediate_size": ends["mlp.down_proj.weight"][1],
+        "attention_bias": "attn.qkv_proj.bias" in ends,
+        "tie_word_embeddings": "model.lm_head.pp_block.weight" not in shapes,
+        "rope_interleaved": numbers["rotary_inner"] == 2,
+    }
+    own = Config("model_config.json for nanotron", _WORLD, content)
+    findings = tuple(unstated(naming, own, "model_config.json"))
+    return {_OBJECT: encode(dict(sorted(content.items())))}, findings

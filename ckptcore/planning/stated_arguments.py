@@ -1,0 +1,57 @@
+"""Compare what is written for a trainer's loader with the config of the model that its run begins from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptcore.errors import Finding, NameMismatch, finding
+from ckptcore.naming.maps.agreement import agreement
+from ckptcore.naming.maps.hub_config import field_of
+from ckptcore.naming.maps.hyperparameters import NUMBERS, Config, hub_places
+from ckptcore.naming.worlds import HUB
+from ckptcore.planning.name_maps import NameMap
+from ckptcore.utils.text import listed
+
+# Fields that differ in nothing where attention sees all tokens, as a trainer's does without a window.
+_OF_WINDOW = {"sliding_window", "use_sliding_window", "layer_types", "max_window_layers"}
+
+
+def unstated(naming: NameMap, own: Config, place: str) -> Iterator[Finding]:
+    """Compare a trainer's config with the model's, as that of a training is; yield what it does not say.
+
+    Args:
+        naming: How the tensors got the trainer's names.
+        own: The trainer's config.
+        place: Where it is written, for messages.
+
+    Raises:
+        NameMismatch: It would say something else than the model's config.
+    """
+    config = next((c for c in naming.configs if c.world == HUB), None)
+    if config is None or config.fields is None:
+        return
+    comparison = agreement(config, [own])
+    for contradiction in comparison.contradictions:
+        raise NameMismatch(
+            f"nothing in {place} says what the config does: {contradiction.text}",
+            hint="try --to dcp, which has the weights alone",
+        )
+    fields = config.fields
+    equal = {"model_type"} | {
+        field_of(key.partition(" ")[0])
+        for number, (value, key) in config.numbers.items()
+        if own.numbers.get(number, (None,))[0] == value
+    }
+    # Sizes that the config's class does not have are compared, too: its model may read them.
+    equal |= {
+        name
+        for number in NUMBERS & own.numbers.keys()
+        for name in hub_places(number)
+        if (size := fields.get(name)) is not None and size.value == own.numbers[number][0]
+    }
+    if not config.numbers.get("window", (0, ""))[0]:
+        equal |= _OF_WINDOW
+    stated = {f for f in comparison.unconfirmed if (s := fields.get(f)) is not None and s.value is not None}
+    if lacking := sorted(stated - equal):
+        message = f"{place} does not say {listed(lacking, 12)} of {config.name}"
+        yield finding("unstated-arguments", "coverage", message)
