@@ -15,21 +15,22 @@ from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import Named, encode
-from ckptcore.errors import Finding, UsageError
+from ckptcore.errors import Finding, UsageError, finding
 from ckptcore.naming.maps.agreement import agreed
 from ckptcore.naming.maps.hyperparameters import Config, stated_in
 from ckptcore.naming.maps.rope_scaling import megatron_rope_arguments
+from ckptcore.planning.bridge_config import LATENT, run_config, without_field
 from ckptcore.planning.name_maps import VOCABULARY_STEP, NameMap
 from ckptcore.planning.stated_arguments import unstated
+from ckptcore.utils.text import listed
 
 _WORLD = "megatron"
 _VERSION = 3.0  # of the layout of queries, keys and values; an older one is permuted when it is loaded
-_LATENT = "multi_latent_attention"
 # Argument -> names of tensors that only a model with it has.
 _BY_TENSOR: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
     for name, pattern in {
-        _LATENT: r".*\.self_attention\.linear_kv_up_proj\.weight",
+        LATENT: r".*\.self_attention\.linear_kv_up_proj\.weight",
         "qk_layernorm": r".*\.self_attention\.((q|k|kv)_layernorm|linear_kv_up_proj\.layer_norm)[._].*",
         "add_qkv_bias": r".*\.self_attention\.linear_qkv\.bias",
         "add_bias_linear": r".*\.linear_(proj|fc[12])\.bias",
@@ -80,10 +81,20 @@ def common_state(
     arguments |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
     own = Config("the arguments for Megatron", _WORLD, arguments)
     findings = tuple(unstated(naming, own, "args in common.pt"))
-    tree = {"args": Named("namespace", dict(sorted(arguments.items())))}
-    return {
-        k: encode(v) for k, v in {**tree, "checkpoint_version": _VERSION, "iteration": 0}.items()
-    }, findings
+    args = Named("namespace", dict(sorted(arguments.items())))
+    state: dict[str, Any] = {"args": args, "checkpoint_version": _VERSION, "iteration": 0}
+    if lacking := without_field(arguments):
+        message = (
+            "run_config.yaml for Megatron-Bridge is not written: no field of its providers says "
+            f"{listed(lacking, 12)}"
+        )
+        findings += (finding("unstated-arguments", "coverage", message),)
+    elif not findings:  # a provider of Bridge is the model, and no command line completes it
+        dtype = next((t.dtype for t in tensors if t.fqn == _EMBEDDING), "")
+        state["run_config"] = run_config(arguments, dtype)
+        bridge = Config("run_config.yaml for Megatron-Bridge", _WORLD, state["run_config"]["model"])
+        findings += tuple(unstated(naming, bridge, "run_config.yaml"))
+    return {k: encode(v) for k, v in state.items()}, findings
 
 
 def _of_config(naming: NameMap) -> dict[str, Any]:
@@ -127,4 +138,4 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
     if "layer" in numbers and routed:
         out["moe_layer_freq"] = [int(n in routed) for n in range(int(numbers["layer"][0]))]
     scaling = next((s for c in naming.configs if (s := c.rope_scaling) is not None), None)
-    return out | ({} if scaling is None else megatron_rope_arguments(scaling, latent=out[_LATENT]))
+    return out | ({} if scaling is None else megatron_rope_arguments(scaling, latent=out[LATENT]))

@@ -12,12 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+import yaml
+
 from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.object_tree import decode
 from ckptcore.formats.base import Arrangement, FileLayout, Literal
 from ckptcore.formats.megatron.config import TRACKER
 from ckptcore.formats.megatron.sharded_objects import EXTRA_STATE
 from ckptcore.formats.megatron.writer import arrange_torch_dist
 
+_RUN_CONFIG = "run_config"  # the object that becomes Megatron-Bridge's run_config.yaml
 RELEASE = "release"  # the folder, and the word for it in the tracker
 _PARAMETER = re.compile(r"^(?P<module>.+)\.(?:layer_norm_)?(?:weight|bias)$")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d+\.)")
@@ -29,7 +33,12 @@ _PROJECTION, _ATTENTION = ".self_attention.linear_proj", ".self_attention.core_a
 def arrange_start(request: Arrangement) -> Iterable[FileLayout]:
     """Lay out the release, and last the tracker; raise the errors of `arrange_torch_dist`."""
     states = dict.fromkeys(extra_states(request.tensors))
-    for layout in arrange_torch_dist(replace(request, objects={**request.objects, **states})):
+    objects = {k: v for k, v in request.objects.items() if k != _RUN_CONFIG}
+    if _RUN_CONFIG in request.objects:
+        data = yaml.safe_dump(decode(request.objects[_RUN_CONFIG])).encode()
+        path = f"{RELEASE}/{_RUN_CONFIG}.yaml"
+        yield FileLayout(path, len(data), (), (), (Literal(0, data),))
+    for layout in arrange_torch_dist(replace(request, objects={**objects, **states})):
         yield replace(layout, path=f"{RELEASE}/{layout.path}")
     yield FileLayout(TRACKER, len(RELEASE), (), (), (Literal(0, RELEASE.encode()),), commit=True)
 

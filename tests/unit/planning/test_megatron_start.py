@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 import ckptcore
@@ -211,3 +212,55 @@ def test_what_no_arguments_say_is_refused_or_named(tmp_path: Path) -> None:
     result = start(hub(tmp_path / "granite", "granitemoe"), tmp_path / "moe")
     (named,) = [w for w in result.warnings if w.code == "unstated-arguments"]
     assert "logits_scaling, residual_multiplier" in named.message
+
+
+def bridge(folder: Path) -> dict[str, Any]:
+    text = (folder / "release/run_config.yaml").read_text()
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_the_config_of_megatron_bridge_says_what_the_arguments_do(tmp_path: Path, family: str) -> None:
+    start(hub(tmp_path / "hub", family), tmp_path / "out", verb="reshard", mesh="tp=2")
+    content, stated = bridge(tmp_path / "out"), arguments(tmp_path / "out")
+    model = content["model"]
+    assert model["_target_"] == "megatron.bridge.models.gpt_provider.GPTModelProvider"
+    assert model["activation_func"] == {"_target_": "torch.nn.functional.silu", "_call_": False}
+    assert model["share_embeddings_and_output_weights"] is not stated["untie_embeddings_and_output_weights"]
+    assert (model["tensor_model_parallel_size"], model["should_pad_vocab"]) == (2, True)
+    renamed = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
+    compared = {name: renamed.get(name, name) for name in model}
+    shared = {name: argument for name, argument in compared.items() if argument in stated}
+    assert {name: model[name] for name in shared} == {name: stated[argument] for name, argument in shared.items()}
+    assert {"num_layers", "hidden_size", "layernorm_epsilon", "rotary_base"} <= shared.keys()
+    # What a load of Bridge asks: there is neither an optimizer nor a random state.
+    assert (content["checkpoint"]["save_optim"], content["checkpoint"]["save_rng"]) == (False, False)
+    # Arguments and this config are both read on the way back, and must not contradict each other.
+    options = {"verb": "consolidate", "names": "hf-hub", "arch": family, "catalog": False}
+    ckptcore.convert(str(tmp_path / "out"), str(tmp_path / "back.safetensors"), **options)
+    manifest = ckptcore.open(str(tmp_path / "back.safetensors"))
+    state = trainer_names.hub_model(family)[1]
+    assert {t.fqn for t in manifest.tensors} == state.keys()
+    assert all(torch.equal(ckptcore.read(manifest, name), tensor) for name, tensor in state.items())
+
+
+def test_the_parameters_of_megatron_bridge_have_the_dtype_of_the_model(tmp_path: Path) -> None:
+    source = hub(tmp_path / "hub", "llama")
+    state = {n: t.bfloat16().contiguous() for n, t in trainer_names.hub_model("llama")[1].items()}
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    start(source, tmp_path / "out")
+    model = bridge(tmp_path / "out")["model"]
+    assert (model["bf16"], model["params_dtype"]["_target_"]) == (True, "torch.bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("family", "lacking"), [("gemma2", "attn_logit_softcapping"), ("llama4", "attention_chunk_size")]
+)
+def test_no_config_of_megatron_bridge_where_it_would_build_another_model(
+    tmp_path: Path, family: str, lacking: str
+) -> None:
+    """No command line completes it, so it is not written where the arguments do not say all."""
+    result = start(hub(tmp_path / "hub", family), tmp_path / "out")
+    assert not (tmp_path / "out/release/run_config.yaml").exists()
+    assert any(lacking in w.message for w in result.warnings if w.code == "unstated-arguments")
