@@ -314,8 +314,8 @@ class Writer:
         component: What an export of a diffusers model writes, or None.
         world: World of the names that loaders of the format look for, as `ckptcore.naming.worlds` has it;
             "" where they look for those of any module.
-        start: What is written under names of ``world`` that a map made, for a run of the trainer to begin
-            from; None where that is what ``whole`` and ``for_mesh`` write.
+        starts: World of a trainer's names -> what is written under those that a map made, for a run to begin
+            from; other worlds have what ``whole`` and ``for_mesh`` write.
         like: Returns the layout of a source that is saved in another way than most of its format; None for
             one that is not.
     """
@@ -329,7 +329,7 @@ class Writer:
     world: str = ""
     like: Callable[[Manifest], Layout | None] | None = None
     component: Layout | None = None
-    start: Layout | None = None
+    starts: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a plug-in's reader may be unhashable

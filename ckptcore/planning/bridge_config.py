@@ -2,7 +2,7 @@
 
 ``load_model_config`` instantiates its section ``model``, and a load reads ``checkpoint``
 (megatron/bridge/training/model_load_save.py, checkpointing.py; 0.3.1 and git 067f987). The class is the
-provider that bridges of most architectures have (models/gpt_provider.py, mla_provider.py); fields are those of
+provider of most bridges (models/gpt_provider.py, mla_provider.py); fields are those of
 Megatron's TransformerConfig, which most arguments are called like.
 """
 
@@ -87,7 +87,9 @@ _SWITCHES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> the field that s
 _PLAIN_GELU = "torch.nn.functional.gelu"
 _LENGTH, _UNTIED = "max_position_embeddings", "untie_embeddings_and_output_weights"
 # Arguments of a job, and those that other fields say.
-_OF_JOB = frozenset({"ckpt_format", "group_query_attention", "no_save_optim", "no_save_rng", "padded_vocab_size"})
+_OF_JOB = frozenset(
+    {"ckpt_format", "group_query_attention", "no_save_optim", "no_save_rng", "padded_vocab_size"}
+)
 # Values of arguments without a field with which a model is as if it had none.
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1)
 

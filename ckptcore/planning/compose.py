@@ -84,7 +84,7 @@ from ckptcore.planning.rank_layout import Balance, balance, lay_out
 from ckptcore.planning.rank_local_state import require_cut, without_bound
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.several_models import several_models
-from ckptcore.planning.target_names import in_world, of_trainer
+from ckptcore.planning.target_names import in_world, of_trainer, target
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
@@ -206,7 +206,7 @@ def compose(
     if several is not None:
         objects, dropped = {key: objects[key] for key in several.objects}, several.dropped(manifest)
     warnings += left_out
-    if layout is writer.start and naming is not None:
+    if naming is not None and layout is writer.starts.get(naming.to):
         from ckptcore.planning.trainer_start import start_state
 
         mesh = dict(parse_mesh(request.mesh).axes) if request.mesh else {}
@@ -466,8 +466,8 @@ def _output_layout(request: Request, manifest: Manifest, writer: Writer, of_expo
     layout = layouts.get(request.verb, writer.whole)
     if writer.like is not None and request.verb != "export":
         layout = writer.like(manifest) or layout
-    if None not in (layout, writer.start) and request.verb != "export" and of_trainer(request.names):
-        layout = writer.start
+    if layout is not None and request.verb != "export":
+        layout = writer.starts.get(target(request.names)[0], layout)
     if layout is None:
         raise UsageError(
             f"{request.format} is not written for the ranks of a mesh",

@@ -12,13 +12,12 @@ from typing import Any
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import encode
 from ckptcore.errors import Finding
-from ckptcore.naming.maps.agreement import agreed
 from ckptcore.naming.maps.hyperparameters import Config, stated_in
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.name_maps import NameMap
-from ckptcore.planning.stated_arguments import unstated
+from ckptcore.planning.stated_arguments import stated_numbers, unstated
 
-_WORLD, _OBJECT = "nanotron", "model_config"
+_WORLD, _OBJECT, _PLACE = "nanotron", "model_config", "model_config.json for nanotron"
 # Architecture -> the field by which nanotron knows the class of its config.
 _MARKS = {"llama": "is_llama_config", "qwen2": "is_qwen2_config"}
 # Fields of a config.json that have the same name, and change no tensor.
@@ -37,8 +36,9 @@ def model_config(
 
     Raises:
         NameMismatch: No field of nanotron's says what the config does.
+        UsageError: No config says a number of it.
     """
-    numbers = {name: value for name, (value, _) in {**agreed(naming.configs), **naming.numbers}.items()}
+    numbers = stated_numbers(naming, _PLACE, "layer", "hidden", "heads", "kv_heads", "norm_eps", "rope_theta")
     terms = {name: text for config in reversed(naming.configs) for name, (text, _) in config.terms.items()}
     hub = next((c for c in naming.configs if c.world == HUB), None)
     content = stated_in(_WORLD, numbers, terms, "")
@@ -55,6 +55,6 @@ def model_config(
         "tie_word_embeddings": "model.lm_head.pp_block.weight" not in shapes,
         "rope_interleaved": numbers["rotary_inner"] == 2,
     }
-    own = Config("model_config.json for nanotron", _WORLD, content)
+    own = Config(_PLACE, _WORLD, content)
     findings = tuple(unstated(naming, own, "model_config.json"))
     return {_OBJECT: encode(dict(sorted(content.items())))}, findings

@@ -1,11 +1,11 @@
-"""Compare what is written for a trainer's loader with the config of the model that its run begins from."""
+"""State numbers for a trainer's loader, and compare what is written for it with the model's config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptcore.errors import Finding, NameMismatch, finding
-from ckptcore.naming.maps.agreement import agreement
+from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.naming.maps.agreement import agreed, agreement
 from ckptcore.naming.maps.hub_config import field_of
 from ckptcore.naming.maps.hyperparameters import NUMBERS, Config, hub_places
 from ckptcore.naming.worlds import HUB
@@ -14,6 +14,26 @@ from ckptcore.utils.text import listed
 
 # Fields that differ in nothing where attention sees all tokens, as a trainer's does without a window.
 _OF_WINDOW = {"sliding_window", "use_sliding_window", "layer_types", "max_window_layers"}
+
+
+def stated_numbers(naming: NameMap, place: str, *names: str) -> dict[str, int | float]:
+    """Return the numbers that configs, names and shapes state.
+
+    Args:
+        naming: How the tensors got the trainer's names.
+        place: Where the numbers are to be written, for messages.
+        *names: Those that must be there.
+
+    Raises:
+        UsageError: One of them is not.
+    """
+    numbers = {name: value for name, (value, _) in {**agreed(naming.configs), **naming.numbers}.items()}
+    if lacking := [name for name in names if name not in numbers]:
+        raise UsageError(
+            f"cannot write {place}: no config says {listed(lacking, 12)}",
+            hint="add --config with the model's config.json, or write the weights alone: --to dcp",
+        )
+    return numbers
 
 
 def unstated(naming: NameMap, own: Config, place: str) -> Iterator[Finding]:

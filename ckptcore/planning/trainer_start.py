@@ -10,12 +10,17 @@ from ckptcore.errors import Finding
 from ckptcore.planning.megatron_arguments import common_state
 from ckptcore.planning.name_maps import NameMap
 from ckptcore.planning.nanotron_config import model_config
+from ckptcore.planning.olmo_core_config import step_config
 
 StartState = Callable[
     [NameMap, Sequence[TensorSpec], Mapping[str, int]], tuple[dict[str, Any], tuple[Finding, ...]]
 ]
 # World of names -> the objects that a format's layout of a start puts into files of their own.
-_STATES: Mapping[str, StartState] = {"megatron": common_state, "nanotron": model_config}
+_STATES: Mapping[str, StartState] = {
+    "megatron": common_state,
+    "nanotron": model_config,
+    "olmo_core": step_config,
+}
 
 
 def start_state(

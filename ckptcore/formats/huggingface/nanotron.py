@@ -49,5 +49,5 @@ FORMAT = Format(
     detect=detect,
     suffixes=frozenset({"safetensors"}),
     reader=Reader(read, objects=True),
-    writer=Writer(_START, world="nanotron", start=_START),
+    writer=Writer(_START, world="nanotron", starts={"nanotron": _START}),
 )

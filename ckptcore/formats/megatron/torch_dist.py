@@ -167,7 +167,7 @@ FORMAT = Format(
         _LAYOUT,
         for_mesh=Layout(arrange, repads=True),
         world="megatron",
-        start=Layout(arrange_start, values="trainers", repads=True),
+        starts={"megatron": Layout(arrange_start, values="trainers", repads=True)},
     ),
     thin=thin,
 )

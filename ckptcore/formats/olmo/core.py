@@ -29,11 +29,12 @@ Functions of `olmo_core.distributed.checkpoint`, and their counterparts here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.metadata_budget import meter
+from ckptcore.core.tree_paths import Path
 from ckptcore.core.used_files import placed
 from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
@@ -59,6 +60,7 @@ _TORCHS = b"torch.distributed.checkpoint.filesystem"
 _BLOCK = 4 << 20
 _MAX_MARKER = 1 << 20
 _MARKS = frozenset({"ephemeral", "version"})
+CONFIG = "config"  # the object of a start that becomes config.json (olmo/writer.py)
 _CONFIGS = ("config.json", "config.yaml")
 
 
@@ -187,14 +189,27 @@ def arrange_bare(request: Arrangement) -> Iterable[FileLayout]:
     return arrange_folder(request)
 
 
+def arrange_start(request: Arrangement) -> tuple[FileLayout, ...]:
+    """Lay out a step that a run begins from, with the model's config."""
+    from ckptcore.formats.olmo.writer import arrange_start as arrange_first_step
+
+    return arrange_first_step(request, folder=DCP, marker=MARKER)
+
+
+def in_model(source: Manifest) -> Callable[[Path], Path]:
+    """Return the rule of a start's names: the trainer loads the model's below this key."""
+    return lambda path: path if path == (CONFIG,) else ("model", *path)
+
+
 _LAYOUT = Layout(arrange, nests=True, values="libraries", flattens=True)
 _BARE = Layout(arrange_bare, nests=True, values="libraries", flattens=True)
+_START = Layout(arrange_start, nests=True, place=in_model, values="plain", flattens=True)
 FORMAT = Format(
     name=NAME,
     title="OLMo-core checkpoint (1.0 and later), OLMo torch_new",
     recognised_by="`model_and_optim/` (and `.metadata.json`), or `.metadata` of OLMo-core's storage class",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
-    writer=Writer(_LAYOUT, for_mesh=_LAYOUT, like=like_source),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT, like=like_source, starts={NAME: _START}),
     thin=thin,
 )

@@ -11,11 +11,13 @@ import json
 import re
 from dataclasses import replace
 
+from ckptcore.core.object_tree import decode
 from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.formats.base import Arrangement, FileLayout, Literal
 from ckptcore.formats.dcp.writer import arrange_folder
 from ckptcore.formats.olmo.trainer_state import PREFIX, train_files
 
+_CONFIG = "config"  # the object that becomes config.json
 WORLD = f"{PREFIX}world_size"
 _RANDOM = re.compile(rf"{re.escape(PREFIX)}(rank\d+\.)?rng(\.|$)")
 
@@ -41,6 +43,22 @@ def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[Fil
         *train_files(_without_world_size(request), Classes.LIBRARIES),
         FileLayout(marker, len(data), (), (), (Literal(0, data),), commit=True),
     )
+
+
+def arrange_start(request: Arrangement, *, folder: str, marker: str) -> tuple[FileLayout, ...]:
+    """Lay out a step that a run begins from: weights, and the model's config in front of the marker.
+
+    A trainer loads it with ``load_trainer_state=False``.
+
+    Args:
+        request: What to write, with the config as an object.
+        folder: Where the model goes.
+        marker: The file written last.
+    """
+    objects = {k: v for k, v in request.objects.items() if k != _CONFIG}
+    *layouts, last = arrange_step(replace(request, objects=objects), folder=folder, marker=marker)
+    data = json.dumps(decode(request.objects[_CONFIG]), indent=2).encode()
+    return (*layouts, FileLayout(f"{_CONFIG}.json", len(data), (), (), (Literal(0, data),)), last)
 
 
 def _without_world_size(request: Arrangement) -> Arrangement:

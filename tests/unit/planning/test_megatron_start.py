@@ -232,7 +232,9 @@ def test_the_config_of_megatron_bridge_says_what_the_arguments_do(tmp_path: Path
     renamed = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
     compared = {name: renamed.get(name, name) for name in model}
     shared = {name: argument for name, argument in compared.items() if argument in stated}
-    assert {name: model[name] for name in shared} == {name: stated[argument] for name, argument in shared.items()}
+    assert {name: model[name] for name in shared} == {
+        name: stated[argument] for name, argument in shared.items()
+    }
     assert {"num_layers", "hidden_size", "layernorm_epsilon", "rotary_base"} <= shared.keys()
     # What a load of Bridge asks: there is neither an optimizer nor a random state.
     assert (content["checkpoint"]["save_optim"], content["checkpoint"]["save_rng"]) == (False, False)
