@@ -126,5 +126,7 @@ def run_config(arguments: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def without_field(arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments that change the model, and that no field of a provider says."""
-    said = _SAME | _RENAMED.keys() | _ACTIVATIONS.keys() | _OF_JOB | {_LENGTH, _UNTIED}
-    return sorted(name for name, value in arguments.items() if name not in said and value not in _NEUTRAL)
+    with_field = _SAME | _RENAMED.keys() | _ACTIVATIONS.keys() | _OF_JOB | {_LENGTH, _UNTIED}
+    return sorted(
+        name for name, value in arguments.items() if name not in with_field and value not in _NEUTRAL
+    )

@@ -165,6 +165,7 @@ def _torchtitan(tiny: Tiny, form: str, folder: Path) -> Path:
 # What OLMo-core calls the blocks of a model (olmo_core/nn/transformer/config.py).
 _BLOCKS = {
     "llama": "default",
+    "qwen2": "default",
     "qwen3": "default",
     "olmo2": "reordered_norm",
     "olmo3": "reordered_norm",

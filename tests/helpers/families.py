@@ -45,7 +45,7 @@ _DELTA = {
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("llama", {}, ("megatron", "torchtitan", "olmo_core", "nanotron")),
     "mistral": ("mistral", {}, ("megatron", "torchtitan")),
-    "qwen2": ("qwen2", {}, ("megatron", "nanotron")),
+    "qwen2": ("qwen2", {}, ("megatron", "olmo_core", "nanotron")),
     "qwen3": ("qwen3", {"head_dim": 8}, ("megatron", "torchtitan", "olmo_core")),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}, ("megatron", "torchtitan")),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ("megatron", "torchtitan")),

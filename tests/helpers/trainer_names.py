@@ -349,6 +349,9 @@ def olmo_core(config: Mapping[str, Any], hub: State, form: str) -> State:
         "self_attn.k_proj.weight": "attention.w_k.weight",
         "self_attn.v_proj.weight": "attention.w_v.weight",
         "self_attn.o_proj.weight": "attention.w_out.weight",
+        "self_attn.q_proj.bias": "attention.w_q.bias",
+        "self_attn.k_proj.bias": "attention.w_k.bias",
+        "self_attn.v_proj.bias": "attention.w_v.bias",
         "self_attn.q_norm.weight": "attention.q_norm.weight",
         "self_attn.k_norm.weight": "attention.k_norm.weight",
         "mlp.gate_proj.weight": "feed_forward.w1.weight",
@@ -364,6 +367,8 @@ def olmo_core(config: Mapping[str, Any], hub: State, form: str) -> State:
         for old, new in names.items():
             if old in left:
                 out[prefix + new] = left.pop(old)
+        if f"{prefix}attention.w_q.bias" in out:  # all projections have one, or none
+            out[f"{prefix}attention.w_out.bias"] = torch.zeros(config["hidden_size"])
         if "mlp.gate.weight" in left:
             out[f"{prefix}feed_forward_moe.router.weight"] = left.pop("mlp.gate.weight").reshape(-1)
             for x, old in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
