@@ -161,7 +161,7 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
     sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
     maps = _maps(world, to, request.generation)
     if world == HUB:
-        _require_one_head(mapped.manifest, to, configs)
+        _require_one_head(mapped.manifest, to, configs, part=request.part)
         mapped = _with_tied(mapped, maps, configs)
     search = _MapSearch(mapped.manifest, maps, world, to, configs, sizes, request.part)
     matched, chosen_by = search.choose(request.arch)
@@ -273,22 +273,33 @@ def _with_tied(mapped: Mapped, maps: Sequence[ArchMap], configs: Sequence[Config
     )
 
 
-def _tied_by(configs: Sequence[Config]) -> str:
-    """Return the name of the config that ties the head, by a field or by its class; "" for none."""
+def _tied_by(configs: Sequence[Config], *, ties: bool = True) -> str:
+    """Return the name of the config that ties the head, by a field or by its class; "" for none.
+
+    ties: False for the config that says there is a head of its own.
+    """
     for config in configs:
         if config.fields is None:
             continue
         stated = config.fields.get(_TIE)
         value = (config.fields.of_class or {}).get(_TIE) if stated is None else stated.value
-        if value is True:
+        if value is ties:
             return config.name
     return ""
 
 
-def _require_one_head(manifest: Manifest, to: str, configs: Sequence[Config]) -> None:
-    """Require that a model with tied embeddings has no head of its own: nothing says which one counts."""
+def _require_one_head(manifest: Manifest, to: str, configs: Sequence[Config], *, part: bool) -> None:
+    """Require a head of its own, or tied embeddings: with both nothing says which one counts.
+
+    part: Whether tensors may be missing.
+    """
     tied = _tied_by(configs)
     head = next((t.fqn for t in manifest.tensors if t.fqn in _HEADS), "")
+    if not head and not part and (untied := _tied_by(configs, ties=False)):
+        raise NameMismatch(
+            f"cannot map to {to}: {untied} says tie_word_embeddings = false, and there is no {_HEADS[0]}",
+            hint="try the config of the model that this is, or complete the folder",
+        )
     if tied and head:
         raise NameMismatch(
             f"cannot map to {to}: {tied} says tie_word_embeddings = true, and there is {head}",

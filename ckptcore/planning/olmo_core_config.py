@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import encode
-from ckptcore.errors import Finding, finding
+from ckptcore.errors import Finding, NameMismatch, finding
 from ckptcore.naming.maps.hub_config import PLAIN_ROPE
 from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.maps.rope_scaling import RopeScaling
@@ -126,7 +126,13 @@ def _attention(
 ) -> dict[str, Any]:
     before = f"{_LAYER}attention."
     of_queries = shapes.get(f"{before}q_norm.weight")
-    rows = shapes[f"{before}w_q.weight"][0]
+    rows, key_rows = (shapes[f"{before}{name}.weight"][0] for name in ("w_q", "w_k"))
+    heads, kv_heads = int(numbers["heads"]), int(numbers["kv_heads"])
+    if rows % heads or key_rows != rows // heads * kv_heads:
+        raise NameMismatch(
+            f"{rows} rows of queries and {key_rows} of keys are not {heads} and {kv_heads} heads",
+            hint="try --config with the config of the model that this is",
+        )
     rope: dict[str, Any] = {
         "name": "default",
         "theta": int(numbers["rope_theta"]),
@@ -137,9 +143,9 @@ def _attention(
         rope["scaling"] = _scaling(scaling)
     attention = {
         "name": "default",
-        "n_heads": numbers["heads"],
-        "n_kv_heads": numbers["kv_heads"],
-        "head_dim": rows // int(numbers["heads"]),
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "head_dim": rows // heads,
         "bias": f"{before}w_q.bias" in shapes,
         "rope": rope,
         "qk_norm": norm if of_queries is not None else None,

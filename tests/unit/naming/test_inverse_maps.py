@@ -302,3 +302,12 @@ def test_the_card_of_an_export_says_how_its_names_were_mapped(tmp_path: Path, na
     proof = ckptcore.verify_export(str(tmp_path / "out"), catalog=False)
     assert proof.verdict == "unproven"
     assert "trainer-of-tomorrow" in proof.checks[0].summary
+
+
+@pytest.mark.parametrize("to", ["megatron", "torchtitan", "olmo_core"])
+def test_a_head_that_the_config_has_and_the_folder_has_not(tmp_path: Path, to: str) -> None:
+    """A trainer would tie its embeddings, and train another model."""
+    state = {n: t for n, t in hub_model("llama")[1].items() if n != "lm_head.weight"}
+    source = hub_manifest(tmp_path / "hub", "llama", state)
+    with pytest.raises(NameMismatch, match=r"tie_word_embeddings = false, and there is no lm_head\.weight"):
+        to_trainer(remap(source), source, to)

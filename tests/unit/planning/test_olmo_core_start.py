@@ -120,3 +120,11 @@ def test_numbers_that_no_config_says(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot write config\.json for OLMo-core: no config says"):
         start(source, tmp_path / "out", arch="LlamaForCausalLM")
     start(source, tmp_path / "weights", arch="LlamaForCausalLM", to="dcp")
+
+
+def test_heads_that_the_rows_contradict_are_refused(tmp_path: Path) -> None:
+    """No rule of this map cuts rows by heads: only the config would be wrong."""
+    source = hub(tmp_path / "hub", "llama", num_attention_heads=3)
+    with pytest.raises(NameMismatch, match="16 rows of queries and 8 of keys are not 3 and 2 heads"):
+        start(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
