@@ -185,8 +185,8 @@ def _read(
     sides = [OpenSide(manifest.root, manifest) for manifest in manifests]
     try:
         sizes = [
-            sum(side.manifest.tensors[row].nbytes for side, row in zip(sides, own, strict=True))
-            for own in rows
+            sum(side.manifest.tensors[row].nbytes for side, row in zip(sides, side_rows, strict=True))
+            for side_rows in rows
         ]
         meter = ProgressMeter(progress, "read", sum(sizes))
         numbers = in_processes(measure_tensors, sides, rows, sizes, settings, meter)
@@ -240,8 +240,8 @@ def measure_tensors(
         side.limit_decoded(settings)
 
     def tensors() -> Iterator[_Open]:
-        for own in rows:
-            opened.append(_Open(sides, own))
+        for side_rows in rows:
+            opened.append(_Open(sides, side_rows))
             yield opened[-1]
 
     def worker() -> Callable[[_Open, Box], None]:

@@ -65,12 +65,12 @@ class JudgedStep:
     points: Mapping[str, TensorPoint]
     prints: Mapping[str, str] = field(default_factory=dict)
 
-    def has_same(self, fqn: str, other: JudgedStep) -> bool:
+    def has_same(self, fqn: str, step: JudgedStep) -> bool:
         """Report whether another step has the same values of a tensor, which both have."""
-        mine, theirs = self.prints.get(fqn), other.prints.get(fqn)
+        mine, theirs = self.prints.get(fqn), step.prints.get(fqn)
         if mine is not None and theirs is not None:
             return mine == theirs
-        return _is_close(self.points[fqn], other.points[fqn])
+        return _is_close(self.points[fqn], step.points[fqn])
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def _repeated(series: Series) -> Iterator[Finding]:
 
 def _not_finite(series: Series) -> Iterator[Finding]:
     points = series.this.points.values()
-    known = any(point.role == TRAINED for point in points)
+    knows_roles = any(point.role == TRAINED for point in points)
     for point in points:
-        counted = point.role in (TRAINED, FROZEN) if known else point.role != STATE
+        counted = point.role in (TRAINED, FROZEN) if knows_roles else point.role != STATE
         if (point.nan or point.inf) and (counted or state_of(point.fqn) is not None):
             text = f"{point.fqn}: {point.nan} NaN and {point.inf} Inf of {point.numel} elements"
             yield _alarm("not-finite", text, point.fqn)
@@ -187,10 +187,10 @@ def _dead_experts(series: Series) -> Iterator[Finding]:
             for number, points in moments.get(layer, {}).items()
         }
         for number, points in sorted(experts.items(), key=lambda item: int(item[0])):
-            known = all(point.fqn in shared for point in points)
+            comparable = all(point.fqn in shared for point in points)
             if not any(point.norm or point.nan or point.inf for point in points):
                 reason = "all its weights are zero"
-            elif known and not moved[number] and any(moved.values()):
+            elif comparable and not moved[number] and any(moved.values()):
                 reason = f"its weights are those of step {series.before[0].step}, and others moved"
             elif not learning.get(number, True) and any(learning.values()):
                 reason = "its first moments are zero, and those of others are not"
@@ -243,21 +243,31 @@ def statistics_row(
     roles = roles_of(manifest)
     changed = {change.fqn: change for change in changes.tensors} if changes is not None else {}
     points = []
-    for fqn, dtype, _, own in measured:
+    for fqn, dtype, _, statistics in measured:
         change = changed.get(fqn)
         numbers = (math.nan, math.nan)
         if change is not None:
             numbers = change.relative, math.nan if change.cosine is None else change.cosine
-        counts = own.nan, own.inf, own.zeros
+        counts = statistics.nan, statistics.inf, statistics.zeros
         points.append(
-            TensorPoint(fqn, dtype, roles[fqn], own.numel, own.norm, own.mean, own.absmax, *counts, *numbers)
+            TensorPoint(
+                fqn,
+                dtype,
+                roles[fqn],
+                statistics.numel,
+                statistics.norm,
+                statistics.mean,
+                statistics.absmax,
+                *counts,
+                *numbers,
+            )
         )
     if not points:
         return None
     weights = [point for point in points if point.role != STATE]
-    both = [changed[point.fqn] for point in weights if point.fqn in changed]
-    length = math.hypot(*(change.before.norm for change in both))
-    relative = math.hypot(*(change.norm for change in both)) / length if length else None
+    compared = [changed[point.fqn] for point in weights if point.fqn in changed]
+    length = math.hypot(*(change.before.norm for change in compared))
+    relative = math.hypot(*(change.norm for change in compared)) / length if length else None
     return StatisticsRow(
         pack_points(points),
         len(points),
@@ -290,47 +300,55 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
             return []
         loaded: dict[str, JudgedStep] = {}
 
-        def judged(each: MeasuredStep) -> JudgedStep:
-            if each.checkpoint not in loaded:
-                points = {point.fqn: point for point in unpack_points(each.statistics.columns)}
-                loaded[each.checkpoint] = JudgedStep(each.step, points, history.prints(conn, each.checkpoint))
-            return loaded[each.checkpoint]
+        def judged(row: MeasuredStep) -> JudgedStep:
+            if row.checkpoint not in loaded:
+                points = {point.fqn: point for point in unpack_points(row.statistics.columns)}
+                loaded[row.checkpoint] = JudgedStep(row.step, points, history.prints(conn, row.checkpoint))
+            return loaded[row.checkpoint]
 
         globs = history.frozen_globs(conn, step.run) if step.run is not None else ()
         behind = history.beside(conn, step, BEFORE)[1]
         twins = history.like(conn, step)
         alarms: list[Finding] = []
-        for each in (step, *behind, *twins):
-            before = history.beside(conn, each, BEFORE)[0]
+        for measured in (step, *behind, *twins):
+            before = history.beside(conn, measured, BEFORE)[0]
             equals = sorted(
                 {
                     twin.step
-                    for twin in history.like(conn, each)
-                    if twin.step is not None and _have_same_weights(judged(each), judged(twin))
+                    for twin in history.like(conn, measured)
+                    if twin.step is not None and _have_same_weights(judged(measured), judged(twin))
                 }
             )
-            series = Series(judged(each), [judged(b) for b in before], equals, globs)
-            found = judge(series)
-            history.settle_alarms(conn, clock(conn), each.checkpoint, found)
-            if each is step:
-                alarms = found
+            series = Series(judged(measured), [judged(b) for b in before], equals, globs)
+            raised = judge(series)
+            history.settle_alarms(conn, clock(conn), measured.checkpoint, raised)
+            if measured is step:
+                alarms = raised
     return alarms
 
 
-def _have_same_weights(one: JudgedStep, other: JudgedStep) -> bool:
+def _have_same_weights(first: JudgedStep, second: JudgedStep) -> bool:
     """Report whether two steps have the same weights, but for those that are frozen."""
-    names = {fqn for fqn, point in one.points.items() if point.role not in (STATE, FROZEN)}
-    theirs = {fqn for fqn, point in other.points.items() if point.role not in (STATE, FROZEN)}
-    return bool(names) and names == theirs and all(one.has_same(fqn, other) for fqn in names)
+    names = {fqn for fqn, point in first.points.items() if point.role not in (STATE, FROZEN)}
+    theirs = {fqn for fqn, point in second.points.items() if point.role not in (STATE, FROZEN)}
+    return bool(names) and names == theirs and all(first.has_same(fqn, second) for fqn in names)
 
 
-def _is_close(one: TensorPoint, other: TensorPoint) -> bool:
-    if (one.numel, one.nan, one.inf, one.zeros) != (other.numel, other.nan, other.inf, other.zeros):
+def _is_close(first: TensorPoint, second: TensorPoint) -> bool:
+    if (first.numel, first.nan, first.inf, first.zeros) != (
+        second.numel,
+        second.nan,
+        second.inf,
+        second.zeros,
+    ):
         return False
-    if one.absmax != other.absmax:
+    if first.absmax != second.absmax:
         return False
-    scale = max(one.rms, other.rms)
-    return math.isclose(one.norm, other.norm, rel_tol=_CLOSE) and abs(one.mean - other.mean) <= _CLOSE * scale
+    scale = max(first.rms, second.rms)
+    return (
+        math.isclose(first.norm, second.norm, rel_tol=_CLOSE)
+        and abs(first.mean - second.mean) <= _CLOSE * scale
+    )
 
 
 def _finite(number: float) -> float | None:
@@ -384,8 +402,8 @@ class RunHistory:
             for point in points.values():
                 if point.role != STATE:
                     norms.setdefault(layer_name(point.fqn), []).append(point.norm)
-            for name, own in norms.items():
-                series.setdefault(name, []).append((step.step or 0, _finite(math.hypot(*own))))
+            for name, weights in norms.items():
+                series.setdefault(name, []).append((step.step or 0, _finite(math.hypot(*weights))))
         return dict(sorted(series.items(), key=lambda item: _natural(item[0])))
 
     def moves(self) -> dict[str, list[float | None]]:

@@ -411,15 +411,15 @@ def _of_wide(values: Numbers) -> Numbers:
 
 def _pair_segment(dtypes: tuple[str, str], raws: Sequence[Bytes]) -> Numbers:
     """Return the numbers of a segment of two tensors: `COLUMNS` of each, squares of B - A, products."""
-    own = [segment(dtype, raw) for dtype, raw in zip(dtypes, raws, strict=True)]
+    each_side = [segment(dtype, raw) for dtype, raw in zip(dtypes, raws, strict=True)]
     a, b = (_wide(dtype, raw) for dtype, raw in zip(dtypes, raws, strict=True))
     with np.errstate(invalid="ignore", over="ignore"):
         difference = b - a
         finite = np.isfinite(difference)
         if not finite.all():
             a, b, difference = (np.where(finite, side, 0.0) for side in (a, b, difference))
-        both = [float(np.sum(difference * difference)), float(np.sum(a * b))]
-    return np.concatenate([*own, both])
+        together = [float(np.sum(difference * difference)), float(np.sum(a * b))]
+    return np.concatenate([*each_side, together])
 
 
 def _wide(dtype: str, raw: Bytes) -> Numbers:

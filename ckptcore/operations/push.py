@@ -114,11 +114,11 @@ class LocalFile:
     sha256: str = ""
     blob: str = ""
 
-    def equals(self, other: HubFile) -> bool:
+    def equals(self, file: HubFile) -> bool:
         """Report whether the hub has the same file, as far as this one was read."""
-        if self.nbytes != other.nbytes:
+        if self.nbytes != file.nbytes:
             return False
-        return not self.sha256 or (self.sha256 == other.sha256 if other.sha256 else self.blob == other.blob)
+        return not self.sha256 or (self.sha256 == file.sha256 if file.sha256 else self.blob == file.blob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +269,9 @@ def _push_apart(
 ) -> Pushed:
     """Send one of several outputs, to a place that no other one has had. places: folder -> its URL."""
     place = _place_of(_export(catalog, folder), url).url
-    other = next((name for name, taken in places.items() if taken == place), None)
-    if other is not None:
-        raise UsageError(f"{folder} and {other} cannot both go to {place}", hint="push one of them alone")
+    sent = next((name for name, taken in places.items() if taken == place), None)
+    if sent is not None:
+        raise UsageError(f"{folder} and {sent} cannot both go to {place}", hint="push one of them alone")
     places[folder] = place
     return push(catalog, folder, url, rules, progress)
 
@@ -448,8 +448,8 @@ def _refs(repository: HubRepository, place: HubPlace, rules: PushRules) -> HubRe
 def _target(repository: HubRepository, refs: HubRefs, place: HubPlace, rules: PushRules) -> _Target:
     """Return what the hub has at a place. A tag is put on a commit of a branch that lasts until then."""
     name = place.revision
-    other, kind = (refs.branches, "branch") if rules.tag else (refs.tags, "tag")
-    if name in other:
+    others_names, kind = (refs.branches, "branch") if rules.tag else (refs.tags, "tag")
+    if name in others_names:
         raise DestinationExists(
             f"{place.url} is a {kind}",
             hint="name another one" + ("" if rules.tag else ", or compare with the tag: --tag"),
@@ -477,9 +477,11 @@ def _require_free(target: _Target, local: Mapping[str, LocalFile], rules: PushRu
     ]
     foreign = [name for name in target.files if name not in local]
     if changed or foreign:
-        what = [f"{n} (another content)" for n in changed] + [f"{n} (not in this output)" for n in foreign]
+        differences = [f"{n} (another content)" for n in changed] + [
+            f"{n} (not in this output)" for n in foreign
+        ]
         raise DestinationExists(
-            f"{target.place.url} holds something else: {listed(what)}",
+            f"{target.place.url} holds something else: {listed(differences)}",
             hint="name another branch or tag, or replace it with --overwrite; its history stays",
             changed=changed,
             foreign=foreign,

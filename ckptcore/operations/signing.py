@@ -371,7 +371,7 @@ def _names(place: Path, ignored: Collection[str]) -> list[str]:
     covered = {
         name: status
         for name, status in contents(str(place)).items()
-        if not any(PurePosixPath(name).is_relative_to(other) for other in left_out)
+        if not any(PurePosixPath(name).is_relative_to(skipped) for skipped in left_out)
     }
     odd = [f"{name} is a {s.kind}" for name, s in covered.items() if not _is_plain(s)]
     if odd:
@@ -428,8 +428,8 @@ def _read(store: Store, names: Sequence[str], records: Sequence[FileRow], algori
         hashers = [_HASHERS[algorithm]()]
         if record is not None and record.digest is not None:
             hashers.append(hasher_like(record.digest))
-        digests[name], *own = digests_of(store, name, size, hashers)
-        wrong = differs(record, own[0]) if record is not None and own else None
+        digests[name], *as_recorded = digests_of(store, name, size, hashers)
+        wrong = differs(record, as_recorded[0]) if record is not None and as_recorded else None
         findings += [] if wrong is None else [wrong]
     require_recorded(store.url, findings, _NOT_SIGNED)
     return digests
@@ -480,7 +480,7 @@ class _GivenDigests:
 
 
 class _ObservedHashing:
-    """The hashing that a signature names; it keeps what it made.
+    """The hashing that a signature names; it keeps what it hashed.
 
     Attributes:
         resources: File, or part of one -> digest; None before anything was hashed.
@@ -508,9 +508,9 @@ class _ObservedHashing:
 
     def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
         """Return model_signing's manifest of the folder."""
-        made = self._config.hash(model_path, files_to_hash=files_to_hash)
-        self.resources = {r.identifier: r.digest.digest_hex for r in made.resource_descriptors()}
-        return made
+        hashed = self._config.hash(model_path, files_to_hash=files_to_hash)
+        self.resources = {r.identifier: r.digest.digest_hex for r in hashed.resource_descriptors()}
+        return hashed
 
 
 def _signing_config(key: SigningKey) -> Any:

@@ -197,14 +197,14 @@ class HubRepository:
 
         deletions = [CommitOperationDelete(path_in_repo=name, is_folder=False) for name in removed]
         with self._call(f"commit to {branch} of"):
-            done = self._api.create_commit(
+            commit = self._api.create_commit(
                 self.repository,
                 operations=[*additions, *deletions],
                 commit_message=message,
                 revision=branch,
                 parent_commit=parent,
             )
-        return str(done.oid)
+        return str(commit.oid)
 
     @contextmanager
     def _call(self, action: str) -> Iterator[None]:
@@ -253,7 +253,7 @@ class HubUpload:
         return self._repository._commit(self._branch, parent, self._additions, removed, message)
 
 
-def _trouble(what: str, error: Exception) -> CkptError:
+def _trouble(action: str, error: Exception) -> CkptError:
     """Return this package's error for one of huggingface_hub, or of the client below it."""
     if isinstance(error, CkptError):
         return error
@@ -261,7 +261,7 @@ def _trouble(what: str, error: Exception) -> CkptError:
 
     answer = _cause(error, HfHubHTTPError)
     cause = answer or error.__cause__ or error
-    message = _without_token(f"{what}: {' '.join(str(cause or type(cause).__name__).split())}")
+    message = _without_token(f"{action}: {' '.join(str(cause or type(cause).__name__).split())}")
     if answer is not None:
         status = answer.response.status_code
         if status in _BUSY:

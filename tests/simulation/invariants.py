@@ -284,7 +284,7 @@ class Check:
                 self.run.between[act.target] = old
 
     def _require_restored(self, there: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
-        """What a user was told to be restored is in its place."""
+        """What was reported as restored is in its place."""
         if any(act.retires for act in self.group):
             return
         for act, outcome in zip(self.group, outcomes, strict=True):

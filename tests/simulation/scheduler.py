@@ -458,12 +458,12 @@ class World:
     def _go(self, process: Process, answer: str) -> None:
         """Let a process do what it waits for, and hear what it waits for next."""
         call, _, *paths = process.call
-        shown = call == S3 and "shows" in process.kinds(None)
+        changes_store = call == S3 and "shows" in process.kinds(None)
         if call == S3:
             self.shared.advance(self._slow_s)
             if answer == GO and self._throttled:
                 self._throttled, answer = self._throttled - 1, THROTTLED
-            if shown and answer in (GO, LOST) and self.requested is not None:
+            if changes_store and answer in (GO, LOST) and self.requested is not None:
                 self.requested(process.number, paths[1])
         self._note(f"{process.number} {call} {' '.join(paths)} {'' if answer == GO else answer}")
         if self._disk is not None and call == "fsync" and answer == GO:
@@ -472,7 +472,7 @@ class World:
             self.writes(process.number, paths[0])
         process.line.send(answer.encode())
         self._hear(process)
-        if shown and self.changed is not None:
+        if changes_store and self.changed is not None:
             self.changed()
         if call == "commit" and self.committed is not None:
             self.committed(process.number)

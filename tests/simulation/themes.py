@@ -269,7 +269,7 @@ def _thin(draw: Draw) -> Steps:
     return [*steps, "thin=1/calm", draw.choice(["purge/calm", "restore/calm", "retire=now/calm"])]
 
 
-def _again(draw: Draw) -> Steps:
+def _repeated(draw: Draw) -> Steps:
     """A run ends in the midst of a publication, and so does the one that resumes it."""
     place = draw.choice("aap")
     steps = _start(f"make=1>{place}", *(["make=1>b", "retire=now"] if draw.random() < 0.4 else []))
@@ -412,7 +412,7 @@ def _deciding(draw: Draw) -> Steps:
 THEMES = {
     "anywhere": Theme(6, "any steps", _anywhere),
     "thin": Theme(4, str(_thin.__doc__), _thin),
-    "again": Theme(3, str(_again.__doc__), _again),
+    "again": Theme(3, str(_repeated.__doc__), _repeated),
     "replace": Theme(15, str(_replace.__doc__), _replace),
     "once": Theme(3, str(_once.__doc__), _once),
     "trainer": Theme(5, str(_trainer.__doc__), _trainer),
