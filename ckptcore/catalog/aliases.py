@@ -27,7 +27,7 @@ from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.query import PREFIX, loadable, part_of, require_kept, resolve_checkpoint
 from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.types import Kind, State
-from ckptcore.errors import Conflict, UsageError
+from ckptcore.errors import FINDINGS, Conflict, UsageError
 from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
@@ -110,6 +110,17 @@ class Objection:
 
     reason: str
     step: str
+
+
+def accepted_codes(codes: Collection[str]) -> Collection[str]:
+    """Return codes of alarms that a user accepts. Raises `UsageError` for one that no finding has."""
+    unknown = [code for code in codes if code not in FINDINGS]
+    if unknown:
+        raise UsageError(
+            f"--accept must be the code of a finding (got {unknown[0]!r})",
+            hint="the refusal names the codes of the alarms",
+        )
+    return codes
 
 
 def objections(

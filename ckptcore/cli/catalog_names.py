@@ -9,7 +9,7 @@ import typer
 
 from ckptcore.cli.catalog_shared import As, Ref, Where, answer, clock, opened
 from ckptcore.cli.options import Output, declared, group, takes
-from ckptcore.errors import FINDINGS, UsageError
+from ckptcore.errors import UsageError
 from ckptcore.store import local_path
 from ckptcore.utils import terminal
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
@@ -64,14 +64,9 @@ def set_alias(
     """
     from ckptcore.catalog import aliases
 
-    unknown = [code for code in accept or () if code not in FINDINGS]
-    if unknown:
-        raise UsageError(
-            f"--accept must be the code of a finding (got {unknown[0]!r})",
-            hint="the refusal names the codes of the alarms",
-        )
+    codes = aliases.accepted_codes(accept or ())
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
-        row = aliases.promote(conn, clock(conn), name, ref, expect, force=force, accept=accept or ())
+        row = aliases.promote(conn, clock(conn), name, ref, expect, force=force, accept=codes)
     answer((row,), output)
 
 

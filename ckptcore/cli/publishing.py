@@ -34,6 +34,7 @@ def push(
     refused. Token and endpoint are those of huggingface_hub (HF_TOKEN, HF_ENDPOINT, hf auth login).
     """
     from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.catalog.aliases import accepted_codes
     from ckptcore.cli.render_operations import pushed, pushed_line
     from ckptcore.operations.push import PushRules, push_each
 
@@ -46,6 +47,7 @@ def push(
         overwrite=options.overwrite,
         create=options.create,
         card=None if options.card is None else here("--card", options.card),
+        accept=accepted_codes(options.accept or ()),
         dry_run=options.dry_run,
     )
     as_json = arguments["output"] is Output.JSON

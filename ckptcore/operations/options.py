@@ -180,5 +180,8 @@ class PushOptions:
     card: Annotated[
         str | None, Option("Model card to send in place of README.md; that of the output stays.", "FILE")
     ] = None
+    accept: Annotated[Texts, Option("Send although there are alarms of this code (repeatable).", "CODE")] = (
+        None
+    )
     dry_run: Annotated[bool, Option("Read and compare, and send nothing.")] = False
     catalog: Catalog = None

@@ -14,7 +14,7 @@ The catalog has each push as a conversion that reads the output: while it runs, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -95,6 +95,7 @@ class PushRules:
         overwrite: Let a branch or tag that holds something else hold the output from now on.
         create: Create the repository, private, where there is none.
         card: File to send as the model card in place of the output's own.
+        accept: Codes of alarms that do not stop it.
         dry_run: Read and compare, and send nothing.
     """
 
@@ -102,6 +103,7 @@ class PushRules:
     overwrite: bool = False
     create: bool = False
     card: Path | None = None
+    accept: Collection[str] = ()
     dry_run: bool = False
 
 
@@ -268,7 +270,7 @@ def _push_apart(
     places: dict[str, str],
 ) -> Pushed:
     """Send one of several outputs, to a place that no other one has had. places: folder -> its URL."""
-    place = _place_of(_export(catalog, folder), url).url
+    place = _place_of(_export(catalog, folder, rules), url).url
     sent = next((name for name, taken in places.items() if taken == place), None)
     if sent is not None:
         raise UsageError(f"{folder} and {sent} cannot both go to {place}", hint="push one of them alone")
@@ -300,7 +302,7 @@ def push(
         UnprovenCheckpoint: Nothing has proven the output.
         UsageError: The URL names no branch or tag of a model repository, or the output is no local folder.
     """
-    export = _export(catalog, folder)
+    export = _export(catalog, folder, rules)
     place = _place_of(export, url)
     repository = HubRepository(place.repository)
     named = _named_files(export, rules.card)
@@ -331,7 +333,7 @@ def push(
     return pushed
 
 
-def _export(catalog: Catalog, folder: str) -> _Export:
+def _export(catalog: Catalog, folder: str, rules: PushRules) -> _Export:
     """Return an output that the catalog knows, and that others may see."""
     path = local_path(folder)
     if path is None or not path.is_dir():
@@ -344,7 +346,7 @@ def _export(catalog: Catalog, folder: str) -> _Export:
         )
     row, files = registered
     with catalog.reading() as conn:
-        objection = aliases.objections(conn, {row.id: folder}).get(row.id)
+        objection = aliases.objections(conn, {row.id: folder}, rules.accept).get(row.id)
     if objection is not None:
         kind = _ERROR_OF_STATE.get(row.state, UnprovenCheckpoint)
         raise kind(f"cannot push {folder}: {objection.reason}", hint=objection.step)

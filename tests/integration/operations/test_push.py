@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -21,11 +22,14 @@ from sqlalchemy import text
 
 from ckptcore import errors
 from ckptcore.catalog import open_catalog
+from ckptcore.catalog.history import LEVEL, settle_alarms
 from ckptcore.catalog.types import CheckpointFacts, ConversionFacts
 from ckptcore.cli.main import run
+from ckptcore.errors import Finding
 from ckptcore.operations.push import FileFate, PushOutcome, PushRules, push, push_each
 
 URL = "hf://org/model.v1@step-{step}"
+ALARMS = ("norm-jumped", "step-repeated")
 CARD = b"---\nlibrary_name: transformers\n---\n\n# tiny\n"
 
 
@@ -137,6 +141,20 @@ def test_files_that_the_repository_has_are_not_sent(world: World, hub: FakeHub):
     world.push(second)
     assert hub.uploads().count(hashlib.sha256(same).hexdigest()) == 1
     assert hub.at("step-2") == content(second)
+
+
+def test_a_step_with_an_alarm_is_refused_unless_it_is_accepted(world: World, hub: FakeHub):
+    folder, now = world.export(8), datetime.now(UTC)
+    alarms = [Finding(code, LEVEL, "it moved") for code in ALARMS]
+    with world.catalog.writing() as conn:
+        settle_alarms(conn, now, f"{world.root}/runs/tiny/step-8", alarms)
+    for accept in ((), ALARMS[:1]):
+        with pytest.raises(errors.UnprovenCheckpoint) as caught:
+            world.push(folder, accept=accept)
+        assert f"--accept {ALARMS[-1]}" in caught.value.hint
+    assert hub.asked == []
+    assert world.push(folder, accept=ALARMS).outcome is PushOutcome.PUSHED
+    assert run(["push", folder, URL, "--accept", "odd", "--catalog", world.url]) == 2
 
 
 def test_a_dry_run_sends_nothing(world: World, hub: FakeHub):

@@ -70,7 +70,7 @@ OPTIONS = {
         --workers --yes""",
     "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --relist
         --retry-failed --strict --no-verify-export --verify-export --workers""",
-    "push": "--card --catalog --create --dry-run --output --overwrite --tag",
+    "push": "--accept --card --catalog --create --dry-run --output --overwrite --tag",
     "sign": """--catalog --certificate --chain --digest --key --no-catalog --output --overwrite
         --signature""",
     "verify-signature": "--chain --ignore --key --output --signature",
