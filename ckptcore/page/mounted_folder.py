@@ -10,7 +10,6 @@ import errno
 import os
 import stat
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,17 +39,17 @@ class MountedFolder:
     Args:
         folder: The files.
         line: What is printed once the files can be read.
+        place: Status of the folder that they are mounted at: their owner and times.
     """
 
     use_ns = True  # times in nanoseconds
 
-    def __init__(self, folder: VirtualFolder, line: str) -> None:
+    def __init__(self, folder: VirtualFolder, line: str, place: os.stat_result) -> None:
         self._folder, self._line = folder, line
         self._working_directory = os.open(".", os.O_RDONLY)
         self.is_mounted = False
-        owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
-        now = time.time_ns()
-        times = {"st_atime": now, "st_mtime": now, "st_ctime": now}
+        owner = {"st_uid": place.st_uid, "st_gid": place.st_gid}
+        times = dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), place.st_mtime_ns)
         self._attributes: dict[str, dict[str, int]] = {}
         self._names: dict[str, list[str]] = {"/": []}
         for path, file in folder.files.items():
@@ -151,7 +150,7 @@ def mount(request: Request, settings: Settings) -> None:
             terminal.line(f"{finding.severity}: {finding.message}", err=True)
         nbytes = sum(file.nbytes for file in folder.files.values())
         line = f"mounted {len(folder.files)} files, {nbytes} bytes, at {path}"
-        callbacks = MountedFolder(folder, line)
+        callbacks = MountedFolder(folder, line, path.stat())
         try:
             fuse.FUSE(callbacks, str(path), foreground=True, fsname="ckptcore", **_OPTIONS)
         except RuntimeError as error:

@@ -92,6 +92,7 @@ def test_files_are_those_of_the_export(saved: Path, look: Path) -> None:
     for name, data in written.items():
         status = (look / name).stat()
         assert (status.st_size, status.st_mode) == (len(data), stat.S_IFREG | 0o444)
+        assert (status.st_uid, status.st_gid) == (os.getuid(), os.getgid())
         descriptor = os.open(look / name, os.O_RDONLY)
         assert os.pread(descriptor, 7, len(data) - 3) == data[-3:]
         os.close(descriptor)
@@ -167,7 +168,8 @@ def test_places_that_cannot_be_mounted_at(tmp_path: Path) -> None:
 def test_files_in_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"config.json": b"{}", "1_Pooling/config.json": b"{ }", "a/b/c": b"xyz"}
     files = {path: VirtualFile(path, len(data), "tag") for path, data in small.items()}
-    folder = MountedFolder(VirtualFolder(files, small, None, ()), "mounted")  # type: ignore[arg-type]
+    virtual = VirtualFolder(files, small, None, ())  # type: ignore[arg-type]
+    folder = MountedFolder(virtual, "mounted", os.stat("."))
     assert folder.readdir("/", 0)[2:] == ["config.json", "1_Pooling", "a"]
     assert (folder.readdir("/1_Pooling", 0)[2:], folder.readdir("/a/b", 0)[2:]) == (["config.json"], ["c"])
     assert stat.S_ISDIR(folder.getattr("/a")["st_mode"])
