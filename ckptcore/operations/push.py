@@ -42,7 +42,15 @@ from ckptcore.operations.recorded_run import recorded_run
 from ckptcore.operations.registered_files import UnchangedFiles, listing_findings, require_recorded
 from ckptcore.reading.file_digests import digests_of
 from ckptcore.store import Store, local_path, open_store
-from ckptcore.store.hub_repository import MAIN, HubFile, HubPlace, HubRefs, HubRepository, hub_place
+from ckptcore.store.hub_repository import (
+    MAIN,
+    HubFile,
+    HubPlace,
+    HubRefs,
+    HubRepository,
+    hub_place,
+    is_of_hub,
+)
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.part_digest import Hasher, hasher_like
 from ckptcore.utils.text import count, listed
@@ -201,6 +209,7 @@ class _Target:
         blank: Whether nothing of anybody is there.
         branch: The branch that takes the commit: that one, or one for the time until the tag names it.
         parent: The commit that the branch is at; None if the branch must be created.
+        is_begun: Whether the branch is at the first commit, as a killed run leaves one that it created.
         base: The files of the parent, or of the commit that a new branch begins with.
     """
 
@@ -210,6 +219,7 @@ class _Target:
     blank: bool
     branch: str
     parent: str | None
+    is_begun: bool
     base: Mapping[str, HubFile]
 
 
@@ -308,6 +318,7 @@ def push(
     named = _named_files(export, rules.card)
     target = _target(repository, _refs(repository, place, rules), place, rules)
     _require_free(target, named, rules)  # before any work: sizes tell most of what is something else
+    _require_own_branch(target, named, rules)
     request = {"repository": place.repository, "revision": place.revision, "tag": rules.tag}
     recording = recorded_run(catalog, VERB, export.uri, place.url, request)
     with nullcontext("") if rules.dry_run else recording as conversion, closing(open_store(folder)) as store:
@@ -317,6 +328,7 @@ def push(
         local = _read(export, store, named, progress)
         unchanged.require()
         _require_free(target, local, rules)
+        _require_own_branch(target, local, rules)
         commit = target.commit if _is_equal(local, target.files) else None  # that has all of it
         outcome = PushOutcome.PLANNED if commit is None else PushOutcome.PRESENT
         files = _fates(local, target.base if commit is None else target.files)
@@ -326,7 +338,7 @@ def push(
             outcome, commit = PushOutcome.PUSHED, _send(repository, target, local, files, unchanged)
             _require_listed(repository, target, commit, local)
         if rules.tag:
-            _tag(repository, place, target.branch, commit)
+            _tag(repository, target, commit)
         pushed = Pushed(export.uri, place.url, outcome, commit, files, conversion)
         nbytes = sum(file.nbytes for file in local.values())
         catalog.pushed(conversion, export.id, commit, bytes_in=nbytes, bytes_out=pushed.sent_bytes)
@@ -374,7 +386,14 @@ def _named_files(export: _Export, card: Path | None) -> dict[str, LocalFile]:
 
     Raises:
         DamagedCheckpoint: They are not those that were recorded, by name and size.
+        UsageError: The hub takes no files of these names.
     """
+    reserved = [file.path for file in export.files if is_of_hub(file.path)]
+    if reserved:
+        raise UsageError(
+            f"cannot push {export.uri}: {listed(reserved)} would be git's own in a repository",
+            hint=f"remove it, and record the rest: ckptcore catalog rebuild --made {export.uri} --digests",
+        )
     other_size = () if card is None else (CARD,)
     require_recorded(export.uri, listing_findings(export.uri, export.files, other_size), _NOT_SENT)
     folder = Path(export.uri)
@@ -461,13 +480,14 @@ def _target(repository: HubRepository, refs: HubRefs, place: HubPlace, rules: Pu
     first = repository.first_commit() if refs.branches else None
     start = parent or first
     base = repository.files(start) if start is not None else {}
+    is_begun = parent is not None and parent == first
     if not rules.tag:
         # A branch at the first commit has nothing of its own: a killed run may have created it.
-        blank = parent is None or not base or (parent == first and name != MAIN)
-        return _Target(place, parent, base, blank, branch, parent, base)
+        blank = parent is None or not base or (is_begun and name != MAIN)
+        return _Target(place, parent, base, blank, branch, parent, is_begun, base)
     commit = refs.tags.get(name)
     files = repository.files(commit) if commit is not None else {}
-    return _Target(place, commit, files, commit is None, branch, parent, base)
+    return _Target(place, commit, files, commit is None, branch, parent, is_begun, base)
 
 
 def _require_free(target: _Target, local: Mapping[str, LocalFile], rules: PushRules) -> None:
@@ -487,6 +507,20 @@ def _require_free(target: _Target, local: Mapping[str, LocalFile], rules: PushRu
             hint="name another branch or tag, or replace it with --overwrite; its history stays",
             changed=changed,
             foreign=foreign,
+        )
+
+
+def _require_own_branch(target: _Target, local: Mapping[str, LocalFile], rules: PushRules) -> None:
+    """Raise `DestinationExists` if the branch that lasts until the tag exists has another one's content.
+
+    A killed run leaves it at the first commit, or with this output.
+    """
+    is_own = target.parent is None or target.is_begun or not target.base or _is_equal(local, target.base)
+    if rules.tag and not rules.overwrite and not is_own and not _is_equal(local, target.files):
+        place = HubPlace(target.place.repository, target.branch)
+        raise DestinationExists(
+            f"{place.url} holds something else, and the push of a tag needs this branch for a while",
+            hint="name another tag, or delete the branch, or let --overwrite replace and delete it",
         )
 
 
@@ -566,11 +600,21 @@ def _require_listed(
         )
 
 
-def _tag(repository: HubRepository, place: HubPlace, branch: str, commit: str) -> None:
-    """Let a tag name the commit, and delete the branch that held it until then."""
+def _tag(repository: HubRepository, target: _Target, commit: str) -> None:
+    """Let a tag name the commit, and delete the branch that held it until then.
+
+    Raises:
+        Conflict: The tag names another commit than when it was compared.
+    """
     refs = repository.refs() or HubRefs({}, {})
-    named = refs.tags.get(place.revision)
+    name = target.place.revision
+    named = refs.tags.get(name)
+    if named not in (commit, target.commit):
+        raise Conflict(
+            f"{target.place.url} was {'created' if target.commit is None else 'moved'} meanwhile",
+            hint="run the command again",
+        )
     if named != commit:
-        repository.tag(place.revision, commit, replace=named is not None)
-    if branch in refs.branches:
-        repository.delete_branch(branch)
+        repository.tag(name, commit, replace=named is not None)
+    if refs.branches.get(target.branch) == commit:
+        repository.delete_branch(target.branch)

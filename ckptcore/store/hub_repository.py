@@ -10,6 +10,7 @@ The library logs addresses that let anybody write. It is silent here, and no err
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -32,7 +33,7 @@ _URL = re.compile(
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.+-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TYPED = frozenset({"datasets", "spaces", "models", "buckets"})
-_OF_HUB = frozenset({".gitattributes"})  # written by the hub: which files are large
+_OF_HUB = ".gitattributes"  # written by the hub: which files are large
 # Status of an answer -> what it means for who writes.
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _MOVED = frozenset({409, 412})
@@ -99,6 +100,11 @@ def hub_place(url: str) -> HubPlace:
     return HubPlace(parts["id"], revision)
 
 
+def is_of_hub(name: str) -> bool:
+    """Report whether a file of this name is git's or the hub's own in a repository, and is never sent."""
+    return name == _OF_HUB or ".git" in name.split("/")
+
+
 class HubRepository:
     """A model repository that is written to.
 
@@ -146,7 +152,7 @@ class HubRepository:
             if file.lfs is None
             else HubFile(file.lfs.size, sha256=file.lfs.sha256)
             for file in files
-            if file.path not in _OF_HUB
+            if file.path != _OF_HUB
         }
 
     def first_commit(self) -> str:
@@ -204,6 +210,8 @@ class HubRepository:
                 revision=branch,
                 parent_commit=parent,
             )
+        if not _COMMIT.fullmatch(str(commit.oid)):  # the name of a branch would be another commit tomorrow
+            raise _not_of_hub(f"cannot commit to {branch} of hf://{self.repository}", repr(commit.oid))
         return str(commit.oid)
 
     @contextmanager
@@ -273,12 +281,24 @@ def _trouble(action: str, error: Exception) -> CkptError:
         return DestinationUnwritable(message, hint="unset HF_HUB_OFFLINE")
     if isinstance(error, LocalTokenNotFoundError):
         return DestinationUnwritable(message, hint=_LOGIN)
+    if isinstance(error, json.JSONDecodeError):  # which is an OSError, too, with requests
+        return _not_of_hub(action, "no JSON")
     # Errors of the client that the library sends by: that of requests, httpx or httpx2, by its version.
     if any(_cause(error, kind) is not None for kind in (*HfHubHTTPError.__bases__, OSError)):
         return StorageTrouble(message)
+    if isinstance(error, (LookupError, TypeError, AttributeError)):
+        return _not_of_hub(action, f"{type(error).__name__}: {error}")
     if isinstance(error, ValueError):
         return DestinationUnwritable(message, hint="")
     return StorageTrouble(message)
+
+
+def _not_of_hub(action: str, answer: str) -> StorageTrouble:
+    """Return the error for an answer that is not a hub's: a page of a proxy, or of another server."""
+    return StorageTrouble(
+        f"{action}: the answer is none of a hub ({_without_token(answer)})",
+        hint="see whether HF_ENDPOINT names a hub, and whether a proxy answers in its place; then try again",
+    )
 
 
 def _cause(error: BaseException | None, kind: type[Any]) -> Any:

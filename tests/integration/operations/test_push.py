@@ -41,7 +41,7 @@ class World:
         self.url = f"sqlite:///{tmp_path}/catalog.sqlite"
         self.catalog = open_catalog(self.url)
 
-    def export(self, step: int, weights: bytes | None = None, verdict: str = "ok") -> str:
+    def export(self, step: int, weights: bytes | None = None, verdict: str = "ok", more: str = "") -> str:
         """Make an export of a step, and record it as `ckptcore export` and `verify-export` do."""
         folder = self.root / "exports" / f"step-{step}"
         folder.mkdir(parents=True)
@@ -51,8 +51,10 @@ class World:
             "model.safetensors.index.json": b'{"weight_map": {}}',
             "config.json": b'{"model_type": "llama"}',
             "README.md": CARD,
+            **({more: b"more"} if more else {}),
         }
         for name, data in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
         recorded = [(name, len(data), blake3(data).hexdigest()) for name, data in files.items()]
         is_data = [name.endswith(".safetensors") for name in files]
@@ -219,6 +221,61 @@ def test_a_killed_push_of_a_tag_is_finished(world: World, hub: FakeHub):
     uploads = hub.uploads()
     assert world.push(folder, tag=True).commit == hub.tags["step-3"]
     assert (hub.uploads(), set(hub.branches)) == (uploads, {"main"})
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_anothers_branch_of_the_name_that_a_tag_needs_stays(world: World, hub: FakeHub, present: bool):
+    folder = world.export(3)
+    if present:
+        world.push(folder, tag=True)
+    theirs = hub.commit({"theirs.bin": b"x"}, hub.branches["main"])
+    hub.branches["pushing-step-3"] = theirs
+    if present:
+        assert world.push(folder, tag=True).outcome is PushOutcome.PRESENT
+    else:
+        with pytest.raises(errors.DestinationExists, match="pushing-step-3"):
+            world.push(folder, tag=True)
+    assert hub.branches["pushing-step-3"] == theirs
+    if not present:
+        world.push(folder, tag=True, overwrite=True)
+        assert hub.at("step-3") == content(folder)
+
+
+def test_a_tag_that_another_one_made_meanwhile_is_a_conflict(world: World, hub: FakeHub):
+    theirs = hub.commit({"theirs.bin": b"x"}, hub.branches["main"])
+
+    def tag_meanwhile(asked: Asked) -> None:
+        if "/commit/" in asked.path:
+            hub.tags["step-3"] = theirs
+
+    hub.fault = tag_meanwhile
+    with pytest.raises(errors.Conflict):
+        world.push(world.export(3), tag=True)
+    assert hub.tags == {"step-3": theirs}
+
+
+@pytest.mark.parametrize("part", ["refs", "tree", "preupload", "commit", "commits"])
+def test_a_page_in_place_of_the_hubs_answer_is_no_success(world: World, hub: FakeHub, part: str):
+    folder = world.export(1)
+    page = Answer(200, b"<html>log in</html>", {"Content-Type": "text/html"})
+    hub.fault = lambda asked: page if part in asked.path.split("/") else None
+    with pytest.raises(errors.StorageTrouble, match="none of a hub") as caught:
+        world.push(folder)
+    assert "HF_ENDPOINT" in caught.value.hint
+
+
+def test_a_commit_without_a_commits_name_is_looked_up(world: World, hub: FakeHub):
+    answer = {"commitUrl": f"{hub.endpoint}/{hub.repository}/commit/step-1", "commitOid": "step-1"}
+    body = json.dumps(answer).encode()
+    hub.fault = lambda a: Answer(200, body, is_done=True) if "/commit/" in a.path else None
+    assert world.push(world.export(1)).commit == hub.branches["step-1"]
+
+
+@pytest.mark.parametrize("name", [".gitattributes", ".git/config"])
+def test_files_of_git_are_refused_before_anything_is_sent(world: World, hub: FakeHub, name: str):
+    with pytest.raises(errors.UsageError, match="git's own"):
+        world.push(world.export(1, more=name))
+    assert (hub.uploads(), set(hub.branches)) == ([], {"main"})
 
 
 def test_another_card_is_sent_in_place_of_the_exports(world: World, hub: FakeHub, tmp_path: Path):
