@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import os
 import tempfile
 import warnings
@@ -50,7 +51,7 @@ from ckptcore.store import Store, local_path, open_store
 from ckptcore.store.file_status import FileStatus, NameKind
 from ckptcore.store.listing import contents
 from ckptcore.utils.extras import needed
-from ckptcore.utils.foreign_text import InvalidText, load_json_object
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing, reason
 from ckptcore.utils.part_digest import Hasher, hasher_like
 from ckptcore.utils.text import listed, short_repr
 
@@ -102,7 +103,7 @@ class SignatureCheck:
         findings: What is wrong; empty if the signature is valid and the folder is what was signed.
         files: How many files were signed.
         algorithm: Of their digests.
-        signer: What the signature records about its signer; trustworthy only without findings.
+        signer: What the signature records about its signer; empty if the signature is not valid.
     """
 
     uri: str
@@ -174,8 +175,7 @@ def sign(
     """
     place = _folder(folder)
     target = _signature_of(place, signature)
-    if os.path.lexists(target) and not overwrite:
-        raise DestinationExists(f"{target} exists", hint="name another file, or replace it with --overwrite")
+    _require_replaceable(target, overwrite)
     config = _signing_config(key)
     inside = _inside(place, target)
     ignored = frozenset({IN_FOLDER, *([inside] if inside else [])})
@@ -198,7 +198,7 @@ def sign(
         written = Path(scratch) / IN_FOLDER
         config.set_hashing_config(_GivenDigests(algorithm, digests, ignored)).sign(place, written)
         data = written.read_bytes()
-    if _statement(data).files != digests:
+    if _Statement.of(_bundle(data)).files != digests:
         raise InternalError(f"the signature of {place} does not list its files, and was not written")
     with closing(open_store(str(target.parent))) as store:
         store.put(target.name, data)
@@ -223,18 +223,22 @@ def verify_signature(
     place = _folder(folder)
     target = _existing_signature(place, signature)
     config = _verifying_config(trusted)
-    try:
-        statement = _statement(_bytes_of(target))
-    except InvalidText as error:
-        return SignatureCheck(str(place), str(target), (_bad(f"{target} is no signature: {error}"),))
     inside = _inside(place, target)
     allowed = frozenset({*ignored, *([inside] if inside else [])})
+    try:
+        bundle = _bundle(_bytes_of(target))
+        statement = _Statement.of(bundle)
+        observed = _ObservedHashing.of(statement, allowed)
+    except InvalidText as error:
+        return SignatureCheck(str(place), str(target), (_bad(f"{target} is no signature: {error}"),))
     names = _names(place, allowed)
-    observed = _ObservedHashing(statement, allowed)
     findings: tuple[Finding, ...] = ()
-    with _quiet():
+    with tempfile.TemporaryDirectory() as scratch, _quiet():
+        # The library must read what was read here, whatever is in the file by now.
+        copy = Path(scratch) / IN_FOLDER
+        copy.write_text(json.dumps(bundle))
         try:
-            config.set_hashing_config(observed).verify(place, target)
+            config.set_hashing_config(observed).verify(place, copy)
         except Exception as error:
             findings = _differences(statement, observed.resources, error)
     if not findings:
@@ -244,8 +248,9 @@ def verify_signature(
             for name in names
             if name not in statement.paths
         )
+    signer = {} if observed.resources is None else statement.signer
     return SignatureCheck(
-        str(place), str(target), findings, len(statement.paths), statement.algorithm, statement.signer
+        str(place), str(target), findings, len(statement.paths), statement.algorithm, signer
     )
 
 
@@ -263,6 +268,17 @@ class _Statement:
     serialization: Mapping[str, Any]
     signer: Mapping[str, str]
 
+    @classmethod
+    def of(cls, bundle: Mapping[str, Any]) -> _Statement:
+        """Read the statement of a signature; raise `InvalidText` if it has none."""
+        with parsing("a signature"):
+            payload = load_json_object(base64.b64decode(bundle["dsseEnvelope"]["payload"], validate=True))
+            predicate = payload["predicate"]
+            serialization = dict(predicate["serialization"])
+            _require_known(serialization)
+            files = {str(r["name"]): str(r["digest"]) for r in predicate["resources"]}
+            return cls(files, serialization, _signer(bundle["verificationMaterial"]))
+
     @property
     def algorithm(self) -> str:
         """The algorithm of the digests."""
@@ -276,20 +292,26 @@ class _Statement:
         return frozenset(name.rsplit(":", 2)[0] for name in self.files)
 
 
-def _statement(data: bytes) -> _Statement:
-    """Read a signature; raise `InvalidText` for anything else."""
-    try:
-        bundle = load_json_object(data)
-        payload = load_json_object(base64.b64decode(bundle["dsseEnvelope"]["payload"], validate=True))
-        predicate = payload["predicate"]
-        serialization = dict(predicate["serialization"])
-        _require_known(serialization)
-        files = {str(r["name"]): str(r["digest"]) for r in predicate["resources"]}
-        return _Statement(files, serialization, _signer(bundle["verificationMaterial"]))
-    except InvalidText:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InvalidText(f"it lacks {error}") from error
+def _bundle(data: bytes) -> dict[str, Any]:
+    """Read a signature; raise `InvalidText` for anything else.
+
+    Returns:
+        The parts that are verified, by one spelling each: libraries know others, which nothing here reads.
+    """
+    bundle = load_json_object(data, unique=True, encodable=True)
+    with parsing("a signature"):
+        envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
+        if "publicKey" in material:
+            signer: dict[str, Any] = {"publicKey": {"hint": str(material["publicKey"].get("hint") or "")}}
+        else:
+            certificates = material["x509CertificateChain"]["certificates"]
+            chain = {"certificates": [{"rawBytes": str(item["rawBytes"])} for item in certificates]}
+            signer = {"x509CertificateChain": chain}
+        return {
+            "mediaType": bundle["mediaType"],
+            "verificationMaterial": {**signer, "tlogEntries": []},
+            "dsseEnvelope": {name: envelope[name] for name in ("payload", "payloadType", "signatures")},
+        }
 
 
 def _require_known(serialization: Mapping[str, Any]) -> None:
@@ -304,7 +326,7 @@ def _signer(material: Mapping[str, Any]) -> dict[str, str]:
     from cryptography.hazmat.primitives import hashes
 
     certificate = x509.load_der_x509_certificate(
-        base64.b64decode(material["x509CertificateChain"]["certificates"][0]["rawBytes"])
+        base64.b64decode(material["x509CertificateChain"]["certificates"][0]["rawBytes"], validate=True)
     )
     return {
         "subject": certificate.subject.rfc4514_string(),
@@ -346,13 +368,35 @@ def _existing_signature(place: Path, signature: str | None) -> Path:
     return usual[0]
 
 
+def _require_replaceable(target: Path, overwrite: bool) -> None:
+    """Raise `DestinationExists` if something other than a signature is there, or one that must stay."""
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise DestinationExists(f"{target} exists", hint="name another file, or replace it with --overwrite")
+    try:
+        _bundle(_bytes_of(target))
+    except (InvalidText, SourceUnreadable) as error:
+        raise DestinationExists(
+            f"{target} is no signature, and --overwrite replaces nothing else: {error}",
+            hint="name another file with --signature, or delete this one",
+        ) from error
+
+
 def _bytes_of(path: Path) -> bytes:
     try:
-        if path.stat().st_size > _MOST_SIGNATURE:
-            raise InvalidText(f"it has more than {_MOST_SIGNATURE} bytes")
-        return path.read_bytes()
+        if not path.is_file():  # a pipe or a device may have no end
+            raise SourceUnreadable(
+                f"cannot read {path}: {'it is no file' if path.exists() else 'it is not there'}",
+                hint="name the file of the signature with --signature",
+            )
+        with path.open("rb") as file:
+            data = file.read(_MOST_SIGNATURE + 1)
     except OSError as error:
         raise SourceUnreadable(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > _MOST_SIGNATURE:
+        raise InvalidText(f"it has more than {_MOST_SIGNATURE} bytes")
+    return data
 
 
 def _inside(place: Path, target: Path) -> str | None:
@@ -373,11 +417,12 @@ def _names(place: Path, ignored: Collection[str]) -> list[str]:
         for name, status in contents(str(place)).items()
         if not any(PurePosixPath(name).is_relative_to(skipped) for skipped in left_out)
     }
-    odd = [f"{name} is a {s.kind}" for name, s in covered.items() if not _is_plain(s)]
+    odd = [f"{name or 'it'} is a {s.kind}" for name, s in covered.items() if not _is_plain(s)]
+    odd += [f"{name!r} is no UTF-8" for name in covered if name.encode(errors="replace").decode() != name]
     if odd:
         raise UsageError(
             f"{place} has more than files: {listed(odd)}",
-            hint="a signature covers files alone: copy the folder with the files that its links name",
+            hint="a signature covers files alone, by names in UTF-8: copy the folder with what its links name",
         )
     return [name for name, status in covered.items() if status.kind is NameKind.FILE]
 
@@ -502,6 +547,12 @@ class _ObservedHashing:
         covers_git = any(name.partition("/")[0] in _OF_GIT for name in statement.paths)
         self._config.set_ignored_paths(paths=sorted(ignored), ignore_git_paths=not covers_git)
 
+    @classmethod
+    def of(cls, statement: _Statement, ignored: Collection[str]) -> _ObservedHashing:
+        """Return the hashing; raise `InvalidText` if there is none of its name."""
+        with parsing("digests that are known"):
+            return cls(statement, ignored)
+
     def add_ignored_paths(self, **paths: Any) -> None:
         """Leave out what the signature says."""
         self._config.add_ignored_paths(**paths)
@@ -535,7 +586,7 @@ def _signing_config(key: SigningKey) -> Any:
     except Exception as error:
         named = [key.private_key, *([key.certificate] if key.certificate else []), *key.chain]
         raise UsageError(
-            f"cannot sign with {listed(list(map(str, named)))}: {error or type(error).__name__}",
+            f"cannot sign with {listed(list(map(str, named)))}: {reason(error)}",
             hint=f"a private key on a NIST curve in PEM; {PASSWORD} is its password, if it has one",
         ) from error
 
@@ -552,7 +603,7 @@ def _verifying_config(trusted: Trusted) -> Any:
     except Exception as error:
         named = [trusted.public_key] if trusted.public_key is not None else trusted.roots
         raise UsageError(
-            f"cannot verify with {listed(list(map(str, named)))}: {error or type(error).__name__}",
+            f"cannot verify with {listed(list(map(str, named)))}: {reason(error)}",
             hint="a public key on a NIST curve, or certificates, in PEM",
         ) from error
 
@@ -562,7 +613,7 @@ def _differences(
 ) -> tuple[Finding, ...]:
     """Return what a verification that failed has found, by name."""
     if present is None:  # the signature comes first: without it nothing is hashed
-        return (_bad(f"the signature is not valid: {error or type(error).__name__}"),)
+        return (_bad(f"the signature is not valid: {reason(error)}"),)
     paths_present = _Statement(present, statement.serialization, {}).paths
     findings = [
         finding("missing-file", "files", f"{path} is missing", file=path)
@@ -580,7 +631,7 @@ def _differences(
         finding("digest-mismatch", "bytes", f"{path} is not what was signed", file=path, hint=hint)
         for path in sorted(changed)
     ]
-    return tuple(findings) or (_bad(f"the signature is not valid: {error}"),)
+    return tuple(findings) or (_bad(f"the signature is not valid: {reason(error)}"),)
 
 
 def _bad(message: str) -> Finding:

@@ -152,7 +152,8 @@ def mount(request: Request, settings: Settings) -> None:
         line = f"mounted {len(folder.files)} files, {nbytes} bytes, at {path}"
         callbacks = MountedFolder(folder, line, path.stat())
         try:
-            fuse.FUSE(callbacks, str(path), foreground=True, fsname="ckptcore", **_OPTIONS)
+            # An absolute path: libfuse would take a name that begins with "-" for its options.
+            fuse.FUSE(callbacks, str(path.absolute()), foreground=True, fsname="ckptcore", **_OPTIONS)
         except RuntimeError as error:
             if not (callbacks.is_mounted and error.args == (_ENDED,)):
                 raise UsageError(

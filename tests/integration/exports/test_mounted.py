@@ -23,7 +23,9 @@ from tiny_llama import tiny_llama
 import ckptcore
 from ckptcore.conversion.virtual_folder import VirtualFile, VirtualFolder
 from ckptcore.errors import UsageError
+from ckptcore.page import mounted_folder
 from ckptcore.page.mounted_folder import MountedFolder, require_mountable
+from ckptcore.planning.request import Request, Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_file_size": 30000}
@@ -163,6 +165,24 @@ def test_places_that_cannot_be_mounted_at(tmp_path: Path) -> None:
         assert caught.value.hint == hint
     with pytest.raises(UsageError):
         require_mountable("s3://bucket/folder", str(source))
+
+
+def test_a_name_that_looks_like_an_option_is_none_for_libfuse(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Libfuse:
+        """In place of the module: it keeps what it is called with."""
+
+        @staticmethod
+        def FUSE(_: object, place: str, **__: object) -> None:  # noqa: N802
+            places.append(place)
+
+    places: list[str] = []
+    (tmp_path / "-oallow_other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mounted_folder, "_fuse", Libfuse)
+    mounted_folder.mount(Request(str(saved / "step-10"), "-oallow_other", verb="export"), Settings())
+    assert places == [str(tmp_path / "-oallow_other")]
 
 
 def test_files_in_folders(monkeypatch: pytest.MonkeyPatch) -> None:

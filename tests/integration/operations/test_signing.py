@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -259,7 +260,15 @@ def test_what_the_signer_left_out_is_not_proven(world: Signing):
     assert [(f.code, f.file) for f in world.verify().findings] == [("added-file", name)]
 
 
-@pytest.mark.parametrize("damage", ["cut", "json", "payload", "list", "statement"])
+STATEMENTS = {
+    "digest": {"hash_type": "md5"},
+    "no parts": {"method": "shards"},
+    "parts": {"method": "shards", "shard_size": 0},
+    "text": {"method": "shards", "shard_size": "x"},
+}
+
+
+@pytest.mark.parametrize("damage", ["cut", "json", "payload", "list", "statement", *STATEMENTS, "key"])
 def test_a_damaged_signature_is_never_a_valid_one(world: Signing, damage: str):
     world.sign()
     target = world.root / "out.sig"
@@ -276,6 +285,14 @@ def test_a_damaged_signature_is_never_a_valid_one(world: Signing, damage: str):
         target.write_text(json.dumps(bundle))
     elif damage == "list":
         target.write_text("[]")
+    elif damage == "key":
+        bundle["verificationMaterial"]["publicKey"] = "text"
+        target.write_text(json.dumps(bundle))
+    elif damage in STATEMENTS:
+        statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+        statement["predicate"]["serialization"].update(STATEMENTS[damage])
+        bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
+        target.write_text(json.dumps(bundle))
     else:
         bundle["dsseEnvelope"]["payload"] = "e30="  # {}
         target.write_text(json.dumps(bundle))
@@ -289,6 +306,66 @@ def test_a_signature_in_its_folder(altered: Signing):
     altered.sign()
     with pytest.raises(errors.UsageError, match="two signatures"):
         altered.verify()
+
+
+def test_a_second_spelling_of_a_part_is_not_what_is_verified(world: Signing):
+    """A parser that knows both takes the last: the certificates that are shown must be the verified ones."""
+    world.sign(world.certified)
+    target = world.root / "out.sig"
+    bundle = json.loads(target.read_bytes())
+    material = bundle["verificationMaterial"]
+    material["x509_certificate_chain"] = material["x509CertificateChain"]
+    boss = ec.generate_private_key(ec.SECP256R1())
+    forged = x509.load_pem_x509_certificate(_certificate("the boss", boss, "root", boss, root=False))
+    data = base64.b64encode(forged.public_bytes(serialization.Encoding.DER)).decode()
+    material["x509CertificateChain"] = {"certificates": [{"rawBytes": data}]}
+    target.write_text(json.dumps(bundle))
+    checked = verify_signature(str(world.export), None, Trusted(roots=(world.root / "root.crt",)))
+    assert ([f.code for f in checked.findings], dict(checked.signer)) == (["bad-signature"], {})
+    target.write_text('{"mediaType": "", ' + json.dumps(bundle)[1:])
+    assert "twice" in world.verify().findings[0].message
+
+
+def test_a_signature_that_is_swapped_meanwhile_is_not_read(world: Signing, monkeypatch: pytest.MonkeyPatch):
+    world.sign()
+    target, read = world.root / "out.sig", signing._bytes_of
+
+    def swapped(path: Path) -> bytes:
+        data = read(path)
+        path.write_text("{}")
+        return data
+
+    monkeypatch.setattr(signing, "_bytes_of", swapped)
+    assert world.verify().ok
+    assert target.read_text() == "{}"
+
+
+@pytest.mark.parametrize("what", ["tensors", "key", "link", "folder"])
+def test_only_a_signature_is_replaced(altered: Signing, tmp_path: Path, what: str):
+    target = next(altered.export.glob("*.safetensors"))
+    if what == "key":
+        target = altered.key.private_key
+    elif what == "link":
+        (tmp_path / "link").symlink_to(target)
+        target = tmp_path / "link"
+    elif what == "folder":
+        target = tmp_path
+    before = files(target) if what == "folder" else target.read_bytes()
+    with pytest.raises(errors.DestinationExists, match="is no signature"):
+        sign(str(altered.export), str(target), altered.key, catalog=altered.catalog, overwrite=True)
+    assert before == (files(target) if what == "folder" else target.read_bytes())
+
+
+def test_a_pipe_is_no_signature(world: Signing, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(errors.SourceUnreadable, match="no file"):
+        verify_signature(str(world.export), str(tmp_path / "pipe"), Trusted(world.public))
+
+
+def test_a_name_that_is_no_text_is_not_signed(altered: Signing):
+    (altered.export / os.fsdecode(b"\xff.txt")).touch()
+    with pytest.raises(errors.UsageError, match="no UTF-8"):
+        altered.sign(catalog=False)
 
 
 def test_a_link_is_not_signed(altered: Signing):
