@@ -51,6 +51,7 @@ from ckptcore.store.hub_repository import (
     hub_place,
     is_of_hub,
 )
+from ckptcore.utils.foreign_text import InvalidText, decoded
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.part_digest import Hasher, hasher_like
 from ckptcore.utils.text import count, listed
@@ -405,11 +406,16 @@ def _named_files(export: _Export, card: Path | None) -> dict[str, LocalFile]:
 
 def _card(path: Path) -> LocalFile:
     try:
-        data = path.read_bytes() if path.stat().st_size <= _MOST_CARD else None
+        with path.open("rb") as file:  # a pipe has a card, too, and a device may have no end
+            data = file.read(_MOST_CARD + 1)
     except OSError as error:
         raise UsageError(f"cannot read --card {path}: {error.strerror}") from error
-    if data is None:
+    if len(data) > _MOST_CARD:
         raise UsageError(f"cannot send --card {path}: it has more than {show_size(_MOST_CARD)}")
+    try:
+        decoded(data)
+    except InvalidText as error:
+        raise UsageError(f"cannot send --card {path}: {error}", hint="name a Markdown file") from error
     sha256, blob = _hub_hashers(len(data))
     for hasher in (sha256, blob):
         hasher.update(data)

@@ -422,7 +422,7 @@ def _names(place: Path, ignored: Collection[str]) -> list[str]:
     if odd:
         raise UsageError(
             f"{place} has more than files: {listed(odd)}",
-            hint="a signature covers files alone, by names in UTF-8: copy the folder with what its links name",
+            hint="a signature covers files alone, by UTF-8 names: copy the folder with what its links name",
         )
     return [name for name, status in covered.items() if status.kind is NameKind.FILE]
 

@@ -174,7 +174,7 @@ def test_a_name_that_looks_like_an_option_is_none_for_libfuse(
         """In place of the module: it keeps what it is called with."""
 
         @staticmethod
-        def FUSE(_: object, place: str, **__: object) -> None:  # noqa: N802
+        def FUSE(_: object, place: str, **__: object) -> None:
             places.append(place)
 
     places: list[str] = []

@@ -271,6 +271,18 @@ def test_a_commit_without_a_commits_name_is_looked_up(world: World, hub: FakeHub
     assert world.push(world.export(1)).commit == hub.branches["step-1"]
 
 
+@pytest.mark.parametrize(("data", "reason"), [(None, "more than"), (b"\xff\xfe", "not UTF-8")])
+def test_a_card_that_is_none_is_refused_before_anything_is_sent(
+    world: World, hub: FakeHub, tmp_path: Path, data: bytes | None, reason: str
+):
+    card = Path("/dev/zero") if data is None else tmp_path / "card.md"
+    if data is not None:
+        card.write_bytes(data)
+    with pytest.raises(errors.UsageError, match=reason):
+        world.push(world.export(1), card=card)
+    assert (hub.uploads(), set(hub.branches)) == ([], {"main"})
+
+
 @pytest.mark.parametrize("name", [".gitattributes", ".git/config"])
 def test_files_of_git_are_refused_before_anything_is_sent(world: World, hub: FakeHub, name: str):
     with pytest.raises(errors.UsageError, match="git's own"):
