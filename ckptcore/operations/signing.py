@@ -63,6 +63,9 @@ _HASHERS: Mapping[str, Callable[[], Hasher]] = {"sha256": hashlib.sha256, "blake
 # Left out by the format, in every folder: what git and its hosts add.
 _OF_GIT = (".git", ".gitattributes", ".github", ".gitignore")
 _MOST_SIGNATURE = 256 << 20  # bytes; 200 of them for each file
+# Values of JSON that nothing has proven yet: a file has three, in more than 100 bytes.
+_BYTES_A_PART = 16
+_FEW_PARTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +275,9 @@ class _Statement:
     def of(cls, bundle: Mapping[str, Any]) -> _Statement:
         """Read the statement of a signature; raise `InvalidText` if it has none."""
         with parsing("a signature"):
-            payload = load_json_object(base64.b64decode(bundle["dsseEnvelope"]["payload"], validate=True))
+            text = base64.b64decode(bundle["dsseEnvelope"]["payload"], validate=True)
+            _require_few_parts(text, len(text) // _BYTES_A_PART)
+            payload = load_json_object(text)
             predicate = payload["predicate"]
             serialization = dict(predicate["serialization"])
             _require_known(serialization)
@@ -298,6 +303,7 @@ def _bundle(data: bytes) -> dict[str, Any]:
     Returns:
         The parts that are verified, by one spelling each: libraries know others, which nothing here reads.
     """
+    _require_few_parts(data, 0)
     bundle = load_json_object(data, unique=True, encodable=True)
     with parsing("a signature"):
         envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
@@ -312,6 +318,12 @@ def _bundle(data: bytes) -> dict[str, Any]:
             "verificationMaterial": {**signer, "tlogEntries": []},
             "dsseEnvelope": {name: envelope[name] for name in ("payload", "payloadType", "signatures")},
         }
+
+
+def _require_few_parts(text: bytes, most: int) -> None:
+    """Raise `InvalidText` for a text whose values would take many times its size. most: beside a few."""
+    if text.count(b",") > most + _FEW_PARTS:
+        raise InvalidText(f"it has more than {most + _FEW_PARTS} parts")
 
 
 def _require_known(serialization: Mapping[str, Any]) -> None:

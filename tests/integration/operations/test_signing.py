@@ -356,6 +356,20 @@ def test_only_a_signature_is_replaced(altered: Signing, tmp_path: Path, what: st
     assert before == (files(target) if what == "folder" else target.read_bytes())
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_signature_of_very_many_values_is_not_parsed(world: Signing, inside: bool):
+    world.sign()
+    target = world.root / "out.sig"
+    bundle = json.loads(target.read_bytes())
+    values = f"[{','.join(['[]'] * 20_000)}]".encode()
+    if inside:
+        bundle["dsseEnvelope"]["payload"] = base64.b64encode(values).decode()
+        target.write_text(json.dumps(bundle))
+    else:
+        target.write_bytes(values)
+    assert "parts" in world.verify().findings[0].message
+
+
 def test_a_pipe_is_no_signature(world: Signing, tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(errors.SourceUnreadable, match="no file"):
