@@ -145,16 +145,25 @@ def at(conn: Connection, ref: str) -> MeasuredStep | None:
 def beside(
     conn: Connection, step: MeasuredStep, count: int
 ) -> tuple[tuple[MeasuredStep, ...], tuple[MeasuredStep, ...]]:
-    """Return the measured steps of a run before and behind one, nearest first, with their columns."""
+    """Return the measured steps of a run before and behind one, nearest first, with their columns.
+
+    Of a step with several checkpoints of this one's kind, the newest counts.
+    """
     if step.run is None or step.step is None:
         return (), ()
-    query = _of_its_run(conn, step)
-    before = query.where(Checkpoint.step < step.step).order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
-    behind = query.where(Checkpoint.step > step.step).order_by(Checkpoint.step, Checkpoint.id.desc())
-    return (
-        _with_alarms(conn, conn.execute(before.limit(count)).all()),
-        _with_alarms(conn, conn.execute(behind.limit(count)).all()),
-    )
+    sides = []
+    for is_there, order in (
+        (Checkpoint.step < step.step, Checkpoint.step.desc()),
+        (Checkpoint.step > step.step, Checkpoint.step.asc()),
+    ):
+        numbers = _of_its_run(conn, step, Checkpoint.step).where(is_there).order_by(order).distinct()
+        nearest = conn.execute(numbers.limit(count)).scalars().all()
+        query = _of_its_run(conn, step).where(Checkpoint.step.in_(nearest))
+        by_step: dict[int, Row[Any]] = {}
+        for row in conn.execute(query.order_by(order, Checkpoint.id.desc())):
+            by_step.setdefault(row.step, row)
+        sides.append(_with_alarms(conn, list(by_step.values())))
+    return sides[0], sides[1]
 
 
 def like(conn: Connection, step: MeasuredStep) -> tuple[MeasuredStep, ...]:
@@ -275,10 +284,11 @@ def _ancestors(row: int, parents: Mapping[int, Collection[int]]) -> list[int]:
     return list(found)
 
 
-def _of_its_run(conn: Connection, step: MeasuredStep) -> Any:
-    """Return the query for the steps of a step's run and kind."""
+def _of_its_run(conn: Connection, step: MeasuredStep, *only: Any) -> Any:
+    """Return the query for the steps of a step's run and kind. only: these columns."""
     kind = select(Checkpoint.kind).where(Checkpoint.uuid == step.checkpoint).scalar_subquery()
-    return _steps(True).where(TrainingRun.name == step.run, Checkpoint.kind == kind)
+    query = _steps(True).where(TrainingRun.name == step.run, Checkpoint.kind == kind)
+    return query.with_only_columns(*only) if only else query
 
 
 def _steps(columns: bool) -> Any:

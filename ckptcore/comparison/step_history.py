@@ -20,6 +20,7 @@ and mean up to `_CLOSE`. Each alarm has its rule in `RULES`, and nothing else de
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import re
 from collections import defaultdict
@@ -30,22 +31,24 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.comparison.result import layer_of, part_of
 from ckptcore.comparison.statistics import Changes
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import Finding, UsageError, finding
+from ckptcore.errors import CatalogError, Finding, UsageError, finding
 from ckptcore.fingerprints.statistics import MeasuredTensor
 from ckptcore.fingerprints.step_columns import TensorPoint, pack_points, unpack_points
 from ckptcore.naming.moments import state_of
 from ckptcore.naming.optimizer_state import FROZEN, STATE, TRAINED, roles_of
 from ckptcore.naming.rename import matches
+from ckptcore.utils.foreign_text import InvalidText
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
     from ckptcore.catalog.history import Alarm, MeasuredStep
     from ckptcore.catalog.types import StatisticsRow
 
+_log = logging.getLogger("ckptcore")
 BEFORE = 2  # steps that a step is compared with
 _CLOSE = 1e-6  # relative: more than other boxes of a tensor change its sums, which are partly of float32
 _JUMP, _SETTLED = 10.0, 2.0
-_EXPERT = re.compile(r"(.*?experts?[._/])(\d+)([._/].*)")
+_EXPERT = re.compile(r"(.*?experts?[._/])(\d{1,9})([._/].*)")
 _FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "m"})
 _UNROUNDED = frozenset({"float32", "float64"})
 _MOST = 100  # alarms of one code that are recorded of a step
@@ -290,6 +293,10 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
 
     Returns:
         The alarms about the step; none if it was not measured.
+
+    Raises:
+        CatalogError: The catalog's statistics of the step are damaged. Those of another step that are damaged
+            count as not measured, with a warning.
     """
     from ckptcore.catalog import history
     from ckptcore.catalog.database import clock
@@ -298,33 +305,45 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
         step = history.at(conn, ref)
         if step is None:
             return []
-        loaded: dict[str, JudgedStep] = {}
+        loaded: dict[str, JudgedStep | None] = {}
 
-        def judged(row: MeasuredStep) -> JudgedStep:
-            if row.checkpoint not in loaded:
-                points = {point.fqn: point for point in unpack_points(row.statistics.columns)}
-                loaded[row.checkpoint] = JudgedStep(row.step, points, history.prints(conn, row.checkpoint))
-            return loaded[row.checkpoint]
+        def judged(rows: Sequence[MeasuredStep]) -> list[JudgedStep]:
+            for row in rows:
+                if row.checkpoint not in loaded:
+                    points = _points(row)
+                    prints = {} if points is None else history.prints(conn, row.checkpoint)
+                    loaded[row.checkpoint] = None if points is None else JudgedStep(row.step, points, prints)
+            return [each for row in rows if (each := loaded[row.checkpoint]) is not None]
 
+        if not judged([step]):
+            raise CatalogError(
+                f"the catalog's statistics of {step.uri} are damaged",
+                hint=f"`ckptcore stats {step.uri}` measures it again",
+            )
         globs = history.frozen_globs(conn, step.run) if step.run is not None else ()
         behind = history.beside(conn, step, BEFORE)[1]
         twins = history.like(conn, step)
         alarms: list[Finding] = []
         for measured in (step, *behind, *twins):
-            before = history.beside(conn, measured, BEFORE)[0]
-            equals = sorted(
-                {
-                    twin.step
-                    for twin in history.like(conn, measured)
-                    if twin.step is not None and _have_same_weights(judged(measured), judged(twin))
-                }
-            )
-            series = Series(judged(measured), [judged(b) for b in before], equals, globs)
-            raised = judge(series)
-            history.settle_alarms(conn, clock(conn), measured.checkpoint, raised)
-            if measured is step:
-                alarms = raised
+            before = judged(history.beside(conn, measured, BEFORE)[0])
+            for this in judged([measured]):
+                others = judged(history.like(conn, measured))
+                equals = {o.step for o in others if o.step is not None and _have_same_weights(this, o)}
+                raised = judge(Series(this, before, sorted(equals), globs))
+                history.settle_alarms(conn, clock(conn), measured.checkpoint, raised)
+                if measured is step:
+                    alarms = raised
     return alarms
+
+
+def _points(step: MeasuredStep) -> dict[str, TensorPoint] | None:
+    """Return the tensors of a step by FQN; None, with a warning, if the catalog's statistics are damaged."""
+    try:
+        return {point.fqn: point for point in unpack_points(step.statistics.columns)}
+    except InvalidText as error:
+        text = "the catalog's statistics of %s are damaged (%s); `ckptcore stats` measures it again"
+        _log.warning(text, step.uri, error)
+        return None
 
 
 def _have_same_weights(first: JudgedStep, second: JudgedStep) -> bool:
@@ -364,12 +383,14 @@ class RunHistory:
         steps: The steps, the lowest first.
         alarms: Open alarms, by step.
         points: Of each step, its tensors.
+        damaged: Numbers of the steps whose tensors the catalog cannot read any more.
     """
 
     run: str
     steps: Sequence[MeasuredStep]
     alarms: Sequence[Alarm]
     points: Sequence[Mapping[str, TensorPoint]] = ()
+    damaged: Sequence[int | None] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, without tensors."""
@@ -460,8 +481,9 @@ def read_history(catalog: Catalog, run: str, *, tensors: bool = False) -> RunHis
             f"no step of the run {run!r} was measured",
             hint="`ckptcore stats SRC` measures a step, and so does --stats of a conversion",
         )
-    points = [{p.fqn: p for p in unpack_points(step.statistics.columns)} for step in steps] if tensors else []
-    return RunHistory(run, steps, alarms, points)
+    points = [_points(step) for step in steps] if tensors else []
+    damaged = [step.step for step, own in zip(steps, points, strict=False) if own is None]
+    return RunHistory(run, steps, alarms, [own or {} for own in points], damaged)
 
 
 def _natural(name: str) -> tuple[bool, int, str]:

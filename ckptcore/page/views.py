@@ -215,6 +215,7 @@ def history(visit: Caller, run: str) -> Response:
         "alarms": run_history.alarms[:ALARMS],
         "hidden": max(len(run_history.alarms) - ALARMS, 0),
         "charts": [(name, picture) for name, picture in drawn if picture][:CHARTS],
+        "damaged": run_history.damaged,
         "picture": pictures.change_map(steps, run_history.moves(), alarmed),
     }
     return visit.page("history.html", run=run, **values)
