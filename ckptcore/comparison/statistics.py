@@ -25,6 +25,7 @@ from ckptcore.fingerprints.statistics import (
     Accumulator,
     MeasuredTensor,
     Statistics,
+    is_comparable,
     pair_accumulator,
 )
 from ckptcore.fingerprints.statistics import accumulator as of_tensor
@@ -75,8 +76,9 @@ class Changes:
         tensors: Of each tensor that both have in one shape.
         only_before: Names that only the first has, or has in another shape.
         only_after: Those of the second.
-        unmeasured: Tensors of packed values, which have no numbers.
+        unmeasured: Tensors of both that have no numbers to compare: packed values, or complex beside real.
         specs: FQN -> dtype and shape of the tensors in the second.
+        others: The statistics of tensors of the second that were compared with none.
     """
 
     tensors: tuple[Change, ...]
@@ -84,12 +86,14 @@ class Changes:
     only_after: tuple[str, ...]
     unmeasured: tuple[str, ...]
     specs: Mapping[str, TensorSpec] = field(default_factory=dict, repr=False)
+    others: tuple[MeasuredTensor, ...] = ()
 
     @property
     def measured(self) -> tuple[MeasuredTensor, ...]:
-        """The statistics of these tensors in the second checkpoint."""
+        """The statistics of all tensors of the second checkpoint that have numbers."""
         specs = ((self.specs[change.fqn], change.after) for change in self.tensors)
-        return tuple(MeasuredTensor(spec.fqn, spec.dtype, spec.shape, after) for spec, after in specs)
+        compared = (MeasuredTensor(spec.fqn, spec.dtype, spec.shape, after) for spec, after in specs)
+        return (*compared, *self.others)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -112,11 +116,18 @@ def statistics(
         DamagedCheckpoint: A tensor is incomplete or does not match its checksum.
     """
     require_complete(manifest, lambda name: True)
-    tensors = manifest.tensors
-    rows = _read([manifest], [(n,) for n in range(len(tensors))], settings, progress)
+    return _measure(manifest, range(len(manifest.tensors)), settings, progress)
+
+
+def _measure(
+    manifest: Manifest, tensors: Sequence[int], settings: Settings, progress: Progress | None
+) -> tuple[MeasuredTensor, ...]:
+    """Compute the statistics of some tensors (rows of the manifest)."""
+    rows = _read([manifest], [(n,) for n in tensors], settings, progress)
+    specs = (manifest.tensors[n] for n in tensors)
     return tuple(
-        MeasuredTensor(spec.fqn, spec.dtype, spec.shape, Statistics.of_row(spec.numel, row))
-        for spec, row in zip(tensors, rows, strict=True)
+        MeasuredTensor(spec.fqn, spec.dtype, spec.shape, Statistics.of_row(spec.dtype, spec.numel, row))
+        for spec, row in zip(specs, rows, strict=True)
         if row is not None
     )
 
@@ -126,7 +137,7 @@ def changes(
 ) -> Changes:
     """Compute what changed in the tensors that two checkpoints have under one name and in one shape.
 
-    Both are read once, side by side.
+    Both are read once, side by side. Of the second, the other tensors are measured behind these.
 
     Args:
         before: The first checkpoint.
@@ -150,21 +161,27 @@ def changes(
             "the checkpoints have no tensor of one name and shape",
             hint="`ckptcore inspect SRC` lists the names",
         )
-    rows = _read([before, after], shared, settings, progress)
-    named = [after.tensors[row] for _, row in shared]
-    names = {spec.fqn for spec in named}
+    compared = [(a, b) for a, b in shared if is_comparable((before.tensors[a].dtype, after.tensors[b].dtype))]
+    rows = _read([before, after], compared, settings, progress) if compared else []
+    behind = {b for _, b in compared}
+    alone = [row for row in range(len(after.tensors)) if row not in behind]
+    others = _measure(after, alone, settings, progress) if alone else ()
+    names = {after.tensors[row].fqn for _, row in shared}
+    specs = [(before.tensors[a], after.tensors[b]) for a, b in compared]
     return Changes(
-        tuple(_change(spec, row) for spec, row in zip(named, rows, strict=True) if row is not None),
+        tuple(_change(*pair, row) for pair, row in zip(specs, rows, strict=True) if row is not None),
         tuple(spec.fqn for spec in before.tensors if spec.fqn not in names),
         tuple(spec.fqn for spec in after.tensors if spec.fqn not in names),
-        tuple(spec.fqn for spec, row in zip(named, rows, strict=True) if row is None),
-        {spec.fqn: spec for spec in named},
+        tuple(after.tensors[row].fqn for _, row in shared if row not in behind),
+        {spec.fqn: spec for _, spec in specs},
+        others,
     )
 
 
-def _change(spec: TensorSpec, row: Sequence[float]) -> Change:
+def _change(before: TensorSpec, spec: TensorSpec, row: Sequence[float]) -> Change:
     width = len(COLUMNS)
-    a, b = (Statistics.of_row(spec.numel, row[n : n + width]) for n in (0, width))
+    a = Statistics.of_row(before.dtype, before.numel, row[:width])
+    b = Statistics.of_row(spec.dtype, spec.numel, row[width : 2 * width])
     squares, product = row[2 * width :]
     lengths = a.norm * b.norm
     cosine = product / lengths if lengths and math.isfinite(lengths) and math.isfinite(product) else None

@@ -82,7 +82,7 @@ def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[
         row = joined(added[mine].view(np.float64))
         numel = Box.full(full).numel
         if row is not None and int(boxes.numel[mine].sum()) == numel:
-            measured.append(MeasuredTensor(name, dtype, full, Statistics.of_row(numel, row)))
+            measured.append(MeasuredTensor(name, dtype, full, Statistics.of_row(dtype, numel, row)))
     return tuple(measured)
 
 

@@ -46,7 +46,7 @@ class Statistics:
     """Statistics of the elements of a tensor.
 
     Attributes:
-        numel: Number of elements.
+        numel: Number of numbers: an element of a complex dtype has two.
         total: Sum of those that are finite.
         squares: Sum of their squares.
         absmax: The largest absolute value of them.
@@ -64,10 +64,12 @@ class Statistics:
     zeros: int = 0
 
     @classmethod
-    def of_row(cls, numel: int, row: Sequence[float]) -> Statistics:
-        """Return the statistics of a row of `Accumulator.row`."""
+    def of_row(cls, dtype: str, numel: int, row: Sequence[float]) -> Statistics:
+        """Return the statistics of a row of `Accumulator.row`. numel: elements of the tensor."""
         total, squares, absmax, nan, inf, zeros = row[: len(COLUMNS)]
-        return cls(numel, total, squares, absmax, int(nan), int(inf), int(zeros))
+        return cls(
+            numel * (2 if _is_complex(dtype) else 1), total, squares, absmax, int(nan), int(inf), int(zeros)
+        )
 
     @property
     def norm(self) -> float:
@@ -276,6 +278,10 @@ def is_measured(dtype: str) -> bool:
     return BY_NAME[dtype].kind != "p"
 
 
+def _is_complex(dtype: str) -> bool:
+    return BY_NAME[dtype].kind == "c"
+
+
 def accumulator(dtype: str, numel: int) -> Accumulator | None:
     """Return the accumulator of one tensor; None for a dtype without numbers."""
     if not is_measured(dtype):
@@ -286,9 +292,14 @@ def accumulator(dtype: str, numel: int) -> Accumulator | None:
 PAIR_COLUMNS = 2 * len(COLUMNS) + 2  # of both, squares of the difference, products
 
 
+def is_comparable(dtypes: tuple[str, str]) -> bool:
+    """Report whether the numbers of two dtypes can be compared: a complex element has two of them."""
+    return all(map(is_measured, dtypes)) and _is_complex(dtypes[0]) == _is_complex(dtypes[1])
+
+
 def pair_accumulator(dtypes: tuple[str, str], numel: int) -> Accumulator | None:
-    """Return the accumulator of two tensors of equal shape; None if one has no numbers."""
-    if not all(map(is_measured, dtypes)):
+    """Return the accumulator of two tensors of equal shape; None if they are not comparable."""
+    if not is_comparable(dtypes):
         return None
     return Accumulator(
         numel,
@@ -403,10 +414,11 @@ def _of_wide(values: Numbers) -> Numbers:
         zeros = int((values[finite] == 0).sum())
     else:
         zeros = len(values) - int(np.count_nonzero(values))
-    with np.errstate(over="ignore"):  # squares of the largest float64 are infinite
-        squares = float(np.sum(values * values))
+    # Squares of the largest float64 are infinite, and so may be their sums, of either sign.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total, squares = float(np.sum(values)), float(np.sum(values * values))
     absmax = float(np.abs(values).max(initial=0.0))
-    return np.array([float(np.sum(values)), squares, absmax, nan, inf, zeros])
+    return np.array([total, squares, absmax, nan, inf, zeros])
 
 
 def _pair_segment(dtypes: tuple[str, str], raws: Sequence[Bytes]) -> Numbers:

@@ -70,7 +70,7 @@ def test_numbers_are_those_of_torch_however_elements_come(dtype):
             measured.add(begin, raw[begin * width : end * width])
         rows.add(measured.row())
     [row] = rows
-    own = Statistics.of_row(NUMEL, row)
+    own = Statistics.of_row(dtype, NUMEL, row)
     wide = (
         torch.view_as_real(values.to(torch.complex64 if width < 16 else torch.complex128))
         if values.is_complex()
@@ -92,7 +92,7 @@ def test_squares_that_float32_cannot_hold(scale):
     values = torch.rand(1000, generator=torch.Generator().manual_seed(1)) * scale
     measured = accumulator("float32", 1000)
     measured.add(0, octets(values))
-    assert Statistics.of_row(1000, measured.row()).norm == pytest.approx(
+    assert Statistics.of_row("float32", 1000, measured.row()).norm == pytest.approx(
         values.double().norm().item(), rel=1e-7
     )
 
@@ -142,3 +142,24 @@ def test_a_pair_has_the_norm_of_its_difference():
     both = torch.isfinite(right - left)
     assert squares == pytest.approx(float(((right - left)[both] ** 2).sum()), rel=1e-9)
     assert product == pytest.approx(float((left * right)[both].sum()), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("error")
+def test_sums_of_the_largest_float64_are_infinite_without_a_warning():
+    values = torch.tensor([1e308, 1e308, -1e308], dtype=torch.float64)
+    measured = accumulator("float64", 3)
+    measured.add(0, octets(values))
+    own = Statistics.of_row("float64", 3, measured.row())
+    assert (own.norm, own.absmax, own.nan, own.inf) == (math.inf, 1e308, 0, 0)
+    pair = pair_accumulator(("float64", "float64"), 3)
+    pair.add(0, octets(values), octets(-values))
+    assert pair.row()[3] == 0
+
+
+def test_a_complex_element_counts_as_two_numbers():
+    values = torch.tensor([complex(1, math.nan), complex(2, 5)], dtype=torch.complex64)
+    measured = accumulator("complex64", 2)
+    measured.add(0, octets(values))
+    own = Statistics.of_row("complex64", 2, measured.row())
+    assert (own.numel, own.nan, own.mean) == (4, 1, pytest.approx(8 / 3))
+    assert own.rms == pytest.approx(math.sqrt(30 / 3))

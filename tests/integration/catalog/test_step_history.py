@@ -6,12 +6,15 @@ import pytest
 import small_moe
 import torch
 from catalog_page import browser, text_of
+from sqlalchemy import select, update
 
 import ckptcore
-from ckptcore.catalog import aliases, open_catalog
+from ckptcore.catalog import aliases, history, open_catalog
 from ckptcore.catalog.database import clock
+from ckptcore.catalog.models import Checkpoint, StepStatistics
+from ckptcore.comparison.step_history import read_history, settle
 from ckptcore.conversion.registration import record_statistics
-from ckptcore.errors import Conflict
+from ckptcore.errors import CatalogError, Conflict
 from ckptcore.planning.request import Settings
 
 STEPS = 20
@@ -136,3 +139,72 @@ def test_a_conversion_measures_what_it_reads(tmp_path, runs, monkeypatch):
     assert forms == {tuple(sorted(measured))}  # bits depend on neither tiles nor workers
     [row] = ask(catalog, "SELECT step, tensors, nan FROM step_history")
     assert row == (1, len(manifest.tensors), 0)
+
+
+def test_two_steps_also_measure_what_only_the_second_has(url, tmp_path):
+    same = {"same": torch.ones(3), "shape": torch.ones(2), "kind": torch.ones(4)}
+    second = {**same, "shape": torch.full((5,), torch.inf), "kind": torch.ones(4, dtype=torch.complex64)}
+    second["new"] = torch.full((8,), torch.nan)
+    manifests = []
+    for step, tensors in ((1, same), (2, second)):
+        path = tmp_path / "run" / f"step-{step}"
+        path.mkdir(parents=True)
+        torch.save(tensors, path / "model.pt")
+        manifests.append(ckptcore.open(path))
+    between = ckptcore.api.changes(*manifests, settings=Settings(workers=1))
+    assert [change.fqn for change in between.tensors] == ["same"]
+    assert between.unmeasured == ("kind",)
+    alone = ckptcore.api.statistics(manifests[1], settings=Settings(workers=1))
+    assert sorted(between.measured) == sorted(alone)
+    path = str(tmp_path / "run" / "step-2")
+    alarms = record_statistics(
+        manifests[1], path, between.measured, url, (str(tmp_path / "run/step-1"), between)
+    )
+    assert {(alarm.code, alarm.fqn) for alarm in alarms} == {("not-finite", "new"), ("not-finite", "shape")}
+
+
+def test_a_step_that_is_kept_twice_is_one_step_before(url, tmp_path):
+    """A norm is judged by two steps, not by two copies of one."""
+    for folder, step, scale in (("a", 1, 0.1), ("a", 2, 1.0), ("b", 2, 1.0), ("a", 3, 20.0)):
+        path = tmp_path / folder / "run" / f"step-{step}"
+        path.mkdir(parents=True)
+        weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(step)) * scale
+        torch.save({"weight": weight}, path / "model.pt")
+        manifest = ckptcore.open(path)
+        measured = ckptcore.api.statistics(manifest, settings=Settings(workers=1))
+        assert record_statistics(manifest, str(path), measured, url) == []
+    assert ask(url, "SELECT run, step FROM step_history ORDER BY step, uri") == [
+        ("run", 1),
+        ("run", 2),
+        ("run", 2),
+        ("run", 3),
+    ]
+
+
+@pytest.mark.parametrize("blob", [b"", b"\xff\x00", None], ids=["empty", "foreign", "truncated"])
+def test_damaged_statistics_of_one_step_stay_its_own_trouble(url, runs, caplog, blob):
+    steps = runs["healthy"][:4]
+    for path, manifest, measured in steps[:3]:
+        record_statistics(manifest, path, measured, url)
+    with open_catalog(url) as catalog:
+        with catalog.writing() as conn:
+            damaged = history.at(conn, str(steps[1][0]))
+            columns = damaged.statistics.columns[:-9] if blob is None else blob
+            row = select(Checkpoint.id).where(Checkpoint.uuid == damaged.checkpoint).scalar_subquery()
+            change = update(StepStatistics).where(StepStatistics.checkpoint_id == row)
+            conn.execute(change.values(columns=columns))
+        path, manifest, measured = steps[3]
+        assert record_statistics(manifest, path, measured, url) == []
+        assert "step-2 are damaged" in caplog.text
+        run_history = read_history(catalog, "healthy", tensors=True)
+        assert [step.step for step in run_history.steps] == [1, 2, 3, 4]
+        assert run_history.damaged == [2]
+        assert [step.step for step, _ in run_history.tensor(EMBEDDING)] == [1, 3, 4]
+        page = browser(catalog).get("/history/healthy")
+        assert page.status_code == 200
+        assert "tensors of step 2 any more" in page.text
+        with pytest.raises(CatalogError, match="damaged"):
+            settle(catalog, str(steps[1][0]))
+        path, manifest, measured = steps[1]
+        assert record_statistics(manifest, path, measured, url) == []
+        assert read_history(catalog, "healthy", tensors=True).damaged == []
