@@ -28,12 +28,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptcore.comparison.result import layer_of, part_of
 from ckptcore.comparison.statistics import Changes
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogError, Finding, UsageError, finding
 from ckptcore.fingerprints.statistics import MeasuredTensor
-from ckptcore.fingerprints.step_columns import TensorPoint, pack_points, unpack_points
+from ckptcore.fingerprints.step_columns import NOTHING, StepColumns, TensorPoint, pack_points, unpack_columns
 from ckptcore.naming.moments import state_of
 from ckptcore.naming.optimizer_state import FROZEN, STATE, TRAINED, roles_of
 from ckptcore.naming.rename import matches
@@ -310,9 +313,12 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
         def judged(rows: Sequence[MeasuredStep]) -> list[JudgedStep]:
             for row in rows:
                 if row.checkpoint not in loaded:
-                    points = _points(row)
-                    prints = {} if points is None else history.prints(conn, row.checkpoint)
-                    loaded[row.checkpoint] = None if points is None else JudgedStep(row.step, points, prints)
+                    own = _tensors(row)
+                    loaded[row.checkpoint] = own and JudgedStep(
+                        row.step,
+                        {point.fqn: point for point in own.points()},
+                        history.prints(conn, row.checkpoint),
+                    )
             return [each for row in rows if (each := loaded[row.checkpoint]) is not None]
 
         if not judged([step]):
@@ -336,10 +342,10 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
     return alarms
 
 
-def _points(step: MeasuredStep) -> dict[str, TensorPoint] | None:
-    """Return the tensors of a step by FQN; None, with a warning, if the catalog's statistics are damaged."""
+def _tensors(step: MeasuredStep) -> StepColumns | None:
+    """Return the tensors of a step; None, with a warning, if the catalog's statistics are damaged."""
     try:
-        return {point.fqn: point for point in unpack_points(step.statistics.columns)}
+        return unpack_columns(step.statistics.columns)
     except InvalidText as error:
         text = "the catalog's statistics of %s are damaged (%s); `ckptcore stats` measures it again"
         _log.warning(text, step.uri, error)
@@ -382,14 +388,14 @@ class RunHistory:
         run: Its name.
         steps: The steps, the lowest first.
         alarms: Open alarms, by step.
-        points: Of each step, its tensors.
+        tensors: Of each step.
         damaged: Numbers of the steps whose tensors the catalog cannot read any more.
     """
 
     run: str
     steps: Sequence[MeasuredStep]
     alarms: Sequence[Alarm]
-    points: Sequence[Mapping[str, TensorPoint]] = ()
+    tensors: Sequence[StepColumns] = ()
     damaged: Sequence[int | None] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -403,11 +409,10 @@ class RunHistory:
 
     def tensor(self, fqn: str) -> list[tuple[MeasuredStep, TensorPoint]]:
         """Return a tensor at each step that has it; raise `UsageError` if none does."""
-        rows = [
-            (step, points[fqn]) for step, points in zip(self.steps, self.points, strict=True) if fqn in points
-        ]
+        pairs = list(zip(self.steps, self.tensors, strict=True))
+        rows = [(step, own.point(own.names.index(fqn))) for step, own in pairs if fqn in own.names]
         if not rows:
-            names = sorted({name for points in self.points for name in points})
+            names = sorted({name for own in self.tensors for name in own.names})
             close = difflib.get_close_matches(fqn, names, 1)
             raise UsageError(
                 f"no measured step of {self.run} has a tensor {fqn!r}",
@@ -418,13 +423,12 @@ class RunHistory:
     def layers(self) -> dict[str, list[tuple[int, float | None]]]:
         """Return layer, or part outside of the layers -> (step, norm of its weights) at each step."""
         series: dict[str, list[tuple[int, float | None]]] = {}
-        for step, points in zip(self.steps, self.points, strict=True):
-            norms: dict[str, list[float]] = {}
-            for point in points.values():
-                if point.role != STATE:
-                    norms.setdefault(layer_name(point.fqn), []).append(point.norm)
-            for name, weights in norms.items():
-                series.setdefault(name, []).append((step.step or 0, _finite(math.hypot(*weights))))
+        layers = _Layers()
+        for step, own in zip(self.steps, self.tensors, strict=True):
+            rows = np.flatnonzero(~own.of_role(STATE))
+            lengths = layers.lengths([own.names[row] for row in rows], own.numbers["norm"][rows])
+            for name, length in lengths.items():
+                series.setdefault(name, []).append((step.step or 0, _finite(length)))
         return dict(sorted(series.items(), key=lambda item: _natural(item[0])))
 
     def moves(self) -> dict[str, list[float | None]]:
@@ -433,24 +437,58 @@ class RunHistory:
         Where it was measured, the norm of the change relative to that of the weights; else the relative
         change of the norm, which is at most as large. None where the step before has no such tensor.
         """
-        rows: dict[str, list[float | None]] = {}
-        for number, points in enumerate(self.points):
-            before = self.points[number - 1] if number else {}
-            moved: dict[str, tuple[list[float], list[float]]] = {}
-            for fqn, point in points.items():
-                last = before.get(fqn)
-                if point.role == STATE or last is None:
-                    continue
-                differences, norms = moved.setdefault(layer_name(fqn), ([], []))
-                measured = math.isfinite(point.change)
-                differences.append(point.change * last.norm if measured else point.norm - last.norm)
-                norms.append(last.norm)
-            for name in {layer_name(fqn) for fqn, point in points.items() if point.role != STATE}:
-                rows.setdefault(name, [None] * len(self.points))
-                if name in moved:
-                    length = math.hypot(*moved[name][1])
-                    rows[name][number] = math.hypot(*moved[name][0]) / length if length else None
-        return dict(sorted(rows.items(), key=lambda item: _natural(item[0])))
+        moved: dict[str, list[float | None]] = {}
+        layers, place, last_norms = _Layers(), dict[str, int](), np.zeros(0)
+        for number, own in enumerate(self.tensors):
+            rows = np.flatnonzero(~own.of_role(STATE))
+            for name in layers.of(own.names[row] for row in rows):
+                moved.setdefault(name, [None] * len(self.tensors))
+            rows = np.array([row for row in rows if own.names[row] in place], np.int64)
+            shared = [own.names[row] for row in rows]
+            before = last_norms[[place[name] for name in shared]] if shared else np.zeros(0)
+            change, norm = own.numbers["change"][rows], own.numbers["norm"][rows]
+            with np.errstate(invalid="ignore", over="ignore"):
+                differences = np.where(np.isfinite(change), change * before, norm - before)
+            lengths = layers.lengths(shared, before)
+            for name, difference in layers.lengths(shared, differences).items():
+                moved[name][number] = difference / lengths[name] if lengths[name] else None
+            place, last_norms = {name: row for row, name in enumerate(own.names)}, own.numbers["norm"]
+        return dict(sorted(moved.items(), key=lambda item: _natural(item[0])))
+
+
+class _Layers:
+    """Sums over the layers of tensors of many steps, whose names are read once."""
+
+    def __init__(self) -> None:
+        self._number: dict[str, int] = {}  # layer -> its number
+        self._of: dict[str, int] = {}  # FQN -> number of its layer
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        """Return the layers of tensors, each once."""
+        numbers = dict.fromkeys(self._numbers(names))
+        layers = list(self._number)
+        return [layers[number] for number in numbers]
+
+    def lengths(self, names: Sequence[str], norms: npt.NDArray[np.float64]) -> dict[str, float]:
+        """Return layer -> the Euclidean norm of the norms of its tensors."""
+        numbers = np.array(self._numbers(names), np.int64)
+        scales = np.zeros(len(self._number))  # squares of the largest norms are infinite, and of small ones 0
+        np.maximum.at(scales, numbers, np.where(np.isfinite(norms), np.abs(norms), 0.0))
+        scales[scales == 0] = 1.0
+        squares = np.bincount(numbers, (norms / scales[numbers]) ** 2, len(scales))
+        with np.errstate(over="ignore"):
+            lengths, layers = (np.sqrt(squares) * scales).tolist(), list(self._number)
+        return {layers[number]: lengths[number] for number in dict.fromkeys(numbers.tolist())}
+
+    def _numbers(self, names: Iterable[str]) -> list[int]:
+        numbers = []
+        for name in names:
+            number = self._of.get(name)
+            if number is None:
+                number = self._number.setdefault(layer_name(name), len(self._number))
+                self._of[name] = number
+            numbers.append(number)
+        return numbers
 
 
 def layer_name(fqn: str) -> str:
@@ -481,9 +519,9 @@ def read_history(catalog: Catalog, run: str, *, tensors: bool = False) -> RunHis
             f"no step of the run {run!r} was measured",
             hint="`ckptcore stats SRC` measures a step, and so does --stats of a conversion",
         )
-    points = [_points(step) for step in steps] if tensors else []
-    damaged = [step.step for step, own in zip(steps, points, strict=False) if own is None]
-    return RunHistory(run, steps, alarms, [own or {} for own in points], damaged)
+    columns = [_tensors(step) for step in steps] if tensors else []
+    damaged = [step.step for step, own in zip(steps, columns, strict=False) if own is None]
+    return RunHistory(run, steps, alarms, [own or NOTHING for own in columns], damaged)
 
 
 def _natural(name: str) -> tuple[bool, int, str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptcore.core import columnar_file
 from ckptcore.errors import CkptError
@@ -59,6 +60,43 @@ class TensorPoint(NamedTuple):
         return form | odd
 
 
+class StepColumns(NamedTuple):
+    """The tensors of a step, by columns: many steps of many tensors are read at once.
+
+    Attributes:
+        names: FQN of each.
+        kinds: Dtype and role of the kinds of tensors.
+        kind: Of each tensor, the number of its kind.
+        numbers: Name of a field of `TensorPoint` -> its value of each tensor.
+    """
+
+    names: list[str]
+    kinds: list[tuple[str, str]]
+    kind: npt.NDArray[np.int64]
+    numbers: dict[str, npt.NDArray[Any]]
+
+    def point(self, number: int) -> TensorPoint:
+        """Return one tensor."""
+        values = {name: column[number].item() for name, column in self.numbers.items()}
+        return TensorPoint(self.names[number], *self.kinds[self.kind[number]], **values)
+
+    def points(self) -> tuple[TensorPoint, ...]:
+        """Return all tensors."""
+        values = [self.numbers[name].tolist() for name in (*_INTEGERS, *_FLOATS)]
+        spec = [self.kinds[n] for n in self.kind.tolist()]
+        rows = zip(self.names, spec, *values, strict=True)
+        return tuple(
+            TensorPoint(fqn, dtype, role, numel, norm, mean, absmax, nan, inf, zeros, change, cosine)
+            for fqn, (dtype, role), numel, nan, inf, zeros, norm, mean, absmax, change, cosine in rows
+        )
+
+    def of_role(self, role: str) -> npt.NDArray[np.bool_]:
+        """Return of each tensor whether it has a role."""
+        have = np.array([own == role for _, own in self.kinds], np.bool_)
+        matching: npt.NDArray[np.bool_] = have[self.kind]
+        return matching
+
+
 def pack_points(points: Collection[TensorPoint]) -> bytes:
     """Return tensors in one compressed blob, in order."""
     kinds = list(dict.fromkeys((point.dtype, point.role) for point in points))
@@ -71,8 +109,8 @@ def pack_points(points: Collection[TensorPoint]) -> bytes:
     return columnar_file.dump(head, arrays)
 
 
-def unpack_points(blob: bytes) -> tuple[TensorPoint, ...]:
-    """Return the tensors of `pack_points`; raise `InvalidText` for another blob."""
+def unpack_columns(blob: bytes) -> StepColumns:
+    """Return the tensors of `pack_points` by columns; raise `InvalidText` for another blob."""
     loaded = attempt(columnar_file.load, blob)
     if isinstance(loaded, CkptError):
         raise InvalidText(f"these are no statistics: {loaded.message}")
@@ -80,12 +118,14 @@ def unpack_points(blob: bytes) -> tuple[TensorPoint, ...]:
     with parsing("a blob of statistics"):
         names = list(map(str, head["names"]))
         kinds = [(str(dtype), str(role)) for dtype, role in head["kinds"]]
-        columns = {name: arrays[name].tolist() for name in ("kind", *_INTEGERS)}
-        columns |= {name: arrays[name].view(np.float64).tolist() for name in _FLOATS}
-        if head["version"] != 1 or {len(names), *map(len, columns.values())} != {len(names)}:
+        numbers = {name: arrays[name] for name in _INTEGERS}
+        numbers |= {name: arrays[name].view(np.float64) for name in _FLOATS}
+        kind, shapes = arrays["kind"], {column.shape for column in (arrays["kind"], *numbers.values())}
+        if head["version"] != 1 or shapes != {(len(names),)}:
             raise InvalidText("these are statistics of another version, or truncated")
-        spec = [kinds[n] for n in columns.pop("kind")]
-    return tuple(
-        TensorPoint(name, *kind, **{column: values[n] for column, values in columns.items()})
-        for n, (name, kind) in enumerate(zip(names, spec, strict=True))
-    )
+        if names and not 0 <= kind.min() <= kind.max() < len(kinds):
+            raise InvalidText("these are statistics of unknown dtypes")
+    return StepColumns(names, kinds, kind, numbers)
+
+
+NOTHING = unpack_columns(pack_points(()))

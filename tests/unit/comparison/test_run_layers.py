@@ -1,0 +1,79 @@
+"""Norms and changes of layers are those of their weights, for many steps of many tensors."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from ckptcore.comparison import step_history
+from ckptcore.comparison.step_history import RunHistory
+from ckptcore.core import columnar_file
+from ckptcore.fingerprints.step_columns import TensorPoint, pack_points, unpack_columns
+from ckptcore.naming.optimizer_state import STATE, TRAINED
+from ckptcore.page.pictures import change_map
+from ckptcore.utils.foreign_text import InvalidText
+
+FIRST, SECOND, HEAD = "model.layers.0.a.weight", "model.layers.0.b.weight", "lm_head.weight"
+
+
+def point(fqn, norm, change=math.nan, role=TRAINED):
+    return TensorPoint(fqn, "float32", role, 9, norm, 0.0, 1.0, 0, 0, 0, change)
+
+
+def history(*steps):
+    """The history of steps 10, 20, ... of these tensors."""
+    measured = [SimpleNamespace(step=10 * n) for n in range(1, len(steps) + 1)]
+    return RunHistory("run", measured, (), [unpack_columns(pack_points(points)) for points in steps])
+
+
+def test_layers_have_the_norm_of_their_weights_where_they_are():
+    run = history(
+        [point(FIRST, 3.0), point("optim.x", 9.0, role=STATE), point(HEAD, math.inf)],
+        [],
+        [point(SECOND, 4e200), point(FIRST, 3e200), point(HEAD, 1e-200)],
+    )
+    assert run.layers() == {
+        "head": [(10, None), (30, pytest.approx(1e-200, rel=1e-12))],
+        "layer 0": [(10, 3.0), (30, pytest.approx(5e200))],
+    }
+
+
+def test_a_layer_moves_by_what_was_measured_or_else_by_its_norm():
+    run = history(
+        [point(FIRST, 3.0), point(SECOND, 4.0), point(HEAD, 0.0)],
+        [point(SECOND, 4.0, 0.75), point(FIRST, 7.0), point(HEAD, 1.0)],
+        [point(HEAD, math.inf), point("model.layers.1.a.weight", 1.0)],
+    )
+    assert run.moves() == {
+        "head": [None, None, math.inf],
+        "layer 0": [None, pytest.approx(1.0), None],
+        "layer 1": [None, None, None],
+    }
+    assert list(run.moves()) == ["head", "layer 0", "layer 1"]
+    assert [p.norm for _, p in run.tensor(HEAD)] == [0.0, 1.0, math.inf]
+
+
+def test_a_name_is_read_once_for_all_steps(monkeypatch):
+    asked = []
+    layer_name = step_history.layer_name
+    monkeypatch.setattr(step_history, "layer_name", lambda fqn: asked.append(fqn) or layer_name(fqn))
+    history(*[[point(FIRST, 1.0), point(HEAD, 2.0)]] * 50).moves()
+    assert sorted(asked) == [HEAD, FIRST]
+
+
+def test_columns_of_unknown_kinds_are_refused(monkeypatch):
+    points = [point(FIRST, 3.0), point(HEAD, 1.0)]
+    columns = unpack_columns(pack_points(points))
+    assert str(columns.points()) == str(tuple(points))  # a NaN equals none
+    head, arrays = columnar_file.load(pack_points(points))
+    for kind in (-1, 1):
+        arrays["kind"] = arrays["kind"] * 0 + kind
+        monkeypatch.setattr(columnar_file, "load", lambda _: (head, arrays))
+        with pytest.raises(InvalidText, match="unknown dtypes"):
+            unpack_columns(b"")
+
+
+def test_a_map_of_change_escapes_names():
+    drawn = change_map([1, 2], {'<b x="&': [None, 0.5], "z": [None, None]}, {2})
+    assert "<title>&lt;b x=&#34;&amp;, step 2: 0.5</title>" in drawn
+    assert "<b" not in drawn
