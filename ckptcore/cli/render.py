@@ -498,7 +498,12 @@ def changes(
     ]
     print_table(out, ("tensor", "|B-A|/|A|", "cosine", *_OWN_HEADS), cells)
     _print_remainder(out, len(listed) - len(top), "tensors", _ALL)
-    for title, names in (("only in A", value.only_before), ("only in B", value.only_after)):
+    lists = {
+        "only in A": value.only_before,
+        "only in B": value.only_after,
+        "without numbers to compare": value.unmeasured,
+    }
+    for title, names in lists.items():
         if names:
             out.print(terminal.text(f"{title}: {some(names)}"), soft_wrap=True)
     _findings(out, alarms)
