@@ -27,6 +27,7 @@ from ckptcore.catalog.models import (
 )
 from ckptcore.catalog.normalize import clean, storable
 from ckptcore.catalog.query import resolve_checkpoint
+from ckptcore.catalog.row_values import checked
 from ckptcore.catalog.types import Direction, Kind, State, StatisticsRow
 from ckptcore.errors import Finding
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
@@ -55,6 +56,7 @@ class MeasuredStep:
         fingerprint: of all its tensors, if known.
         statistics: sums over its tensors, and the packed columns where they were asked for.
         alarms: open alarms: code -> how many.
+        trouble: values of its row that are not of their columns' types; "" for none.
     """
 
     checkpoint: str
@@ -65,6 +67,7 @@ class MeasuredStep:
     fingerprint: str | None
     statistics: StatisticsRow
     alarms: Mapping[str, int]
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,19 +316,14 @@ def _with_alarms(conn: Connection, rows: Collection[Any]) -> tuple[MeasuredStep,
     for row in conn.execute(query.group_by(FindingRecord.checkpoint_id, FindingRecord.code)) if rows else ():
         counts.setdefault(row.checkpoint_id, {})[row.code] = row.number
     names = ("tensors", "norm", "absmax", "nan", "inf", "zeros", "change", "against")
-    return tuple(
-        MeasuredStep(
-            row.uuid,
-            row.run,
-            row.step,
-            row.uri,
-            row.state,
-            row.fingerprint,
-            StatisticsRow(getattr(row, "columns", b""), **{name: getattr(row, name) for name in names}),
-            counts.get(row.id, {}),
-        )
-        for row in rows
-    )
+    measured = []
+    for row in rows:
+        values = {name: getattr(row, name) for name in names} | {"columns": getattr(row, "columns", b"")}
+        values, trouble = checked(StatisticsRow, values)
+        mine = StatisticsRow(**values), counts.get(row.id, {})
+        place = row.uuid, row.run, row.step, row.uri, row.state, row.fingerprint
+        measured.append(MeasuredStep(*place, *mine, trouble))
+    return tuple(measured)
 
 
 def _alarms() -> Any:

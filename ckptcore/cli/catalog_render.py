@@ -478,6 +478,8 @@ def render_history(
         print_table(out, _STEP_HEADS, [_step_cells(step) for step in history.steps], names=())
         for alarm in history.alarms:
             out.print(terminal.text(f"step {alarm.step}: {alarm.code}: {alarm.message}"), soft_wrap=True)
+        for part in _findings_table(tuple(row_findings(history.steps))):
+            out.print(part)
         return
     cells = []
     for step, point in tensor:

@@ -12,6 +12,7 @@ import ckptcore
 from ckptcore.catalog import aliases, history, open_catalog
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.models import Checkpoint, StepStatistics
+from ckptcore.cli.catalog_render import render_history
 from ckptcore.comparison.step_history import read_history, settle
 from ckptcore.conversion.registration import record_statistics
 from ckptcore.errors import CatalogError, Conflict
@@ -208,3 +209,21 @@ def test_damaged_statistics_of_one_step_stay_its_own_trouble(url, runs, caplog, 
         path, manifest, measured = steps[1]
         assert record_statistics(manifest, path, measured, url) == []
         assert read_history(catalog, "healthy", tensors=True).damaged == []
+
+
+def test_an_odd_number_in_the_row_of_a_step_is_named_beside_the_others(tmp_path, runs, capsys):
+    catalog_url = str(tmp_path / "catalog.sqlite")  # PostgreSQL refuses a text in a column of numbers
+    for path, manifest, measured in runs["healthy"][:2]:
+        record_statistics(manifest, path, measured, catalog_url)
+    with open_catalog(catalog_url) as catalog:
+        with catalog.writing() as conn:
+            conn.exec_driver_sql("UPDATE step_statistics SET norm = '<b>', nan = 'x' WHERE checkpoint_id = 1")
+        run_history = read_history(catalog, "healthy")
+        odd, sound = run_history.steps
+        assert (odd.statistics.norm, odd.statistics.nan, sound.trouble) == (None, 0, "")
+        assert "norm holds '<b>', not a number; nan holds 'x', not an integer" in odd.trouble
+        page = browser(catalog).get("/history/healthy")
+    assert page.status_code == 200
+    assert "norm holds &#39;&lt;b&gt;&#39;" in page.text
+    render_history(run_history, None)
+    assert "catalog-row" in capsys.readouterr().out
