@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -49,6 +49,7 @@ class Act:
         purges: Whether it removes what is set aside.
         retires: Whether it sets sources aside.
         claim: What only one process may do at a time; "" for anything.
+        reads: The place that it converts; "" for none.
     """
 
     act: Callable[[Any], object]
@@ -58,6 +59,7 @@ class Act:
     purges: bool
     retires: bool = False
     claim: str = ""
+    reads: str = ""
 
 
 class Check:
@@ -222,7 +224,7 @@ class Check:
             if place not in before and any(place.startswith(f"{act.target}.kept-") for act in group):
                 continue  # what cannot be removed is kept beside its place, and stays as it is from then on
             acts = [(a, o) for a, o in zip_longest(group, outcomes, fillvalue="") if a.target == place]
-            wanted = [set(a.made.values()) for a, _ in acts if a.made is not None]
+            wanted = [made for a, _ in acts for made in self._possible(a)]
             if any(o == "done" and a.made is not None for a, o in acts):
                 if new is None or set(new.values()) not in wanted:
                     raise Broken(f"{place} is not the new output: {new}, not {wanted}")
@@ -253,6 +255,15 @@ class Check:
             ):
                 continue
             raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
+
+    def _possible(self, act: Act) -> Iterator[set[str]]:
+        """Yield what may be in the place of an act: its source is as it was, or as another act leaves it."""
+        if act.made is None:
+            return
+        yield set(act.made.values())
+        for other in self.group:
+            if act.reads and other.target == act.reads and other.made is not None:
+                yield {other.made[name] for name in act.made if name in other.made}
 
     def changed(self) -> None:
         """What makes a folder of a bucket loadable is there only if all that it names is."""

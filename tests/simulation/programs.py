@@ -501,7 +501,11 @@ class Run:
         url: str | bool = self.url if run.catalog else False
         self._note(f"{run.source} -> {run.target} {run.options} catalog={run.catalog}")
         outcome = self._product(
-            lambda _: convert(request, run.settings, None, url), run.target, run.made, catalog=run.catalog
+            lambda _: convert(request, run.settings, None, url),
+            run.target,
+            run.made,
+            catalog=run.catalog,
+            reads=run.source,
         )
         if outcome == LATER:
             assert self.together is not None
@@ -629,13 +633,15 @@ class Run:
         purges: bool = False,
         retires: bool = False,
         claim: str = "",
+        reads: str = "",
     ) -> str:
         """Run a verb in a simulated process, at once or together with others; return how it ended.
 
         target: the place that may change. made: what is there afterwards; None for anything that is complete.
         purges: it removes what is set aside. retires: it sets sources aside. claim: what only one may do.
+        reads: the place that it converts.
         """
-        self.group.append(Act(act, target, made, catalog, purges, retires, claim))
+        self.group.append(Act(act, target, made, catalog, purges, retires, claim, reads))
         return self._run_group()[0] if self.together is None else LATER
 
     def _together(self) -> None:
