@@ -597,7 +597,10 @@ class Run:
         def act(catalog: Any) -> None:
             (item,) = thin(catalog, [self.disk.url(place)], rules, MEANS, yes=True).items
             if item.outcome is not ThinOutcome.THINNED:
-                raise UsageError("; ".join(item.why))
+                refusal = UsageError("; ".join(item.why))
+                code, colon, _ = refusal.message.partition(": ")
+                refusal.code = code if colon and " " not in code else refusal.code  # of what ended it
+                raise refusal
 
         self._product(act, place, made, purges=not grace)
 
