@@ -28,16 +28,11 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("checkpoint_id", name="pk_step_statistics"),
     )
-    alarm = sa.text("level = 'history' AND resolved_at IS NULL")
     op.create_index(
-        "ix_finding_open_alarm",
-        "finding",
-        ["level", "checkpoint_id"],
-        sqlite_where=alarm,
-        postgresql_where=alarm,
+        "ix_finding_level_resolved_at_checkpoint_id", "finding", ["level", "resolved_at", "checkpoint_id"]
     )
 
 
 def downgrade() -> None:
-    op.drop_index("ix_finding_open_alarm", table_name="finding")
+    op.drop_index("ix_finding_level_resolved_at_checkpoint_id", table_name="finding")
     op.drop_table("step_statistics")

@@ -21,7 +21,6 @@ from sqlalchemy import (
     MetaData,
     Text,
     UniqueConstraint,
-    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -192,9 +191,6 @@ class ConversionIO(Base):
     direction: Mapped[str] = mapped_column(primary_key=True)
 
 
-_ALARM = text("level = 'history' AND resolved_at IS NULL")
-
-
 class FindingRecord(Base):
     """A finding of a check. It stays open until a check at least as deep no longer reports it."""
 
@@ -202,9 +198,7 @@ class FindingRecord(Base):
     __table_args__ = (
         Index(None, "checkpoint_id", "resolved_at"),
         # The views of a run's history: alarms are few, and other findings may be many.
-        Index(
-            "ix_finding_open_alarm", "level", "checkpoint_id", sqlite_where=_ALARM, postgresql_where=_ALARM
-        ),
+        Index(None, "level", "resolved_at", "checkpoint_id"),
     )
 
     id: Mapped[int] = mapped_column(_Id, primary_key=True)
