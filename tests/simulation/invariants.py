@@ -243,7 +243,11 @@ class Check:
             )
             if not self.run.world.exchanges and between:
                 continue  # of two steps; the next run completes or restores it
-            late = new is not None and set(new.values()) in wanted and any(o in FAILING for _, o in acts)
+            is_new = new is not None and set(new.values()) in wanted
+            # What is published could not be registered; or the lease ended between two objects.
+            late = (is_new and any(o in (*FAILING, "refused: catalog") for _, o in acts)) or (
+                halves and any(o == "refused: interrupted" for _, o in acts)
+            )
             # Objects of a retired source are in their place until a purge, which may run beside.
             purged = halves and place.startswith("runs/") and any(act.purges for act in group)
             if outcomes and old and all(o.startswith("refused") for _, o in acts) and not (late or purged):
