@@ -266,9 +266,9 @@ def alarms_behind(conn: Connection, rows: Collection[int]) -> dict[int, tuple[Al
             parents[edge.derived].add(edge.source)
         unseen = (unseen | {source for row in batch for source in parents[row]}) - parents.keys()
     alarms: dict[int, list[Alarm]] = {}
-    every = sorted(parents)
-    for start in range(0, len(every), _AT_ONCE):
-        query = _alarms().where(FindingRecord.checkpoint_id.in_(every[start : start + _AT_ONCE]))
+    checkpoints = sorted(parents)
+    for start in range(0, len(checkpoints), _AT_ONCE):
+        query = _alarms().where(FindingRecord.checkpoint_id.in_(checkpoints[start : start + _AT_ONCE]))
         for row in conn.execute(query.order_by(FindingRecord.id)):
             alarms.setdefault(row.checkpoint_id, []).append(_alarm(row))
     if not alarms:

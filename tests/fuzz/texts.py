@@ -56,6 +56,7 @@ from ckptcore.formats.huggingface.quantization_config import quantization_of  # 
 from ckptcore.naming.maps import declaration  # noqa: E402
 from ckptcore.naming.maps.agreement import agreed  # noqa: E402
 from ckptcore.naming.maps.hyperparameters import Config  # noqa: E402
+from ckptcore.operations import signing  # noqa: E402
 from ckptcore.planning import model_card, stored_configs  # noqa: E402
 from ckptcore.planning.config_folder import require_possible  # noqa: E402
 from ckptcore.planning.hub_files import front_matter, json_object  # noqa: E402
@@ -92,6 +93,30 @@ class Parser:
 def _text(data: bytes) -> str:
     """Return bytes as a text that may have anything in it, like a name of a file, or of a tensor."""
     return data.decode("utf-8", "surrogateescape")
+
+
+_STATEMENT = canonical_json(
+    {
+        "predicate": {
+            "serialization": {"method": "files", "hash_type": "sha256", "allow_symlinks": False},
+            "resources": [{"name": "config.json", "algorithm": "sha256", "digest": "0" * 64}],
+        }
+    }
+)
+_MATERIAL = {"publicKey": {"hint": "0" * 64}, "tlogEntries": []}
+
+
+def _signature(statement: bytes) -> bytes:
+    payload = base64.b64encode(statement).decode()
+    envelope = {"payload": payload, "payloadType": "application/vnd.in-toto+json", "signatures": []}
+    return canonical_json({"mediaType": "", "verificationMaterial": _MATERIAL, "dsseEnvelope": envelope})
+
+
+_SIGNATURE = _signature(_STATEMENT)
+
+
+def _statement(data: bytes) -> Any:
+    return signing._Statement.of(signing._bundle(_signature(data)))
 
 
 def _of_text(parse: Callable[[str], Any]) -> Callable[[bytes], Any]:
@@ -368,6 +393,8 @@ PARSERS: tuple[Parser, ...] = (
     Parser("time of a store", _of_text(session._moment), InvalidText, _TIMES),
     Parser("receipt", lambda d: receipts._parsed(d, "p", 0), None, (_RECEIPT,)),
     Parser("record of what is set aside", SetAsideRecord.load, InvalidText, (_RECORD,)),
+    Parser("signature", lambda d: signing._Statement.of(signing._bundle(d)), InvalidText, (_SIGNATURE,)),
+    Parser("statement of a signature", _statement, InvalidText, (_STATEMENT,)),
     Parser("record of an obligation", obligation_records.loaded, InvalidText, (_OBLIGATION,)),
     Parser("head of a plan", _head, CkptError, (_plan(),)),
     Parser("frame", _frame, CkptError, (columnar_file.dump({"a": 1}, {}),)),
