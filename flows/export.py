@@ -11,7 +11,7 @@ from prefect import State, flow
 
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.operations.push import require_hub_url
+from ckptcore.operations.publication.push import require_hub_url
 from ckptcore.planning.options import OF_VERB, Destination, Sources, read_options
 from flows._command import entry
 from flows._naming import failed, run_name

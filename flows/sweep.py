@@ -22,8 +22,7 @@ from ckptcore.catalog.training import facts_of_every
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError
-from ckptcore.operations.options import SweepOptions
-from ckptcore.operations.sweep import (
+from ckptcore.operations.automation.sweep import (
     ConvertEach,
     SweepSettings,
     convert_ready,
@@ -32,7 +31,8 @@ from ckptcore.operations.sweep import (
     of_root,
     watched,
 )
-from ckptcore.operations.sweep_items import SweepItem, SweepState, Swept
+from ckptcore.operations.automation.sweep_items import SweepItem, SweepState, Swept
+from ckptcore.operations.options import SweepOptions
 from ckptcore.planning.options import MEANS, Option, options_of, read_options
 from ckptcore.planning.request import Request
 from ckptcore.utils.isolation import attempt, error_of

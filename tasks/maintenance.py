@@ -12,9 +12,9 @@ from prefect.cache_policies import NO_CACHE
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.retirements import totals
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.retire import RetireDecision, RetireReport
-from ckptcore.operations.retire import retire as run_retire
-from ckptcore.operations.root_retention import rules
+from ckptcore.operations.retention.retire import RetireDecision, RetireReport
+from ckptcore.operations.retention.retire import retire as run_retire
+from ckptcore.operations.retention.root_retention import rules
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.operations.verify import FINE

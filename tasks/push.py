@@ -6,8 +6,8 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
 from ckptcore.catalog import open_catalog
-from ckptcore.operations.push import Pushed, PushRules
-from ckptcore.operations.push import push as send
+from ckptcore.operations.publication.push import Pushed, PushRules
+from ckptcore.operations.publication.push import push as send
 from ckptcore.utils.markdown import code
 from ckptcore.utils.units import show_size
 from tasks.artifacts import artifact_later, key_of

@@ -10,8 +10,8 @@ from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
-from ckptcore.operations.sweep import SweepSettings, look_through, note_swept
-from ckptcore.operations.sweep_items import SweepItem
+from ckptcore.operations.automation.sweep import SweepSettings, look_through, note_swept
+from ckptcore.operations.automation.sweep_items import SweepItem
 from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count

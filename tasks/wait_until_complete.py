@@ -9,7 +9,7 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
-from ckptcore.operations import wait
+from ckptcore.operations.automation import wait
 from tasks.markdown_text import count, named
 from tasks.retry import is_transient
 
@@ -35,8 +35,8 @@ def may_complete(error: object) -> bool:
 def wait_until_complete(source: str, recover: bool = False) -> str:
     """Return the digest of a checkpoint's manifest once it is complete; Prefect retries while it is not.
 
-    Raises the errors of reading, and `DamagedCheckpoint` with the findings. `ckptcore.operations.wait.delays`
-    gives the pauses between tries.
+    Raises the errors of reading, and `DamagedCheckpoint` with the findings. The pauses between tries are
+    those of `ckptcore.operations.automation.wait.delays`.
     """
     manifest = wait.read_complete(source, recover)
     log.info("%s is complete: %s, %s", source, manifest.format, count(manifest.num_tensors, "tensor"))

@@ -30,7 +30,7 @@ class RootRow:
 
     include: globs on paths relative to `uri`; empty means everything. target: the options of the conversion.
     also: those of further conversions of every checkpoint. retention: what `retire` keeps, as
-    `ckptcore.operations.root_retention` reads it; both are stored in the column of the target.
+    `ckptcore.operations.retention.root_retention` reads it; both are stored in the column of the target.
     swept_at, swept_note: the time and the summary of the last sweep. trouble: what is odd in the row; such a
     root is not swept.
     """

@@ -54,7 +54,7 @@ def restore_(
     output: As = Output.TEXT,
 ) -> None:
     """Restore a checkpoint that was set aside."""
-    from ckptcore.operations.purge import restore
+    from ckptcore.operations.retention.purge import restore
 
     with opened(catalog) as catalog_db:
         place = restore(catalog_db, ref, to)

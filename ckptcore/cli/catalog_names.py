@@ -268,8 +268,8 @@ def add_root(
     """
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog import watched_roots as roots
-    from ckptcore.operations.root_retention import checked
-    from ckptcore.operations.root_targets import settled_all
+    from ckptcore.operations.automation.root_targets import settled_all
+    from ckptcore.operations.retention.root_retention import checked
 
     is_here = _is_here(uri)
     if not is_here:
@@ -315,8 +315,8 @@ def set_root(
     """
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.catalog.row_values import require_sound
-    from ckptcore.operations.root_retention import checked
-    from ckptcore.operations.root_targets import settled_all
+    from ckptcore.operations.automation.root_targets import settled_all
+    from ckptcore.operations.retention.root_retention import checked
 
     changes = _target_form(target, destination, verb, options)
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
@@ -351,7 +351,7 @@ def check_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) 
     Its options are checked, and the files that they name are read.
     """
     from ckptcore.catalog import watched_roots as roots
-    from ckptcore.operations.root_targets import check
+    from ckptcore.operations.automation.root_targets import check
     from ckptcore.store import open_source_store
 
     with opened(catalog) as catalog_db, catalog_db.reading() as conn:
@@ -376,7 +376,7 @@ def retain_root(
 ) -> None:
     """Replace what `ckptcore retire` keeps of a folder. An empty object removes it."""
     from ckptcore.catalog import watched_roots as roots
-    from ckptcore.operations.root_retention import checked
+    from ckptcore.operations.retention.root_retention import checked
 
     policy = checked(_object(retention, "JSON"))
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:

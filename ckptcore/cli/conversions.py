@@ -263,7 +263,7 @@ def plan(
     from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing
     from ckptcore.conversion.pipeline import peak_memory
-    from ckptcore.conversion.staged_plan import plan_into
+    from ckptcore.conversion.staging.staged_plan import plan_into
     from ckptcore.planning.compose import compose
     from ckptcore.utils.memory import reusing_memory
 
@@ -279,7 +279,7 @@ def plan(
         composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     costs = None
     if is_s3(dst):
-        from ckptcore.conversion.s3_staging import upload_budget
+        from ckptcore.conversion.staging.s3_staging import upload_budget
 
         upload_budget(composed.plan.files, settings)  # as a run refuses it
     if reads_s3(request.source) or is_s3(dst):
@@ -303,7 +303,7 @@ def apply(
     **arguments: Any,
 ) -> None:
     """Execute a saved plan. Refuses if the source has changed since."""
-    from ckptcore.conversion.staged_plan import load_request
+    from ckptcore.conversion.staging.staged_plan import load_request
 
     _convert(load_request(here("PLAN", plan_dir)), arguments)
 
@@ -356,7 +356,7 @@ def _convert(request: Request, arguments: dict[str, Any]) -> None:
 def _once(
     request: Request, options: Options, progress: Progress, wait: str, announcement: Announcement
 ) -> Result | None:
-    from ckptcore.operations.convert_once import convert_once
+    from ckptcore.operations.automation.convert_once import convert_once
     from ckptcore.utils.units import parse_duration
 
     return convert_once(

@@ -33,9 +33,9 @@ def sweep(names: RootNames = None, **arguments: Any) -> None:
     from ckptcore.conversion.batch import convert_batch
     from ckptcore.conversion.pipeline import convert
     from ckptcore.conversion.registration import Announcement
-    from ckptcore.operations.sweep import SweepSettings
-    from ckptcore.operations.sweep import sweep as run
-    from ckptcore.operations.verified_exports import verifying, verifying_each
+    from ckptcore.operations.automation.sweep import SweepSettings
+    from ckptcore.operations.automation.sweep import sweep as run
+    from ckptcore.operations.automation.verified_exports import verifying, verifying_each
 
     options = read_options(SweepOptions, arguments)
     url = options.catalog or default_url()
@@ -101,8 +101,8 @@ def retire(
     """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
-    from ckptcore.operations.retire import retire as run
-    from ckptcore.operations.root_retention import rules
+    from ckptcore.operations.retention.retire import retire as run
+    from ckptcore.operations.retention.root_retention import rules
     from ckptcore.utils.units import parse_duration
 
     settings = Options(**{name: arguments[name] for name in RUN}).settings()
@@ -143,8 +143,8 @@ def thin(
     """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
-    from ckptcore.operations.thin import ThinRules
-    from ckptcore.operations.thin import thin as run
+    from ckptcore.operations.retention.thin import ThinRules
+    from ckptcore.operations.retention.thin import thin as run
     from ckptcore.utils.units import parse_duration
 
     settings = Options(**{name: arguments[name] for name in RUN}).settings()

@@ -36,7 +36,7 @@ def push(
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.catalog.aliases import accepted_codes
     from ckptcore.cli.render_operations import pushed, pushed_line
-    from ckptcore.operations.push import PushRules, push_each
+    from ckptcore.operations.publication.push import PushRules, push_each
 
     *folders, url = places
     if not folders:
@@ -112,8 +112,8 @@ def sign(
     signature with `model_signing`, or with `ckptcore verify-signature`.
     """
     from ckptcore.cli.render_operations import signed
-    from ckptcore.operations.signing import SigningKey
-    from ckptcore.operations.signing import sign as run
+    from ckptcore.operations.publication.signing import SigningKey
+    from ckptcore.operations.publication.signing import sign as run
 
     if chain and certificate is None:
         raise typer.BadParameter("needs --certificate", param_hint="--chain")
@@ -167,8 +167,8 @@ def verify_signature(
     changed, removed or added.
     """
     from ckptcore.cli.render_operations import signature_check
-    from ckptcore.operations.signing import Trusted
-    from ckptcore.operations.signing import verify_signature as run
+    from ckptcore.operations.publication.signing import Trusted
+    from ckptcore.operations.publication.signing import verify_signature as run
 
     trusted = Trusted(
         None if key is None else here("--key", key), tuple(here("--chain", path) for path in chain or ())

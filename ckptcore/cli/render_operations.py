@@ -13,12 +13,12 @@ from ckptcore.utils.units import show_duration, show_size
 if TYPE_CHECKING:
     from ckptcore.catalog.retirements import GivenUp
     from ckptcore.errors import CkptError
-    from ckptcore.operations.push import Pushed
-    from ckptcore.operations.retire import RetireDecision, RetireReport
+    from ckptcore.operations.automation.sweep_items import SweepItem, Swept
+    from ckptcore.operations.publication.push import Pushed
+    from ckptcore.operations.publication.signing import SignatureCheck, Signed
+    from ckptcore.operations.retention.retire import RetireDecision, RetireReport
+    from ckptcore.operations.retention.thin import ThinDecision, ThinReport
     from ckptcore.operations.scrub import Looked, Scrubbed
-    from ckptcore.operations.signing import SignatureCheck, Signed
-    from ckptcore.operations.sweep_items import SweepItem, Swept
-    from ckptcore.operations.thin import ThinDecision, ThinReport
 
 _MOST = 50  # unproven names that are printed for one source
 

@@ -10,10 +10,7 @@ destination, so each stage can run in another process, and the next run resumes 
     registration     `start`, `register`, `fail`: records conversions in the catalog
     export_verdict   `find_source`, `record_verdict`: finds an export's source, and stores the verdict on it
     publish          `Result`; reads the output back, then publishes it
-    open_staging     `open_staging`: the staging folder of a destination, by the kind of its store
-    staging          its interface; local_staging, object_staging and s3_staging are the kinds, each with how
-                     it brings staged files to the destination
-    staged_plan      plans in a staging folder; `plan_into`, `load_request`: plans saved for later
-    remote_publication, foreign_files, file_fingerprints, source_digests
+    staging          the output beside its destination until it is complete, on disks and on object stores
+    foreign_files, file_fingerprints, source_digests
                      the internals of the stages
 """

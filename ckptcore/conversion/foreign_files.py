@@ -19,7 +19,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from ckptcore.conversion.destination import require_unprotected
-from ckptcore.conversion.staging import Publication, Replaced
+from ckptcore.conversion.staging.staging import Publication, Replaced
 from ckptcore.core.used_files import placed, used
 from ckptcore.custody.judged import is_of_custody
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, UsageError

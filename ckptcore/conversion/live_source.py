@@ -20,7 +20,7 @@ from ckptcore.comparison.live_comparison import LiveComparison, compare_with_liv
 from ckptcore.conversion.file_fingerprints import fingerprints, matching
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration
 from ckptcore.conversion.source_digests import NOT_THERE, Recorded, differs
-from ckptcore.conversion.staging import Staging, noted
+from ckptcore.conversion.staging.staging import Staging, noted
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import DamagedCheckpoint
 from ckptcore.execution.receipts import every_receipt

@@ -24,12 +24,12 @@ from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.checking.source_stamps import require_planned, require_same, take_listed
 from ckptcore.conversion.destination import refuse_existing, require_place
 from ckptcore.conversion.live_source import NOT_ASKED, LiveSource, require_as_live
-from ckptcore.conversion.open_staging import at_rest, open_staging, staging_of_plan
 from ckptcore.conversion.publish import Result, finish_staged
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
 from ckptcore.conversion.source_digests import require_as_recorded
-from ckptcore.conversion.staged_plan import REQUEST, plan_run, restore, save, saved_digest
-from ckptcore.conversion.staging import DONE, Publication, Replaced, Staging, noted, packed_replaced
+from ckptcore.conversion.staging.open_staging import at_rest, open_staging, staging_of_plan
+from ckptcore.conversion.staging.staged_plan import REQUEST, plan_run, restore, save, saved_digest
+from ckptcore.conversion.staging.staging import DONE, Publication, Replaced, Staging, noted, packed_replaced
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest

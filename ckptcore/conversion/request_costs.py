@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptcore.conversion.s3_staging import beside_uploads, is_uploaded
+from ckptcore.conversion.staging.s3_staging import beside_uploads, is_uploaded
 from ckptcore.errors import UsageError
 from ckptcore.execution.expected_reads import schedule_reads
 from ckptcore.planning.file_plan import FilePlan

@@ -11,8 +11,8 @@ from contextlib import closing
 
 from blake3 import blake3
 
-from ckptcore.conversion.local_staging import LocalStaging
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging.local_staging import LocalStaging
+from ckptcore.conversion.staging.staging import Staging
 from ckptcore.formats import FilePiece, SourceRange
 from ckptcore.store import FileWriter, Store, open_source_store
 

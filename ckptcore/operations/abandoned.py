@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from ckptcore.conversion.open_staging import open_staging
-from ckptcore.conversion.s3_staging import is_of_staging
-from ckptcore.conversion.staging import DONE, PUBLISHING, UPLOADS, Staging, noted
+from ckptcore.conversion.staging.open_staging import open_staging
+from ckptcore.conversion.staging.s3_staging import is_of_staging
+from ckptcore.conversion.staging.staging import DONE, PUBLISHING, UPLOADS, Staging, noted
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectSeen, OpenUpload

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from ckptcore.catalog.retirements import totals
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.retire import Fate, RetireDecision, plan
-from ckptcore.operations.root_retention import rules
+from ckptcore.operations.retention.retire import Fate, RetireDecision, plan
+from ckptcore.operations.retention.root_retention import rules
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

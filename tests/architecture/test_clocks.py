@@ -14,7 +14,7 @@ CLOCKS = {
 # Who asks the machine's clock, and why no other clock's time is compared with it.
 ALLOWED = {
     "ckptcore/catalog/database.py": "the clock of SQLite, which is of one machine",
-    "ckptcore/conversion/local_staging.py": "makes a name unique",
+    "ckptcore/conversion/staging/local_staging.py": "makes a name unique",
     "ckptcore/operations/abandoned.py": "the age of files for people",
     "ckptcore/operations/rebuild_catalog.py": "the times of files, before which all must have been written",
     "ckptcore/store/objects/journal.py": "an entry's time for people",

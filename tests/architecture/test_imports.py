@@ -27,10 +27,10 @@ CONVERTING = ("pydantic", "importlib.metadata", "email")
 WRITING = (
     "ckptcore.conversion.pipeline",
     "ckptcore.execution.execute",
-    "ckptcore.conversion.staging",
-    "ckptcore.conversion.local_staging",
+    "ckptcore.conversion.staging.staging",
+    "ckptcore.conversion.staging.local_staging",
 )
-OBJECTS = ("ckptcore.conversion.object_staging", "ckptcore.conversion.remote_publication")
+OBJECTS = ("ckptcore.conversion.staging.object_staging", "ckptcore.conversion.staging.remote_publication")
 # Formats that the checkpoint of these tests is not of.
 READERS = (
     "ckptcore.formats.deepspeed.reader",
@@ -71,7 +71,7 @@ WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
         "fsspec",
         "argparse",
         "ckptcore.conversion.foreign_files",
-        "ckptcore.operations.convert_once",
+        "ckptcore.operations.automation.convert_once",
     ),
 }
 # verb -> how many modules it imports at most: a twentieth above what it does. Each takes half a millisecond.

@@ -15,11 +15,11 @@ ALLOWED = {
     "ckptcore/custody/place_contents.py:_opened_at": "a part of one place; the caller isolates the place",
     "ckptcore/custody/place_contents.py:contents_at": "a part of one place; the caller isolates the place",
     "ckptcore/custody/set_aside.py:remove": "one source; a purge isolates it",
-    "ckptcore/operations/purge.py:_restore_rest": "one source; the purge isolates it",
+    "ckptcore/operations/retention/purge.py:_restore_rest": "one source; the purge isolates it",
     "ckptcore/operations/rebuild_catalog.py:_is_one": "one place; the rebuild isolates it",
     "ckptcore/operations/rebuild_catalog.py:_prints": "one place; the rebuild isolates it",
     "ckptcore/operations/registered_files.py:same_manifest": "ways to read one place",
-    "ckptcore/operations/wait.py:wait_until_complete": "looks at one place",
+    "ckptcore/operations/automation/wait.py:wait_until_complete": "looks at one place",
 }
 
 

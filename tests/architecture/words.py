@@ -71,7 +71,7 @@ _STORED = "a stored value"
 ALLOWED = {
     ("ckptcore/formats/base.py", "whole"): _PLUGINS,
     ("ckptcore/planning/compose.py", "whole"): _PLUGINS,
-    ("ckptcore/operations/retire.py", "let go"): _STORED,
+    ("ckptcore/operations/retention/retire.py", "let go"): _STORED,
     ("tests/integration/flows/test_operations_flows.py", "let go"): _STORED,
     ("tests/integration/operations/test_retire.py", "let go"): _STORED,
 }

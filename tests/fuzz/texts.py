@@ -41,7 +41,7 @@ from ckptcore.catalog.normalize import clean, clean_json, normal_uri  # noqa: E4
 from ckptcore.catalog.training import facts_of_pairs, read_facts  # noqa: E402
 from ckptcore.checking.examine import inspect  # noqa: E402
 from ckptcore.conversion import registration  # noqa: E402
-from ckptcore.conversion.staged_plan import plan_into  # noqa: E402
+from ckptcore.conversion.staging.staged_plan import plan_into  # noqa: E402
 from ckptcore.core import columnar_file  # noqa: E402
 from ckptcore.core.columnar_file import canonical_json  # noqa: E402
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode, encode  # noqa: E402
@@ -56,7 +56,7 @@ from ckptcore.formats.huggingface.quantization_config import quantization_of  # 
 from ckptcore.naming.maps import declaration  # noqa: E402
 from ckptcore.naming.maps.agreement import agreed  # noqa: E402
 from ckptcore.naming.maps.hyperparameters import Config  # noqa: E402
-from ckptcore.operations import signing  # noqa: E402
+from ckptcore.operations.publication import signing  # noqa: E402
 from ckptcore.planning import model_card, stored_configs  # noqa: E402
 from ckptcore.planning.config_folder import require_possible  # noqa: E402
 from ckptcore.planning.hub_files import front_matter, json_object  # noqa: E402

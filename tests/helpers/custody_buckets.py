@@ -15,9 +15,9 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import CkptError, DestinationExists
-from ckptcore.operations.purge import purge
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.purge import purge
+from ckptcore.operations.retention.retire import retire
 from ckptcore.planning.request import Request
 
 SOURCE, COPY, OTHER = "s3://b/runs/llama/step-1", "s3://b/out/k", "s3://b/other"

@@ -21,10 +21,10 @@ from ckptcore.catalog.models import Base
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts, record_fingerprint
 from ckptcore.errors import DestinationExists
-from ckptcore.operations.purge import purge
 from ckptcore.operations.rebuild_catalog import rebuild
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.purge import purge
+from ckptcore.operations.retention.retire import retire
 from ckptcore.planning.request import Request
 
 NOW, WEEK = timedelta(0), timedelta(days=7)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from ckptcore.catalog import claims, conversions, holds, open_catalog, queues
 from ckptcore.catalog.database import clock
 from ckptcore.custody.place_ties import writer_of_place
-from ckptcore.operations.purge import purge
+from ckptcore.operations.retention.purge import purge
 from ckptcore.planning.request import Settings
 
 url, ahead = sys.argv[1], datetime.now(UTC)

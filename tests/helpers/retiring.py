@@ -17,9 +17,9 @@ from ckptcore import api
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
+from ckptcore.operations.retention.retire import retire
 from ckptcore.planning.request import Request, Settings
 
 

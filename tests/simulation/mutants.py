@@ -39,8 +39,8 @@ class Mutant:
     also: tuple[tuple[str, str, str], ...] = ()
 
 
-STAGING = "conversion.local_staging"
-WRITER, GATE, PURGE = "store.local_writer", "custody.gate", "operations.purge"
+STAGING = "conversion.staging.local_staging"
+WRITER, GATE, PURGE = "store.local_writer", "custody.gate", "operations.retention.purge"
 ASIDE, REPLACING = "custody.set_aside", "custody.replacing"
 
 LOOKED = (
@@ -432,7 +432,7 @@ MUTANTS = {
     ),
     "index-before-data": Mutant(
         "the file that makes a folder loadable is put into its place before the tensors",
-        "conversion.remote_publication:publish_remote",
+        "conversion.staging.remote_publication:publish_remote",
         "        _put_all(target, tensors if uploaded else beside)",
         "        _put_all(target, [*last, *end])\n        _put_all(target, tensors if uploaded else beside)",
         disk="bucket",
@@ -440,14 +440,18 @@ MUTANTS = {
     ),
     "removed-while-loadable": Mutant(
         "the tensors of an old output are replaced before what makes it loadable is removed",
-        "conversion.remote_publication:publish_remote",
+        "conversion.staging.remote_publication:publish_remote",
         "        if publication.step == REMOVING:",
         "        if False:",
         disk="bucket",
         seed=1,
     ),
     "hold-ignored": Mutant(
-        "a source on hold may go", "operations.setting_aside:require_untied", "if why:", "if False:", seed=145
+        "a source on hold may go",
+        "operations.retention.setting_aside:require_untied",
+        "if why:",
+        "if False:",
+        seed=145,
     ),
     "retired-before-moved": Mutant(
         "a source is set aside without comparing it with what was looked at",

@@ -37,14 +37,14 @@ from ckptcore.conversion.registration import facts, record_fingerprint
 from ckptcore.custody.upkeep import listed, release
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.operations.abandoned import collect
-from ckptcore.operations.convert_once import convert_once
-from ckptcore.operations.purge import purge, restore
+from ckptcore.operations.automation.convert_once import convert_once
 from ckptcore.operations.rebuild_catalog import rebuild
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.purge import purge, restore
+from ckptcore.operations.retention.replacement import Allowed
+from ckptcore.operations.retention.retire import retire
+from ckptcore.operations.retention.thin import ThinOutcome, ThinRules, thin
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.thin import ThinOutcome, ThinRules, thin
 from ckptcore.planning.request import Request, Settings
 from tests.simulation.invariants import Act, Broken, Check
 from tests.simulation.records import all_in, beside, ids_in_sight, is_kept, vouched

@@ -359,7 +359,7 @@ def test_a_mounted_folder_is_not_emptied(source: Path, left: Path, place: Path, 
 @root_only
 @pytest.mark.parametrize("whose", ["", "request.json", "head.json", "source.json"])
 def test_a_saved_plan_of_another_user_is_not_applied(whose: str, source: Path, place: Path) -> None:
-    from ckptcore.conversion.staged_plan import load_request, plan_into
+    from ckptcore.conversion.staging.staged_plan import load_request, plan_into
     from ckptcore.planning.request import Request
 
     request = Request(str(source), str(place / "out"), to="safetensors")
@@ -374,7 +374,7 @@ def test_a_saved_plan_of_another_user_is_not_applied(whose: str, source: Path, p
 
 @root_only
 def test_a_plan_is_not_saved_into_a_folder_of_another_user(source: Path, place: Path) -> None:
-    from ckptcore.conversion.staged_plan import plan_into
+    from ckptcore.conversion.staging.staged_plan import plan_into
     from ckptcore.planning.request import Request
 
     (place / "plan").mkdir()

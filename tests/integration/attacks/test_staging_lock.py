@@ -26,7 +26,7 @@ from staging_folders import (
 )
 
 import ckptcore
-from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.errors import CkptError
 
 
@@ -196,7 +196,7 @@ def test_another_output_is_not_published(
     moment: str, source: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user who may rename in the parent swaps the staging folder when it is published, or the output."""
-    publish = importlib.import_module("ckptcore.conversion.local_staging")._move
+    publish = importlib.import_module("ckptcore.conversion.staging.local_staging")._move
     evil = place / "evil"
     (evil / "files").mkdir(parents=True)
     for path in (evil, evil / "files"):
@@ -211,7 +211,7 @@ def test_another_output_is_not_published(
             (place / "out").rename(place / "away")
             (place / "out").symlink_to(evil)
 
-    monkeypatch.setattr("ckptcore.conversion.local_staging._move", swapped)
+    monkeypatch.setattr("ckptcore.conversion.staging.local_staging._move", swapped)
     if moment == "behind":
         refused(lambda: convert(source, place))
         return

@@ -25,9 +25,9 @@ from ckptcore.catalog.types import StatisticsRow
 from ckptcore.catalog.views import VIEWS
 from ckptcore.conversion import pipeline
 from ckptcore.errors import DamagedCheckpoint, finding
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.sweep import SweepSettings, sweep
-from ckptcore.operations.verified_exports import verifying
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
+from ckptcore.operations.automation.verified_exports import verifying
+from ckptcore.operations.retention.policy import Policy
 from ckptcore.planning.request import Request, Settings
 
 README = (Path(ckptcore.catalog.__file__).parent / "README.md").read_text()

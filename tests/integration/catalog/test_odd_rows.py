@@ -29,7 +29,8 @@ from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import finding
-from ckptcore.operations import scrub, sweep
+from ckptcore.operations import scrub
+from ckptcore.operations.automation import sweep
 from ckptcore.planning.request import Request, Settings
 
 AT_ONCE = sweep.SweepSettings(settle_s=0)

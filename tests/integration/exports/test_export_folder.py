@@ -17,7 +17,7 @@ import ckptcore
 from ckptcore.catalog import open_catalog
 from ckptcore.conversion import pipeline
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
-from ckptcore.operations.export_target import options_digest
+from ckptcore.operations.automation.export_target import options_digest
 from ckptcore.planning import transformers_process
 from ckptcore.planning.model_card import is_untouched, provenance
 from ckptcore.planning.request import Request
@@ -417,7 +417,7 @@ def test_a_card_with_its_fingerprint_is_published_in_the_end(
     if times == 1:
         name = "object_staging.publish_remote" if remote else "local_staging.publish_local"
         with monkeypatch.context() as patch:
-            patch.setattr(f"ckptcore.conversion.{name}", killed)
+            patch.setattr(f"ckptcore.conversion.staging.{name}", killed)
             with pytest.raises(KeyboardInterrupt):
                 pipeline.finish(prepared.plan_uri, take)
     else:

@@ -41,7 +41,7 @@ pytestmark = [
 @pytest.fixture
 def arrived(tmp_path: Path, catalog: str) -> Any:
     """Return a function that runs the flow and returns its final state. It retries after 0.1 s."""
-    from ckptcore.operations import wait as waiting
+    from ckptcore.operations.automation import wait as waiting
     from flows.arrived import arrived
 
     def run(source: Path, **options: Any) -> Any:

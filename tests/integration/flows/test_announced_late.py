@@ -29,7 +29,7 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
     from prefect.exceptions import Abort
     from prefect.flow_engine import run_flow
 
-    from ckptcore.operations import wait as waiting
+    from ckptcore.operations.automation import wait as waiting
     from flows import arrived as _later
     from flows.arrived import arrived
 

@@ -108,7 +108,7 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
 
     The webhook's configuration asks for another output elsewhere; the watched root's target applies.
     """
-    from ckptcore.operations import wait as waiting
+    from ckptcore.operations.automation import wait as waiting
     from flows.arrived import arrived
     from flows.sweep import sweep
 

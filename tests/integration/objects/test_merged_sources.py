@@ -24,8 +24,8 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint, NotComplete, SourceChanged, UsageError
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.setting_aside import root_above
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.setting_aside import root_above
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_source_store
 from ckptcore.utils.merged_url import merged_url

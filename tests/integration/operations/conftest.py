@@ -10,7 +10,7 @@ from retiring import Template
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations.sweep import SweepSettings, sweep
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
 
 

@@ -15,9 +15,9 @@ from ckptcore.catalog import claims
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.errors import Busy, NotComplete
-from ckptcore.operations import convert_once as once
-from ckptcore.operations import wait as waiting
-from ckptcore.operations.claims import key_of, source_digest
+from ckptcore.operations.automation import convert_once as once
+from ckptcore.operations.automation import wait as waiting
+from ckptcore.operations.automation.claims import key_of, source_digest
 from ckptcore.planning.request import Request, Settings
 
 

@@ -16,8 +16,9 @@ from sqlalchemy import update
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.models import ConversionProcess
-from ckptcore.conversion import local_staging, pipeline, remote_publication
+from ckptcore.conversion import pipeline
 from ckptcore.conversion.pipeline import convert
+from ckptcore.conversion.staging import local_staging, remote_publication
 from ckptcore.custody.upkeep import listed
 from ckptcore.errors import Busy, DestinationExists, Interrupted
 from ckptcore.planning.request import Request

@@ -15,9 +15,9 @@ from retiring import MEANS
 from sqlalchemy import text
 
 from ckptcore.catalog import open_catalog
-from ckptcore.conversion.open_staging import staging_of_plan
 from ckptcore.conversion.pipeline import execute, finish, prepare
-from ckptcore.conversion.staging import REPLACES
+from ckptcore.conversion.staging.open_staging import staging_of_plan
+from ckptcore.conversion.staging.staging import REPLACES
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Request

@@ -21,18 +21,18 @@ from sqlalchemy import text
 
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog.heartbeats import RUNNING, Heartbeats
-from ckptcore.conversion import local_staging
 from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare
 from ckptcore.conversion.registration import facts, start
+from ckptcore.conversion.staging import local_staging
 from ckptcore.custody import obligation_records as records
 from ckptcore.custody import set_aside as aside
 from ckptcore.custody.upkeep import listed, look_after, release
 from ckptcore.errors import CatalogError, CkptError
-from ckptcore.operations import purge as module
-from ckptcore.operations.purge import restore
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
-from ckptcore.operations.sweep import SweepSettings, sweep
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
+from ckptcore.operations.retention import purge as module
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.purge import restore
+from ckptcore.operations.retention.retire import retire
 from ckptcore.planning.request import Request
 
 AT_ONCE = SweepSettings(settle_s=0)

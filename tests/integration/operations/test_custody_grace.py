@@ -20,8 +20,8 @@ from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.custody import place_contents
 from ckptcore.errors import CatalogUnavailable, UsageError
-from ckptcore.operations.purge import restore
 from ckptcore.operations.rebuild_catalog import rebuild
+from ckptcore.operations.retention.purge import restore
 from ckptcore.store.local import LocalStore
 
 on_each = pytest.mark.parametrize("either", ["sqlite", "postgresql"], indirect=True)

@@ -13,13 +13,13 @@ from custody_copies import NOW, WEEK
 from retiring import MEANS
 
 from ckptcore.catalog import open_catalog
-from ckptcore.conversion import remote_publication
 from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare, remove_staging
 from ckptcore.conversion.registration import facts, start
+from ckptcore.conversion.staging import remote_publication
 from ckptcore.errors import CkptError, DestinationExists, UsageError
-from ckptcore.operations.purge import purge, restore
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.purge import purge, restore
+from ckptcore.operations.retention.retire import retire
 from ckptcore.planning.request import Request
 
 on_some = pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_holds_the_only_copy_is_not_replaced(bucket):
 
 @on_some
 def test_an_overwrite_in_place_begins_while_retire_reads_the_copy(bucket, monkeypatch):
-    from ckptcore.operations import purge as module
+    from ckptcore.operations.retention import purge as module
 
     request, begun = Request(OTHER, COPY, **IN_PLACE), []
     read = module._read_child

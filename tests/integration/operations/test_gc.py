@@ -19,7 +19,7 @@ from safetensors.torch import load, save_file
 
 import ckptcore
 from ckptcore.cli.main import run
-from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations import abandoned
 from ckptcore.operations.abandoned import collect

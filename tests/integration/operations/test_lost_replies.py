@@ -19,11 +19,11 @@ from ckptcore.catalog import aliases, catalog, open_catalog, queues
 from ckptcore.conversion.pipeline import convert
 from ckptcore.custody import upkeep
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.operations.purge import purge, restore
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.purge import purge, restore
+from ckptcore.operations.retention.retire import retire
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Request
 
 BROKEN = {

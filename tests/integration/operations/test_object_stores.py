@@ -14,10 +14,10 @@ from retiring import delete_now as retire
 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations import setting_aside
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
+from ckptcore.operations.retention import setting_aside
+from ckptcore.operations.retention.policy import Policy
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Request, Settings
 
 AT_ONCE = SweepSettings(settle_s=0)
@@ -122,7 +122,7 @@ def test_a_step_rewritten_in_place_is_seen_in_a_day(catalog, steps, monkeypatch)
     steps.add(1, etag="other")
     assert swept(catalog, server)[0] == {"converted": 2}
     assert swept(catalog, server, relist=True, dry_run=True)[0] == {"converted": 1, "broken": 1}
-    monkeypatch.setattr("ckptcore.operations.sweep._REMEMBERED", timedelta(0))
+    monkeypatch.setattr("ckptcore.operations.automation.sweep._REMEMBERED", timedelta(0))
     assert swept(catalog, server)[0] == {"converted": 1, "broken": 1}
 
 

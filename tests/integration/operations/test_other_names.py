@@ -14,8 +14,8 @@ from ckptcore.catalog import aliases, claims, holds
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DestinationExists, UsageError
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)

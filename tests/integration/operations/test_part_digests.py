@@ -28,8 +28,8 @@ from ckptcore.checking.export_proof import NOT_DONE, VALUES
 from ckptcore.cli.main import run
 from ckptcore.errors import CkptError, DestinationExists
 from ckptcore.operations.rebuild_catalog import rebuild
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Settings
 

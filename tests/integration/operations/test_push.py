@@ -26,7 +26,7 @@ from ckptcore.catalog.history import LEVEL, settle_alarms
 from ckptcore.catalog.types import CheckpointFacts, ConversionFacts
 from ckptcore.cli.main import run
 from ckptcore.errors import Finding
-from ckptcore.operations.push import FileFate, PushOutcome, PushRules, push, push_each
+from ckptcore.operations.publication.push import FileFate, PushOutcome, PushRules, push, push_each
 
 URL = "hf://org/model.v1@step-{step}"
 ALARMS = ("norm-jumped", "step-repeated")

@@ -21,7 +21,7 @@ import ckptcore
 from ckptcore.__main__ import main
 from ckptcore.catalog import CheckpointDetail, open_catalog
 from ckptcore.catalog.migrate import migrating
-from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.errors import OutputMismatch
 from ckptcore.operations.rebuild_catalog import rebuild
 from ckptcore.operations.scrub import Scrubbed, scrub

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import UsageError
-from ckptcore.operations.retention import KeepBest, Policy, RetentionEntry, decide
-from ckptcore.operations.root_retention import checked
+from ckptcore.operations.retention.policy import KeepBest, Policy, RetentionEntry, decide
+from ckptcore.operations.retention.root_retention import checked
 
 names = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
 entries = st.lists(

@@ -26,12 +26,12 @@ from ckptcore.conversion.registration import facts
 from ckptcore.custody import holdings
 from ckptcore.custody.set_aside import LocalSetAside
 from ckptcore.errors import CatalogError, Conflict
-from ckptcore.operations import replacement as module
-from ckptcore.operations import setting_aside
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.root_retention import rules
+from ckptcore.operations.retention import replacement as module
+from ckptcore.operations.retention import setting_aside
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
+from ckptcore.operations.retention.root_retention import rules
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)

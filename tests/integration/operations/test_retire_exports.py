@@ -15,8 +15,8 @@ from retiring import delete_now as retire
 from ckptcore.api import verify_export
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
 from ckptcore.planning.request import Request
 
 EVERYTHING = Allowed.of(["*", "**", "cast"])  # whatever may be given up by name

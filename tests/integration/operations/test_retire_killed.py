@@ -14,9 +14,9 @@ from retiring import delete_now as retire
 from ckptcore.catalog import obligations, open_catalog
 from ckptcore.custody import replacing
 from ckptcore.custody import set_aside as aside
-from ckptcore.operations import purge
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention import purge
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
 
 
 def _is_at(name):

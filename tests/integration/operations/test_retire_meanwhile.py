@@ -13,7 +13,7 @@ from retiring import MEANS, on_both, snapshot
 from ckptcore.conversion.pipeline import convert
 from ckptcore.custody import set_aside as aside
 from ckptcore.errors import UsageError
-from ckptcore.operations import purge, setting_aside
+from ckptcore.operations.retention import purge, setting_aside
 from ckptcore.planning.request import Request
 
 SEQUENCES = {}

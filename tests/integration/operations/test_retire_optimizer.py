@@ -17,10 +17,10 @@ from ckptcore.catalog import audit, holds, retirements
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import AmbiguousModel, DestinationExists
-from ckptcore.operations import purge as module
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import Fate
+from ckptcore.operations.retention import purge as module
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
+from ckptcore.operations.retention.retire import Fate
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)

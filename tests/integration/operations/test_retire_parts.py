@@ -12,8 +12,8 @@ from ckptcore.catalog import CheckpointFacts, aliases, maintenance, open_catalog
 from ckptcore.catalog import holds as kept
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.retire import plan
-from ckptcore.operations.root_retention import rules
+from ckptcore.operations.retention.retire import plan
+from ckptcore.operations.retention.root_retention import rules
 
 NOW = datetime.now(UTC)
 

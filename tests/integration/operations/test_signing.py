@@ -23,8 +23,8 @@ from ckptcore.catalog import holdings, open_catalog
 from ckptcore.catalog.query import resolve_checkpoint
 from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.cli.main import run
-from ckptcore.operations import signing
-from ckptcore.operations.signing import SigningKey, Trusted, sign, verify_signature
+from ckptcore.operations.publication import signing
+from ckptcore.operations.publication.signing import SigningKey, Trusted, sign, verify_signature
 
 model_signing = pytest.importorskip("model_signing")
 

@@ -11,9 +11,9 @@ from retiring import delete_now as retire
 
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DestinationExists, UsageError
-from ckptcore.operations import purge as module
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention import purge as module
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)

@@ -25,9 +25,9 @@ from ckptcore.conversion import batch, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint, DiskFull, Interrupted, UsageError
-from ckptcore.operations.claims import key_of
-from ckptcore.operations.sweep import SMALL, SweepSettings, batches, sweep
-from ckptcore.operations.sweep_items import SweepItem, SweepState
+from ckptcore.operations.automation.claims import key_of
+from ckptcore.operations.automation.sweep import SMALL, SweepSettings, batches, sweep
+from ckptcore.operations.automation.sweep_items import SweepItem, SweepState
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import processes
 
@@ -214,7 +214,7 @@ KILLED = """
 import os, signal, sys
 from ckptcore.catalog import open_catalog
 from ckptcore.conversion import batch
-from ckptcore.operations.sweep import SweepSettings, sweep
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
 url, moment = sys.argv[1:]
 publish, count = batch._publish, [0]
@@ -300,7 +300,7 @@ def test_what_may_meet_is_not_in_one_batch():
 
 @pytest.mark.parametrize("noted", [1, 2, COUNT, COUNT + 1])
 def test_states_are_recorded_few_at_a_time(catalog, url, steps, runs, monkeypatch, noted):
-    monkeypatch.setattr("ckptcore.operations.sweep._NOTED", noted)
+    monkeypatch.setattr("ckptcore.operations.automation.sweep._NOTED", noted)
     items = swept(catalog, url)
     assert standings(items) == ["made"] * COUNT
     with catalog.reading() as conn:

@@ -14,7 +14,7 @@ from paths import ROOT
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations.sweep import SweepSettings, sweep
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
 
 AT_ONCE = SweepSettings(settle_s=0)
@@ -23,7 +23,7 @@ import sys
 from ckptcore.catalog import open_catalog
 from ckptcore.conversion.pipeline import convert
 from ckptcore.planning.request import Settings
-from ckptcore.operations.sweep import SweepSettings, sweep
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
 sys.stdin.readline()
 def one(request):
     convert(request, Settings(memory=32 << 20, workers=1), None, sys.argv[1])

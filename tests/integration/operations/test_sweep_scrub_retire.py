@@ -11,9 +11,9 @@ from ckptcore.catalog import open_catalog, queues
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
+from ckptcore.operations.retention.policy import Policy
 from ckptcore.operations.scrub import scrub
-from ckptcore.operations.sweep import SweepSettings, sweep
 from ckptcore.planning.request import Settings
 
 AT_ONCE = SweepSettings(settle_s=0)

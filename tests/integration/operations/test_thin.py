@@ -15,13 +15,13 @@ from retiring import snapshot
 from ckptcore import api
 from ckptcore.catalog import holds, obligations, open_catalog, retirements, set_aside
 from ckptcore.cli.main import run
-from ckptcore.conversion import local_staging
 from ckptcore.conversion.pipeline import convert
+from ckptcore.conversion.staging import local_staging
 from ckptcore.errors import UsageError
-from ckptcore.operations import thin as module
-from ckptcore.operations.purge import purge, restore
-from ckptcore.operations.sweep import SweepSettings, sweep
-from ckptcore.operations.thin import ThinOutcome, ThinRules, thin
+from ckptcore.operations.automation.sweep import SweepSettings, sweep
+from ckptcore.operations.retention import thin as module
+from ckptcore.operations.retention.purge import purge, restore
+from ckptcore.operations.retention.thin import ThinOutcome, ThinRules, thin
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)

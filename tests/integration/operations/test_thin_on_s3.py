@@ -14,8 +14,8 @@ from retiring import MEANS
 
 from ckptcore import api
 from ckptcore.catalog import open_catalog
-from ckptcore.conversion import remote_publication
-from ckptcore.operations.thin import ThinOutcome, ThinRules, thin
+from ckptcore.conversion.staging import remote_publication
+from ckptcore.operations.retention.thin import ThinOutcome, ThinRules, thin
 
 STEP = "s3://b/runs/llama/step-1"
 NOW = ThinRules(min_age_s=0, grace=timedelta(0))

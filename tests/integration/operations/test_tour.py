@@ -36,7 +36,7 @@ from ckptcore.catalog.training import ANNOUNCED
 from ckptcore.cli.main import run as ckptcore
 from ckptcore.conversion import pipeline
 from ckptcore.conversion.registration import Announcement, start
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention.policy import Policy
 from ckptcore.operations.scrub import scrub
 from ckptcore.operations.verify import Proof
 from ckptcore.planning.request import Request, Settings

@@ -18,8 +18,8 @@ import ckptcore
 from ckptcore.cli.main import COMMANDS, program
 from ckptcore.cli.main import run as main
 from ckptcore.errors import error_classes
-from ckptcore.operations.sweep import SweepSettings
-from ckptcore.operations.sweep_items import Swept
+from ckptcore.operations.automation.sweep import SweepSettings
+from ckptcore.operations.automation.sweep_items import Swept
 from ckptcore.utils import terminal
 
 WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --exclude --fingerprint
@@ -143,7 +143,7 @@ def test_options_of_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         given.append((settings.settle_s, settings.retry_failed))
         return Swept(())
 
-    monkeypatch.setattr("ckptcore.operations.sweep.sweep", sweep)
+    monkeypatch.setattr("ckptcore.operations.automation.sweep.sweep", sweep)
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
     assert main(["sweep", "--min-age", "3s", "--retry-failed"]) == 0
     assert main(["sweep"]) == 0

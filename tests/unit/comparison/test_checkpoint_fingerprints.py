@@ -18,7 +18,7 @@ from paths import FIXTURES
 import ckptcore
 from ckptcore import Settings, api
 from ckptcore.conversion.file_fingerprints import fingerprints
-from ckptcore.conversion.open_staging import staging_of_plan
+from ckptcore.conversion.staging.open_staging import staging_of_plan
 from ckptcore.errors import DamagedCheckpoint, OutputMismatch
 from ckptcore.execution.receipts import read_receipt
 from ckptcore.fingerprints.sums import map_digest

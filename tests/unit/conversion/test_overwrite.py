@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import ckptcore
 from ckptcore.conversion import destination
-from ckptcore.conversion import local_staging as publishing
+from ckptcore.conversion.staging import local_staging as publishing
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.planning.config_folder import Expected
 from ckptcore.planning.request import Request

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.conversion import remote_publication as remotepublishing
-from ckptcore.conversion import staging as publications
-from ckptcore.conversion.object_staging import ObjectStaging
-from ckptcore.conversion.staging import PUBLISHING, Staging
+from ckptcore.conversion.staging import remote_publication as remotepublishing
+from ckptcore.conversion.staging import staging as publications
+from ckptcore.conversion.staging.object_staging import ObjectStaging
+from ckptcore.conversion.staging.staging import PUBLISHING, Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.planning.config_folder import Expected
 from ckptcore.store import open_store
@@ -109,7 +109,7 @@ def test_overlap_on_this_machine(tmp_path: Path, model: str) -> None:
 
 
 def test_a_plan_is_saved_apart(tmp_path: Path) -> None:
-    from ckptcore.conversion.staged_plan import load_request, plan_into
+    from ckptcore.conversion.staging.staged_plan import load_request, plan_into
     from ckptcore.planning.request import Request
 
     source, dst = tmp_path / "source", tmp_path / "out"

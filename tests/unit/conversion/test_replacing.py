@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.conversion import local_staging as publishing
-from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.staging import local_staging as publishing
+from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.errors import CkptError, DestinationExists, StagingForeign
 
 stages = importlib.import_module("ckptcore.conversion.pipeline")

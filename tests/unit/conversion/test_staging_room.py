@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.conversion import local_staging as module
-from ckptcore.conversion.open_staging import open_staging
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging import local_staging as module
+from ckptcore.conversion.staging.open_staging import open_staging
+from ckptcore.conversion.staging.staging import Staging
 from ckptcore.errors import DiskFull
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load, save_file
 
 import ckptcore
 from ckptcore.conversion import pipeline
-from ckptcore.conversion.open_staging import DestinationClaim
-from ckptcore.conversion.s3_staging import S3Staging
+from ckptcore.conversion.staging.open_staging import DestinationClaim
+from ckptcore.conversion.staging.s3_staging import S3Staging
 from ckptcore.errors import (
     AlteredInTransit,
     BudgetTooSmall,

@@ -9,8 +9,8 @@ import pytest
 from pieces import numbered, write_dcp
 
 from ckptcore import Box, convert
-from ckptcore.conversion.open_staging import staging_of_plan
 from ckptcore.conversion.pipeline import execute, finish, prepare
+from ckptcore.conversion.staging.open_staging import staging_of_plan
 from ckptcore.errors import DamagedCheckpoint, UsageError
 from ckptcore.execution.receipts import read_receipt, write_receipt
 from ckptcore.planning.request import Request

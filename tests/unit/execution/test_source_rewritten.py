@@ -24,9 +24,9 @@ import ckptcore
 from ckptcore.checking import source_stamps as stamps
 from ckptcore.conversion import publish as finishing
 from ckptcore.conversion import publish as reproof
-from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.errors import CkptError, SourceChanged
-from ckptcore.operations.claims import source_digest
+from ckptcore.operations.automation.claims import source_digest
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_store
 from ckptcore.store.file_status import YOUNG

@@ -19,8 +19,8 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.replacement import Allowed
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.remote import FsspecStore
 from ckptcore.store.s3 import S3Store

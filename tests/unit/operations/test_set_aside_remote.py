@@ -17,9 +17,9 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import SourceChanged
-from ckptcore.operations.purge import purge, restore
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.retention.policy import Policy
+from ckptcore.operations.retention.purge import purge, restore
+from ckptcore.operations.retention.retire import retire
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.objects.shared_clients import client_of
 from ckptcore.store.objects.versions import object_versions

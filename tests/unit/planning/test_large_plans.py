@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import ckptcore
-from ckptcore.conversion.staged_plan import plan_into
+from ckptcore.conversion.staging.staged_plan import plan_into
 from ckptcore.core.box import Box
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import DEFAULT, metered
@@ -163,7 +163,7 @@ def test_a_plan_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "plan" / "file-00000.plan").write_bytes(b"begun")
         raise DamagedCheckpoint("no")
 
-    monkeypatch.setattr("ckptcore.conversion.staged_plan.compose", fails)
+    monkeypatch.setattr("ckptcore.conversion.staging.staged_plan.compose", fails)
     with pytest.raises(DamagedCheckpoint):
         plan_into(tmp_path / "plan", request(source), manifest)
     assert not (tmp_path / "plan").exists()

@@ -11,7 +11,7 @@ from botocore.utils import parse_timestamp
 from fault_s3 import FaultyS3, serving
 from s3fs import S3FileSystem
 
-from ckptcore.conversion.s3_staging import object_places
+from ckptcore.conversion.staging.s3_staging import object_places
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store.objects import RECORD, session
 from ckptcore.store.objects.client import RequestThreads, S3Client

@@ -29,9 +29,9 @@ from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import published_stamp
-from ckptcore.conversion.open_staging import at_rest, open_staging
 from ckptcore.conversion.registration import facts
-from ckptcore.conversion.staging import noted
+from ckptcore.conversion.staging.open_staging import at_rest, open_staging
+from ckptcore.conversion.staging.staging import noted
 from ckptcore.core.used_files import used
 from ckptcore.custody.distinct import files_of, require_apart
 from ckptcore.custody.gate import judge
@@ -61,8 +61,8 @@ from ckptcore.fingerprints.holdings import (
     pack_specs,
 )
 from ckptcore.operations.registered_files import compare, same_manifest
-from ckptcore.operations.replacement import child_of
-from ckptcore.operations.setting_aside import freed_bytes, require_untied, row_of
+from ckptcore.operations.retention.replacement import child_of
+from ckptcore.operations.retention.setting_aside import freed_bytes, require_untied, row_of
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, local_path, split_url

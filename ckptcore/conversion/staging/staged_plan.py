@@ -13,7 +13,7 @@ from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import packed as packed_stamps
 from ckptcore.checking.source_stamps import require_same
 from ckptcore.conversion.destination import require_apart, require_place
-from ckptcore.conversion.staging import Publication, Staging
+from ckptcore.conversion.staging.staging import Publication, Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import (

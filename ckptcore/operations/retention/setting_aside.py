@@ -20,8 +20,8 @@ from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import inside_of_place, ties_of_places
 from ckptcore.custody.set_aside import RETIRED, SetAside, SetAsideRecord, begin, folder_of, require_files
 from ckptcore.errors import CkptError, Conflict, UsageError
-from ckptcore.operations.replacement import Replacement
-from ckptcore.operations.retention import RetentionEntry, user_reasons
+from ckptcore.operations.retention.policy import RetentionEntry, user_reasons
+from ckptcore.operations.retention.replacement import Replacement
 from ckptcore.store import local_path
 from ckptcore.store.below import open_above
 from ckptcore.store.file_status import FileStatus, NameKind

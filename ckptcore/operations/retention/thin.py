@@ -34,9 +34,9 @@ from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
-from ckptcore.conversion.open_staging import at_rest, open_staging
 from ckptcore.conversion.registration import facts, with_fingerprints
-from ckptcore.conversion.staging import Publication, Replaced, Staging, noted
+from ckptcore.conversion.staging.open_staging import at_rest, open_staging
+from ckptcore.conversion.staging.staging import Publication, Replaced, Staging, noted
 from ckptcore.conversion.thinned_files import stage
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
@@ -49,13 +49,13 @@ from ckptcore.custody.set_aside import require_files
 from ckptcore.errors import Busy, CkptError, Conflict, UsageError
 from ckptcore.fingerprints.holdings import ids_of, numbered, pack_ids, tensor_holdings
 from ckptcore.fingerprints.sums import Fingerprinted
-from ckptcore.operations.claims import source_digest
-from ckptcore.operations.purge import purge
-from ckptcore.operations.readiness import SETTLE_S, look
+from ckptcore.operations.automation.claims import source_digest
+from ckptcore.operations.automation.readiness import SETTLE_S, look
 from ckptcore.operations.recorded_run import recorded_run
-from ckptcore.operations.retention import user_reasons
-from ckptcore.operations.setting_aside import retention_entry
-from ckptcore.operations.thin_plan import (
+from ckptcore.operations.retention.policy import user_reasons
+from ckptcore.operations.retention.purge import purge
+from ckptcore.operations.retention.setting_aside import retention_entry
+from ckptcore.operations.retention.thin_plan import (
     OPTIMIZER,
     PREFIX,
     ProvenThin,
@@ -485,7 +485,7 @@ class _Begun:
 
     Attributes:
         checkpoint: Id of the step until now.
-        source: Its `ckptcore.operations.claims.source_digest`.
+        source: Its `ckptcore.operations.automation.claims.source_digest`.
         freed: Bytes of files that it loses.
         given_up: What goes, by name.
     """

@@ -3,7 +3,7 @@
 1. `plan` applies the policy to the sources of the watched roots, and finds the child that replaces each, from
    recorded digests and stamps.
 2. `retire` sets those sources aside, where they can be restored during the grace period.
-3. A purge reads the child, asks the gate again, and deletes (`ckptcore.operations.purge`).
+3. A purge reads the child, asks the gate again, and deletes (`ckptcore.operations.retention.purge`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import ties_of_places
 from ckptcore.custody.replacing import GRACE
 from ckptcore.errors import CkptError, Conflict, UsageError
-from ckptcore.operations.part_replacement import CAST
-from ckptcore.operations.purge import KEPT, PURGED, WAITING, Purged, purge, purge_one, waiting
 from ckptcore.operations.registered_files import same_manifest
-from ckptcore.operations.replacement import Allowed, Replacement, find_replacement
-from ckptcore.operations.retention import KeepBest, Policy, Verdict, decide
-from ckptcore.operations.setting_aside import (
+from ckptcore.operations.retention.part_replacement import CAST
+from ckptcore.operations.retention.policy import KeepBest, Policy, Verdict, decide
+from ckptcore.operations.retention.purge import KEPT, PURGED, WAITING, Purged, purge, purge_one, waiting
+from ckptcore.operations.retention.replacement import Allowed, Replacement, find_replacement
+from ckptcore.operations.retention.setting_aside import (
     freed_bytes,
     inside_of,
     put_aside,

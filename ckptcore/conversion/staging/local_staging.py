@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ckptcore.conversion.staged_plan import planned_paths, save
-from ckptcore.conversion.staging import (
+from ckptcore.conversion.staging.staged_plan import planned_paths, save
+from ckptcore.conversion.staging.staging import (
     LOCK,
     MOVING,
     PARTS,

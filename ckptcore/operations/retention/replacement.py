@@ -4,7 +4,7 @@ Everything that a source holds (`ckptcore.custody.holdings`) its child holds, to
 the user said. Contents are compared by their ids: those of tensors are recorded sums, which count while the
 source's files are, by size, times and inode or version, those that the conversion read; otherwise both sides
 are read. Two clocks are never compared. What a conversion computed (an export's layout, a cast) has other
-ids: `ckptcore.operations.part_replacement` proves it, and the user must allow the loss ``cast``.
+ids: `ckptcore.operations.retention.part_replacement` proves it, and the user must allow the loss ``cast``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ from ckptcore.fingerprints.holdings import (
 )
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.naming.training_state import StoredKinds
-from ckptcore.operations.part_replacement import (
+from ckptcore.operations.registered_files import digests_read, same_manifest
+from ckptcore.operations.retention.part_replacement import (
     CAST,
     MODEL,
     OPTIMIZER,
@@ -61,7 +62,6 @@ from ckptcore.operations.part_replacement import (
     is_training_state,
     prove_part,
 )
-from ckptcore.operations.registered_files import digests_read, same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 from ckptcore.store.file_status import FileStatus, NameKind

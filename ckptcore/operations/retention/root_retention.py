@@ -14,9 +14,9 @@ from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.part_replacement import OPTIMIZER
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import KeepBest, Policy
+from ckptcore.operations.retention.part_replacement import OPTIMIZER
+from ckptcore.operations.retention.policy import KeepBest, Policy
+from ckptcore.operations.retention.replacement import Allowed
 
 KEEP_LAST = 3
 FULL, WEIGHTS = RESTS = ("full", "weights")

@@ -3,9 +3,8 @@
 The staging folder is beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with ``plan/``, ``receipts/``,
 ``files/`` and the `Publication`, which describes a publication before its first change, so that a rerun can
 finish it. A killed run leaves it, and the next one resumes from it.
-`ckptcore.conversion.local_staging` is the folder on this machine, `ckptcore.conversion.object_staging` the
-prefix of an object store, and `ckptcore.conversion.s3_staging` that of a store with uploads and leases.
-`ckptcore.conversion.open_staging` chooses one by the destination.
+`local_staging` beside this file is the folder on this machine, `object_staging` the prefix of an object
+store, and `s3_staging` that of a store with uploads and leases. `open_staging` chooses by the destination.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class UploadCompletion:
     Attributes:
         uploads: The uploads of the plan.
         handles: Name below the destination -> upload.
-        publish: Completes them, and publishes the rest: see `ckptcore.conversion.s3_staging`.
+        publish: Completes them, and publishes the rest: see `ckptcore.conversion.staging.s3_staging`.
     """
 
     uploads: Uploads

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ckptcore.conversion.object_staging import ObjectStaging
-from ckptcore.conversion.remote_publication import Destination, publish_remote
-from ckptcore.conversion.staging import (
+from ckptcore.conversion.staging.object_staging import ObjectStaging
+from ckptcore.conversion.staging.remote_publication import Destination, publish_remote
+from ckptcore.conversion.staging.staging import (
     DRAFT,
     ITSELF,
     LEASE,

@@ -1,7 +1,7 @@
 """Stage an output on an object store, below a prefix beside its destination, and copy it into place.
 
 Any file system that fsspec reaches will do. Such a store has no conditions: equal runs write equal bytes.
-`ckptcore.conversion.s3_staging` is for stores that have them.
+`ckptcore.conversion.staging.s3_staging` is for stores that have them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
-from ckptcore.conversion.remote_publication import Destination, is_published, publish_remote
-from ckptcore.conversion.staged_plan import put_extra
-from ckptcore.conversion.staging import DONE, RECORDS, Publication, Staging
+from ckptcore.conversion.staging.remote_publication import Destination, is_published, publish_remote
+from ckptcore.conversion.staging.staged_plan import put_extra
+from ckptcore.conversion.staging.staging import DONE, RECORDS, Publication, Staging
 from ckptcore.errors import DestinationUnwritable
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed

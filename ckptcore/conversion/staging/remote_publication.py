@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.conversion.staging import DONE, ITSELF, PUTTING, REMOVING, Publication, Staging, note
+from ckptcore.conversion.staging.staging import DONE, ITSELF, PUTTING, REMOVING, Publication, Staging, note
 from ckptcore.errors import CkptError, DestinationExists, OutputMismatch
 from ckptcore.reading.file_digests import digest_of, has_digest
 from ckptcore.store import Store, fetch, join_url, open_store

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptcore.conversion.local_staging import LocalStaging
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging.local_staging import LocalStaging
+from ckptcore.conversion.staging.staging import Staging
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.store import is_s3, join_url, local_path, split_url
 
@@ -43,11 +43,11 @@ def open_staging(destination: str, catalog: Catalog | str | bool | None = False)
         return LocalStaging(destination)
     # Late imports: local conversions need no object store.
     if is_s3(destination):
-        from ckptcore.conversion.s3_staging import S3Staging
+        from ckptcore.conversion.staging.s3_staging import S3Staging
 
         claim = None if isinstance(catalog, bool) else DestinationClaim(catalog, destination)
         return S3Staging(destination, claim)
-    from ckptcore.conversion.object_staging import ObjectStaging
+    from ckptcore.conversion.staging.object_staging import ObjectStaging
 
     return ObjectStaging(destination)
 

@@ -36,7 +36,7 @@ from ckptcore.formats import FilePiece, SourceRange, by_name, open_source
 from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
-from ckptcore.operations.replacement import accepted
+from ckptcore.operations.retention.replacement import accepted
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, open_source_store
 from ckptcore.store.file_status import FileStatus, NameKind
