@@ -20,7 +20,9 @@ result. A failed check counts until it is repeated.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 FAILED, NOT_DONE, UNPROVEN, OK = "failed", "not-done", "unproven", "ok"
 WAIT_S = 60.0  # how long a server is asked: it may restart, or not have noticed the broken connection
 _PAUSE_S = 0.5
+_NO_CONNECTION: tuple[tuple[int, int], Connection | None] = ((0, 0), None)
 _RUNNING: dict[str, Identity] = {}  # conversion -> this process, as the catalog has it
 
 
@@ -75,6 +78,7 @@ class Catalog:
         self._readers = engine.execution_options(**{BEGIN: READER_BEGIN})
         self._queues = engine.execution_options(**{BEGIN: QUEUE_BEGIN})
         self._durable = engine.execution_options(**{DURABLE: True})
+        self._kept = _NO_CONNECTION  # of `kept_open`, with the process and thread that may use it
 
     @property
     def url(self) -> str:
@@ -124,17 +128,32 @@ class Catalog:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """Open a transaction on one snapshot of the catalog. It blocks nobody."""
-        with translated(self.url), self._readers.begin() as connection:
-            yield connection
+        owner, kept = self._kept
+        free = kept is not None and owner == _this_thread() and not kept.in_transaction()
+        with translated(self.url):
+            if kept is not None and free:
+                with kept.begin():
+                    yield kept
+            else:
+                with self._readers.begin() as connection:
+                    yield connection
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Keep one idle connection open: SQLite merges its log into the file when the last one closes."""
-        if self._engine.dialect.name != "sqlite":  # a server has few connections, and keeps its log
+        """Keep a connection for the reading methods of this thread.
+
+        SQLite opens a file for each connection, and merges its log into it when the last one closes.
+        """
+        # A server has few connections, and keeps its log.
+        if self._engine.dialect.name != "sqlite" or self._kept != _NO_CONNECTION:
             yield
             return
-        with translated(self.url), self._engine.connect():
-            yield
+        with translated(self.url), self._readers.connect() as connection:
+            self._kept = _this_thread(), connection
+            try:
+                yield
+            finally:
+                self._kept = _NO_CONNECTION
 
     def now(self) -> datetime:
         """Return the time by which leases and dates are compared (see `ckptcore.catalog.database.clock`)."""
@@ -478,6 +497,10 @@ class Catalog:
                 hint="`ckptcore fingerprint SRC` computes one",
             )
         return tuple(origins)
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 def _forget_processes(ended: Iterable[str]) -> None:

@@ -237,7 +237,7 @@ def _new_engine(url: URL, foreign_keys: bool) -> Engine:
 
         @event.listens_for(engine, "connect")
         def _habits(connection: Any, _record: Any) -> None:
-            journal = "WAL" if path is None else journal_mode(path)
+            journal = "WAL" if path is None else _journal_of(path, os.stat(path.parent).st_dev)
             connection.isolation_level = None  # or the driver would begin transactions on its own
             connection.text_factory = _text
             connection.execute(f"PRAGMA busy_timeout={WAIT_MS}")
@@ -350,6 +350,12 @@ def _passes(error: exc.SQLAlchemyError) -> bool:
     # Without a state there was no session: a server that refuses one says FATAL and why.
     gone = error.connection_invalidated or isinstance(error, exc.OperationalError)
     return gone and ("FATAL" not in message or any(text in message for text in PASSING_TEXTS))
+
+
+@functools.lru_cache(maxsize=8)
+def _journal_of(path: Path, device: int) -> str:
+    """Return `journal_mode`, asked once while the file's folder is on one device: a mount changes that."""
+    return journal_mode(path)
 
 
 def journal_mode(path: Path, mounts: str | None = None) -> str:

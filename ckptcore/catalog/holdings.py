@@ -8,11 +8,14 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Set
 from heapq import nsmallest
+from itertools import chain
+from struct import iter_unpack
 from typing import TYPE_CHECKING
 
-from sqlalchemy import delete, insert, or_, select, union, update
+from sqlalchemy import delete, func, insert, or_, select, union, update
 
 from ckptcore.catalog.models import Checkpoint, HoldingsRow, Tensor
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, resolve_checkpoint
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 _NOWHERE = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)
 _SAMPLE = 64  # tensors by which copies are looked for
+_HEX = re.compile("[0-9a-f]*")
 _ID_BYTES = 16  # as `ckptcore.fingerprints.holdings`, which the catalog does not import
 
 
@@ -69,9 +73,21 @@ def fingerprints_of(conn: Connection, public: str) -> dict[str, str] | None:
     return fingerprints if len(fingerprints) == len(rows) else None
 
 
-def may_hold(
-    conn: Connection, ids: Collection[bytes], manifests: Collection[str] = ()
-) -> tuple[CheckpointRow, ...]:
+def tensor_ids_of(conn: Connection, public: str) -> bytes | None:
+    """Return the content ids of all tensors of a checkpoint, packed, before equal ones are numbered.
+
+    One value of the database, whatever the number of tensors. None if the sum of one is unknown, or odd.
+    """
+    row, digits = resolve_checkpoint(conn, public), 2 * _ID_BYTES
+    complete = func.length(Tensor.fingerprint) == 2 * digits
+    ids = func.aggregate_strings(func.substr(Tensor.fingerprint, 1, digits), "")
+    of_row = select(func.count(), func.count().filter(complete), ids).where(Tensor.checkpoint_id == row)
+    count, complete_count, text = conn.execute(of_row).one()
+    is_odd = count != complete_count or (text is not None and _HEX.fullmatch(text) is None)
+    return None if is_odd else bytes.fromhex(text or "")
+
+
+def may_hold(conn: Connection, ids: Set[bytes], manifests: Collection[str] = ()) -> tuple[CheckpointRow, ...]:
     """Return the checkpoints that may hold some of these ids, by their records or as copies of a holder.
 
     Args:
@@ -95,5 +111,6 @@ def may_hold(
     return tuple(checkpoint_row(row) for row in holders)
 
 
-def _holds_some(blob: bytes, ids: Collection[bytes]) -> bool:
-    return any(blob[start : start + _ID_BYTES] in ids for start in range(0, len(blob), _ID_BYTES))
+def _holds_some(blob: bytes, ids: Set[bytes]) -> bool:
+    complete = memoryview(blob)[: len(blob) // _ID_BYTES * _ID_BYTES]
+    return not ids.isdisjoint(chain.from_iterable(iter_unpack(f"{_ID_BYTES}s", complete)))

@@ -46,6 +46,7 @@ _LOADABLE = {"ok": "yes", "failed": "no"}  # by the verdict of verify-export
 LARGEST_SUMMED = 2**50  # bytes that one row may have for an exact sum: 8191 such rows have 63 bits
 OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # transformers and PEFT open a model by these
 PREFIX = re.compile(r"[0-9a-f][0-9a-f-]{3,35}")
+_ID = re.compile(r"[0-9a-f-]{36}")  # a complete one: most callers have it, and its table is asked alone
 
 
 def list_checkpoints(
@@ -181,8 +182,12 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
 
     A URI names its current checkpoint, or the newest of the replaced ones. Raises `UsageError`.
     """
+    tables: tuple[type[Checkpoint | Conversion], ...] = (Checkpoint, Conversion)
+    for table in tables if _ID.fullmatch(ref) else ():
+        row_id = conn.execute(select(table.id).where(table.uuid == ref)).scalar()
+        if row_id is not None:
+            return table, row_id
     if PREFIX.fullmatch(ref.lower()):
-        tables: tuple[type[Checkpoint | Conversion], ...] = (Checkpoint, Conversion)
         matches = [
             (table, row.id, row.uuid)
             for table in tables

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ckptcore.core.manifest import Manifest
 from ckptcore.utils.distinct_values import unique
 
@@ -43,9 +45,10 @@ def used(manifest: Manifest) -> Used:
     """Return the use of each file. A manifest that was loaded, not read, has no ``described`` ones."""
     checkpoint = manifest.without_copies()
     chunks = [checkpoint.chunks, *([checkpoint.inputs.chunks] if checkpoint.inputs is not None else [])]
-    items = {blob.item for blob in checkpoint.blobs} | {n for c in chunks for n in unique(c.item).tolist()}
-    place = checkpoint.items.file
-    data = frozenset(checkpoint.files[int(place[item])].path for item in items if item >= 0)
+    blob_items = np.array([blob.item for blob in checkpoint.blobs], np.int64)
+    items = np.concatenate([blob_items, *(part.item for part in chunks)])
+    places = unique(checkpoint.items.file[items[items >= 0]])
+    data = frozenset(checkpoint.files[place].path for place in places.tolist())
     compared = frozenset(placed(manifest)) - data
     return Used(data, compared, manifest.read - data - compared)
 

@@ -198,7 +198,7 @@ def _elsewhere(
         read_apart: See `_read_apart`.
     """
     proven, looks = dict[str, Ids](), dict[str, str]()
-    left, tried = set(needed), set[str]()
+    left, tried = needed, set[str]()
     for copies in (False, True):  # who is known to hold them; then copies of all that is there
         digests = [hex_digest(manifest.digest) for manifest in manifests] if copies and left else []
         with catalog.reading() as conn:
@@ -212,7 +212,7 @@ def _elsewhere(
                 continue
             if proven_ids := copy[0] & left:  # else it is another name of the place
                 proven[row.uri], looks[row.uri] = proven_ids, copy[1]
-                left -= proven_ids
+                left = left - proven_ids
     return proven, looks
 
 

@@ -23,12 +23,15 @@ from ckptcore.fingerprints.holdings import (
     FILE,
     OBJECT,
     Holding,
+    Ids,
     file_holding,
     file_spec,
+    ids_of_tensors,
     leaf_holding,
     tensor_holdings,
     tensor_spec,
 )
+from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Settings
 from ckptcore.reading.file_digests import digest_of
 from ckptcore.reading.unused_in_items import unused_in_items
@@ -55,15 +58,22 @@ _COMPLETE = frozenset(
 )
 
 
-def tensors_read(
-    manifest: Manifest, settings: Settings, is_wanted: Callable[[str], bool] = lambda _spec: True
-) -> list[Holding]:
-    """Read tensors, and return their holdings, not numbered. wanted: whether to read those of a spec."""
-    rows = [n for n, t in enumerate(manifest.tensors) if is_wanted(tensor_spec(t.dtype, t.shape))]
-    if not rows:
-        return []
+def tensors_read(manifest: Manifest, settings: Settings) -> list[Holding]:
+    """Read all tensors, and return their holdings, not numbered."""
+    return tensor_holdings(_sums_read(manifest, settings), _sizes(manifest))
+
+
+def tensor_ids_read(manifest: Manifest, settings: Settings, is_wanted: Callable[[str], bool]) -> Ids:
+    """Read tensors, and return their content ids. is_wanted: whether to read those of a spec."""
+    forms = {(t.dtype, t.shape) for t in manifest.tensors}
+    wanted = {form for form in forms if is_wanted(tensor_spec(*form))}
+    rows = [row for row, t in enumerate(manifest.tensors) if (t.dtype, t.shape) in wanted]
     part = manifest if len(rows) == len(manifest.tensors) else select(manifest, rows)
-    return tensor_holdings(fingerprint(part, settings).tensors, _sizes(part))
+    return ids_of_tensors(_sums_read(part, settings))
+
+
+def _sums_read(manifest: Manifest, settings: Settings) -> tuple[Fingerprinted, ...]:
+    return fingerprint(manifest, settings).tensors if manifest.tensors else ()
 
 
 def tensors_recorded(manifest: Manifest, prints: Mapping[str, str]) -> list[Holding] | None:

@@ -5,27 +5,27 @@ Every folder and file that no checkpoint around it uses is tried as a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.catalog.normalize import hex_digest, storable
+from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import State
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
-from ckptcore.custody.holdings import file_holdings, inner_path, objects_of, tensors_read
+from ckptcore.custody.holdings import file_holdings, inner_path, objects_of, tensor_ids_read
 from ckptcore.errors import CkptError, UnknownFormat
 from ckptcore.fingerprints.holdings import (
     FILE,
+    ID_BYTES,
     TENSOR,
     Ids,
     file_spec,
     ids_of,
-    ids_of_tensors,
-    numbered,
+    numbered_ids,
     spec_digest,
 )
 from ckptcore.planning.request import Settings
@@ -75,23 +75,22 @@ def contents_at(
     def is_wanted(spec: str) -> bool:
         return spec_digest(TENSOR, spec) in specs
 
-    walk, ids = _walked(url, things), frozenset[bytes]()
+    walk, parts = _walked(url, things), list[Iterable[bytes]]()
     for place, manifest in walk.opened:
-        prints = _recorded_prints(catalog, place, manifest) if catalog is not None else None
-        names = [] if prints is None else [storable(t.fqn) for t in manifest.tensors]
-        if prints is not None and prints.keys() >= set(names):
-            ids |= ids_of_tensors(map(prints.__getitem__, names))
-        else:
+        tensor_ids = _recorded_ids(catalog, place, manifest) if catalog is not None else None
+        if tensor_ids is None:
             try:
-                ids |= ids_of(numbered(tensors_read(manifest, settings, is_wanted)))
+                tensor_ids = tensor_ids_read(manifest, settings, is_wanted)
             except CkptError as error:
                 if error.transient:
                     raise
-                walk.readable = False
-        ids |= ids_of(objects_of(manifest))
+                walk.readable, tensor_ids = False, frozenset()
+        parts += tensor_ids, ids_of(objects_of(manifest))
         walk.readable &= not manifest.unread
     sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in specs}
-    ids |= ids_of(file_holdings(url, things, sizes)) if sizes else frozenset()
+    if sizes:
+        parts.append(ids_of(file_holdings(url, things, sizes)))
+    ids = frozenset[bytes]().union(*parts)
     return PlaceContents(ids, walk.readable, tuple(manifest for _, manifest in walk.opened))
 
 
@@ -137,8 +136,8 @@ def _opened_at(walk: _Walk, place: str) -> Iterator[Manifest] | tuple[Manifest, 
     return tuple(opened)
 
 
-def _recorded_prints(catalog: Catalog, place: str, manifest: Manifest) -> Mapping[str, str] | None:
-    """Return recorded fingerprints of a checkpoint whose files are unchanged since it was published."""
+def _recorded_ids(catalog: Catalog, place: str, manifest: Manifest) -> Ids | None:
+    """Return the recorded ids of the tensors of a checkpoint whose files are those that were published."""
     recorded_row = catalog.at(place)
     if recorded_row is None or recorded_row[0].state != State.PRESENT.value:
         return None
@@ -149,4 +148,7 @@ def _recorded_prints(catalog: Catalog, place: str, manifest: Manifest) -> Mappin
     if recorded_row[0].manifest_digest != hex_digest(manifest.digest):
         return None
     with catalog.reading() as conn:
-        return recorded.fingerprints_of(conn, recorded_row[0].id)
+        packed_ids = recorded.tensor_ids_of(conn, recorded_row[0].id)
+    if packed_ids is None or len(packed_ids) != ID_BYTES * len(manifest.tensors):
+        return None
+    return numbered_ids(packed_ids)

@@ -67,8 +67,10 @@ def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
 
 def writer_of_place(conn: Any, uri: str) -> str | None:
     """Return the id of a conversion that now writes to a place, in it or around it, whatever its name."""
+    writing = maintenance.destinations(conn)
+    if not writing:  # as a rule
+        return None
     writers = maintenance.replacing(conn, uri)
     if writers:
         return writers[0]
-    writing = maintenance.destinations(conn)
     return next((writing[place] for place in Spellings(writing).of(uri)), None)

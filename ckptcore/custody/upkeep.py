@@ -25,15 +25,7 @@ from ckptcore.custody.obligation_records import (
     recorded_duty,
 )
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.fingerprints.holdings import (
-    TENSOR,
-    Holding,
-    Ids,
-    ids_of,
-    ids_of_tensors,
-    pack_specs,
-    unpack_ids,
-)
+from ckptcore.fingerprints.holdings import TENSOR, Holding, Ids, ids_of, numbered_ids, pack_specs, unpack_ids
 from ckptcore.store import join_url, listing, local_path, split_url
 from ckptcore.utils.isolation import attempt
 
@@ -197,8 +189,8 @@ def _add_beside(catalog: Catalog, duty: Duty, place: str) -> None:
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
     """Return the content ids that a checkpoint holds by its records."""
     packed_ids = holdings.ids_of_row(conn, row.id)
-    tensors = ids_of_tensors((holdings.fingerprints_of(conn, row.id) or {}).values())
-    return tensors | (unpack_ids(packed_ids) if packed_ids else frozenset())
+    tensor_ids = holdings.tensor_ids_of(conn, row.id)
+    return numbered_ids(tensor_ids or b"") | unpack_ids(packed_ids or b"")
 
 
 def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[str, ...]]:

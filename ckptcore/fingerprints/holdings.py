@@ -76,6 +76,12 @@ class StoredHoldings(Collection[Holding]):
         """Their content ids."""
         return frozenset(self.ids)
 
+    @property
+    def specs(self) -> set[tuple[str, str]]:
+        """Their kinds, each with the specs of it."""
+        kinds, _, _, specs, _ = self._columns
+        return set(zip(kinds, specs, strict=True))
+
     def __len__(self) -> int:
         """Return their number."""
         return len(self.ids)
@@ -160,11 +166,21 @@ def numbered(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
     return tuple(rows)
 
 
-def ids_of_tensors(fingerprints: Iterable[str]) -> Ids:
-    """Return the content ids of all tensors of a checkpoint, numbered. fingerprints: one for each, in hex."""
-    counts = Counter(map(tensor_id, fingerprints))
-    repeat_ids = (nth(id, n) for id, count in counts.items() if count > 1 for n in range(2, count + 1))
-    return frozenset(counts).union(repeat_ids)
+def ids_of_tensors(tensors: Iterable[Fingerprinted]) -> Ids:
+    """Return the content ids of all tensors of a checkpoint, numbered."""
+    digits = 2 * ID_BYTES
+    # All at once: of a million tensors, one id after the other takes five times as long.
+    return numbered_ids(bytes.fromhex("".join([row[3][:digits] for row in tensors])))
+
+
+def numbered_ids(blob: bytes) -> Ids:
+    """Return packed ids of all tensors of a checkpoint, numbered as `numbered` does."""
+    rows = _cut(blob)
+    ids = frozenset(rows)
+    if len(ids) == len(rows):
+        return ids
+    repeats = ((id, count) for id, count in Counter(rows).items() if count > 1)
+    return ids.union(nth(id, n) for id, count in repeats for n in range(2, count + 1))
 
 
 def nth(id: bytes, count: int) -> bytes:
@@ -186,7 +202,12 @@ def pack_ids(ids: Collection[bytes]) -> bytes:
 
 def unpack_ids(blob: bytes) -> Ids:
     """Return the content ids of `pack_ids`."""
-    return frozenset(blob[start : start + ID_BYTES] for start in range(0, len(blob), ID_BYTES))
+    return frozenset(_cut(blob))
+
+
+def _cut(blob: bytes) -> list[bytes]:
+    ids: list[bytes] = np.frombuffer(blob, f"V{ID_BYTES}").tolist()
+    return ids
 
 
 def pack(holdings: Collection[Holding]) -> bytes:
@@ -216,7 +237,7 @@ def unpack(blob: bytes) -> StoredHoldings:
         columns = (
             list(map(str, head["kinds"])),
             list(map(str, head["names"])),
-            np.frombuffer(arrays["ids"].tobytes(), f"V{ID_BYTES}").tolist(),
+            _cut(arrays["ids"].tobytes()),
             list(map(specs.__getitem__, arrays["spec"].tolist())),
             arrays["nbytes"].tolist(),
         )
@@ -227,7 +248,11 @@ def unpack(blob: bytes) -> StoredHoldings:
 
 def pack_specs(holdings: Iterable[Holding]) -> bytes:
     """Return a short digest of each spec of some holdings, to rule out equal contents without unpacking."""
-    return b"".join(sorted({spec_digest(kind, spec) for kind, spec in {(h.kind, h.spec) for h in holdings}}))
+    if isinstance(holdings, StoredHoldings):
+        specs = holdings.specs
+    else:
+        specs = {(holding.kind, holding.spec) for holding in holdings}
+    return b"".join(sorted({spec_digest(kind, spec) for kind, spec in specs}))
 
 
 @lru_cache(maxsize=1 << 16)

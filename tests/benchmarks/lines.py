@@ -403,6 +403,7 @@ LINES: tuple[Line, ...] = (
         ("many.py", "SRC", "OUT", "--ckptcore", "CKPTCORE"),
         ("--count", "20"),
     ),
+    Program("custody/gate-1000000", "disk", None, ("custody_gate.py",), ("--count", "20000", "--runs", "1")),
     Program("receiver/200-a-second", "disk", None, ("receiver.py",), ("--seconds", "2")),
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
     _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),

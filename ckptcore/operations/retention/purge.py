@@ -51,15 +51,7 @@ from ckptcore.custody.set_aside import (
     require_files,
 )
 from ckptcore.errors import Busy, CkptError, Conflict, SourceUnreadable, UsageError
-from ckptcore.fingerprints.holdings import (
-    FILE,
-    Holding,
-    ids_of,
-    ids_of_tensors,
-    numbered,
-    pack_ids,
-    pack_specs,
-)
+from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, numbered_ids, pack_ids, pack_specs
 from ckptcore.operations.registered_files import compare, same_manifest
 from ckptcore.operations.retention.replacement import child_of
 from ckptcore.operations.retention.setting_aside import freed_bytes, require_untied, row_of
@@ -493,9 +485,9 @@ def _read_child(
     for wrong in compare(uri, other_files).findings if other_files else ():
         raise UsageError(f"{uri}: {wrong.message}")
     with catalog.writing() as conn:
-        recorded_prints = recorded.fingerprints_of(conn, detail.checkpoint.id)
         # Then a gate need not read it again: a publication is too young to have a stamp of its own.
-        is_recorded = ids_of_tensors((recorded_prints or {}).values()) == ids_of(tensors)
+        tensor_ids = recorded.tensor_ids_of(conn, detail.checkpoint.id)
+        is_recorded = numbered_ids(tensor_ids or b"") == ids_of(tensors)
         unchanged = stamp if is_recorded and stamp == published_stamp(manifest) else None
         recorded.keep(conn, detail.checkpoint.id, pack_ids(child_ids), unchanged)
     replacing_ids = ids_of(expects) if expects else child_ids

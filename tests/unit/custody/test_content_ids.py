@@ -22,6 +22,7 @@ from ckptcore.fingerprints.holdings import (
     TENSOR,
     Holding,
     ids_of,
+    ids_of_tensors,
     leaf_holding,
     nth,
     numbered,
@@ -29,6 +30,7 @@ from ckptcore.fingerprints.holdings import (
     pack_ids,
     pack_specs,
     spec_digest,
+    tensor_holdings,
     unpack,
     unpack_ids,
     unpack_specs,
@@ -125,6 +127,7 @@ def test_packed_holdings_are_those_that_were_packed() -> None:
     assert unpack(pack(())) == ()
     ids = ids_of(rows)
     assert unpack_ids(pack_ids(ids)) == ids
+    assert pack_specs(unpack(pack(rows))) == pack_specs(rows)
     assert unpack_specs(pack_specs(rows)) >= {spec_digest(TENSOR, "bfloat16[4]")}
     for data in (b"", b"x", pack(rows)[:-1]):
         with pytest.raises((ValueError, ckptcore.errors.CkptError)):
@@ -142,6 +145,14 @@ def test_the_record_beside_a_copy(tmp_path: Path) -> None:
     assert len(read_duties(place)) == 1
     drop_duties(place, ["an id"])
     assert (read_duties(place), os.listdir(tmp_path)) == ((), [])
+
+
+@pytest.mark.parametrize("names", ["", "a", "abc"])
+def test_ids_alone_are_those_of_holdings(names: str) -> None:
+    digits = dict(zip("abc", "121", strict=True))
+    sums = [(name, "float32", (2,), 64 * digits[name]) for name in names]
+    assert ids_of_tensors(sums) == ids_of(numbered(tensor_holdings(sums, {})))
+    assert len(ids_of_tensors(sums)) == len(names)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[" * 100_000, b'{"version":1,"obligations":[{}]}'])
