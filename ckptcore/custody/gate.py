@@ -35,7 +35,7 @@ from ckptcore.custody.obligation_records import (
 from ckptcore.custody.place_contents import PlaceContents, contents_at
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUnreadable
-from ckptcore.fingerprints.holdings import Ids, ids_of, unpack_specs
+from ckptcore.fingerprints.holdings import Ids, common, ids_of, in_one, unpack_specs
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.file_status import FileStatus
@@ -166,13 +166,14 @@ def judge(
         return Judged()
     specs = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
     read_contents = contents_at(place, things, specs, settings, catalog)
-    matched = {duty.row.id: _matched(duty, read_contents, place) - staying for duty in duties}
-    needed = frozenset[bytes]().union(*matched.values())
+    matched = {duty.row.id: _matched(duty, read_contents, place) for duty in duties}
+    if staying:
+        matched = {key: ids - staying for key, ids in matched.items()}
+    missing = in_one(matched.values())
     proven, looks = dict[str, Ids](), dict[str, str]()
-    if catalog is not None and needed:
+    if catalog is not None and missing:
         read_apart = partial(_read_apart, catalog, place, things, specs, settings, at_rest)
-        proven, looks = _elsewhere(catalog, needed, read_contents.manifests, read_apart)
-    missing = needed.difference(*proven.values())
+        proven, looks, missing = _elsewhere(catalog, missing, read_contents.manifests, read_apart)
     if missing:
         raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
     moves = {
@@ -185,20 +186,20 @@ def judge(
 
 def _elsewhere(
     catalog: Catalog,
-    needed: Ids,
+    left: Ids,
     manifests: Collection[Manifest],
     read_apart: Callable[[CheckpointRow], tuple[Ids, str]],
-) -> tuple[dict[str, Ids], dict[str, str]]:
-    """Return the places that hold needed contents, with what was read there now, and how their files looked.
+) -> tuple[dict[str, Ids], dict[str, str], Ids]:
+    """Return the places that hold contents, with what was read there now, how files looked, and the rest.
 
     Args:
         catalog: The catalog, which says where to look.
-        needed: Content ids.
+        left: Content ids.
         manifests: Of the checkpoints at the place that may go: copies have the same.
         read_apart: See `_read_apart`.
     """
     proven, looks = dict[str, Ids](), dict[str, str]()
-    left, tried = needed, set[str]()
+    tried = set[str]()
     for copies in (False, True):  # who is known to hold them; then copies of all that is there
         digests = [hex_digest(manifest.digest) for manifest in manifests] if copies and left else []
         with catalog.reading() as conn:
@@ -210,10 +211,10 @@ def _elsewhere(
             copy = attempt(read_apart, row)
             if isinstance(copy, CkptError):  # it is away, or being written
                 continue
-            if proven_ids := copy[0] & left:  # else it is another name of the place
+            if proven_ids := common(left, copy[0]):  # else it is another name of the place
                 proven[row.uri], looks[row.uri] = proven_ids, copy[1]
                 left = left - proven_ids
-    return proven, looks
+    return proven, looks, left
 
 
 def _read_apart(
@@ -261,7 +262,7 @@ def _matched(duty: Duty, place_contents: PlaceContents, place: str) -> Ids:
         and relation(identify(duty.row.place), identify(place)) is not Relation.APART
     ):
         return duty_ids
-    return duty_ids & place_contents.ids
+    return common(duty_ids, place_contents.ids)
 
 
 def _around(place: str) -> Iterator[str]:

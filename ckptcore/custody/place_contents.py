@@ -5,7 +5,7 @@ Every folder and file that no checkpoint around it uses is tried as a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptcore.catalog import holdings as recorded
@@ -25,6 +25,7 @@ from ckptcore.fingerprints.holdings import (
     Ids,
     file_spec,
     ids_of,
+    in_one,
     numbered_ids,
     spec_digest,
 )
@@ -75,7 +76,7 @@ def contents_at(
     def is_wanted(spec: str) -> bool:
         return spec_digest(TENSOR, spec) in specs
 
-    walk, parts = _walked(url, things), list[Iterable[bytes]]()
+    walk, parts = _walked(url, things), list[Ids]()
     for place, manifest in walk.opened:
         tensor_ids = _recorded_ids(catalog, place, manifest) if catalog is not None else None
         if tensor_ids is None:
@@ -90,8 +91,7 @@ def contents_at(
     sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in specs}
     if sizes:
         parts.append(ids_of(file_holdings(url, things, sizes)))
-    ids = frozenset[bytes]().union(*parts)
-    return PlaceContents(ids, walk.readable, tuple(manifest for _, manifest in walk.opened))
+    return PlaceContents(in_one(parts), walk.readable, tuple(manifest for _, manifest in walk.opened))
 
 
 def _walked(url: str, things: Mapping[str, FileStatus]) -> _Walk:

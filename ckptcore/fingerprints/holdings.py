@@ -195,6 +195,17 @@ def ids_of(holdings: Iterable[Holding]) -> Ids:
     return frozenset(holding.id for holding in holdings if holding.id is not None)
 
 
+def in_one(parts: Iterable[Ids]) -> Ids:
+    """Return the ids of all parts; where all are in one of them, this one, and no copy of a million ids."""
+    filled = [part for part in parts if part]
+    return filled[0] if len(filled) == 1 else frozenset[bytes]().union(*filled)
+
+
+def common(ids: Ids, others: Ids) -> Ids:
+    """Return the ids that are in both; where the others have all, these, and no copy."""
+    return ids if ids <= others else ids & others
+
+
 def pack_ids(ids: Collection[bytes]) -> bytes:
     """Return content ids in one blob, sorted."""
     return b"".join(sorted(ids))
