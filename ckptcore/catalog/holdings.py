@@ -65,12 +65,11 @@ def ids_of_row(conn: Connection, public: str) -> bytes | None:
     return conn.execute(select(HoldingsRow.ids).where(HoldingsRow.checkpoint_id == row)).scalar()
 
 
-def fingerprints_of(conn: Connection, public: str) -> dict[str, str] | None:
-    """Return FQN -> fingerprint of all tensors of a checkpoint; None if one is unknown."""
-    row = resolve_checkpoint(conn, public)
-    rows = conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(Tensor.checkpoint_id == row)).all()
-    fingerprints = {fqn: fingerprint for fqn, fingerprint in rows if fingerprint is not None}
-    return fingerprints if len(fingerprints) == len(rows) else None
+def fingerprints_of(conn: Connection, public: str) -> dict[str, str]:
+    """Return FQN -> fingerprint of the tensors of a checkpoint whose fingerprint is known."""
+    row, has_sum = resolve_checkpoint(conn, public), Tensor.fingerprint.is_not(None)
+    rows = select(Tensor.fqn, Tensor.fingerprint).where(Tensor.checkpoint_id == row, has_sum)
+    return {tensor.fqn: tensor.fingerprint or "" for tensor in conn.execute(rows)}
 
 
 def tensor_ids_of(conn: Connection, public: str) -> bytes | None:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 
-from ckptcore.catalog.normalize import storable
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.comparison.object_leaves import exact_leaves
 from ckptcore.core.manifest import Manifest
@@ -60,7 +59,7 @@ _COMPLETE = frozenset(
 
 def tensors_read(manifest: Manifest, settings: Settings) -> list[Holding]:
     """Read all tensors, and return their holdings, not numbered."""
-    return tensor_holdings(_sums_read(manifest, settings), _sizes(manifest))
+    return tensor_holdings(_sums_read(manifest, settings), {t.fqn: t.nbytes for t in manifest.tensors})
 
 
 def tensor_ids_read(manifest: Manifest, settings: Settings, is_wanted: Callable[[str], bool]) -> Ids:
@@ -74,18 +73,6 @@ def tensor_ids_read(manifest: Manifest, settings: Settings, is_wanted: Callable[
 
 def _sums_read(manifest: Manifest, settings: Settings) -> tuple[Fingerprinted, ...]:
     return fingerprint(manifest, settings).tensors if manifest.tensors else ()
-
-
-def tensors_recorded(manifest: Manifest, prints: Mapping[str, str]) -> list[Holding] | None:
-    """Return the holdings of tensors by recorded fingerprints, not numbered; None if one is unknown.
-
-    prints: FQN, as the catalog stores it -> fingerprint.
-    """
-    names = [storable(t.fqn) for t in manifest.tensors]
-    if not prints.keys() >= set(names):
-        return None
-    rows = ((t.fqn, t.dtype, t.shape, prints[name]) for t, name in zip(manifest.tensors, names, strict=True))
-    return tensor_holdings(rows, _sizes(manifest))
 
 
 def objects_of(manifest: Manifest) -> Iterator[Holding]:
@@ -174,7 +161,3 @@ def _unused(manifest: Manifest, accounted: Collection[str]) -> dict[str, int]:
                 nbytes.get(unused_range.file, 0) + unused_range.end - unused_range.start
             )
     return nbytes
-
-
-def _sizes(manifest: Manifest) -> dict[str, int]:
-    return {t.fqn: t.nbytes for t in manifest.tensors}

@@ -87,7 +87,7 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
         in_place = local_path(place) is None  # nothing of it can be set aside: copies are read once more
         if in_place and nothing_at(place):  # an interrupted run was admitted, and removed it
             return ""
-        asked = judged is not None and catalog is not None and writer.conversion is not None
+        asked = catalog is not None and writer.conversion is not None
         # Another catalog may count on what is here since then: its records say so.
         if judged is not None and asked and not (judged.moves and in_place) and not duties_beside(place):
             with suppress(Busy, SourceChanged):  # of a copy, since it was planned: another one may do

@@ -596,14 +596,6 @@ def _unlink(name: str, folder_fd: int, full: str, things: Mapping[str, FileStatu
     host.unlink(name, dir_fd=folder_fd)
 
 
-def _removed_empty(name: str, parent_fd: int) -> bool:
-    try:
-        host.rmdir(name, dir_fd=parent_fd)
-    except OSError:
-        return False
-    return True
-
-
 def _exists(name: str, folder_fd: int) -> bool:
     try:
         os.stat(name, dir_fd=folder_fd, follow_symlinks=False)

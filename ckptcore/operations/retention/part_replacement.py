@@ -22,10 +22,9 @@ from ckptcore.comparison.verify_export import PartProof, compare_part
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
-from ckptcore.fingerprints.sums import checkpoint_fingerprint
 from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import is_kept
-from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
+from ckptcore.naming.training_state import StoredKinds
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.text import some
@@ -42,15 +41,11 @@ class ProvenPart:
     """The proof that an export holds the model part of its source.
 
     Attributes:
-        fingerprint: Of the export's tensors.
-        cast: Whether the export is cast.
         recomputed: Whether both sides were read for this.
         losses: Tensors and objects that the export lacks; of cast ones, the precision.
         proof: The comparison.
     """
 
-    fingerprint: str
-    cast: bool
     recomputed: bool
     losses: tuple[GivenUp, ...]
     proof: PartProof
@@ -93,15 +88,8 @@ def prove_part(
         raise UsageError(f"names of {child.uri} were mapped in another way when it was made; {_READS}")
     if settings is None and proof.cast:
         raise UsageError(f"{child.uri} is cast, and its conversion does not say so; {_READS}")
-    fingerprint = checkpoint_fingerprint(proof.tensors) if settings is not None else child.fingerprint
-    assert fingerprint is not None  # a proof by record requires it
     losses = (*_casts(proof), *_dropped(manifest, request, proof))
-    return ProvenPart(fingerprint, bool(proof.cast), settings is not None, losses, proof)
-
-
-def is_training_state(loss: GivenUp) -> bool:
-    """Return whether ``--accept-loss optimizer`` accepts a loss."""
-    return loss.kind in TRAINING_STATE
+    return ProvenPart(settings is not None, losses, proof)
 
 
 def _require_recorded(conversion: ConversionRow, child: CheckpointRow) -> None:

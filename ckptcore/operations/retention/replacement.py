@@ -37,7 +37,6 @@ from ckptcore.custody.holdings import (
     file_holdings,
     objects_of,
     rest_of,
-    tensors_recorded,
 )
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.set_aside import require_files
@@ -52,16 +51,9 @@ from ckptcore.fingerprints.holdings import (
     tensor_holdings,
 )
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
-from ckptcore.naming.training_state import StoredKinds
+from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
 from ckptcore.operations.registered_files import digests_read, same_manifest
-from ckptcore.operations.retention.part_replacement import (
-    CAST,
-    MODEL,
-    OPTIMIZER,
-    ProvenPart,
-    is_training_state,
-    prove_part,
-)
+from ckptcore.operations.retention.part_replacement import CAST, MODEL, OPTIMIZER, prove_part
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 from ckptcore.store.file_status import FileStatus, NameKind
@@ -105,7 +97,7 @@ class Allowed:
             return self.cast
         if loss.kind == MODEL:
             return False
-        return (self.optimizer and is_training_state(loss)) or accepted(loss.name, self.loss)
+        return (self.optimizer and loss.kind in TRAINING_STATE) or accepted(loss.name, self.loss)
 
 
 def accepted(name: str, globs: Iterable[str]) -> bool:
@@ -267,22 +259,24 @@ class _Side:
             sums = fingerprint(self.manifest, fingerprint_settings).tensors
             self.record(sums)
             self.fingerprint = checkpoint_fingerprint(sums)
-            return numbered(tensor_holdings(sums, {t.fqn: t.nbytes for t in self.manifest.tensors}))
-        with self.catalog.reading() as conn:
-            prints = recorded.fingerprints_of(conn, self.row.id)
-        holdings = None if prints is None else tensors_recorded(self.manifest, prints)
+            return self.holdings(sums)
         if self.row.fingerprint is None:
             return None
-        rows = [
-            (t.fqn, t.dtype, t.shape, (prints or {}).get(storable(t.fqn), "")) for t in self.manifest.tensors
-        ]
-        # A row that was edited proves nothing.
-        if holdings is None or checkpoint_fingerprint(rows) != self.row.fingerprint:
+        with self.catalog.reading() as conn:
+            prints = recorded.fingerprints_of(conn, self.row.id)
+        tensors = self.manifest.tensors
+        sums = tuple((t.fqn, t.dtype, t.shape, prints.get(storable(t.fqn), "")) for t in tensors)
+        # A row that was edited proves nothing, and none may be missing.
+        if checkpoint_fingerprint(sums) != self.row.fingerprint:
             raise UsageError(
                 f"the fingerprint of {self.row.uri} in the catalog does not match those of its tensors; "
                 "--fingerprint recomputes it"
             )
-        return numbered(holdings)
+        return self.holdings(sums)
+
+    def holdings(self, sums: Iterable[Fingerprinted]) -> tuple[Holding, ...]:
+        """Return the holdings of its tensors by their sums."""
+        return numbered(tensor_holdings(sums, {t.fqn: t.nbytes for t in self.manifest.tensors}))
 
     def record(self, sums: Iterable[Fingerprinted]) -> None:
         """Record sums that were just read."""
@@ -318,7 +312,9 @@ def _judged(
         if part.recomputed:
             # The next gate then finds these sums in the catalog, and need not read the export.
             child_side.record(part.proof.tensors)
-        tensor_losses, relied_tensors, proof = part.losses, _of_part(child_side, part), PART
+            child_side.tensors = child_side.holdings(part.proof.tensors)
+        assert child_side.tensors is not None  # a proof by record requires its fingerprint
+        tensor_losses, relied_tensors, proof = part.losses, child_side.tensors, PART
     else:
         tensor_losses, relied_tensors = _tensor_losses(source, child_side, conversion)
         proof = FULL
@@ -366,16 +362,6 @@ def _tensor_losses(
         raise UsageError(why)
     source_ids = ids_of(source.tensors)
     return [], tuple(holding for holding in child.tensors if holding.id in source_ids)
-
-
-def _of_part(child: _Side, part: ProvenPart) -> tuple[Holding, ...]:
-    """Return the tensors of an export that are its model part of its source."""
-    if part.recomputed:
-        sizes = {t.fqn: t.nbytes for t in child.manifest.tensors}
-        return numbered(tensor_holdings(part.proof.tensors, sizes))
-    if child.tensors is None:
-        raise UsageError(f"the fingerprint of {child.row.uri} is not known; --fingerprint computes it")
-    return child.tensors
 
 
 def _beside(

@@ -117,8 +117,8 @@ class RetireDecision:
     @property
     def given_up(self) -> tuple[GivenUp, ...]:
         """What is lost with the source, as it was allowed."""
-        allowed = self.replacement is not None and self.replacement.child is not None
-        return self.replacement.losses if self.replacement is not None and allowed else ()
+        replacement = self.replacement
+        return () if replacement is None or replacement.child is None else replacement.losses
 
     @property
     def freed(self) -> int:
