@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptcore.operations.scrub import Looked, Scrubbed
 
 _MOST = 50  # unproven names that are printed for one source
+_WARNINGS = 3  # of one checkpoint of a sweep that are printed
 
 
 def item_line(as_json: bool) -> Callable[[SweepItem], None]:
@@ -31,7 +32,8 @@ def item_line(as_json: bool) -> Callable[[SweepItem], None]:
         nonlocal last
         text = _item(item)
         if text != last:  # a checkpoint that cannot be read is so for each of its outputs
-            terminal.line(text, err=as_json)
+            for printed in (text, *_warnings(item)):
+                terminal.line(printed, err=as_json)
         last = text
 
     return line
@@ -212,6 +214,13 @@ def _item(item: SweepItem) -> str:
     to = f" -> {item.destination}" if item.standing in ("ready", "made") else ""
     why = f": {item.why}" if item.why else ""
     return f"{item.standing:<9} {item.source}{to}{why}"
+
+
+def _warnings(item: SweepItem) -> list[str]:
+    """Return the lines of a checkpoint's warnings; none of what an earlier sweep converted."""
+    raised = [f for f in item.findings if f.severity == "warning" and item.standing != "converted"]
+    lines = [f"{'':<9} {f.code}: {f.message}" for f in raised[:_WARNINGS]]
+    return lines + ([f"{'':<9} {len(raised) - _WARNINGS} more warnings"] if len(raised) > _WARNINGS else [])
 
 
 def _counts(counts: Mapping[str, int], none: str = "no checkpoint was found") -> str:

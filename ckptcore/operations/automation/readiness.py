@@ -54,7 +54,7 @@ class Readiness:
         stamp: Of its files.
         changed_at: When its files changed last.
         message: Why it is not complete.
-        findings: Of the check.
+        findings: Of the check: the errors; of a complete checkpoint the warnings.
         source_digest: Of a complete checkpoint (`ckptcore.operations.automation.claims.source_digest`).
         manifest_digest: Of the manifest, if it was read.
         manifest: The manifest, if it was read just now.
@@ -121,7 +121,8 @@ def recalled(before: SightingRow | None, recover: bool) -> Readiness | None:
 
 
 def _recorded(before: SightingRow, stamp: str, changed: datetime) -> Readiness:
-    message = before.findings[0].message if before.findings else ""
+    is_complete = before.state == Condition.COMPLETE
+    message = before.findings[0].message if before.findings and not is_complete else ""
     return Readiness(
         Condition(before.state),
         stamp,
@@ -141,9 +142,9 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Readines
         # An unreadable part does not make a checkpoint broken: the target decides whether it is needed.
         errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)
         if not errors:
-            return Readiness(
-                Condition.COMPLETE, stamp, changed, "", (), source_digest(manifest), manifest.digest, manifest
-            )
+            warnings = tuple(f for f in report.findings if f.severity == "warning")
+            digests = source_digest(manifest), manifest.digest
+            return Readiness(Condition.COMPLETE, stamp, changed, "", warnings, *digests, manifest)
         return Readiness(
             Condition.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest
         )
