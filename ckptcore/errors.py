@@ -416,8 +416,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "unproven-whole": (
         "warning",
-        "files are read as the complete save, as their writer makes it; nothing in them proves that",
-        "compare the shapes with the model's, or export it with --config",
+        "files are read as the complete save; nothing in them proves that no part is missing",
+        "put the model's config.json beside them, or compare the names and shapes with the model's",
     ),
     "files-differ": (
         "error",

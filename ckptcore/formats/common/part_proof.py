@@ -22,21 +22,20 @@ from ckptcore.core.manifest import Blob
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.part_names import PartName, absent_parts, series
+from ckptcore.formats.common.model_layers import ModelLayers, layers_of
+from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
 from ckptcore.naming.peft import adapter_fit
 from ckptcore.utils.foreign_text import InvalidText
 
 Shape = tuple[int, ...]
 _MAX_LISTED = 100  # missing files that are named
 _MAX_CONFIG = 1 << 20
-_BLOCK = 4  # tensors that a block of a model has at least; a linear or a norm has two
 _ALONE = "name their folder to read all of them, or read this one with --allow-incomplete"
 _FIND = "copy it from where it was written, or read the others with --allow-incomplete"
 _UNPROVEN = (
     "add what states it, such as a config.json or an index; export it with --config; or accept what is there "
     "with --allow-incomplete"
 )
-_NUMBERED = re.compile(r"^(.*?(?:^|\.)(?:layers?|blocks|h)\.)(\d{1,6})\.(.+)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _LORA = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.|$)")
 # Composer's state (composer/core/state.py, `State.state_dict`): of the job, and of the models that it wraps.
@@ -74,45 +73,31 @@ def part_findings(
         findings += _half_pairs(source, shapes) or _unlike_adapted(source, paths, shapes)
     if not findings:
         findings += (
-            unless_torn(source, files or {}, shapes) if len(paths) > 1 else _unless_all_layers(paths, shapes)
+            unless_torn(source, files or {}, shapes)
+            if len(paths) > 1
+            else _unless_complete(source, next(iter(paths)), shapes)
         )
     return findings
 
 
-def _unless_all_layers(paths: Collection[str], shapes: Mapping[str, Shape]) -> list[Finding]:
-    """Return the warning that a file alone lacks layers, whatever its name is."""
-    lacking = _absent_from_layers(shapes)
+def _unless_complete(source: Source, path: str, shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the finding that a file alone may be one of several, whatever its name is."""
     # Adapters have the layers that they adapt.
-    if lacking is None or any(_LORA.search(name) for name in shapes):
+    if any(_LORA.search(name) for name in shapes):
         return []
-    path = next(iter(paths))
-    message = f"{lacking} is not in {path}, and other layers have it: {path} may be one of several parts"
-    return [finding("unproven-whole", "files", message, file=path)]
-
-
-def _absent_from_layers(names: Iterable[str]) -> str | None:
-    """Return a tensor that the numbers of layers imply and no name has; None without one.
-
-    Numbers begin at 0 and have no gaps, and what all other layers have is in the first one and in the last.
-    Modules of an ``nn.Sequential``, which are numbered with those without weights, have fewer tensors.
-
-    >>> names = [f"layers.{n}.{k}" for n in range(4) for k in "qkvo"]
-    >>> [_absent_from_layers(names[a:b]) for a, b in ((0, 16), (4, 16), (0, 15), (0, 12))]
-    [None, 'layers.0.k', 'layers.3.o', None]
-    """
-    for container, layers in _layers_of(dict.fromkeys(names, "")).items():
-        alike = Counter(frozenset(layer) for layer in layers.values())
-        usual, most = alike.most_common(1)[0]
-        if len(usual) < _BLOCK:
-            continue
-        gap = next((n for n in range(len(layers)) if n not in layers), None)
-        if gap is not None:
-            return f"{container}{gap}.{min(usual)}"
-        for number in (0, len(layers) - 1):
-            layer = layers[number].keys()
-            if most > 1 and most == len(layers) - 1 and layer < usual:
-                return f"{container}{number}.{min(usual - layer)}"
-    return None
+    layers = ModelLayers(shapes)
+    reason = f"{gap} is not there, and other layers have it" if (gap := layers.gap()) is not None else None
+    # Where the name states a number, what proves it has proven the ends.
+    if part_name(path) is None and layers.are_several:
+        config = json_beside(source, "config.json")
+        if (layer := layers.stated_beyond(config)) is not None:
+            code = "missing-part" if source.recover else "unproven-parts"
+            message = f"config.json states more layers than {path} has: {layer} is not there"
+            return [finding(code, "files", message, file=path, hint=_FIND)]
+        reason = reason or layers.open_end(config)
+    if reason is None:
+        return []
+    return [finding("unproven-whole", "files", f"{reason}: {path} may be one of several parts", file=path)]
 
 
 def _half_pairs(source: Source, shapes: Mapping[str, Shape]) -> list[Finding]:
@@ -193,7 +178,7 @@ def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
     >>> torn_layer(dict.fromkeys(names[:6], "a") | dict.fromkeys(names[7:], "b"))
     ('layers.2.q', 'b')
     """
-    for container, layers in _layers_of(files).items():
+    for container, layers in layers_of(files).items():
         alike = Counter(frozenset(layer) for layer in layers.values())
         # Names that one layer alone has are no rule for the others.
         usual, most = alike.most_common(1)[0]
@@ -206,17 +191,6 @@ def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
                 after = min(n for n in layers if n > number)
                 return f"{container}{number + 1}.{min(usual)}", next(iter(layers[after].values()))
     return None
-
-
-def _layers_of(files: Mapping[str, str]) -> dict[str, dict[int, dict[str, str]]]:
-    """Return what is before a layer's number -> number -> name in the layer -> file, of tensors in files."""
-    containers: dict[str, dict[int, dict[str, str]]] = {}
-    for name, file in files.items():
-        match = _NUMBERED.match(name)
-        if match:
-            layers = containers.setdefault(match[1], {})
-            layers.setdefault(int(match[2]), {})[match[3]] = file
-    return containers
 
 
 def _of_series(

@@ -205,6 +205,131 @@ def test_a_file_that_lacks_layers(
         assert [f.code for f in findings(source) if f.severity != "info"] == ["unproven-whole"] * warns
 
 
+def cut_by(order: Sequence[str], at: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model before a name, in an order of names."""
+    return {name: model()[name] for name in order[: order.index(at)]}
+
+
+STORED = list(model())
+# Cuts between two tensors: in the order of modules, and in that of names, where the head is first.
+ENDS_LOST = {
+    "norm and head": cut_by(STORED, "model.layers.2.self_attn.q_proj.weight"),
+    "all behind the layers": cut_by(STORED, "model.norm.weight"),
+    "norm, by name": cut_by(sorted(STORED), "model.layers.2.input_layernorm.weight"),
+    "embedding": {n: t for n, t in model().items() if n != "model.embed_tokens.weight"},
+    "layers": {n: t for n, t in model().items() if ".layers." not in n},
+    "all but the head": {"lm_head.weight": torch.ones(2, 2)},
+}
+
+
+VERBS = {
+    "validate": ("--level", "bytes"),
+    "consolidate": ("{}/whole.safetensors", "--overwrite"),
+    "export": ("{}/export", "--config", "none", "--overwrite"),
+    "reshard": ("{}/mesh", "--mesh", "dp=2", "--to", "dcp", "--overwrite"),
+}
+
+
+@pytest.mark.parametrize("lost", ENDS_LOST)
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_file_that_lacks_an_end(lost: str, suffix: str, tmp_path: Path) -> None:
+    """Nothing states that it is a part, and nothing in it shows that it is not."""
+    path = tmp_path / write(tmp_path / f"weights.{suffix}", ENDS_LOST[lost])
+    for source in (tmp_path, path):
+        assert [f.code for f in findings(source) if f.severity != "info"] == ["unproven-whole"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "suffix"),
+    [
+        pytest.param(lost, suffix, marks=[] if (n, suffix) == (0, "safetensors") else pytest.mark.soak)
+        for n, lost in enumerate(ENDS_LOST)
+        for suffix in ("safetensors", "pt")
+    ],
+)
+def test_every_verb_says_that_an_end_may_be_lost(
+    lost: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "runs" / "cut" / "step-10"
+    step.mkdir(parents=True)
+    path = step / write(step / f"weights.{suffix}", ENDS_LOST[lost])
+    for source in (step, path):
+        for verb, arguments in VERBS.items():
+            capsys.readouterr()
+            assert run([verb, str(source), *(a.format(tmp_path) for a in arguments), "--output", "json"]) == 0
+            answer = json.loads(capsys.readouterr().out)
+            raised = {f["code"] for f in answer.get("findings", answer.get("warnings"))}
+            assert "unproven-whole" in raised, (verb, source)
+    assert swept(tmp_path / "runs", capsys) == {"cut": "made"}
+    run(["sweep", "--min-age", "0s", "--output", "json"])
+    (item,) = json.loads(capsys.readouterr().out)["items"]
+    assert "unproven-whole" in {f["code"] for f in item["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("layers", "config", "code"),
+    [
+        (N, CONFIG, None),
+        (N - 1, CONFIG, "unproven-parts"),
+        (N - 1, {"n_layer": N}, "unproven-parts"),
+        (N - 1, {"text_config": {"num_layers": N}, "vision_config": {"depth": N - 1}}, None),
+    ],
+)
+def test_the_layers_that_a_config_states(
+    layers: int, config: dict[str, object], code: str | None, tmp_path: Path
+) -> None:
+    """The last layers are not there, and what is behind them is: a config decides."""
+    path = tmp_path / write(tmp_path / "model.safetensors", model(layers))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for source in (tmp_path, path):
+        assert [f.code for f in findings(source) if f.severity != "info"] == [code] * (code is not None)
+        assert (run(["validate", str(source)]) == 0) is (code is None)
+        assert run(["validate", str(source), "--allow-incomplete"]) == 0
+
+
+def test_an_end_that_a_config_states(tmp_path: Path) -> None:
+    path = tmp_path / write(
+        tmp_path / "model.safetensors", {n: t for n, t in model().items() if n != "lm_head.weight"}
+    )
+    for config, codes in (
+        (None, []),
+        ({**CONFIG, "tie_word_embeddings": True}, []),
+        (CONFIG, ["unproven-whole"]),
+    ):
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        assert [f.code for f in findings(path) if f.severity != "info"] == codes
+
+
+# Modules in their order in the file; "*" has two layers.
+FAMILIES = {
+    "embed_out neox.embed_in neox.final_layer_norm neox.layers.*": (".safetensors", {}, True),  # by name
+    "embed_out neox.embed_in neox.final_layer_norm neox.h.*": (".safetensors", {"n_layers": 2}, False),
+    "neox.embed_in neox.layers.* neox.final_layer_norm embed_out": (".pt", {}, False),
+    "bert.embeddings.LayerNorm bert.encoder.layer.*": (".pt", {}, True),
+    "bert.embeddings.LayerNorm bert.layer.*": (".pt", {"num_hidden_layers": 2}, False),
+    "bert.embeddings.LayerNorm bert.encoder.layer.* bert.pooler.dense": (".pt", {}, False),
+    "shared encoder.block.* encoder.final_layer_norm decoder.block.*": (".safetensors", {}, True),
+    "shared encoder.block.* encoder.norm decoder.block.* decoder.norm": (".safetensors", {}, False),
+    "wte wpe h.*": (".safetensors", {}, True),
+    "wte wpe h.* ln_f": (".safetensors", {}, False),
+    "visual.patch visual.blocks.* visual.ln_post projector.norm llm.layers.*": (".pt", {}, True),
+}
+
+
+@pytest.mark.parametrize("modules", FAMILIES)
+def test_the_ends_of_other_families(modules: str, tmp_path: Path) -> None:
+    suffix, config, warns = FAMILIES[modules]
+    tensors = {}
+    for module in modules.split():
+        parts = [f"{n}.{k}" for n in range(2) for k in ("qkv", "dense", "fc_in", "fc_out")]
+        for part in parts if "*" in module else [""]:
+            tensors[module.replace("*", part) + ".weight"] = torch.ones(2)
+    write(tmp_path / f"weights{suffix}", tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert [f.code for f in findings(tmp_path) if f.severity != "info"] == ["unproven-whole"] * warns
+
+
 def test_layers_that_are_no_blocks(tmp_path: Path) -> None:
     """Modules without weights have numbers, too, and an adapter has the layers that it adapts."""
     write(
