@@ -17,7 +17,7 @@ from typing import Any
 from ckptcore.formats.base import natural
 from ckptcore.naming.moments import state_of
 
-_BLOCK = 4  # tensors that a block of a model has at least; a linear or a norm has two
+_BLOCK = 4  # tensors that a block of a model has at least, if they are not of modules in it
 _NUMBERED = re.compile(r"^(.*?(?:^|\.)(?:layers?|(?:res)?blocks?|h)\.)(\d{1,6})\.(.+)$")
 # Words of modules behind the layers of models of any kind, and of those before them: a norm of embeddings.
 _BEHIND = re.compile(
@@ -57,7 +57,7 @@ class ModelLayers:
         # An optimizer has states of what is trained, which may be some layers.
         self._places = {name: n for n, name in enumerate(names) if state_of(name) is None}
         containers = layers_of(dict.fromkeys(self._places, ""))
-        self._blocks = {c: layers for c, layers in containers.items() if len(_usual(layers)[0]) >= _BLOCK}
+        self._blocks = {c: layers for c, layers in containers.items() if _are_blocks(layers)}
         inside = {f"{c}{n}.{k}" for c, layers in self._blocks.items() for n in layers for k in layers[n]}
         self._outside = [name for name in self._places if name not in inside and not _BUFFER.search(name)]
 
@@ -146,6 +146,17 @@ def layers_of(files: Mapping[str, str]) -> dict[str, dict[int, dict[str, str]]]:
             layers = containers.setdefault(match[1], {})
             layers.setdefault(int(match[2]), {})[match[3]] = file
     return containers
+
+
+def _are_blocks(layers: Mapping[int, Mapping[str, str]]) -> bool:
+    """Return whether layers are blocks of modules, not modules that have a weight and a bias themselves.
+
+    A part may hold the last tensors of one block: ``mlp.down_proj.weight``, or a norm.
+    """
+    return any(
+        len(layer) >= _BLOCK or any(k.count(".") > 1 or "norm." in k for k in layer)
+        for layer in layers.values()
+    )
 
 
 def _usual(layers: Mapping[int, Mapping[str, str]]) -> tuple[frozenset[str], int]:

@@ -82,8 +82,8 @@ def part_findings(
 
 def _unless_complete(source: Source, path: str, shapes: Mapping[str, Shape]) -> list[Finding]:
     """Return the finding that a file alone may be one of several, whatever its name is."""
-    # Adapters have the layers that they adapt.
-    if any(_LORA.search(name) for name in shapes):
+    # Adapters, torchtune's ``lora_a`` too, have the layers that they adapt.
+    if any(".lora_" in name for name in shapes):
         return []
     layers = ModelLayers(shapes)
     reason = f"{gap} is not there, and other layers have it" if (gap := layers.gap()) is not None else None

@@ -218,6 +218,7 @@ ENDS_LOST = {
     "norm, by name": cut_by(sorted(STORED), "model.layers.2.input_layernorm.weight"),
     "embedding": {n: t for n, t in model().items() if n != "model.embed_tokens.weight"},
     "layers": {n: t for n, t in model().items() if ".layers." not in n},
+    "layers, but the end of the last": dict(list(model().items())[-4:]),
     "all but the head": {"lm_head.weight": torch.ones(2, 2)},
 }
 
