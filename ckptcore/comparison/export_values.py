@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
 from ckptcore.comparison.opened import OpenSide
+from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
@@ -53,6 +54,8 @@ _NO_INF: dict[str, tuple[int, int]] = {
 }
 _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 SOURCE, EXPORT = "source", "export"
+_NumberedPair = tuple[str, tuple[int, int], tuple[int, int], bool]
+"""The fields of a `TensorPair`, with the numbers of its sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +120,37 @@ def read_pairs(
     Raises:
         CkptError: The first error of any worker, except damage, which the results record.
     """
+    full = [pair for pair in pairs if pair.specs[0].numel]
+    sides = [*{id(side): side for pair in full for side in pair.sides}.values()]
+    sizes = [max(spec.nbytes for spec in pair.specs) for pair in full]
+    meter = ProgressMeter(progress, "compare", sum(sizes))
+    # Sides do not cross processes: a pair there names them by number.
+    numbers = {id(side): number for number, side in enumerate(sides)}
+    numbered = [
+        (pair.name, (numbers[id(first)], numbers[id(second)]), pair.rows, pair.is_summed)
+        for pair in full
+        for first, second in (pair.sides,)
+    ]
+    results = in_processes(compare_numbered, sides, numbered, sizes, settings, meter)
+    if results is None:
+        results = compare_numbered(sides, numbered, settings, meter)
+    results_by_pair = {id(pair): result for pair, result in zip(full, results, strict=True)}
+    return tuple(results_by_pair.get(id(pair)) or _empty_result(pair) for pair in pairs)
+
+
+def compare_numbered(
+    sides: Sequence[OpenSide], pairs: Sequence[_NumberedPair], settings: Settings, meter: ProgressMeter
+) -> list[PairResult]:
+    """Compare pairs in the threads of this process; each names its sides by their numbers."""
     budget = Budget.of(settings)
-    for side in {id(side): side for pair in pairs for side in pair.sides}.values():
+    for side in sides:
         side.limit_decoded(settings)
-    opened = [_ComparedPair(p) for p in pairs if p.specs[0].numel]
-    meter = ProgressMeter(progress, "compare", sum(p.spec.nbytes for p in opened))
+    opened = [
+        _ComparedPair(TensorPair(name, (sides[first], sides[second]), rows, is_summed))
+        for name, (first, second), rows, is_summed in pairs
+    ]
     walk_boxes(_opening(opened), lambda: _compares_box(budget), budget, meter)
-    results_by_pair = {id(open_pair.pair): open_pair.result() for open_pair in opened}
-    return tuple(results_by_pair.get(id(p)) or _empty_result(p) for p in pairs)
+    return [open_pair.result() for open_pair in opened]
 
 
 def finish(side: OpenSide, label: str) -> tuple[str, str] | None:

@@ -1,7 +1,8 @@
 """Read tensors in several processes: each takes some of them, with the threads and memory of its share.
 
-`ckptcore.comparison.fingerprint` and `ckptcore.comparison.tensor_compare` name the function that a worker
-calls for its tensors. What the workers have read of records with checksums, and of files, adds up here.
+`ckptcore.comparison.fingerprint`, `ckptcore.comparison.tensor_compare` and
+`ckptcore.comparison.export_values` name the function that a worker calls for its tensors. What the workers
+have read of records with checksums, and of files, adds up here.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ from ckptcore.planning.hub_files import CONFIG as CONFIG_FILE
 from ckptcore.planning.request import Settings
 from ckptcore.planning.several_models import expected_of
 from ckptcore.planning.zero_tensors import not_zero
-from ckptcore.reading.file_digests import has_digest
+from ckptcore.reading.file_digests import digests_like
 from ckptcore.reading.rereading import rereading
 from ckptcore.store import open_store
 from ckptcore.store.fresh_reads import forget_small_reads
@@ -700,18 +700,18 @@ def against_record(
     """
     data = [name for name in placed(export) if name in record.files]
     lacking = sum(name not in record.files for name in placed(export))
-    meter = ProgressMeter(progress, "compare", sum(record.files[name][0] for name in data))
+    meter = ProgressMeter(progress, "compare", sum(nbytes for nbytes, _ in record.files.values()))
     changed, beside = list[Problem](), list[str]()
     with closing(open_store(export.root)) as store:
-        for name, (nbytes, digest) in sorted(record.files.items()):
-            if store.size(name) == nbytes and has_digest(store, name, nbytes, (digest,)):
-                pass
-            elif name in data:
-                changed.append(Problem(name, "is not the file that was written: its BLAKE3 is another one"))
-            else:
-                beside.append(name)
-            if name in data:
-                meter.add(nbytes)
+        right_size = {name: file for name, file in record.files.items() if store.size(name) == file[0]}
+        digests = digests_like(store, right_size, meter.add)
+    for name, (_, digest) in sorted(record.files.items()):
+        if digests.get(name) == digest:
+            continue
+        if name in data:
+            changed.append(Problem(name, "is not the file that was written: its BLAKE3 is another one"))
+        else:
+            beside.append(name)
     verified = "nobody verified it then"
     if record.verdict is not None:
         when = f" on {record.verified:%Y-%m-%d}" if record.verified is not None else ""

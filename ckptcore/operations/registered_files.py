@@ -24,18 +24,17 @@ from ckptcore.conversion.registration import facts
 from ckptcore.conversion.source_digests import NOT_THERE, Recorded, are_of_first_sight, differs, is_resaved
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, DamagedCheckpoint, Finding, SourceChanged, finding
-from ckptcore.reading.file_digests import file_digests
+from ckptcore.reading.file_digests import digests_like, file_digests
 from ckptcore.store import Store, local_path, open_source_store, open_store, split_url
 from ckptcore.store.file_status import NameKind
 from ckptcore.store.listing import contents
-from ckptcore.utils.part_digest import Hasher, hasher_like, is_crc
+from ckptcore.utils.part_digest import is_crc
 from ckptcore.utils.text import listed
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 NONE_READ: Mapping[str, str] = MappingProxyType({})
-_BLOCK = 8 << 20
 _REPLACED = (
     "every file with tensors was written after {:%Y-%m-%d %H:%M} UTC, when they were recorded: if it was "
     "copied here, copy it again from where it was written; if it was saved here a second time, record that "
@@ -99,28 +98,37 @@ def compare(
         recorded: When the files were recorded, if it is known: the hint of those that differ says more then.
         digests: Path -> digest of files that were read just now; they are not read again.
     """
+
+    def step(_nbytes: int) -> None:
+        if not in_time():
+            raise NoTime
+
     findings: list[Finding] = []
-    nbytes, proven = 0, set()
+    proven = set()
+    digested = [(file, file.digest) for file in files if file.digest is not None]
     with closing(open_store(folder)) as store:
-        for file in files:
-            if file.digest is None:
+        sizes = {file.path: _size_finding(store, file) for file, _ in digested}
+        unread = {
+            file.path: (file.nbytes, digest)
+            for file, digest in digested
+            if sizes[file.path] is None
+            and (file.path not in digests or is_crc(digests[file.path]) != is_crc(digest))
+        }
+        current = {**digests, **digests_like(store, unread, step)}
+    for file, digest in digested:
+        wrong = sizes[file.path]
+        if wrong is None:
+            if current[file.path] == digest:
+                proven.add(file.path)
                 continue
-            wrong = _size_finding(store, file)
-            if wrong is None:
-                digest = digests.get(file.path)
-                if digest is None or is_crc(digest) != is_crc(file.digest):
-                    digest = _file_digest(store, file, hasher_like(file.digest), in_time)
-                    nbytes += file.nbytes
-                if digest == file.digest:
-                    proven.add(file.path)
-                    continue
-                wrong = differs(file, digest)
-            if wrong is not None:
-                findings.append(wrong)
+            wrong = differs(file, current[file.path])
+        if wrong is not None:
+            findings.append(wrong)
     resaved = is_resaved(folder, files, proven, recorded)
     if resaved and recorded is not None and local_path(folder) is not None:
         hint = _REPLACED.format(recorded)
         findings = [replace(f, hint=hint) if f.code in _OTHER_BYTES else f for f in findings]
+    nbytes = sum(size for size, _ in unread.values())
     return Compared(tuple(findings), nbytes, frozenset(proven), resaved)
 
 
@@ -328,11 +336,3 @@ def _size_difference(file: FileRow, size: int | None) -> Finding | None:
     code = "truncated-file" if size < file.nbytes else "oversized-file"
     message = f"{file.path} has {size} bytes, the catalog records {file.nbytes}"
     return finding(code, "files", message, file=file.path)
-
-
-def _file_digest(store: Store, file: FileRow, hasher: Hasher, in_time: Callable[[], bool]) -> str:
-    for offset in range(0, file.nbytes, _BLOCK):
-        if not in_time():
-            raise NoTime
-        hasher.update(store.read(file.path, offset, min(_BLOCK, file.nbytes - offset)))
-    return hasher.hexdigest()

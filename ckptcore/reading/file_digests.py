@@ -5,7 +5,7 @@ Of these only the small holes are read that it left.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from blake3 import blake3
 
@@ -14,8 +14,10 @@ from ckptcore.errors import CkptError
 from ckptcore.store import Readable, Store
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.part_digest import Hasher, hasher_like
+from ckptcore.utils.workers import run_jobs, usable_cores
 
 BLOCK = 4 << 20  # bytes of a file in memory
+_MOST_THREADS = 16
 
 
 def digest_of(files: Readable, path: str, nbytes: int, start: int = 0, hasher: Hasher | None = None) -> str:
@@ -52,6 +54,44 @@ def digests_of(
         for total in totals:
             total.update(view)
     return [total.hexdigest() for total in totals]
+
+
+def digests_like(
+    files: Readable, recorded: Mapping[str, tuple[int, str]], step: Callable[[int], None]
+) -> dict[str, str]:
+    """Return the digests of several files, which are read side by side, each once and by one thread.
+
+    Threads are enough here: a block takes two calls, and both give up Python's lock.
+
+    Args:
+        files: Where the files are.
+        recorded: Path -> (bytes to digest, a digest of the kind to compute).
+        step: Called with the bytes of each block before it is read; an error that it raises stops the work.
+
+    Returns:
+        Path -> digest.
+    """
+    digests: dict[str, str] = {}
+
+    def prepare() -> Callable[[str], None]:
+        buffer = memoryview(bytearray(BLOCK))
+
+        def digest(path: str) -> None:
+            nbytes, kind = recorded[path]
+            hasher = hasher_like(kind)
+            for offset in range(0, nbytes, BLOCK):
+                block = buffer[: nbytes - offset]
+                step(len(block))
+                files.read_into(path, offset, block)
+                hasher.update(block)
+            digests[path] = hasher.hexdigest()
+
+        return digest
+
+    threads = min(usable_cores(), _MOST_THREADS, len(recorded))
+    # The largest first: a thread that comes to it last would work alone.
+    run_jobs(iter(sorted(recorded, key=lambda path: -recorded[path][0])), prepare, threads=threads)
+    return digests
 
 
 def file_digests(manifest: Manifest, store: Store) -> dict[str, str]:

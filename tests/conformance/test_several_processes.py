@@ -105,7 +105,7 @@ def children(pid: int) -> list[int]:
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     """Wait for the workers of a command; empty if it ends before they are there."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while process.poll() is None:
         found = children(process.pid)
         # The second thread comes when a worker is bound to its parent; before, it has no lock and no work.
@@ -162,6 +162,12 @@ def test_reading_verbs_answer_as_one_process_does(
         )
         assert (several.code, several.stdout) == (one.code, one.stdout), argv
         assert one.code == int(damaged and copy in argv), one
+    for export, against, of_damaged in ((other, copy, "not-done"), (copy, other, "failed")):
+        argv = "verify-export", export, "--against", against, "--output", "json"
+        one, several = (cli(*argv, env={VARIABLE: count}) for count in ("1", str(PROCESSES)))
+        assert (several.code, several.stdout) == (one.code, one.stdout), argv
+        verdicts = {check["check"]: check["verdict"] for check in several.json["checks"]}
+        assert verdicts["fingerprints"] == (of_damaged if damaged else "ok"), several
 
 
 def test_files_of_a_source_are_digested_as_by_one_process(
@@ -282,6 +288,21 @@ def test_memory_is_shared() -> None:
     share = Settings(memory=1 << 30, workers=16).share(8)
     assert (share.memory, share.threads) == (1 << 27, 2)
     assert Settings(workers=2).share(3).threads == 1
+
+
+@pytest.mark.soak
+def test_many_full_disks(
+    cli: Cli, source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    verb, *options = JOBS["safetensors"]
+    rng = random.Random(seed_of(request))
+    for number in range(10):
+        (folder := tmp_path / str(number)).mkdir()
+        given = [verb, source, folder / "out", *options, "--output", "json"]
+        done = cli(*given, file_size=rng.randrange(20_000, 260_000), env={VARIABLE: str(PROCESSES)})
+        assert (done.code, done.json["error"]["code"]) == (10, "disk-full"), done
+        assert not (folder / "out").exists()
+        resumed(cli, source, folder, alone)
 
 
 @pytest.mark.soak
