@@ -9,6 +9,7 @@ other streams. On "cpu" a stream does the same with torch alone, which tests it 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ class DeviceStream:
     def tile(self, shape: tuple[int, ...], dtype: str) -> DeviceTile:
         """Return a row-major tile on the device; its elements are undefined until they are placed."""
         unit = getattr(self._torch, _UNITS[BY_NAME[dtype].itemsize])
-        nbytes = int(np.prod(shape, dtype=np.int64)) * BY_NAME[dtype].itemsize
+        nbytes = prod(shape) * BY_NAME[dtype].itemsize
         return DeviceTile(self, self._front[:nbytes].view(unit).reshape(shape))
 
     def fetch(self, tile: DeviceTile, into: Bytes) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,7 +250,7 @@ def _tensor(buffer: Bytes, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a tensor over the first bytes of a buffer, or over new memory where that is too small."""
     import torch
 
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = prod(shape) * dtype.itemsize
     flat = torch.from_numpy(buffer if nbytes <= len(buffer) else _untouched(nbytes))
     return flat[:nbytes].view(dtype).reshape(shape)
 

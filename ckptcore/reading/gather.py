@@ -49,7 +49,7 @@ class RemoteTile(Protocol):
 def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     """Return a row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
     unit = UNITS[BY_NAME[dtype].itemsize]
-    count = int(np.prod(shape, dtype=np.int64))
+    count = prod(shape)  # numpy's takes ten times as long, for every tile
     return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
 
 

@@ -79,6 +79,7 @@ def _given_up(clock: _Clock) -> Iterator[None]:
             self.update, self.hexdigest = clock.timed(inner.update), inner.hexdigest
 
     calls = [
+        (os, "pread"),
         (os, "preadv"),
         (os, "pwrite"),
         (payload, "crc32"),
