@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.staging.open_staging import staging_of_plan
-from ckptcore.conversion.staging.staged_plan import plan_run
+from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import Staging
 from ckptcore.core.file_sums import FileSums
 from ckptcore.execution.execute import write_files

@@ -28,7 +28,8 @@ from ckptcore.conversion.publish import Result, finish_staged
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
 from ckptcore.conversion.source_digests import require_as_recorded
 from ckptcore.conversion.staging.open_staging import at_rest, open_staging, staging_of_plan
-from ckptcore.conversion.staging.staged_plan import REQUEST, plan_run, restore, save, saved_digest
+from ckptcore.conversion.staging.staged_plan import REQUEST, restore, save, saved_digest
+from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import DONE, Publication, Replaced, Staging, noted, packed_replaced
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.file_sums import FileSums

@@ -42,7 +42,8 @@ from ckptcore.checking.source_stamps import (
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.file_fingerprints import fingerprints, statistics
 from ckptcore.conversion.staging.open_staging import at_rest
-from ckptcore.conversion.staging.staged_plan import plan_run, planned_paths, staged_request
+from ckptcore.conversion.staging.staged_plan import planned_paths, staged_request
+from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import (
     ITSELF,
     Publication,

@@ -8,7 +8,6 @@ from typing import Any
 
 from ckptcore.core import dtype as dtypes
 from ckptcore.errors import UsageError
-from ckptcore.formats import FORMATS, registry
 from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT, is_world, parse_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
@@ -297,6 +296,9 @@ def _usual_names(verb: str) -> str:
 
 def _is_one_file(format: str) -> bool:
     """Return whether a format is always one file; also for formats of plug-ins, False for unknown names."""
+    # A late import, here and below: processes that only move bytes know no formats.
+    from ckptcore.formats import registry
+
     writers = (f.writer for f in registry().formats if f.name == format and f.writer is not None)
     writer = next(writers, None)  # as `by_name` chooses it
     return writer is not None and writer.single_file
@@ -304,6 +306,8 @@ def _is_one_file(format: str) -> bool:
 
 def _names_any_file(format: str) -> bool:
     """Return whether a format of another package is always one file, which may have any suffix."""
+    from ckptcore.formats import FORMATS
+
     is_built_in = any(f.name == format for f in FORMATS)
     return not is_built_in and _is_one_file(format)
 

@@ -137,6 +137,18 @@ def test_a_verb_waits_for_nothing_that_it_does_not_use(
     assert len(found) <= MOST[verb]
 
 
+WORKERS = ("conversion.file_process", "comparison.tensor_processes", "checking.scan")
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_workers_import_nothing_that_composes_plans(worker: str) -> None:
+    """A command starts several, and each takes its imports' processor time once more."""
+    program = f"import sys, ckptcore.{worker}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    of_plans = {"pydantic", "ckptcore.planning.compose", "ckptcore.naming.maps.matching"}
+    assert of_plans.union(HEAVY).intersection(done.stdout.split()) == set()
+
+
 def test_names_of_what_is_not_imported_are_right() -> None:
     named = {name for names in WITHOUT.values() for name in names}
     assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []

@@ -22,8 +22,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckptcore.conversion.staging.staged_plan import planned_paths, save
 from ckptcore.conversion.staging.staging import (
     LOCK,
     MOVING,
@@ -47,7 +47,6 @@ from ckptcore.errors import (
 )
 from ckptcore.execution.parts import FilePart, cut
 from ckptcore.execution.receipts import Receipt, is_intact, joint_name
-from ckptcore.planning.compose import Composed
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings
@@ -71,6 +70,9 @@ from ckptcore.store.local_writer import sync_folder, unwritable
 from ckptcore.store.owners import VARIABLE, untrusted_entry
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
 from ckptcore.utils import host
+
+if TYPE_CHECKING:
+    from ckptcore.planning.compose import Composed
 
 _exchange = exchange
 _Inode = tuple[int, int] | None
@@ -534,6 +536,9 @@ class LocalStaging(Staging):
         Files of the plan that differ are replaced: a head with the right digest may be stored beside the file
         plans of another. Raises `OutputMismatch` for staged files that are not in the plan.
         """
+        # A late import: processes that write the files of a plan compose none.
+        from ckptcore.conversion.staging.staged_plan import planned_paths, save
+
         paths = planned_paths(composed.plan)
         self.require_planned(paths | set(map(joint_name, paths)))
         save(self, composed, stamps)

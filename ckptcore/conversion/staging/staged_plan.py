@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from pathlib import Path
 from ckptcore.checking import source_stamps as stamps
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import packed as packed_stamps
-from ckptcore.checking.source_stamps import require_same
 from ckptcore.conversion.destination import require_apart, require_place
 from ckptcore.conversion.staging.staging import Publication, Staging
 from ckptcore.core.columnar_file import canonical_json
@@ -24,22 +23,12 @@ from ckptcore.errors import (
     StagingForeign,
     UsageError,
 )
-from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import read_receipt, write_receipt
 from ckptcore.planning.compose import Composed, compose
-from ckptcore.planning.plan import (
-    Plan,
-    file_name,
-    load_file_plan,
-    load_head,
-    save_files,
-    save_head,
-    save_plan,
-)
-from ckptcore.planning.request import Request, Settings
+from ckptcore.planning.plan import Plan, file_name, load_head, save_files, save_head, save_plan
+from ckptcore.planning.request import Request
 from ckptcore.reading.file_digests import digest_of
-from ckptcore.store import Store, fetch, open_source_store, put_each
-from ckptcore.store.ahead import ReadsAhead
+from ckptcore.store import fetch, open_source_store, put_each
 from ckptcore.store.sealed import SealedFolder, SealedStore
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
@@ -107,47 +96,6 @@ def restore(
     for receipt in publication.receipts:
         if read_receipt(staging.receipts, publication.plan, receipt.index) is None:
             write_receipt(staging.receipts, publication.plan, receipt)
-
-
-def plan_run(
-    staging: Staging,
-    plan: Plan,
-    source: Store,
-    noted: Mapping[str, str | None],
-    settings: Settings | None = None,
-) -> PlanRun:
-    """Return the inputs for carrying out a staged plan.
-
-    Args:
-        staging: The staging folder.
-        plan: The plan.
-        source: The checkpoint's folder.
-        noted: The stamps of the source's files.
-        settings: Memory of a run that writes.
-    """
-    return PlanRun(
-        digest=plan.digest,
-        load=partial(load_file_plan, staging.plan),
-        total=plan.bytes_out,
-        source=source,
-        items=plan.items,
-        # Where every request is for the version that was noted, each read proves it.
-        unchanged=_ignore
-        if isinstance(source, ReadsAhead) and source.pins
-        else partial(_require_same, noted, source),
-        files=staging.files,
-        receipts=staging.receipts,
-        scratch=staging.scratch,
-        uploads=staging.uploads_of(plan, settings),
-    )
-
-
-def _require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str]) -> None:
-    require_same(noted, source, paths)
-
-
-def _ignore(paths: Sequence[str]) -> None:
-    """Do nothing."""
 
 
 def saved_digest(staging: Staging) -> str | None:
