@@ -156,9 +156,12 @@ def _run(
 
 def _boxes(manifest: Manifest, open_fill: _Open) -> Iterator[Box]:
     """Yield the boxes that a fill is cut into: large reads, and one where rows do not follow in storage."""
-    row, want, _ = open_fill.fill
+    row, want, out = open_fill.fill
     order = stored_order(manifest.chunks, row, len(want.shape), open_fill.reader.strides)
-    return want.tiles(PIECE // BY_NAME[open_fill.dtype].itemsize) if order.strides is None else iter((want,))
+    if order.strides is not None:
+        return iter((want,))
+    # Elements fit a buffer before and after a cast: more than that would be new memory for every box.
+    return want.tiles(PIECE // max(BY_NAME[open_fill.dtype].itemsize, out.element_size()))
 
 
 class _ThreadBuffers:

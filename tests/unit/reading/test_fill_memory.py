@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pieces import numbered, write_dcp
@@ -63,6 +65,52 @@ def test_every_layout_and_dtype(source: Path, dtype: torch.dtype | None, device:
     state = {k: torch.zeros(v.shape, dtype=dtype or v.dtype, device=device) for k, v in expected().items()}
     load(source, state)
     require_equal(state, dtype)
+
+
+class LateStream:
+    """A stream of a device, whose copies happen when a thread waits for them, and not before."""
+
+    def __init__(self) -> None:
+        self.copies: list[Callable[[], object]] = []
+
+    def record_event(self) -> LateStream:
+        """Return what waits for the copies so far."""
+        return self
+
+    def synchronize(self) -> None:
+        for copy in self.copies:
+            copy()
+        self.copies.clear()
+
+
+class LateRing(module._Ring):
+    """The ring of a device, with plain buffers for pinned ones, and copies that come as late as they may."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = LateStream()
+        self._buffers = [np.empty(module.PIECE, np.uint8) for _ in range(2)]
+
+    def next(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        staged: torch.Tensor = super().next(shape, dtype)
+        assert staged.data_ptr() == self._buffers[self._turn].ctypes.data  # no new memory for a box
+        return staged
+
+    def send(self, staged: torch.Tensor, out: torch.Tensor) -> None:
+        self._stream.copies.append(lambda: out.copy_(staged))
+        self._handed[self._turn] = self._stream.record_event()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_buffer_is_reused_when_its_copy_has_ended(
+    source: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device copies beside the reads is what was read, however late it copies."""
+    monkeypatch.setattr(module, "_Ring", LateRing)
+    state = {name: torch.zeros(SHAPE, dtype=dtype) for name in ("rows", "columns")}
+    load(source, state)
+    for name, filled in state.items():
+        assert torch.equal(filled, expected()[name].to(dtype)), name
 
 
 def test_memory_with_gaps(source: Path) -> None:
