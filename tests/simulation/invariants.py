@@ -72,7 +72,7 @@ class Check:
         self.sources = _sources(self.there)
         self.owed = frozenset(run.owed)
         self.strict = all(act.catalog for act in group) and not run.forgot
-        self.listed, self.succeeded = self._listed(), self._succeeded()
+        self.listed, self.succeeded = self._recorded()
         self.known = frozenset[str]().union(*(self._known_sources(act) for act in group))
         self.by_hand: set[str] = set()
         self.writers: dict[
@@ -110,10 +110,10 @@ class Check:
         self._note_between(there, outcomes)
         if run.disk.kind == "bucket":
             self._require_listed(tree)
-        if all(o in FAILING for o in outcomes) and self._succeeded() > self.succeeded and not run.world.cut:
+        if all(o in FAILING for o in outcomes) and self._recorded()[1] > self.succeeded and not run.world.cut:
             raise Broken("a conversion failed that the catalog has recorded as succeeded")
         new = {run.disk.url(each[0]) for each in run.owed - self.owed if each[2] not in _at_sources(there)}
-        forgotten = new - self._listed() if self.strict and not run.world.cut else ()
+        forgotten = new - self._recorded()[0] if new and self.strict and not run.world.cut else ()
         if forgotten:
             raise Broken(f"the catalog has no obligation of {sorted(forgotten)}")
 
@@ -382,16 +382,12 @@ class Check:
             if contents not in beside(place, there):
                 raise Broken(f"{place} was replaced, and cannot be restored: {contents}")
 
-    def _listed(self) -> frozenset[str]:
-        """Return the sources of the obligations that the catalog has."""
+    def _recorded(self) -> tuple[frozenset[str], int]:
+        """Return the sources of the catalog's obligations, and how many of its conversions have succeeded."""
         with self.run.catalog.reading() as conn:
-            return frozenset(conn.execute(text("SELECT source FROM obligation")).scalars())
-
-    def _succeeded(self) -> int:
-        """Return how many conversions have succeeded by the catalog."""
-        with self.run.catalog.reading() as conn:
+            listed = frozenset(conn.execute(text("SELECT source FROM obligation")).scalars())
             done = conn.execute(text("SELECT count(*) FROM conversion WHERE state = 'succeeded'"))
-            return int(done.scalar_one())
+            return listed, int(done.scalar_one())
 
     def _known_sources(self, act: Act) -> frozenset[str]:
         """Return the sources of the obligations that the catalog, or a record at a place, has."""

@@ -129,10 +129,8 @@ def _share_statements() -> None:
 def warm_up() -> None:
     """Import what processes of a simulation use, and keep the collector from touching it in each of them."""
     _share_statements()
-    for seed in (0, 1):
-        verbs = ("save", "save", "save", "make", "make", "make", *PRODUCT, "lose", "scrub")
-        steps = [(verb, 1000 * seed + number) for number, verb in enumerate(verbs)]
-        run_steps(steps, inline=True)
+    verbs = ("save", "save", "save", "make", "make", "make", *PRODUCT, "lose", "scrub")
+    run_steps([(verb, number) for number, verb in enumerate(verbs)], inline=True)
     gc.collect()
     gc.freeze()
 

@@ -325,14 +325,11 @@ class World:
         number = 1 + self.count % (PROCESSES - 1)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.shared.set_alive(number, True)
+        seam = Seam(self.shared, theirs, number, home, grave, self.ctimes, self.exchanges)
         pid = os.fork()
         if not pid:
             ours.close()
-            _live(
-                Seam(self.shared, theirs, number, home, grave, self.ctimes, self.exchanges),
-                f"process {self.count}",
-                work,
-            )
+            _live(seam, f"process {self.count}", work)
         theirs.close()
         ours.settimeout(REAL_S)
         return Process(number, home, pid, ours, bare)

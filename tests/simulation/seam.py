@@ -8,6 +8,7 @@ runs at a time, and whatever the product caches, locks or holds open is its own,
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import mmap
 import os
@@ -21,8 +22,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
+from botocore.exceptions import ClientError, ConnectionClosedError
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.engine.default import DefaultDialect
@@ -39,6 +42,7 @@ HOSTS, PROCESSES = 4, 240
 GO, DIE, HALF, LOST, FAILED, THROTTLED = "go", "die", "half", "lost", "failed", "throttled"
 S3 = "s3"  # a request to an object store; its operation and its key follow
 EXCHANGE = 2  # a flag of renameat2
+_OF_PROCESSES = ("this_process", "forget", "is_this", "has_ended", "is_running")
 _TICK_NS = 1000  # between two looks at a clock
 _CLOCK = struct.Struct("q")
 
@@ -119,6 +123,7 @@ class Seam:
         self._ctimes, self._exchanges = ctimes, exchanges
         self.shared, self.line, self.number, self.home, self.grave = shared, line, number, home, grave
         self._turn, self._marks, self._open = threading.Lock(), 0, set[int]()
+        self._holders = _holders(len(sys.modules))
 
     def ask(self, call: str, *paths: str) -> str:
         """Wait for this process's turn; end it, or raise the error that befalls the call."""
@@ -152,14 +157,19 @@ class Seam:
             setattr(host, call, self._file_call(call, getattr(host, call)))
         for call in ("now", "now_ns", "monotonic", "uptime", "sleep"):
             setattr(host, call, getattr(self, f"_{call}"))
-        for call in ("this_process", "forget", "is_this", "has_ended", "is_running"):
-            _put(call, getattr(processes, call), getattr(self, f"_{call}"))
+        for call in _OF_PROCESSES:
+            self._put(call, getattr(self, f"_{call}"))
         real = file_status.of_stat
-        _put("of_stat", real, lambda *given, **more: self._as_before(real(*given, **more)))
+        self._put("of_stat", lambda *given, **more: self._as_before(real(*given, **more)))
         self._install_writes()
         self._install_commits()
         if "ckptcore.store.objects.client" in sys.modules:
             self._install_requests()
+
+    def _put(self, name: str, simulated: Any) -> None:
+        """Put a function in place of another one, wherever it was imported."""
+        for module in self._holders[name]:
+            setattr(module, name, simulated)
 
     # Clocks.
 
@@ -300,8 +310,6 @@ class Seam:
 
     def _install_requests(self) -> None:
         """Send requests in turn, each when the scheduler says so: no thread overtakes another."""
-        from botocore.exceptions import ClientError, ConnectionClosedError
-
         from ckptcore.store.objects.client import RequestThreads
         from ckptcore.store.objects.lease import Lease
         from ckptcore.store.objects.session import S3Session
@@ -338,11 +346,19 @@ def _ended(call: Callable[[Callable[[], bool]], Any]) -> Future[Any]:
     return future
 
 
-def _put(name: str, real: Any, simulated: Any) -> None:
-    """Put a function in place of another one, wherever it was imported."""
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("ckptcore") and getattr(module, name, None) is real:
-            setattr(module, name, simulated)
+@functools.lru_cache(maxsize=1)
+def _holders(_modules: int) -> dict[str, list[ModuleType]]:
+    """Return the modules that have imported each function for which the simulation has its own.
+
+    To look for them costs a process more than its work does: a fork has them from its parent, as long as that
+    has imported no other module.
+    """
+    functions = {call: getattr(processes, call) for call in _OF_PROCESSES} | {"of_stat": file_status.of_stat}
+    modules = [module for name, module in sys.modules.items() if name.startswith("ckptcore")]
+    return {
+        name: [module for module in modules if vars(module).get(name) is real]
+        for name, real in functions.items()
+    }
 
 
 def _id_of(connection: Any) -> int:
