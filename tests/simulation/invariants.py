@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # How a run may end that has published an output: whether the disk keeps it is not known.
 STAGED = re.compile(r"(^|(?<=/))\.[^/]+(?<!\.obligations)(?<!\.retiring-.{8})\.ckptcore(?=/|\.gone-)")
 COMMIT = (".metadata", "model.safetensors.index.json")  # what makes a folder loadable
+SKEW_S = 15.0  # that clocks of hosts may differ by
 FAILING = tuple(f"refused: {code}" for code in ("destination-unwritable", "disk-full", "storage-trouble"))
 
 
@@ -63,10 +64,14 @@ class Act:
 
 
 class Check:
-    """What must be true of a group of processes; made before they begin."""
+    """What must be true of a group of processes; made before they begin.
 
-    def __init__(self, run: Run, group: Sequence[Act]) -> None:
+    kinds: of the faults that befall them.
+    """
+
+    def __init__(self, run: Run, group: Sequence[Act], kinds: Collection[str]) -> None:
         self.run, self.group = run, group
+        self.fails = run.disk.kind == "bucket" or "error" in kinds  # whether the storage does by itself
         self.before = run.disk.tree()
         self.there = all_in(self.before)
         self.sources = _sources(self.there)
@@ -80,6 +85,7 @@ class Check:
         ] = {}  # staging folder -> processes that have written to it, in turn
         self.inodes = self._inodes()
         self.claims = self._claims() if self.watches_claims else {}
+        self.leases = self._leases() if run.disk.kind == "bucket" else {}
         self.aside = {
             act.target: [c for p, c in self.there.items() if c and HOME.search(p) and _is_of(p, act.target)]
             for act in group
@@ -105,6 +111,9 @@ class Check:
         lost = self.by_hand - ids_in(tree)
         if lost and not run.world.cut:
             raise Broken(f"what another user wrote meanwhile is gone: {sorted(lost)}")
+        failing = set(outcomes) & set(FAILING)
+        if failing and not self.fails:
+            raise Broken(f"{min(failing)}, and nothing has failed")
         self._require_replaced(there)
         self._require_restored(there, outcomes)
         self._note_between(there, outcomes)
@@ -142,21 +151,49 @@ class Check:
 
     def requested(self, number: int, key: str) -> None:
         """What users see of a destination is not changed while another process has its lease, in time."""
-        run = self.run
-        if run.world.stopped or run.disk.server.creates is not True:
+        if self._have_clocks_jumped():
             return
-        bucket, latest = run.disk.bucket, max(map(run.world.shared.now_ns, range(HOSTS))) / 1e9
-        for place in {act.target for act in self.group if act.made is not None}:
-            above, _, name = place.rpartition("/")
-            lease = run.disk.server.objects.get(f"{bucket}/{above}/.{name}.ckptcore/lease.json")
-            if lease is None or not f"{key}/".startswith(f"{bucket}/{place}/"):
-                continue
-            holder = json.loads(lease.data)
+        latest = max(self.run.world.shared.clocks_s())
+        for place, holder in self._leases().items():
             process = int(holder["process"][0])
-            if process != number and holder["until"] > latest and run.world.shared.is_alive(process):
+            of_others = process != number and self.run.world.shared.is_alive(process)
+            if of_others and holder["until"] > latest and f"{key}/".startswith(f"{self._key(place)}/"):
                 raise Broken(
                     f"process {number} changes {key} while process {process} has the lease of {place}"
                 )
+
+    def leased(self, number: int) -> None:
+        """No process takes or ends the lease of another one that lives, in time by the clock of any host."""
+        before, self.leases = self.leases, self._leases()
+        if self._have_clocks_jumped():
+            return
+        earliest = min(self.run.world.shared.clocks_s())
+        for place, holder in before.items():
+            process = int(holder["process"][0])
+            gone = self.leases.get(place, {"token": ""})["token"] != holder["token"]
+            of_others = process != number and self.run.world.shared.is_alive(process)
+            if gone and of_others and holder["until"] > earliest:
+                raise Broken(f"process {number} takes the lease of {place} from process {process}, in time")
+
+    def _have_clocks_jumped(self) -> bool:
+        clocks = self.run.world.shared.clocks_s()
+        return max(clocks) - min(clocks) > SKEW_S
+
+    def _leases(self) -> dict[str, dict[str, Any]]:
+        """Return the leases of the targets of the group; none where the store does not decide by itself."""
+        server = self.run.disk.server
+        if server.creates is not True:
+            return {}
+        leases = {}
+        for place in {act.target for act in self.group if act.made is not None}:
+            above, _, name = self._key(place).rpartition("/")
+            lease = server.objects.get(f"{above}/.{name}.ckptcore/lease.json")
+            if lease is not None:
+                leases[place] = json.loads(lease.data)
+        return leases
+
+    def _key(self, place: str) -> str:
+        return f"{self.run.disk.bucket}/{place}"
 
     def _claims(self) -> dict[int, Any]:
         with self.run.catalog.reading() as conn:
@@ -224,7 +261,7 @@ class Check:
             if place not in before and any(place.startswith(f"{act.target}.kept-") for act in group):
                 continue  # what cannot be removed is kept beside its place, and stays as it is from then on
             acts = [(a, o) for a, o in zip_longest(group, outcomes, fillvalue="") if a.target == place]
-            wanted = [made for a, _ in acts for made in self._possible(a)]
+            wanted = [made for a, _ in acts for made in self._possible(a, after)]
             if any(o == "done" and a.made is not None for a, o in acts):
                 if new is None or set(new.values()) not in wanted:
                     raise Broken(f"{place} is not the new output: {new}, not {wanted}")
@@ -233,20 +270,29 @@ class Check:
             if is_hidden(place) or (old == new and not torn):
                 continue
             halves = bucket and new is None  # objects are replaced one at a time
+            retired = place not in after and any(act.retires for act in group)
+            if retired and place.startswith("runs/"):
+                continue  # what that loses is counted below
             if not acts:
                 back = any(logical(p) == place and c == new for p, c in before.items())
                 if place.startswith("runs/") and (place not in after or back or halves):
-                    continue  # it is retired; what that loses is counted below. Or it is restored
+                    continue  # it is purged or thinned in two steps. Or it is restored
                 raise Broken(f"{place} changed: {old} -> {new}")
             between = (place not in after and old in beside(place, after)) or (
                 place not in before and new in beside(place, before)
             )
             if not self.run.world.exchanges and between:
                 continue  # of two steps; the next run completes or restores it
-            is_new = new is not None and set(new.values()) in wanted
-            # What is published could not be registered; or the lease ended between two objects.
-            late = (is_new and any(o in (*FAILING, "refused: catalog") for _, o in acts)) or (
-                halves and any(o == "refused: interrupted" for _, o in acts)
+            # What is published could not be registered, by who published it; or the lease ended between two
+            # objects: `Run.finish` completes it.
+            late = any(
+                (o == "refused: interrupted" and halves)
+                or (
+                    o in (*FAILING, "refused: catalog")
+                    and new
+                    and set(new.values()) in self._possible(a, after)
+                )
+                for a, o in acts
             )
             # Objects of a retired source are in their place until a purge, which may run beside.
             purged = halves and place.startswith("runs/") and any(act.purges for act in group)
@@ -260,13 +306,13 @@ class Check:
                 continue
             raise Broken(f"{place} is not complete: {old} -> {new}, not {wanted}")
 
-    def _possible(self, act: Act) -> Iterator[set[str]]:
-        """Yield what may be in the place of an act: its source is as it was, or as another act leaves it."""
+    def _possible(self, act: Act, after: dict[str, Contents | None]) -> Iterator[set[str]]:
+        """Yield what may be in the place of an act: its source is as it was, or as another act left it."""
         if act.made is None:
             return
         yield set(act.made.values())
-        for other in self.group:
-            if act.reads and other.target == act.reads and other.made is not None:
+        for other in self.group if act.reads and after.get(act.reads) != self.there.get(act.reads) else ():
+            if other.target == act.reads and other.made is not None:
                 yield {other.made[name] for name in act.made if name in other.made}
 
     def changed(self) -> None:
@@ -287,14 +333,16 @@ class Check:
         for place, old in list(between.items()):
             if place in there:
                 del between[place]
+                if place.startswith("runs/"):
+                    self._owe(place, old.items() - (there[place] or {}).items())
             elif old not in beside(place, there):
                 raise Broken(f"{place} has neither the old output nor a new one: {old} is gone")
 
     def _note_between(self, there: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
-        """Note the old outputs of places from which killed runs moved them away."""
+        """Note the old outputs of places from which runs that came to no end moved them away."""
         for act, outcome in zip(self.group, outcomes, strict=True):
             old = self.there.get(act.target)
-            moved_away = act.made is not None and outcome == "killed" and act.target not in there
+            moved_away = act.made is not None and outcome != "done" and act.target not in there
             if moved_away and old and old in beside(act.target, there):
                 self.run.between[act.target] = old
 
@@ -330,7 +378,7 @@ class Check:
 
         What was restored under another name is a source, and not gone.
         """
-        accepted, sources = self.run.accepted, _sources(there)
+        sources = _sources(there)
         restored: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
         for (place, rows), count in (sources - self.sources).items():
             if place.endswith("-back"):
@@ -339,12 +387,17 @@ class Check:
             thinned = any(act.target == place and act.made is not None for act in self.group)
             hidden = {frozenset(contents.items()) for contents in beside(place, there)}
             if thinned and not self.run.world.exchanges and rows in hidden:
-                continue  # of two steps the first is done: the next run completes or restores it
-            self.run.owed |= {
-                (place, name, id)
-                for name, id in rows
-                if not any(fnmatchcase(name.removeprefix("file "), g) for g in accepted.get(place, ()))
-            }
+                continue  # of two steps the first is done: see `_require_old_outputs` for the second
+            self._owe(place, rows)
+
+    def _owe(self, place: str, rows: Collection[tuple[str, str]]) -> None:
+        """Note what a source had: some place must hold it from now on, unless a user said its name."""
+        accepted = self.run.accepted.get(place, ())
+        self.run.owed |= {
+            (place, name, id)
+            for name, id in rows
+            if not any(fnmatchcase(name.removeprefix("file "), g) for g in accepted)
+        }
 
     def _require_owed(self, tree: Tree) -> None:
         run, ids = self.run, ids_in(tree)

@@ -153,6 +153,7 @@ MUTANTS = {
                 "False",
             ),
         ),
+        seed=776,
     ),
     "resume-trusts-names": Mutant(
         "a resumed run takes a staged file for written without reading it, or looking at its times",
@@ -414,6 +415,7 @@ MUTANTS = {
             ("store.objects.lease:Holder.is_alive", "if now > self.until + _SKEW_S:", "if now > self.until:"),
         ),
         disk="bucket",
+        seed=434,
     ),
     "lease-not-asked": Mutant(
         "a process does not ask whether it still has its lease before it changes what others see",
@@ -421,6 +423,7 @@ MUTANTS = {
         "    self.prove()",
         "    return self.prove()",
         disk="bucket",
+        seed=344,
     ),
     "lease-of-the-living-taken": Mutant(
         "a lease is taken over although its process lives, and renewed it in time",
@@ -428,7 +431,7 @@ MUTANTS = {
         "if now > self.until + _SKEW_S:",
         "if True:",
         disk="bucket",
-        seed=96,
+        seed=16,
     ),
     "index-before-data": Mutant(
         "the file that makes a folder loadable is put into its place before the tensors",
@@ -436,7 +439,7 @@ MUTANTS = {
         "        _put_all(target, tensors if uploaded else beside)",
         "        _put_all(target, [*last, *end])\n        _put_all(target, tensors if uploaded else beside)",
         disk="bucket",
-        seed=16,
+        seed=8,
     ),
     "removed-while-loadable": Mutant(
         "the tensors of an old output are replaced before what makes it loadable is removed",

@@ -113,4 +113,12 @@ ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
         ("overwrite=2>a/error", 640825984951),
         ("overwrite=1>a/after", 576443298144),
     ],
+    # A step that is retired is gone from its place, whether or not another process was to thin it.
+    "a step is retired while another process finds that it has nothing to lose": [
+        ("save/setup", 610809686736),
+        ("save/setup", 416706618368),
+        ("validate=2/setup", 474041858875),
+        ("make=1>a/setup", 984528556612),
+        ("thin=1+retire=now/race", 429896626333),
+    ],
 }

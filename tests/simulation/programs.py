@@ -516,7 +516,7 @@ class Run:
     def _note_killed(self, run: Conversion, outcome: str) -> None:
         if outcome == "refused: staging-foreign" and not self.rotten:
             raise Broken(f"a run takes what another one left beside {run.target} for a stranger's")
-        if outcome == "killed":
+        if outcome in ("killed", "refused: interrupted"):
             self.killed = run
         elif run is self.killed:
             self.killed = None
@@ -667,11 +667,13 @@ class Run:
         group, self.group = self.group, []
         draw = random.Random(self.draw.getrandbits(60))
         faults = drawn_faults(draw, "calm" if self.calm else self.profile, local=self.disk.kind == "local")
-        check = Check(self, group)
+        check = Check(self, group, {fault.kind for fault in faults})
         self.world.hand, self.world.committed = check.hand, check.committed if check.watches_claims else None
         self.world.changed = check.changed if self.disk.kind == "bucket" else None
         self.world.writes = check.writes if len(group) > 1 else None
-        self.world.requested = check.requested if self.disk.kind == "bucket" and len(group) > 1 else None
+        several = self.disk.kind == "bucket" and len(group) > 1
+        self.world.requested = check.requested if several else None
+        self.world.leased = check.leased if several else None
         works = [
             (draw.randrange(3), functools.partial(_lived, act.act, self.url), not act.catalog)
             for act in group

@@ -43,6 +43,7 @@ AT_CALL = re.compile(
     r"(\+(?P<behind>\d+))?(\*(?P<process>\d+))?"
 )
 MOST_CALLS = 5000  # of a process; more is an endless loop
+DELAY_NS = 10**9
 REAL_S = 120.0  # without a word from a process that has its turn
 
 
@@ -80,7 +81,9 @@ FAULTS = {
     "lost-commit": Kind(
         10, "a commit is done, and reported as an error", "a commit is complete or not done at all"
     ),
-    "pause": Kind(25, "a process gets no turn while others run, and minutes or days pass on all clocks", "-"),
+    "pause": Kind(
+        25, "a process gets no turn while others run, and a minute or up to a day passes on all clocks", "-"
+    ),
     "jump": Kind(10, "the clock of a host jumps by up to a day, forwards or backwards", "-"),
     "failed-commit": Kind(
         5,
@@ -120,6 +123,7 @@ PROFILES: dict[str, dict[str, tuple[int, ...]]] = {
     "store": {"lost-reply": (1, 2), "throttled": (0, 1), "kill": (0, 1), "pause": (0, 1)},
     "slow": {"slow": (1, 2), "drift": (1, 2), "pause": (0, 1)},
 }
+PAUSES = ("pause", "stop", "delay")
 LOCAL_ONLY = ("power", "catalog-power", "error", "hand")
 BUCKET_ONLY = ("lost-reply", "throttled", "slow", "drift")
 # What befalls processes that work on a bucket, where a program says what only a disk can do.
@@ -153,8 +157,8 @@ def drawn_faults(draw: random.Random, profile: str, *, local: bool) -> list[Faul
     """Return what befalls a group of processes.
 
     profile: a row of `PROFILES`; ``KIND[~TURNS]@CALL:N[+BEHIND][*PROCESS]`` for the N-th such call of a
-    process, the first if none is named, and several of these with ``&`` (a stop is a pause of minutes); ""
-    for anything, by the rates of `FAULTS`.
+    process, the first if none is named, and several of these with ``&`` (a stop is a pause of minutes, a
+    delay one of about a minute); "" for anything, by the rates of `FAULTS`.
     """
     faults = []
     if "@" in profile:
@@ -208,6 +212,9 @@ class Process:
         bare: Whether it has nothing to do with the catalog: it need not wait for a transaction of others.
         wrote: Whether it has written to a file.
         resting: How many turns of others it is paused for.
+        asked_ns: When it began to wait for its turn.
+        delayed: The number of its last call before which time had passed in turns of others.
+        requests: Key -> number of its last call about it.
     """
 
     number: int
@@ -222,6 +229,9 @@ class Process:
     calls: int = 0
     in_transaction: bool = False
     wrote: bool = False
+    asked_ns: int = 0
+    delayed: int = 0
+    requests: dict[str, int] = field(default_factory=dict)
 
     def kinds(self, root: Path | None) -> list[str]:
         """Return the rows of `PLACES` for the call that it waits for."""
@@ -254,10 +264,10 @@ class World:
             file, and a number, follow.
         committed: Called with the number of a process that has committed; raises if something is wrong.
         requested: Called with the number of a process, and the key that it changes in a bucket where users
-            see it; raises if something is wrong.
-        changed: Called behind such a request; raises, too.
+            see it, unless time has passed since it last looked at that key; raises if something is wrong.
+        changed: Called behind any change of what users see in a bucket; raises, too.
+        leased: Called with the number of a process that has written a lease; raises, too.
         writes: Called with the number of a process, and the file that it writes to; raises, too.
-        stopped: Whether a process of the group was stopped for a minute or more, or a clock jumped.
     """
 
     shared: Shared
@@ -271,8 +281,8 @@ class World:
     committed: Callable[[int], None] | None = None
     requested: Callable[[int, str], None] | None = None
     changed: Callable[[], None] | None = None
+    leased: Callable[[int], None] | None = None
     writes: Callable[[int, str], None] | None = None
-    stopped: bool = False
     count: int = 0
     processes: list[Process] = field(default_factory=list)
     cut: str = ""
@@ -306,7 +316,7 @@ class World:
             grave.mkdir()
             self._disk = CrashDisk(self.root, grave)
             self._commits = [self._catalog()]
-        self.processes, self.cut, self._slow_s, self._throttled, self.stopped = [], "", 0.0, 0, False
+        self.processes, self.cut, self._slow_s, self._throttled = [], "", 0.0, 0
         self._forgets = any(fault.kind == "catalog-power" for fault in faults)
         try:
             for home, work, bare in works:
@@ -353,7 +363,7 @@ class World:
             fault = next(filter(None, (faults.pop((*kind, calls[kind]), None) for kind in kinds)), None)
             if fault is not None and fault.behind:
                 faults[index, "", calls[index, ""] + fault.behind] = replace(fault, behind=0)
-            elif fault is not None and fault.kind in ("pause", "stop") and len(live) > 1:
+            elif fault is not None and fault.kind in PAUSES and len(live) > 1:
                 self._pause(current, fault)
                 calls.subtract(kinds)  # it comes again
                 continue
@@ -378,8 +388,9 @@ class World:
         number = fault.number
         self._note(f"-- pause {process.number} {number}")
         process.resting = fault.turns or (20, 60, 200, 200)[number % 4]
-        seconds = 400 if fault.kind == "stop" else (0, 0, 0, 70, 400, 90000)[number // 4 % 6]
-        self.stopped |= seconds > 0
+        seconds = (0, 0, 0, 70, 400, 90000)[number // 4 % 6]
+        if fault.kind in ("stop", "delay"):  # until a lease of a minute has just ended, or is about to
+            seconds = 400 if fault.kind == "stop" else 48 + number % 16
         self.shared.advance(seconds)
 
     def _chosen(self, live: list[Process], draw: random.Random) -> Process:
@@ -426,14 +437,13 @@ class World:
             self._slow_s = (0.5, 2, 5, 7)[number % 4]
         if kind == "drift":
             self.shared.jump(process.home, (-7, -3, 3, 7)[number % 4])
-        if kind in ("pause", "stop"):
+        if kind in PAUSES:
             self._pause(process, fault)
         if kind == "hand" and self.hand is not None:
             self.hand(self.processes.index(process), process.wrote, number)
             if self._disk is not None:
                 self._disk.look()
         if kind == "jump":
-            self.stopped = True
             self.shared.jump(process.home, (-86400, -600, 600, 86400)[number % 4])
         return False
 
@@ -456,12 +466,17 @@ class World:
         """Let a process do what it waits for, and hear what it waits for next."""
         call, _, *paths = process.call
         changes_store = call == S3 and "shows" in process.kinds(None)
+        if self.shared.passed_ns() - process.asked_ns > DELAY_NS:
+            process.delayed = process.calls
         if call == S3:
             self.shared.advance(self._slow_s)
             if answer == GO and self._throttled:
                 self._throttled, answer = self._throttled - 1, THROTTLED
-            if changes_store and answer in (GO, LOST) and self.requested is not None:
+            # Who was delayed between its look and its change asks for its lease before the next one.
+            aware = not process.delayed or process.requests.get(paths[1], 0) > process.delayed
+            if changes_store and aware and answer in (GO, LOST) and self.requested is not None:
                 self.requested(process.number, paths[1])
+            process.requests[paths[1]] = process.calls
         self._note(f"{process.number} {call} {' '.join(paths)} {'' if answer == GO else answer}")
         if self._disk is not None and call == "fsync" and answer == GO:
             self._disk.sync(paths[0])
@@ -471,6 +486,8 @@ class World:
         self._hear(process)
         if changes_store and self.changed is not None:
             self.changed()
+        if call == S3 and paths[0] in WRITES and paths[1].endswith("/lease.json") and self.leased is not None:
+            self.leased(process.number)
         if call == "commit" and self.committed is not None:
             self.committed(process.number)
         if self._disk is not None:
@@ -491,6 +508,7 @@ class World:
             return
         process.call, process.in_transaction = tuple(heard), heard[1] == "+"
         process.calls += 1
+        process.asked_ns = self.shared.passed_ns()
         process.wrote |= heard[0] == "write"
         if process.calls > MOST_CALLS:
             self._end(process, f"crashed: {MOST_CALLS} calls, the last {heard}")

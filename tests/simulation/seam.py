@@ -70,6 +70,10 @@ class Shared:
         """Return the time of the world."""
         return self.epoch_ns + self._add(HOSTS, _TICK_NS)
 
+    def passed_ns(self) -> int:
+        """Return the time of the world, of which no process takes notice by that."""
+        return self.epoch_ns + self._get(HOSTS)
+
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         self._add(HOSTS, round(seconds * 1e9))
@@ -81,6 +85,10 @@ class Shared:
     def now_ns(self, number: int) -> int:
         """Return what a host takes for the time."""
         return self.world_ns() + self._get(number)
+
+    def clocks_s(self) -> list[float]:
+        """Return what each host takes for the time, in seconds."""
+        return [(self.passed_ns() + self._get(home)) / 1e9 for home in range(HOSTS)]
 
     def set_alive(self, process: int, alive: bool) -> None:
         """Note that a process has begun, or ended."""

@@ -308,6 +308,15 @@ def _once(draw: Draw) -> Steps:
     return [*steps, draw.choice(more), f"once=1>{place}/calm"]
 
 
+def _lease(draw: Draw) -> str:
+    """Return faults by which one process asks for a lease of another one that was delayed."""
+    kind = draw.choice(["delay", "delay", "stop"])
+    call = draw.choice(["PutObject:5", "PutObject:9", "PutObject:12", "shows:1", "shows:2"])
+    delay = f"{kind}~{draw.choice([40, 60, 80])}@{call}"
+    drifts = [f"drift@ListObjectsV2:1{process}" for process in ("", "*1")]
+    return "&".join([delay, f"pause~{draw.choice([40, 60, 80])}@GetObject:1*1", *drifts])
+
+
 def _store(draw: Draw) -> Steps:
     """Replies of an object store are lost or slow, it is asked too often, its conditions have no effect."""
     steps = _start(*(["make=1>a"] if draw.random() < 0.5 else []))
@@ -324,6 +333,7 @@ def _store(draw: Draw) -> Steps:
         + _fault(draw, "kill", "PutObject", "CompleteMultipartUpload", "CreateMultipartUpload", most=5),
         f"{one}+{other}/" + _fault(draw, "pause", "shows", "CreateMultipartUpload", "records"),
         f"{one}/" + _fault(draw, "kill", "shows"),
+        f"{one}+{other}/{_lease(draw)}",
     ]
     steps += draw.sample(ways, 2)
     return [
