@@ -12,18 +12,11 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from ckptcore.checking.examine import inspect
-from ckptcore.checking.source_stamps import digest as stamps_digest
-from ckptcore.checking.source_stamps import require_same, settled_ctimes, take_listed, untouched
-from ckptcore.core.manifest import Manifest
-from ckptcore.errors import Finding, SourceChanged, UsageError
+from ckptcore.conversion.pinned_source import inspected, pinned
+from ckptcore.errors import Finding, UsageError
 from ckptcore.execution.virtual_files import VirtualFiles
 from ckptcore.planning.compose import compose
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import Store, open_source_store
-from ckptcore.store.ahead import ReadsAhead
-
-_HINT = "open it again when nothing writes to the source"
 
 
 @dataclass(frozen=True)
@@ -81,52 +74,18 @@ def open_virtual(request: Request, settings: Settings) -> Iterator[VirtualFolder
     """
     if request.verb != "export":
         raise UsageError(f"only an export can be opened without writing it (got {request.verb})")
-    manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
+    manifest = inspected(request)
     composed = compose(request, manifest)
     plans = {plan.path: plan for plan in composed.files}
-    with closing(open_source_store(manifest.root)) as source:
-        _, stamps, listed = take_listed(manifest, source, just_read=True)
-        ctimes = settled_ctimes(stamps, source)
-        if not listed:
-            _require_unchanged(request, manifest)
-        require_same(stamps, source)
-    with closing(open_source_store(manifest.root, stamps)) as source:
+    with pinned(request, manifest) as source:
         # The plan and the bytes of the source decide every byte of a file.
-        seed = f"{composed.plan.digest} {stamps_digest(stamps)} {stamps_digest(ctimes)}"
+        seed = f"{composed.plan.digest} {source.identity}"
         files = [VirtualFile(path, plan.nbytes, _tag(seed + path)) for path, plan in plans.items()]
         files += [VirtualFile(path, len(data), _tag(data)) for path, data in composed.extra.items()]
-        require = _Same(source, stamps, ctimes)
-        tensors = VirtualFiles(plans, source, composed.plan.items, settings, require)
+        tensors = VirtualFiles(plans, source.store, composed.plan.items, settings, source.require_same)
         with closing(tensors):
             by_path = {file.path: file for file in sorted(files, key=lambda file: file.path)}
             yield VirtualFolder(by_path, composed.extra, tensors, composed.warnings)
-
-
-class _Same:
-    """Require that files of the source are those that were planned."""
-
-    def __init__(
-        self, source: Store, stamps: Mapping[str, str | None], ctimes: Mapping[str, int | None]
-    ) -> None:
-        self._source, self._stamps, self._ctimes = source, stamps, ctimes
-        self._pinned = isinstance(source, ReadsAhead) and source.pins  # each read proves its version
-
-    def __call__(self, paths: Sequence[str]) -> None:
-        """Raise `SourceChanged` for a file that was rewritten, also in place and with its old times."""
-        if self._pinned:
-            return
-        require_same(self._stamps, self._source, paths)
-        before = {path: self._ctimes[path] for path in paths}
-        if not untouched(before, {path: self._source.ctime(path) for path in paths}):
-            raise SourceChanged(
-                f"{self._source.url} changed since it was opened: the ctime of a file is another", hint=_HINT
-            )
-
-
-def _require_unchanged(request: Request, manifest: Manifest) -> None:
-    reread = inspect(request.source, request.recover, request.keep_quantized, request.weights)
-    if reread.digest != manifest.digest:
-        raise SourceChanged(f"{request.source} was rewritten while it was opened", hint=_HINT)
 
 
 def _tag(content: str | bytes) -> str:

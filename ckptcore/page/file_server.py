@@ -12,20 +12,18 @@ import json
 import os
 import re
 import secrets
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from ckptcore.conversion.virtual_folder import VirtualFile, VirtualFolder, open_virtual
+from ckptcore.conversion.virtual_folder import VirtualFile, VirtualFolder
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import CkptError, UsageError
+from ckptcore.page.virtual_program import open_reported, run
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store.options import use_storage_options
 from ckptcore.utils import terminal
 from ckptcore.utils.extras import needed
-from ckptcore.utils.foreign_text import load_json_object
 
 REQUEST, TOKEN = "CKPTCORE_SERVED", "CKPTCORE_SERVE_TOKEN"
 ADDRESSES = ("127.0.0.1", "::1", "localhost")
@@ -34,6 +32,7 @@ CONNECTIONS = 64  # open at a time
 GRACE = 5  # seconds for open requests after a signal
 PIECE = 1 << 20  # bytes that are sent at a time; a connection has no more in memory
 MOST_RANGES = 64
+_LISTENING = ("host", "port", "hosts")  # of a request
 _RANGE = re.compile(r"(\d{0,19})-(\d{0,19})")
 _BOUNDARY = "ckptcore-range"
 
@@ -284,9 +283,7 @@ def serve(request: Request, settings: Settings, host: str, port: int, hosts: Seq
             f"cannot serve at {host} without a name", hint="name it with --allow-host, as in files.example"
         )
     token = None if local else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
-    with open_virtual(request, settings) as folder, http_server.listening(host, port) as listener:
-        for finding in folder.warnings:
-            terminal.line(f"{finding.severity}: {finding.message}", err=True)
+    with open_reported(request, settings) as folder, http_server.listening(host, port) as listener:
         app = FileServer(folder, [*LOOPBACK, *hosts] if local else hosts, settings.threads, token)
         name = f"[{host}]" if ":" in host else host
         nbytes = sum(file.nbytes for file in folder.files.values())
@@ -296,26 +293,7 @@ def serve(request: Request, settings: Settings, host: str, port: int, hosts: Seq
         if token is not None and not os.environ.get(TOKEN):
             lines.append(f"clients send this token as Authorization: Bearer: {token}")
         http_server.serve(app, listener, connections=CONNECTIONS, grace=GRACE, lines=lines)
-        if folder.unverified:
-            terminal.line(
-                f"{folder.unverified} stored items were read without a checksum of all of them", err=True
-            )
-
-
-def main() -> None:
-    """Serve what the environment says, until a signal."""
-    terminal.log_to_stderr()
-    try:
-        form = load_json_object(os.environ.pop(REQUEST, "").encode())
-        if form["storage_options"]:
-            use_storage_options(form["storage_options"])
-        request, settings = Request.from_dict(form["request"]), Settings(**form["settings"])
-        serve(request, settings, form["host"], form["port"], form["hosts"])
-    except CkptError as error:
-        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
-        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
-    terminal.guard()
-    main()
+    run(REQUEST, lambda request, settings, form: serve(request, settings, *(form[n] for n in _LISTENING)))

@@ -9,19 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptcore.conversion.virtual_folder import VirtualFolder, open_virtual
+from ckptcore.conversion.virtual_folder import VirtualFolder
 from ckptcore.errors import CkptError, MissingDependency, UsageError
+from ckptcore.page.virtual_program import open_reported, run
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import local_path
-from ckptcore.store.options import use_storage_options
 from ckptcore.utils import terminal
 from ckptcore.utils.extras import needed
-from ckptcore.utils.foreign_text import load_json_object
 
 REQUEST = "CKPTCORE_MOUNTED"
 _BLOCK = 4096
@@ -145,9 +143,7 @@ def mount(request: Request, settings: Settings) -> None:
     """
     path = require_mountable(request.destination, request.source)
     fuse = _fuse()
-    with open_virtual(request, settings) as folder:
-        for finding in folder.warnings:
-            terminal.line(f"{finding.severity}: {finding.message}", err=True)
+    with open_reported(request, settings) as folder:
         nbytes = sum(file.nbytes for file in folder.files.values())
         line = f"mounted {len(folder.files)} files, {nbytes} bytes, at {path}"
         callbacks = MountedFolder(folder, line, path.stat())
@@ -160,10 +156,6 @@ def mount(request: Request, settings: Settings) -> None:
                     f"cannot mount at {path}",
                     hint="read what libfuse printed; a container needs /dev/fuse and CAP_SYS_ADMIN for it",
                 ) from error
-        if folder.unverified:
-            terminal.line(
-                f"{folder.unverified} stored items were read without a checksum of all of them", err=True
-            )
 
 
 def _fuse() -> Any:
@@ -178,19 +170,5 @@ def _fuse() -> Any:
     return mfusepy
 
 
-def main() -> None:
-    """Mount what the environment says, until a signal."""
-    terminal.log_to_stderr()
-    try:
-        form = load_json_object(os.environ.pop(REQUEST, "").encode())
-        if form["storage_options"]:
-            use_storage_options(form["storage_options"])
-        mount(Request.from_dict(form["request"]), Settings(**form["settings"]))
-    except CkptError as error:
-        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
-        sys.exit(error.exit_code)
-
-
 if __name__ == "__main__":
-    terminal.guard()
-    main()
+    run(REQUEST, lambda request, settings, _: mount(request, settings))
