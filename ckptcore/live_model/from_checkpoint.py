@@ -7,38 +7,28 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ckptcore.api import Several, speaks_python, url_of
 from ckptcore.api import open as open_checkpoint
-from ckptcore.core.box import Box
-from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.errors import NameMismatch, UnsupportedDtype, UsageError
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import NameMismatch
+from ckptcore.live_model.exported_tensors import compose_model, log_findings, require_equal_ties, specs_of
 from ckptcore.live_model.ranks import device_of, raising_on_all, shard
 from ckptcore.live_model.skeleton import build_skeleton
 from ckptcore.loading.live_tensors import pieces, require_cast
-from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import LIVE
-from ckptcore.planning.compose import Composed, compose
+from ckptcore.planning.compose import Composed
 from ckptcore.planning.hub_files import CONFIG
 from ckptcore.planning.live_maps import map_live_names
 from ckptcore.planning.name_maps import NameRequest
 from ckptcore.planning.request import Request
-from ckptcore.reading.box_reader import BoxReader
-from ckptcore.reading.checksums import Records
-from ckptcore.reading.equality import require_equal
-from ckptcore.reading.fill_memory import PIECE, Fill, fill_memory
-from ckptcore.reading.gather import tile_view
-from ckptcore.store import Store, open_source_store
+from ckptcore.reading.fill_memory import Fill, fill_memory
+from ckptcore.store import open_source_store
 from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.text import listed
 
@@ -46,8 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _GENERATION = "generation_config.json"
-_QUANTISATION = ("quantization_config", "compression_config")
-_log = logging.getLogger("ckptcore")
 
 
 @speaks_python
@@ -95,7 +83,6 @@ def from_checkpoint(
     place = device_of(mesh, device)
     with raising_on_all(mesh):
         manifest = source if isinstance(source, Manifest) else open_checkpoint(source)
-        _require_values(manifest)
         request = Request(
             url_of(source),
             "memory://from-checkpoint",  # nothing is written
@@ -104,14 +91,11 @@ def from_checkpoint(
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),
             model_prefix=model_prefix,
         )
-        composed = compose(request, manifest)
-        form = _require_weights(composed, manifest)
-        model = _skeleton(composed, manifest)
-        live = _live_tensors(composed, manifest, request, form, model)
+        composed = compose_model(request, manifest)
+        model = _skeleton(composed)
+        live = _live_tensors(composed, manifest, request, model)
         rows = _rows(model, live)
-        for warning in composed.warnings:
-            level = logging.INFO if warning.severity == "info" else logging.WARNING
-            _log.log(level, "%s", warning.message)
+        log_findings(composed.warnings)
     with raising_on_all(mesh), closing(open_source_store(manifest.root, manifest.versions)) as store:
         if mesh is None:
             _allocate(model, place)
@@ -122,63 +106,30 @@ def from_checkpoint(
             Fill(row, box, memory) for name, row in rows.items() for memory, box in pieces(name, state[name])
         ]
         fill_memory(live, store, fills, verify=True, copies=True)
-        _require_equal_ties(composed.mapped, store)
+        require_equal_ties(composed.mapped, store)
     model.config.name_or_path = request.source
     return model.to(place)  # buffers that transformers computed
 
 
-def _require_config(composed: Composed, manifest: Manifest) -> bytes:
-    """Return the export's config.json; raise `UsageError` where it has none."""
-    data = composed.extra.get(CONFIG)
-    if data is None:
-        raise UsageError(
-            f"cannot open {manifest.root} as a model: no config.json was found beside it",
-            hint="name the folder of the model that was trained: --config FOLDER",
-        )
-    return data
-
-
-def _require_values(manifest: Manifest) -> None:
-    """Require that the tensors are values, and no quantised codes."""
-    if manifest.derived:
-        names = [manifest.tensors[row].fqn for row in manifest.derived]
-        raise _quantised(manifest, f"{listed(names)} would be computed")
-
-
-def _quantised(manifest: Manifest, reason: str) -> UnsupportedDtype:
-    return UnsupportedDtype(
-        f"cannot open {manifest.root} as a model: its weights are quantised ({reason})",
-        hint="export it, and open the export",
-    )
-
-
-def _require_weights(composed: Composed, manifest: Manifest) -> dict[str, Any]:
-    """Return the export's config; require that it says nothing of quantised codes."""
-    form = load_json_object(_require_config(composed, manifest))
-    field = next((name for name in _QUANTISATION if form.get(name)), None)
-    if field is not None:
-        raise _quantised(manifest, f"config.json has {field}")
-    return form
-
-
-def _live_tensors(
-    composed: Composed, manifest: Manifest, request: Request, form: dict[str, Any], model: Any
-) -> Manifest:
+def _live_tensors(composed: Composed, manifest: Manifest, request: Request, model: Any) -> Manifest:
     """Return the tensors of the export under the names of the model's parameters."""
     named = map_live_names(
         composed.mapped,
-        NameRequest(to=LIVE, source=manifest, config=form, url=request.config or CONFIG),
+        NameRequest(
+            to=LIVE,
+            source=manifest,
+            config=load_json_object(composed.extra[CONFIG]),
+            url=request.config or CONFIG,
+        ),
         parameters=[n for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)],
     )
     return composed.mapped.manifest if named is None else named.mapped.manifest
 
 
-def _skeleton(composed: Composed, manifest: Manifest) -> Any:
+def _skeleton(composed: Composed) -> Any:
     """Return the model of the export without values, in the dtypes of the export's files."""
-    casts = composed.plan.target.dtypes
-    specs = [replace(t, dtype=casts.get(t.fqn, t.dtype)) for t in composed.mapped.manifest.tensors]
     generation = composed.extra.get(_GENERATION)
-    return build_skeleton(_require_config(composed, manifest), generation, specs)
+    return build_skeleton(composed.extra[CONFIG], generation, specs_of(composed))
 
 
 def _rows(model: Any, live: Manifest) -> dict[str, int]:
@@ -230,35 +181,3 @@ def _allocate(model: Any, device: torch.device) -> None:
                     fresh = torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
                 memory[id(tensor)] = tensor, fresh
             setattr(module, name, memory[id(tensor)][1])
-
-
-def _require_equal_ties(mapped: Mapped, store: Store) -> None:
-    """Require that tensors which the model ties are equal where both are stored, as an export does."""
-    if mapped.twins is None:
-        return
-    sides = (mapped.manifest, mapped.twins)
-    records = [Records(store, len(side.items)) for side in sides]
-    for number, (_, stays) in enumerate(mapped.ties):
-        rows = (mapped.manifest.index[stays], number)
-        with ExitStack() as opened:
-            readers = [BoxReader(*each, once=False) for each in zip(sides, rows, records, strict=True)]
-            for reader in readers:
-                opened.callback(reader.close)
-            paths = tuple(map(_first_file, sides, rows))
-            _require_equal(readers, mapped.twins.tensors[number], (paths[0], paths[1]))
-
-
-def _require_equal(readers: Sequence[BoxReader], spec: TensorSpec, paths: tuple[str, str]) -> None:
-    width = BY_NAME[spec.dtype].itemsize
-    scratch, *buffers = (np.empty(PIECE, np.uint8) for _ in range(3))
-    for box in Box.full(spec.shape).tiles(PIECE // width):
-        tiles = [tile_view(buffer[: box.numel * width], box.shape, spec.dtype) for buffer in buffers]
-        for reader, tile in zip(readers, tiles, strict=True):
-            reader.read(box, tile, scratch)
-        require_equal(tiles[0], tiles[1], box, spec.fqn, lambda: paths)
-
-
-def _first_file(manifest: Manifest, row: int) -> str:
-    """Return the path of the file with a tensor's first chunk."""
-    item = int(manifest.chunks.item[manifest.chunks.first[row]])
-    return manifest.files[int(manifest.items.file[item])].path

@@ -40,7 +40,13 @@ class Fill(NamedTuple):
 
 
 def fill_memory(
-    manifest: Manifest, store: Store, fills: Sequence[Fill], *, verify: bool, copies: bool = False
+    manifest: Manifest,
+    store: Store,
+    fills: Sequence[Fill],
+    *,
+    verify: bool,
+    copies: bool = False,
+    records: Records | None = None,
 ) -> None:
     """Fill memory, casting and moving as needed; several threads share large tensors.
 
@@ -50,12 +56,15 @@ def fill_memory(
         fills: What to fill. Where memory overlaps, the last one wins, as if they were filled in order.
         verify: Whether stored checksums are verified.
         copies: Whether to compare copies, as `validate` does.
+        records: The checkpoint's records, where it is read in several calls; then ``verify`` is theirs, and
+            the caller finishes them.
 
     Raises:
         DamagedCheckpoint: A checksum fails, or copies differ; memory is partly filled.
     """
     fills = [fill for fill in fills if fill.want.numel]
-    records = Records(store, len(manifest.items), verify)
+    if records is None:
+        records = Records(store, len(manifest.items), verify)
     apart, shared = _apart(fills)
     # Memory that overlaps is filled by one thread, in order: the last fill of it must win.
     for group, threads in ((apart, threads_for(fill.out for fill in apart)), (shared, 1)):
