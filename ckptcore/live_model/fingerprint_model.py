@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import CkptError, UnsupportedDtype, UsageError
 from ckptcore.fingerprints.result import Fingerprints
 from ckptcore.live_model.skeleton import transformers_for
+from ckptcore.live_model.views import corner_of, dims_of, row_major
 from ckptcore.loading.live_fingerprint import LiveParts, fingerprint_parts
 from ckptcore.loading.live_tensors import SUM, pieces
 from ckptcore.naming.peft import holds_adapter
@@ -134,44 +134,19 @@ def _views(fqn: str, chunk: Chunk, name: str, tensor: torch.Tensor) -> Iterator[
         yield from ((box.translate(chunk.box.offset), memory) for memory, box in pieces(fqn, tensor, SUM))
         return
     start = view.start // tensor.element_size()
-    strides = view.strides if view.strides is not None else _row_major(chunk.box.shape)
+    strides = view.strides if view.strides is not None else row_major(chunk.box.shape)
     for memory, box in pieces(fqn, tensor, SUM):
         if box == Box.full(shape):
             flat = memory.detach().contiguous()
             yield chunk.box, flat.as_strided(chunk.box.shape, strides, flat.storage_offset() + start)
             continue
-        dims = _dims(shape, start, strides, chunk.box.shape)
+        dims = dims_of(shape, start, strides, chunk.box.shape)
         if dims is None:
             raise UsageError(
                 f"cannot fingerprint: not comparable: {name} is sharded, and {fqn} is no box of it",
                 hint="gather the model, or fingerprint the folder that it is saved in",
             )
-        yield from _common(chunk.box, _corner(shape, start), dims, box, memory)
-
-
-def _dims(
-    shape: tuple[int, ...], start: int, strides: tuple[int, ...], extent: tuple[int, ...]
-) -> list[int | None] | None:
-    """Return the dim of a parameter that each dim of a view runs along; None where the view is no box of it.
-
-    >>> _dims((4, 6, 5), 30, (1, 5), (5, 3)), _dims((4, 6, 5), 0, (5, 1), (24, 5))
-    ([2, 1], None)
-    """
-    corner, full = _corner(shape, start), _row_major(shape)
-    dims: list[int | None] = []
-    for stride, length in zip(strides, extent, strict=True):
-        if length == 1:
-            dims.append(None)
-            continue
-        along = [
-            dim
-            for dim, own in enumerate(full)
-            if own == stride and shape[dim] > 1 and dim not in dims and corner[dim] + length <= shape[dim]
-        ]
-        if not along:
-            return None
-        dims.append(along[0])
-    return dims
+        yield from _common(chunk.box, corner_of(shape, start), dims, box, memory)
 
 
 def _common(
@@ -182,7 +157,7 @@ def _common(
     Args:
         target: The view's box of the file's tensor.
         corner: Index of the view's first element in the parameter.
-        dims: Of `_dims`.
+        dims: Of `dims_of`.
         box: The rank's box of the parameter.
         memory: Its elements.
     """
@@ -199,16 +174,3 @@ def _common(
     along = [dim for dim in dims if dim is not None]
     rest = [dim for dim in range(len(corner)) if dim not in along]
     yield part, memory[index_of(common, box)].permute(*along, *rest).reshape(part.shape)
-
-
-def _corner(shape: tuple[int, ...], start: int) -> tuple[int, ...]:
-    """Return the index of a row-major tensor's element.
-
-    >>> _corner((4, 6, 5), 37)
-    (1, 1, 2)
-    """
-    return tuple(start // stride % size for stride, size in zip(_row_major(shape), shape, strict=True))
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

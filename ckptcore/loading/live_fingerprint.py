@@ -78,7 +78,7 @@ def fingerprint_parts(own_parts: Callable[[int], LiveParts], mesh: DeviceMesh | 
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return _fingerprints(_summed(own_parts(0)))
+        return _fingerprints(_merged([_summed(own_parts(0))]))
     if mesh is not None and mesh.get_coordinate() is None:
         raise UsageError(
             "cannot fingerprint: this rank is not in the mesh", hint="call it on ranks of the mesh"
