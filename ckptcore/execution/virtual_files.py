@@ -2,7 +2,8 @@
 
 A file is cut into the same jobs as for writing (`ckptcore.planning.tiles`). A read computes the jobs that it
 touches, and keeps them in a cache of bounded size, for readers that ask for the next few bytes. Readers that
-need the same job at the same time share one computation.
+need the same job at the same time share one computation. For a reader that goes from one job to the next, the
+job behind that is computed meanwhile.
 
 Memory: ``Settings.memory``. A half is for the buffers of workers, a half for the cache.
 """
@@ -14,7 +15,8 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -73,6 +75,7 @@ class VirtualFiles:
         self._computed: dict[_Key, Future[Bytes]] = {}  # by another thread, at this moment
         self._lock = threading.Lock()
         self._failure: CkptError | None = None
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
     @property
     def unverified(self) -> int:
@@ -91,6 +94,8 @@ class VirtualFiles:
         pieces = []
         while start < end:
             number = file.job_at(start)
+            if file.goes_on_to(number):
+                self._ahead.submit(self._compute_ahead, path, file, number + 1)
             job, block = file.jobs[number], self._block(path, file, number)
             first, last = start - job.start, min(end - job.start, job.nbytes)
             pieces.append(block[first:last].tobytes())
@@ -99,8 +104,15 @@ class VirtualFiles:
 
     def close(self) -> None:
         """Close what was resolved of the source."""
+        self._ahead.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.filler.close()
+
+    def _compute_ahead(self, path: str, file: _File, number: int) -> None:
+        """Compute a job that may be asked for. An error that stays is raised by the next read, as any."""
+        if file.last < number:  # else the reader was faster
+            with suppress(CkptError):
+                self._block(path, file, number)
 
     def _block(self, path: str, file: _File, number: int) -> Bytes:
         key = path, number
@@ -167,6 +179,7 @@ class _File:
         self.plan, self.filler, self._budget = plan, filler, budget
         self._lock = threading.Lock()
         self._starts: list[int] = []
+        self.last = -2  # the first job alone may be all that is asked for: it has the header
         self.jobs: list[Job] = []
 
     def job_at(self, byte: int) -> int:
@@ -176,3 +189,12 @@ class _File:
                 self.jobs = list(jobs(self.plan, self._budget, self.filler.strides))
                 self._starts = [job.start for job in self.jobs]
         return bisect_right(self._starts, byte) - 1
+
+    def goes_on_to(self, number: int) -> bool:
+        """Note that a job is read; report whether the one before it was the last, and there is a next one.
+
+        Reads of the same job again, as of one reader behind another, report it no more.
+        """
+        with self._lock:
+            before, self.last = self.last, number
+            return number == before + 1 and number + 1 < len(self.jobs)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import export_results
+import fault_s3
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from export_results import LOGITS, TENSORS, Cell
+from export_sources import WRITERS, Tiny
 from safetensors import safe_open
 from tiny_llama import tiny_llama
 
@@ -29,6 +34,7 @@ from ckptcore.planning.request import Request, Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_file_size": 30000}
+SMALL_FILES = ("--dtype", "bfloat16", "--max-file-size", "30000")
 SHARD = "model-00001-of-00002.safetensors"
 
 
@@ -46,7 +52,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def mounted(source: Path, directory: Path) -> Iterator[subprocess.Popen[str]]:
+def mounted(
+    source: str, directory: Path, *options: str, where: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """Mount a folder by the command, and unmount it."""
     try:
         import mfusepy  # noqa: F401
@@ -55,16 +63,15 @@ def mounted(source: Path, directory: Path) -> Iterator[subprocess.Popen[str]]:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK) or shutil.which("fusermount3") is None:
         pytest.skip("no FUSE on this machine: /dev/fuse or fusermount3 is missing")
     directory.mkdir(parents=True)
-    command = [sys.executable, "-m", "ckptcore", "mount", source.name, str(directory)]
-    command += ["--dtype", "bfloat16", "--max-file-size", "30000"]
+    command = [sys.executable, "-m", "ckptcore", "mount", source, str(directory), *options]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=source.parent, **pipes) as process:
+    with subprocess.Popen(command, cwd=where, **pipes) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
             if not line and process.stderr is not None and "fuse" in (why := process.stderr.read()):
                 pytest.skip(f"this machine mounts nothing: {why}")
-            assert line.startswith("mounted 5 files, ")
+            assert line.startswith("mounted ")
             yield process
         finally:
             process.send_signal(signal.SIGTERM)
@@ -74,7 +81,7 @@ def mounted(source: Path, directory: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(scope="module")
 def look(saved: Path) -> Iterator[Path]:
     directory = saved / "in" / "look"
-    with mounted(saved / "step-10", directory) as process:
+    with mounted("step-10", directory, *SMALL_FILES, where=saved) as process:
         yield directory
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -114,6 +121,66 @@ def test_safetensors_and_transformers_open_them(saved: Path, look: Path) -> None
     assert torch.equal(*logits)
 
 
+def digests(folder: Path) -> dict[str, str]:
+    """What sha256sum says of each file."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
+
+
+def test_a_checkpoint_on_s3_with_two_readers(saved: Path, tmp_path: Path) -> None:
+    with fault_s3.serving() as server:
+        for path in (saved / "step-10").iterdir():
+            server.put(f"bucket/step-10/{path.name}", path.read_bytes())
+        directory = tmp_path / "look"
+        with mounted("s3://bucket/step-10", directory, *SMALL_FILES), ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(digests, [directory, directory])
+        assert {method for method, *_ in server.log} <= {"GET", "HEAD"}  # nothing is written
+        assert server.count("GET", path=r"\.distcp") > 0
+    right = digests(saved / "out" / "look")
+    assert first == second
+    assert {name for name in right if first.get(name) != right[name]} == {"README.md"}  # it names the source
+    assert first.keys() == right.keys()
+
+
+TWELVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_neox", "olmoe", "olmo", "olmo2")
+TWELVE += ("gpt2", "gemma3")
+
+
+def sources_of(family: str) -> dict[str, Cell]:
+    """Each source that a family is exported from, in one form."""
+    of_family = [cell for cell in export_results.cells() if cell.family == family and cell.source != "peft"]
+    results = {cell.source: export_results.declared(family, cell.source).level for cell in of_family}
+    return {cell.source: cell for cell in of_family if results[cell.source] in (LOGITS, TENSORS)}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", TWELVE)
+def test_every_file_of_twelve_families(tinies: Callable[[str], Tiny], tmp_path: Path, family: str) -> None:
+    tiny, cells = tinies(family), sources_of(family)
+    assert {"hf-hub", "hf-live", "verl"} < cells.keys()
+    for number, (source, cell) in enumerate(sorted(cells.items())):
+        folder = tmp_path / source
+        folder.mkdir()
+        place = WRITERS[source](tiny, cell.form, folder / "source")
+        dtype = "float32" if number % 3 else "bfloat16"
+        options: dict[str, Any] = {"config": str(tiny.hub), "max_file_size": 30000, "dtype": dtype}
+        ckptcore.convert(str(place), str(folder / "out" / "look"), verb="export", catalog=False, **options)
+        files = digests(folder)
+        flags = [
+            text for name, value in options.items() for text in (f"--{name}".replace("_", "-"), str(value))
+        ]
+        with mounted(str(place), folder / "in" / "look", *flags):
+            assert digests(folder / "in" / "look") == digests(folder / "out" / "look"), cell
+        assert digests(folder) == files  # nothing was written
+
+
+@pytest.mark.soak
+def test_the_twelve_families_have_six_formats() -> None:
+    assert len(TWELVE) == 12
+    assert len({source for family in TWELVE for source in sources_of(family)}) >= 6
+
+
 def test_nothing_can_be_written(look: Path) -> None:
     for change in (
         lambda: (look / "config.json").write_text("{}"),
@@ -131,7 +198,7 @@ def test_nothing_can_be_written(look: Path) -> None:
 def test_a_changed_source_is_an_error_and_a_killed_mount_is_named(saved: Path, tmp_path: Path) -> None:
     source, directory = tmp_path / "step-10", tmp_path / "look"
     shutil.copytree(saved / "step-10", source)
-    with mounted(source, directory) as process:
+    with mounted(str(source), directory, *SMALL_FILES) as process:
         shards = sorted(path.name for path in directory.glob("*.safetensors"))
         file = next(source.glob("*.distcp"))
         file.write_bytes(file.read_bytes())

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -184,6 +185,34 @@ def test_two_readers_share_what_is_computed_and_memory_is_bounded(
         assert folder.unverified == 0
     assert len(computed) > len(set(computed))
     assert sorted(path.name for path in source.parent.iterdir()) == before  # nothing is written
+
+
+def test_a_reader_that_goes_on_finds_the_next_job_computed(
+    source: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[tuple[int, str]] = []
+    real = virtual_files.VirtualFiles._compute
+
+    def compute(self: Any, file: Any, job: Any) -> Any:
+        computed.append((job.sequence, threading.current_thread().name))
+        return real(self, file, job)
+
+    monkeypatch.setattr(virtual_files.VirtualFiles, "_compute", compute)
+    monkeypatch.setattr("ckptcore.planning.tiles.TILES", 8192)
+    data = (exported / SHARD).read_bytes()
+    with opened(source) as folder:
+        assert folder.read(SHARD, 0, 100) == data[:100]
+        assert len(computed) == 1  # a reader of the header alone gets no more
+        first = folder._tensors._files[SHARD].jobs[1].start
+        assert folder.read(SHARD, first, 1) == data[first : first + 1]
+        folder._tensors._ahead.submit(lambda: None).result(60)  # behind what was asked of it
+        assert sorted(number for number, _ in computed) == [0, 1, 2]
+        assert [name.startswith("ahead") for number, name in computed if number == 2] == [True]
+        last = folder._tensors._files[SHARD].jobs[-1]
+        assert folder.read(SHARD, last.start, last.nbytes) == data[last.start :]
+        assert len(computed) == 4  # a jump is no going on
+        folder.read(SHARD, 0, len(data))
+        assert len(computed) == len(folder._tensors._files[SHARD].jobs)  # none twice
 
 
 def replace(file: Path) -> None:
