@@ -122,7 +122,7 @@ def test_safetensors_and_transformers_open_them(saved: Path, look: Path) -> None
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """What sha256sum says of each file."""
+    """The SHA-256 of each file."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
 
