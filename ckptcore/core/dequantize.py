@@ -25,8 +25,8 @@ cut into boxes changes no bit.
   values [256] or [16] that codes of 8 or 4 bits index. out.flat[i] = value(codes.flat[i]) * scale[i // n] in
   float32; two codes of 4 bits are in a byte, the high one first (torchao/optim/quant_utils.py,
   `dequant_with_qmap`; subclass_4bit.py and subclass_fp8.py, `dequantize`).
-- ``add_DTYPE``: one input of that dtype; params (c,). out = input + c, computed in float32 (float64 for
-  float64) and rounded once to the dtype, like torch's ``weight + c``.
+- ``add_DTYPE``: one input of that dtype, or a narrower one; params (c,). out = input + c, computed in float32
+  (float64 for float64) and rounded once to the dtype, like torch's ``weight + c``.
 - ``sum_DTYPE``, ``mean_DTYPE``: n inputs of that dtype and of one shape; params (n,). out = ((a + b) + c)
   and so on, each sum rounded to the dtype, and divided by n for the mean (convert_neox_to_hf.py of GPT-NeoX).
 - ``weighted_DTYPE``: see `ckptcore.core.weighted_sums`.

@@ -47,6 +47,7 @@ _WIDTHS: Mapping[str, re.Pattern[str]] = {
         "moe_shared_expert_intermediate_size": r".*\.mlp\.shared_experts\.linear_fc2\.weight",
     }.items()
 }
+_DELTA_NET = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.A_log")
 _ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MESH = {
@@ -134,8 +135,9 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
     if rows is not None:
         out |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": VOCABULARY_STEP[_WORLD]}
     numbers = agreed(naming.configs)
-    routed = {int(m[1]) for m in map(_ROUTER.fullmatch, names) if m is not None}
-    if "layer" in numbers and routed:
-        out["moe_layer_freq"] = [int(n in routed) for n in range(int(numbers["layer"][0]))]
+    for argument, pattern in (("moe_layer_freq", _ROUTER), ("linear_attention_freq", _DELTA_NET)):
+        layers = {int(m[1]) for m in map(pattern.fullmatch, names) if m is not None}
+        if "layer" in numbers and layers:
+            out[argument] = [int(n in layers) for n in range(int(numbers["layer"][0]))]
     scaling = next((s for c in naming.configs if (s := c.rope_scaling) is not None), None)
     return out | ({} if scaling is None else megatron_rope_arguments(scaling, latent=out[LATENT]))

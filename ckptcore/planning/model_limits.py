@@ -98,16 +98,24 @@ def require_possible(
     return tuple(findings)
 
 
+# Number -> its heads, which a rank has whole.
+_CUT_HEADS = {
+    "heads": "attention heads",
+    "delta_key_heads": "heads of the delta net's keys",
+    "delta_value_heads": "heads of the delta net's values",
+}
 _Problem = tuple[bool, str, str]  # whether trainers refuse it, message, next step
 
 
 def _of_cut_heads(numbers: Mapping[str, ModelNumber], tp: int) -> tuple[str, str] | None:
     """Return the message and next step where a rank would have a part of a head; None where none has."""
-    heads = numbers.get("heads")
-    if heads is None or not heads.value % tp:
-        return None
-    message = f"cannot run {heads.value} attention heads with tp={tp}: {heads.source}"
-    return message, _divisors("tp", heads, numbers.get("kv_heads"))
+    for name, title in _CUT_HEADS.items():
+        heads = numbers.get(name)
+        if heads is not None and heads.value % tp:
+            message = f"cannot run {heads.value} {title} with tp={tp}: {heads.source}"
+            beside = (numbers.get(other) for other in ("kv_heads", *_CUT_HEADS))
+            return message, _divisors("tp", heads, *beside)
+    return None
 
 
 def _of_groups(world: str, numbers: Mapping[str, ModelNumber], tp: int) -> Iterator[_Problem]:

@@ -55,11 +55,7 @@ class Cell:
 
 # Where it is not this: logits are equal from every source that there is a map for, the others are refused.
 _OTHERWISE: dict[tuple[str, str], Result] = {}
-_GATED_DELTA = "its gated delta nets have no rules yet"
 _REFUSED = {
-    "qwen3_next": _GATED_DELTA,
-    "qwen3_5": _GATED_DELTA,
-    "qwen3_5_moe": _GATED_DELTA,
     "nemotron_h": "Mamba layers and gated delta nets have no rules yet",
     "mamba": "Mamba layers have no rules yet",
     "mamba2": "Mamba layers have no rules yet",

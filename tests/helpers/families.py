@@ -106,9 +106,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "gemma2": ("gemma2", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
     "gemma3": ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
-    "qwen3_next": ("qwen3_next", {**_MOE, **_DELTA, "shared_expert_intermediate_size": 12}, ()),
-    "qwen3_5": ("qwen3_5_text", _DELTA, ()),
-    "qwen3_5_moe": ("qwen3_5_moe_text", {**_MOE, **_DELTA, "shared_expert_intermediate_size": 12}, ()),
+    "qwen3_next": ("qwen3_next", {**_MOE, **_DELTA, "shared_expert_intermediate_size": 12}, ("megatron",)),
+    "qwen3_5": ("qwen3_5_text", _DELTA, ("megatron",)),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**_MOE, **_DELTA, "shared_expert_intermediate_size": 12},
+        ("megatron",),
+    ),
     "nemotron_h": (
         "nemotron_h",
         {

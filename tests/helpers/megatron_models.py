@@ -31,6 +31,13 @@ _MLA: dict[str, Any] = {
     "rope_type": "rope",
     "moe_router_pre_softmax": True,
 }
+_DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "deterministic_mode": True,
+}
 # Architecture -> fields of TransformerConfig, ahead of those that `megatron_config` takes from the hub's.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -71,6 +78,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "dsa_indexer_loss_coeff": 0.0,
         "dsa_indexer_rotate_activation": False,
     },
+    "qwen3_next": {**_MOE, **_DELTA, "moe_shared_expert_gate": True},
+    "qwen3_5": _DELTA,
+    "qwen3_5_moe": {**_MOE, **_DELTA, "moe_shared_expert_gate": True},
     "gpt2": {
         "add_bias_linear": True,
         "normalization": "LayerNorm",
@@ -152,6 +162,12 @@ def megatron_config(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[
             out["moe_layer_freq"] = [int(n >= dense) for n in range(layers)]
         if config.get("n_shared_experts") or config.get("intermediate_size_mlp"):
             out["moe_shared_expert_intermediate_size"] = wide
+        elif config.get("shared_expert_intermediate_size"):
+            out["moe_shared_expert_intermediate_size"] = config["shared_expert_intermediate_size"]
+    if "linear_conv_kernel_dim" in config:
+        sizes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+        out |= {f"linear_{size}": config[f"linear_{size}"] for size in sizes}
+        out["linear_attention_freq"] = [int(kind == "linear_attention") for kind in config["layer_types"]]
     if "kv_lora_rank" in config:
         out |= {
             "q_lora_rank": config["q_lora_rank"],

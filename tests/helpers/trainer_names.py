@@ -28,7 +28,8 @@ def tiny_model(family: str) -> Any:
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 drawn = torch.randn(tensor.shape, generator=generator)
-                tensor.copy_(1 + drawn / 8 if tensor.dim() == 1 else drawn / 4)
+                # Where a norm counts from 0, 1 is taken off: with few bits, none is rounded away.
+                tensor.copy_((1 + drawn / 8).half() if tensor.dim() == 1 else drawn / 4)
     return model
 
 
@@ -138,6 +139,8 @@ def _megatron_layer(config: Mapping[str, Any], hub: State, form: str) -> State:
     for old, new in names.items():
         if old in left:
             out[new] = left.pop(old)
+    if config["model_type"].startswith(("qwen3_next", "qwen3_5")):
+        _megatron_delta_layer(config, left, out, form)
     if "self_attn.q_proj.weight" in left:
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
         for kind in ("weight", "bias"):
@@ -163,6 +166,58 @@ def _megatron_layer(config: Mapping[str, Any], hub: State, form: str) -> State:
                     out[f"mlp.experts.local_experts.{e}.{at}.{kind}"] = part[e]
     assert not left, sorted(left)
     return out
+
+
+def _megatron_delta_layer(config: Mapping[str, Any], left: State, out: State, form: str) -> None:
+    """What Qwen3-Next's layers have of their own: GDNLinearMapping, GDNConv1dMapping of Megatron-Bridge, and
+    `get_query_key_value_tensors` and `_split_tensor_factory` of Megatron-Core; taken out of ``left``.
+    """
+    of_attention = "self_attn.q_proj.weight" in left
+    before = "self_attention.linear_qkv" if of_attention else "self_attention.in_proj"
+    out[f"{before}.layer_norm_weight"] = out.pop("input_layernorm.weight")
+    if "mlp.router.weight" in out:
+        out["mlp.shared_experts.gate_weight"] = left.pop("mlp.shared_expert_gate.weight")
+    else:
+        out["mlp.linear_fc1.layer_norm_weight"] = out.pop("pre_mlp_layernorm.weight")
+    if of_attention:
+        heads, groups, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        queries, gates = (
+            left.pop("self_attn.q_proj.weight").view(groups, heads // groups, 2, dim, -1).unbind(2)
+        )
+        keys, values = (left.pop(f"self_attn.{x}_proj.weight").view(groups, 1, dim, -1) for x in "kv")
+        both = torch.cat([queries, gates, keys, values], 1)
+        out["self_attention.linear_qkv.weight"] = both.reshape(-1, both.shape[-1])
+        return
+    of_keys, of_values, key, value = (
+        config[f"linear_{k}"] for k in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    wide, more = of_keys * key, of_values * value
+    if "linear_attn.in_proj_qkvz.weight" in left:
+        by_head = left.pop("linear_attn.in_proj_qkvz.weight").view(of_keys, -1, config["hidden_size"])
+        parts = [*by_head.split([key, key, more // of_keys, more // of_keys], 1)]
+        by_head = left.pop("linear_attn.in_proj_ba.weight").view(of_keys, -1, config["hidden_size"])
+        parts = [p.reshape(-1, config["hidden_size"]) for p in (*parts, *by_head.chunk(2, 1))]
+    else:
+        parts = [*left.pop("linear_attn.in_proj_qkv.weight").split([wide, wide, more])]
+        parts += [left.pop(f"linear_attn.in_proj_{x}.weight") for x in "zba"]
+    pieces = {
+        "in_proj.weight": dict(zip(("query", "key", "value", "z", "beta", "alpha"), parts, strict=True)),
+        "conv1d.weight": dict(
+            zip(
+                ("query", "key", "value"),
+                left.pop("linear_attn.conv1d.weight").split([wide, wide, more]),
+                strict=True,
+            )
+        ),
+    }
+    for name, rows in pieces.items():
+        if form in ("grouped", "sequential"):
+            out[f"self_attention.{name}"] = torch.cat([*rows.values()])
+        else:
+            out |= {f"self_attention.{name}.{part}": value for part, value in rows.items()}
+    out["self_attention.out_norm.weight"] = left.pop("linear_attn.norm.weight") - 1
+    for name in ("A_log", "dt_bias", "out_proj.weight"):
+        out[f"self_attention.{name}"] = left.pop(f"linear_attn.{name}")
 
 
 def _apart(config: Mapping[str, Any], hub: State) -> State:
@@ -200,6 +255,7 @@ _SAME = {
     "block_sparse_moe.router.layer.": "mlp.gate.",
     "feed_forward.router.": "mlp.gate.",
     "feed_forward.shared_expert.": "mlp.shared_experts.",
+    "mlp.shared_expert.": "mlp.shared_experts.",
     "feed_forward.": "mlp.",
 }
 

@@ -13,7 +13,9 @@ Megatron-Core means to run on GPUs. Replaced here: for `torch.cuda.current_devic
 none (mcore_job.py), and for the tracker of random states of GPUs none, as nothing is dropped out.
 Megatron's own attention of plain torch is given to latent attention, which hands it sizes of keys and values
 that it does not ask for; sparse attention, which is only built with Transformer Engine, is built with
-Megatron's own modules, and a plain linear layer where they have none. Nothing else of the model is changed.
+Megatron's own modules, and a plain linear layer where they have none. So are gated delta nets, with norms of
+plain torch that count from 0, one of them in the linear layer as Transformer Engine has it, and Megatron's
+own torch form of the delta rule. Nothing else of the model is changed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def built(asked: dict[str, Any], **stage: Any) -> Any:
     if "activation_func" in form:
         form["activation_func"] = _activation(form["activation_func"])
     config = kind(use_cpu_initialization=True, **form)
-    if form.get("experimental_attention_variant"):
+    if form.get("experimental_attention_variant") == "gated_delta_net":
+        spec = _delta_spec(config)
+    elif form.get("experimental_attention_variant"):
         from megatron.core.models.backends import LocalSpecProvider
         from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 
@@ -82,6 +86,77 @@ def built(asked: dict[str, Any], **stage: Any) -> Any:
         if not form.get("experimental_attention_variant"):
             attention.core_attention = _latent_attention()
     return GPTModel(config, spec, mtp_block_spec=mtp, **asked["model"], **stage).float().eval()
+
+
+class _NormFromZero(torch.nn.Module):
+    """A replacement for Transformer Engine's norm, whose weight counts from 0."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return _normed(given, self.weight, self.eps)
+
+
+def _normed(given: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return given * torch.rsqrt(given.square().mean(-1, keepdim=True) + eps) * (1 + weight)
+
+
+def _delta_spec(config: Any) -> Any:
+    """The layers of a model with gated delta nets."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class NormLinear(ColumnParallelLinear):
+        """A replacement for Transformer Engine's linear layer with a norm in front."""
+
+        def __init__(self, input_size: int, *sizes: Any, **options: Any) -> None:
+            super().__init__(input_size, *sizes, **options)
+            self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size))
+
+        def forward(self, given: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            normed = _normed(given, self.layer_norm_weight, config.layernorm_epsilon)
+            return super().forward(normed, *rest, **more)
+
+    class Backend(LocalSpecProvider):
+        """Megatron's own modules, but for norms."""
+
+        def fuse_layernorm_and_linear(self) -> bool:
+            return True
+
+        def column_parallel_layer_norm_linear(self) -> type:
+            return NormLinear
+
+        def layer_norm(self, *_: Any, **__: Any) -> Any:
+            return _NormFromZero
+
+    backend = Backend()
+    parts = SelfAttentionSubmodules(
+        linear_qkv=NormLinear,
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=_NormFromZero,
+        k_layernorm=_NormFromZero,
+    )
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=parts,
+        metainfo={"fuse_input_layernorm": True},
+    )
+    asked_of: Any = variants
+    asked_of._get_backend_spec_provider = lambda config: backend
+    asked_of._get_self_attention_module_spec = lambda config, backend: attention
+    kernels: Any = common
+    kernels.HAVE_FLA = True  # of which no kernel is called: `deterministic_mode`
+    kernels.l2norm = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return variants.get_transformer_block_with_experimental_attention_variant_spec(config=config)
 
 
 class _Linear(torch.nn.Linear):

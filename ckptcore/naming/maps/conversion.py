@@ -318,7 +318,8 @@ def _mapped_manifest(
             spans += [(manifest.inputs.chunks, i) for i in node.inputs]
         elif tensor.add:
             nodes[n] = Derived(f"add_{tensor.dtype}", (len(inputs),), (tensor.add,))
-            inputs.append(TensorSpec(manifest.tensors[source].fqn, tensor.dtype, tensor.shape))
+            stored = manifest.tensors[source]
+            inputs.append(TensorSpec(stored.fqn, stored.dtype, tensor.shape))
             spans.append((chunks, n))
     if not nodes:
         return mapped

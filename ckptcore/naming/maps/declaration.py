@@ -29,15 +29,18 @@ More fields of a rule:
 - ``drops = {pad = "reason"}``: parts that no tensor of ``to`` has. ``drop = "reason"`` instead of ``to``: the
   tensor is dropped. ``only_zero = "reason"`` beside it: one with another value than zero is an error.
 - ``repeats = ["heads"]``: axes of ``to`` along which elements of ``from`` are repeated.
-- ``add = 1``: added to every element, in float32, rounded to the stored dtype.
+- ``add = 1``: added to every element, in float32, rounded to the stored dtype. The way back adds the
+  opposite; of 16-bit floats it makes float32, in which the sum has all bits of nearly every weight.
 - ``where = "layer < dense"``: of indices and numbers.
 - ``presence``: ``every`` (the default: for all indices of the first name), ``some``, or ``optional``.
 - ``part``: rules of one part are all needed if one of them takes something, and none of them otherwise.
-- ``one_way = "reason"``: why there is no inverse, where neither a drop nor ``add`` is the reason.
+- ``one_way = "reason"``: why there is no inverse, where no drop is the reason.
 - ``spelled = ["wq", "qkv_linear|wqkv"]``: the generations of the trainer's names
   (`naming.worlds.GENERATIONS`) that have each spelling, for the way back; "" for all, "-" for none. Without
   it all have the first one.
 - ``back = "every"``: the presence of the inverse, where it is another one.
+- ``back_beside = "name"``: a name of the other world; the way back takes only tensors with an index that has
+  a tensor of this name, too: where a trainer names a tensor by its layer's kind.
 - ``tied = "name"``: the tensor of the other world that has the elements where its config ties both, and the
   trainer's loader looks for both.
 - ``beside = "term"`` with ``only_zero``: a term of the other world; the way back makes zeros for each tensor
@@ -54,7 +57,8 @@ a map that only ``--arch`` or a config selects, because its names and shapes are
 their index, with the layers in a first dim of their own.
 
 A map may have ``[[map.again]]`` for layers that are built like others: a rule whose names all begin with the
-first text of ``from`` and of ``to`` also applies with the other texts, as the part ``name``.
+first text of ``from`` and of ``to`` also applies with the other texts, as the part ``name``; ``without``
+names rules of these that such layers do not have.
 """
 
 from __future__ import annotations
@@ -84,7 +88,6 @@ _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
 _ALL, _NONE = frozenset[str](), frozenset({"-"})  # generations of names that have a spelling
 STACKED = "stacked"  # the generation of names in which one tensor holds all layers
 PADDING = "padding"  # the axis of rows that pad a vocabulary
-_ADDING = "adding to a weight rounds: adding the opposite need not give it back"
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ class Rule:
         beside: The way back makes zeros for each tensor of this term; None where it makes none.
         back: Presence of the inverse; "" for the same.
         tied: Name of the tensor that has the elements of ``to`` in a model that ties them; "" for none.
+        back_beside: The inverse takes only tensors with an index that this term has, too; None for all.
+        only_beside: Of an inverse: what the rule says in ``back_beside``.
+        widened: Whether a sum with ``add`` is float32 where the tensor has 16 bits an element.
     """
 
     name: str
@@ -147,6 +153,9 @@ class Rule:
     beside: Term | None = None
     back: str = ""
     tied: str = ""
+    back_beside: Term | None = None
+    only_beside: Term | None = None
+    widened: bool = False
 
     @property
     def invertible(self) -> bool:
@@ -188,6 +197,9 @@ class Rule:
             drops={},
             one_way="",
             spelled=(),
+            add=-self.add,
+            widened=True,
+            only_beside=self.back_beside,
         )
 
 
@@ -326,6 +338,7 @@ class RuleForm(_Form):
     beside: str = Field("", exclude=True)
     back: Literal["", "every", "some", "optional"] = Field("", exclude=True)
     tied: str = Field("", exclude=True)
+    back_beside: str = Field("", exclude=True)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RuleForm:
@@ -362,6 +375,7 @@ class AlikeForm(_Form):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     source: tuple[str, ...] = Field(alias="from", min_length=2)
     to: tuple[str, str]
+    without: tuple[str, ...] = Field((), exclude=True)
 
     def of(self, form: RuleForm) -> RuleForm | None:
         """Return the rule for these layers; None for a rule of other tensors."""
@@ -377,12 +391,16 @@ class AlikeForm(_Form):
         ]
         to = form.to and tuple(self.to[1] + t.removeprefix(self.to[0]) for t in form.to)
         spelled = form.spelled and form.spelled + ("-",) * (len(copied_sides) - len(form.spelled))
+        beside = form.back_beside
+        if beside:
+            beside = self.to[1] + beside.removeprefix(self.to[0])
         update = {
             "source": copied_sides[0],
             "spellings": tuple(copied_sides[1:]),
             "to": to,
             "part": self.name,
             "spelled": spelled,
+            "back_beside": beside,
         }
         return form.model_copy(update=update)
 
@@ -506,6 +524,8 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
     declaration = form.model_dump(mode="json")
     # A digest depends on the declaration, not on names of fields here: plans record it.
     declaration["again"] = declaration.pop("alike")
+    for alike, alike_form in zip(form.alike, declaration["again"], strict=True):
+        alike_form.update({"without": list(alike.without)} if alike.without else {})
     content = [family.arch, declaration, [g.model_dump(mode="json") for _, g in groups]]
     return ArchMap(
         family.arch,
@@ -536,8 +556,11 @@ def _rules_of_alike(
         "source": tuple(_with_texts(t, texts) for t in rule.source),
         "spellings": tuple(tuple(_with_texts(t, texts) for t in side) for side in rule.spellings),
         "to": rule.to and tuple(_with_texts(t, texts) for t in rule.to),
+        "back_beside": _with_texts(rule.back_beside, texts),
     }
     for alike in form.alike:
+        if (f"{group}/{rule.name}" if group else rule.name) in alike.without:
+            continue
         alike_rule = alike.of(rule.model_copy(update=update))
         if alike_rule is not None:
             yield from _rules_of_form(
@@ -552,7 +575,13 @@ def _rules_of_form(
     try:
         ends = [
             [_with_texts(t, texts) for t in side]
-            for side in (form.source, *form.spellings, form.to or (), (form.beside,) * bool(form.beside))
+            for side in (
+                form.source,
+                *form.spellings,
+                form.to or (),
+                (form.beside,) * bool(form.beside),
+                (form.back_beside,) * bool(form.back_beside),
+            )
         ]
         parsed = [[_terms(t) for t in side] for side in ends]
         labels: dict[str, dict[str, None]] = {}
@@ -564,7 +593,7 @@ def _rules_of_form(
         for n, values in enumerate(product(*labels.values())):
             chosen = dict(zip(labels, values, strict=True))
             sides = [tuple(_chosen(term, chosen) for term in side) for side in parsed]
-            *written, to, beside = sides
+            *written, to, beside, back_beside = sides
             labels_of = [_labels(text) for text in form.spelled] or [_ALL, *[_NONE] * (len(written) - 1)]
             spellings = [
                 spelling
@@ -584,13 +613,14 @@ def _rules_of_form(
                 form.drop,
                 frozenset(form.repeats),
                 form.add,
-                form.one_way or form.drop or "; ".join(form.drops.values()) or (_ADDING if form.add else ""),
+                form.one_way or form.drop or "; ".join(form.drops.values()),
                 form.part,
                 form.only_zero,
                 tuple(generations for _, generations in spellings),
                 next(iter(beside), None),
                 form.back if n == 0 else "",
                 form.tied,
+                next(iter(back_beside), None),
             )
             _require_bijective(rule)
             yield rule

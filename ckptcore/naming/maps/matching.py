@@ -27,6 +27,7 @@ from ckptcore.utils.text import listed
 Shape = tuple[int, ...]
 _FEW = 5
 _OF_ALL = frozenset({"experts"})  # axes that have one size, in whatever rule they are
+_HALF = ("float16", "bfloat16")  # a constant added in these loses bits of the smallest weights
 _MOST_INDICES = 100_000  # of one axis, whatever a config says
 
 
@@ -220,13 +221,15 @@ def _make(
             ):
                 name, source = names[k], int(group.rows[row])
                 tensor = tensor_by_name.get(name)
+                dtype = tensors[source].dtype
+                if group.rule.add and group.rule.widened and dtype in _HALF:
+                    dtype = "float32"
                 if tensor is None:
-                    dtype = tensors[source].dtype
                     tensor = tensor_by_name[name] = TargetTensor(
                         name, target, dtype, group.rule.name, group.rule.add
                     )
                     first_parts[name] = group, number, row
-                elif tensor.shape != target or tensor.dtype != tensors[source].dtype:
+                elif tensor.shape != target or tensor.dtype != dtype:
                     first = tensors[tensor.sources[0]]
                     problems.append(
                         f"{name} would be {tensor.dtype} {list(tensor.shape)} by {first.fqn} and "

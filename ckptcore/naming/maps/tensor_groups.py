@@ -195,6 +195,7 @@ class RuleAssignment:
     def _matches(self, rule: Rule, term: Term, sizes: Mapping[str, int]) -> list[NameMatch]:
         """Return the names that a term takes, with indices on its axes."""
         out = []
+        beside = self._beside(rule)
         for match in term.name.match(self._templates):
             index = dict(match.index)
             rank = self._rank[self._shape[match.rows]]
@@ -207,6 +208,8 @@ class RuleAssignment:
                     keep &= index[field_.axis] >= 0
                     if size is not None:
                         keep &= index[field_.axis] < size
+                for axis, values in beside.items():
+                    keep &= np.isin(index[axis], values)
                 if rule.where:
                     keep &= value_of(rule.where, {**self.numbers, **sizes, **index})
             except UnknownNumber as error:
@@ -221,6 +224,15 @@ class RuleAssignment:
                 indices = {k: v[rows] for k, v in index.items()}
                 out.append(NameMatch(match.rows[rows], indices, match.wild, inside))
         return out
+
+    def _beside(self, rule: Rule) -> dict[str, Ints]:
+        """Return axis -> indices that a rule is limited to: those of tensors that its own must be beside."""
+        if rule.only_beside is None:
+            return {}
+        matches = rule.only_beside.name.match(self._templates)
+        axes = [index.axis for index in rule.only_beside.name.indices]
+        none = np.zeros(0, np.int64)
+        return {axis: np.concatenate([none, *(match.index[axis] for match in matches)]) for axis in axes}
 
     def _group(
         self,

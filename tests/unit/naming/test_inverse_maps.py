@@ -46,6 +46,7 @@ FUSED_NORMS = {
 }
 # Layers that are not alike have no first dim of their own: each stacked tensor would lack layers.
 MIXED = {"glm4_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "llama4"}
+DELTA = ("qwen3_next", "qwen3_5")  # which only one builder of layers has: its norms have one name
 
 
 def pairs() -> Iterator[tuple[str, str, str]]:
@@ -54,7 +55,7 @@ def pairs() -> Iterator[tuple[str, str, str]]:
 
 
 def generation(family: str, world: str, form: str) -> str:
-    if family == "gpt2":
+    if family == "gpt2" or (form == "layers" and family.startswith(DELTA)):
         return "fused"
     return GENERATION_OF.get(world, {}).get(form, form)
 
@@ -98,7 +99,7 @@ def trainer_state(family: str, world: str, form: str) -> State:
 def test_comes_out_as_the_trainer_has_it_and_back(tmp_path: Path, family: str, world: str, form: str) -> None:
     source = hub_manifest(tmp_path / "hub", family)
     bare = remap(source)
-    if form == "stacked" and family in MIXED:
+    if form == "stacked" and (family in MIXED or family.startswith(DELTA)):
         with pytest.raises(NameMismatch, match=f"no map takes hf-hub names of {FAMILIES[family][0]}"):
             to_trainer(bare, source, f"{world}:{form}")
         return
@@ -112,7 +113,11 @@ def test_comes_out_as_the_trainer_has_it_and_back(tmp_path: Path, family: str, w
     if world == "nanotron":  # whose step says how it stores rotary pairs
         own = trainer_names.nanotron_config(hub_model(family)[0], form)
         (tmp_path / "hub/model_config.json").write_text(json.dumps(own))
-    back = map_names(found.mapped, world, NameRequest(arch=found.map.arch, to="hf-hub", source=source))
+    stored = found.mapped
+    if any(node.fn.startswith("add_") for node in stored.manifest.derived.values()):  # a sum is not cut again
+        save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "stored.safetensors")
+        stored = remap(ckptcore.open(str(tmp_path / "stored.safetensors")))
+    back = map_names(stored, world, NameRequest(arch=found.map.arch, to="hf-hub", source=source))
     equal(back.mapped.manifest, hub_model(family)[1])
 
 
