@@ -8,12 +8,13 @@ Parameters are float32, as a trainer has them, whatever the dtype of the weights
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import encode
-from ckptcore.errors import Finding, NameMismatch, finding
-from ckptcore.naming.maps.hub_config import PLAIN_ROPE
+from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.naming.maps.hub_config import PLAIN_ROPE, term
 from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.maps.rope_scaling import RopeScaling
 from ckptcore.naming.worlds import HUB
@@ -25,6 +26,8 @@ _CLASS = "_CLASS_"  # the key by which OLMo-core finds the class of a config
 _NN = "olmo_core.nn"
 _DTYPE = {"dtype": "float32"}
 _BLOCK, _EXPERTS = "model.block.name", "model.block.feed_forward_moe.name"  # what a map requires
+_KIND = "model.block.local.name"  # of a map whose layers are of several kinds
+_SCALED = frozenset({"gemma3"})  # architectures that multiply embeddings by the root of their width
 _FULL = -1  # the window of a layer that attends to all tokens
 _LAYER = "blocks.0."  # the shapes of all layers are alike
 _LENGTH = ("old_context_len", "original_max_position_embeddings", int)
@@ -70,6 +73,10 @@ def step_config(
     numbers = stated_numbers(naming, _PLACE, "layer", "hidden", "heads", "kv_heads", "norm_eps", "rope_theta")
     hub = next((c for c in naming.configs if c.world == HUB), None)
     shapes = {spec.fqn: spec.shape for spec in tensors}
+    required = naming.rules.target_requires if naming.rules is not None else {}
+    by_kind = _KIND in required  # of layers: those with a window are blocks of another name
+    if by_kind:
+        stated_numbers(naming, _PLACE, "local_rope_theta", "window")
     norm = {
         "name": "rms",
         "eps": numbers["norm_eps"],
@@ -77,11 +84,11 @@ def step_config(
         **_DTYPE,
         _CLASS: f"{_NN}.layer_norm.LayerNormConfig",
     }
-    required = naming.rules.target_requires if naming.rules is not None else {}
     experts = next(iter(required.get(_EXPERTS, ())), "")
+    attention = _attention(naming, numbers, shapes, norm, None if by_kind else hub)
     block = {
-        "name": next(iter(required.get(_BLOCK, ("default",)))),
-        "sequence_mixer": _attention(naming, numbers, shapes, norm, hub),
+        "name": next(iter(required.get(_KIND if by_kind else _BLOCK, ("default",)))),
+        "sequence_mixer": attention,
         "layer_norm": norm,
         _CLASS: f"{_NN}.transformer.config.TransformerBlockConfig",
     }
@@ -107,6 +114,12 @@ def step_config(
         **_DTYPE,
         _CLASS: f"{_NN}.transformer.config.TransformerConfig",
     }
+    if by_kind and hub is not None:
+        model |= _blocks_by_kind(block, attention, numbers, hub)
+    if naming.arch in _SCALED:
+        model["embed_scale"] = sqrt(numbers["hidden"])
+    if hub is not None and hub.at("tie_word_embeddings") is True:
+        model["tie_word_embeddings"] = True
     content: dict[str, Any] = {"model": model}
     if tokenizer := _tokenizer(numbers, shapes, hub):
         content["dataset"] = {"tokenizer": tokenizer}
@@ -115,6 +128,41 @@ def step_config(
         message = "config.json has no tokenizer, because no config says eos_token_id"
         findings.append(finding("unstated-arguments", "coverage", message))
     return {_OBJECT: encode(content)}, tuple(findings)
+
+
+def _blocks_by_kind(
+    block: Mapping[str, Any], attention: Mapping[str, Any], numbers: Mapping[str, Any], hub: Config
+) -> dict[str, Any]:
+    """Return the blocks of layers with a window and of layers without one, and which layer is which.
+
+    Raises:
+        UsageError: The config does not say it.
+    """
+    sliding = hub.sliding_layers
+    if sliding is None:
+        raise UsageError(
+            f"cannot write {_PLACE}: no config says which layers have a window",
+            hint="add --config with the model's config.json, or write the weights alone: --to dcp",
+        )
+    local = {
+        **attention,
+        "rope": {**attention["rope"], "theta": int(numbers["local_rope_theta"])},
+        "sliding_window": _window([int(numbers["window"])]),
+    }
+    local["rope"].pop("scaling", None)
+    return {
+        "block": {"local": {**block, "sequence_mixer": local}, "global": block},
+        "block_pattern": ["local" if slides else "global" for slides in sliding[0]],
+    }
+
+
+def _window(pattern: Sequence[int]) -> dict[str, Any]:
+    return {
+        "pattern": list(pattern),
+        "force_full_attention_on_first_layer": False,
+        "force_full_attention_on_last_layer": False,
+        _CLASS: f"{_NN}.attention.SlidingWindowAttentionConfig",
+    }
 
 
 def _attention(
@@ -156,12 +204,8 @@ def _attention(
     }
     sliding = hub.sliding_layers if hub is not None else None
     if sliding is not None and any(sliding[0]):
-        attention["sliding_window"] = {
-            "pattern": [int(numbers["window"]) if slides else _FULL for slides in sliding[0]],
-            "force_full_attention_on_first_layer": False,
-            "force_full_attention_on_last_layer": False,
-            _CLASS: f"{_NN}.attention.SlidingWindowAttentionConfig",
-        }
+        window = int(numbers["window"])
+        attention["sliding_window"] = _window([window if slides else _FULL for slides in sliding[0]])
     return attention
 
 
@@ -181,7 +225,7 @@ def _feed_forward(naming: NameMap, shapes: Mapping[str, tuple[int, ...]]) -> dic
         **_DTYPE,
         _CLASS: f"{_NN}.feed_forward.FeedForwardConfig",
     }
-    return form | ({} if activation is None else {"activation": activation})
+    return form | ({} if activation is None else {"activation": term(activation)})
 
 
 def _experts(

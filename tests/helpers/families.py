@@ -105,7 +105,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("megatron",),
     ),
     "gemma2": ("gemma2", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
-    "gemma3": ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True}, ("megatron",)),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+        ("megatron", "olmo_core"),
+    ),
     "qwen3_next": ("qwen3_next", {**_MOE, **_DELTA, "shared_expert_intermediate_size": 12}, ("megatron",)),
     "qwen3_5": ("qwen3_5_text", _DELTA, ("megatron",)),
     "qwen3_5_moe": (

@@ -418,11 +418,19 @@ def olmo_core(config: Mapping[str, Any], hub: State, form: str) -> State:
         if behind
         else "post_attention_layernorm.weight": "feed_forward_norm.weight",
     }
+    around = config["model_type"] == "gemma3_text"
+    if around:  # norms on all sides, which count from 1 here
+        names |= {
+            "post_attention_layernorm.weight": "post_attention_norm.weight",
+            "pre_feedforward_layernorm.weight": "feed_forward_norm.weight",
+            "post_feedforward_layernorm.weight": "post_feed_forward_norm.weight",
+        }
+        out["lm_head.norm.weight"] = out["lm_head.norm.weight"] + 1
     for n in range(config["num_hidden_layers"]):
         left, prefix = below(hub, n), f"blocks.{n}."
         for old, new in names.items():
             if old in left:
-                out[prefix + new] = left.pop(old)
+                out[prefix + new] = left.pop(old) + (around and "norm" in new)
         if f"{prefix}attention.w_q.bias" in out:  # all projections have one, or none
             out[f"{prefix}attention.w_out.bias"] = torch.zeros(config["hidden_size"])
         if "mlp.gate.weight" in left:

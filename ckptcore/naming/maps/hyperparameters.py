@@ -27,6 +27,7 @@ _LAYERS = "layer_types"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 4096  # that are compared one by one
 _SKIPPED = "window_attn_skip_freq"  # Megatron's, of layers whose attention is full
+_KINDS, _LOCAL = "model.block_pattern", "local"  # OLMo-core's, of blocks with and without a window
 _INTERLEAVED = "rope_interleaved"  # nanotron's: whether the dims of a rotary pair are neighbours
 _SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
 _TABLES = ("null", "unset", "terms", "flags", "untold")  # beside the numbers of a world
@@ -86,6 +87,9 @@ class Config:
                     break
         if self.world == "megatron":
             _of_megatron(self.content, stated_numbers)
+        if self.world == "olmo_core" and "head_dim" in stated_numbers:
+            # Its attention is scaled by the width of a head, whatever else a config says.
+            stated_numbers["query_scalar"] = stated_numbers["head_dim"]
         if self.world == "nanotron":
             _of_nanotron(self.content, stated_numbers)
         return stated_numbers
@@ -180,6 +184,10 @@ class Config:
             sliding = tuple(kind == _SLIDING for kind in stated.value)
             compared = all(kind in (_SLIDING, _FULL) for kind in stated.value)
             return (sliding, str(stated)) if compared and window[0] else None
+        kinds = self.at(_KINDS) if self.world == "olmo_core" else None
+        if isinstance(kinds, (list, tuple)) and kinds:
+            sliding = tuple(kinds[layer % len(kinds)] == _LOCAL for layer in range(count))
+            return sliding, f"{_KINDS} = {short_repr(kinds)}"
         if self.world != "megatron" or _SKIPPED not in self.content or not window[0]:
             return None
         skipped = self.content[_SKIPPED]

@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
     "llama": ("default", "", ""),
     "qwen2": ("default", "", ""),
     "qwen3": ("default", "", "head"),
+    "gemma3": ("peri_norm", "", "head"),
     "olmo2": ("reordered_norm", "", "all"),
     "olmo3": ("reordered_norm", "", "all"),
     "olmoe": ("moe", "default", "all"),
@@ -48,8 +49,11 @@ def hub_config(arch: str) -> dict[str, Any]:
     return config | {"dtype": "float32", "num_experts_per_tok": 2} | EQUAL.get(arch, {})
 
 
-# OLMo 3's windows are wider than the question is long.
-EQUAL: dict[str, dict[str, Any]] = {"olmo3": {"sliding_window": 64}}
+TIED = "qwen3 tied"  # a head that is the embeddings
+
+
+# Windows are wider than the question is long.
+EQUAL: dict[str, dict[str, Any]] = {"olmo3": {"sliding_window": 64}, "gemma3": {"sliding_window": 64}}
 
 
 def olmo_config(config: dict[str, Any], block: str, experts: str, norms: str) -> dict[str, Any]:
@@ -89,7 +93,7 @@ def olmo_config(config: dict[str, Any], block: str, experts: str, norms: str) ->
     }
     if experts == "default":
         moe["capacity_factor"] = 8.0  # no token is dropped
-    return {
+    form = {
         "name": "moe" if experts else "default",
         "d_model": config["hidden_size"],
         "vocab_size": 48,
@@ -111,6 +115,20 @@ def olmo_config(config: dict[str, Any], block: str, experts: str, norms: str) ->
         "dtype": "float32",
         "_CLASS_": f"{named}Config",
     }
+    if config["model_type"] == "gemma3_text":
+        mlp["activation"] = "gelu_tanh"
+        window = {
+            "pattern": [config["sliding_window"]],
+            "force_full_attention_on_first_layer": False,
+            "force_full_attention_on_last_layer": False,
+            "_CLASS_": "olmo_core.nn.attention.SlidingWindowAttentionConfig",
+        }
+        turned = attention["rope"] | {"theta": int(rope["sliding_attention"]["rope_theta"])}
+        local = form["block"] | {"sequence_mixer": attention | {"rope": turned, "sliding_window": window}}
+        kinds = ["local" if kind == "sliding_attention" else "global" for kind in config["layer_types"]]
+        form |= {"block": {"local": local, "global": form["block"]}, "block_pattern": kinds}
+        form["embed_scale"] = config["hidden_size"] ** 0.5
+    return form
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +210,15 @@ def test_the_truth_beside_the_sample_is_olmo_cores_own(
 
 
 @pytest.mark.usefixtures("asked_here")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, TIED])
 def test_olmo_cores_own_model_loads_what_the_way_back_makes(tmp_path: Path, name: str) -> None:
     """From the step's own config.json; it computes the logits of the model on the hub.
 
     This model has no biases that balance experts.
     """
     arch, _, experts = name.partition(" ")
-    config = transformers.CONFIG_MAPPING[hub_config(arch)["model_type"]].from_dict(hub_config(arch))
+    fields = hub_config(arch) | ({"tie_word_embeddings": True} if name == TIED else {})
+    config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     torch.manual_seed(2)
     with torch.no_grad():
@@ -207,7 +226,7 @@ def test_olmo_cores_own_model_loads_what_the_way_back_makes(tmp_path: Path, name
             drawn = torch.randn(tensor.shape)
             tensor.copy_(1 + drawn / 8 if "norm" in key else drawn / 4)
     model.save_pretrained(tmp_path / "hub")
-    names = f"olmo_core:{experts}" if experts else "olmo_core"
+    names = f"olmo_core:{experts}" if experts and name != TIED else "olmo_core"
     step = tmp_path / "step"
     ckptcore.convert(str(tmp_path / "hub"), str(step), to="olmo_core", names=names, catalog=False)
     manifest = ckptcore.open(str(step))
