@@ -22,6 +22,7 @@ from ckptcore.naming.maps.live_families import (
     frozen_family,
     hub_map,
     live_map,
+    near,
     numbers_of,
     world_of,
 )
@@ -110,9 +111,11 @@ def _family(
             frozen_family(config) if config is not None and arch in _calls(config) else None
         )
         if family is None:
+            similar = ", ".join(near(arch))
             raise UsageError(
                 f"no map of live modules is called {arch!r}, or its classes have different ones",
-                hint="try --arch with the class of the model, or --config with its config.json",
+                hint=f"{f'did you mean {similar}? ' if similar else ''}"
+                "Try --arch with the class of the model, or --config with its config.json",
             )
         return family
     return family_of_config(config, tensors) if config is not None else None

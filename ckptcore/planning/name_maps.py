@@ -33,7 +33,7 @@ from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
 from ckptcore.naming.worlds import GENERATION_NUMBERS, GENERATIONS, HUB, PEFT
 from ckptcore.naming.wrapper_prefix import prefix_of_taken
 from ckptcore.planning.stored_configs import stored_configs
-from ckptcore.utils.text import short_repr
+from ckptcore.utils.text import listed, short_repr
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # of causal language models on the hub
 # World -> the multiple, times tp, to which its trainer pads a vocabulary. Megatron's is the default of
@@ -235,10 +235,9 @@ def _maps(world: str, to: str, generation: str) -> tuple[ArchMap, ...]:
 def _require_plain(manifest: Manifest, to: str) -> None:
     """Require weights that are stored as a trainer loads them."""
     if computed := manifest.dequantized:
-        first = manifest.tensors[min(computed)].fqn
+        names = listed([manifest.tensors[row].fqn for row in sorted(computed)], 1)
         raise UsageError(
-            f"cannot map quantised weights to {to} ({first} and {len(computed) - 1} more): trainers "
-            "load plain ones",
+            f"cannot map quantised weights to {to} ({names}): trainers load plain ones",
             hint="export them in a dtype first: ckptcore export SRC PLAIN --dtype bf16",
         )
 

@@ -224,6 +224,15 @@ ROWS = (
         "formats/megatron/test_megatron_resume.py::test_megatrons_own_model_resumes",
         "soak, megatron-core (pip, or $CKPTCORE_MCORE)",
     ),
+    Resumed(
+        "torch_dist",
+        "Megatron-Core 0.15.3 and 0.19.2: GPTModel (mixtures of experts, latent attention)",
+        "a model of the hub",
+        "ep=2; on ep=2 and 1 rank",
+        "weights; logits beside transformers'; losses of the next 3 steps of SGD",
+        "formats/megatron/test_megatron_resume.py::test_ranks_of_experts_begin_from_the_hub",
+        "soak, megatron-core (pip, or $CKPTCORE_MCORE)",
+    ),
     *(
         Resumed(
             "torch_dist",

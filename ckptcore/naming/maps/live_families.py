@@ -14,6 +14,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -24,7 +25,7 @@ from pydantic import Field
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
-from ckptcore.naming.maps.declaration import ArchMap, Rule, RuleForm, compiled
+from ckptcore.naming.maps.declaration import ArchMap, Rule, RuleForm, built_in_maps, compiled
 from ckptcore.naming.maps.live_steps import (
     ITEM,
     Form,
@@ -151,9 +152,26 @@ def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
 
 
 def called(arch: str) -> LiveFamily | None:
-    """Return the frozen family of a model type or class; None if there is none, or classes differ."""
-    form = _if_alike([f for f in frozen_families() if arch == f.arch or arch in f.architectures])
+    """Return the frozen family of a model type or class; None if there is none, or classes differ.
+
+    Where the classes of a model type differ, that of the trainers' maps counts: its causal language model.
+    """
+    forms = [f for f in frozen_families() if arch == f.arch or arch in f.architectures]
+    mapped_classes = {
+        name for m in built_in_maps() if arch in (m.arch, *m.model_types) for name in m.architectures
+    }
+    form = _if_alike(forms) or _if_alike([f for f in forms if mapped_classes & set(f.architectures)])
     return None if form is None else LiveFamily.of(form, frozen_steps, frozen_version())
+
+
+def near(arch: str) -> list[str]:
+    """Return the model types and classes that are spelled nearly as a name is, the nearest first.
+
+    >>> near("Llama")[:1], near("qwen-3-moe")[:1], near("")
+    (['llama'], ['qwen3_moe'], [])
+    """
+    names = {name.lower(): name for f in frozen_families() for name in (*f.architectures, f.arch)}
+    return [names[name] for name in get_close_matches(arch.lower(), names, n=3, cutoff=0.65)]
 
 
 def _if_alike(forms: Sequence[LiveFamilyForm]) -> LiveFamilyForm | None:

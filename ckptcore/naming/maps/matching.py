@@ -14,6 +14,7 @@ from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.declaration import ArchMap, Term
 from ckptcore.naming.maps.index_space import full_boxes
 from ckptcore.naming.maps.tensor_groups import (
+    UNKNOWN,
     IndicesByTerm,
     RuleAssignment,
     TensorGroup,
@@ -162,6 +163,8 @@ def require_fit(
         "": [*matched.absent, *matched.problems],
     }
     parts = [f"{kind} {listed(names)}".strip() for kind, names in kinds.items() if names]
+    if not hint and any(problem.endswith(UNKNOWN) for problem in matched.problems):
+        hint = "add --config with the model's config.json, which says its numbers"
     where = f"{matched.map.arch} ({matched.map.world} to {matched.map.to})"
     raise NameMismatch(
         f"the checkpoint does not fit the map of {where}: {'; '.join(parts)}",

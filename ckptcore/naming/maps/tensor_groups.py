@@ -21,6 +21,7 @@ from ckptcore.naming.maps.tensor_name import NameMatch, Templates
 from ckptcore.utils.distinct_values import unique
 
 Shape = tuple[int, ...]
+UNKNOWN = " is not known"  # the end of a problem with a number that no config, name or shape says
 # Term of `to`, as it is written -> indices of what it makes.
 IndicesByTerm = Mapping[str, set[tuple[int, ...]]]
 
@@ -213,7 +214,7 @@ class RuleAssignment:
                 if rule.where:
                     keep &= value_of(rule.where, {**self.numbers, **sizes, **index})
             except UnknownNumber as error:
-                self.problems.append(f"{rule.name} needs the number {error}, which is not known")
+                self.problems.append(f"{rule.name} needs a number: {error}{UNKNOWN}")
                 continue
             except ValueError as error:
                 self.problems.append(f"{rule.name} does not fit the numbers: {error}")
@@ -314,7 +315,7 @@ class RuleAssignment:
             sizes, guessed = _all_sizes(rule, side, shapes, initial_sizes, self.numbers)
             shifts = tuple({i.axis: i.shifted(self.numbers) for i in term.name.indices} for term in rule.to)
         except UnknownNumber as error:
-            self.problems.append(f"{first} cannot be mapped: {error} is not known")
+            self.problems.append(f"{first} cannot be mapped: {error}{UNKNOWN}")
             return
         except ValueError as error:
             self.problems.append(

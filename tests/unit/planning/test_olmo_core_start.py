@@ -119,7 +119,13 @@ def test_numbers_that_no_config_says(tmp_path: Path) -> None:
     (source / "config.json").unlink()
     with pytest.raises(UsageError, match=r"cannot write config\.json for OLMo-core: no config says"):
         start(source, tmp_path / "out", arch="LlamaForCausalLM")
-    start(source, tmp_path / "weights", arch="LlamaForCausalLM", to="dcp")
+    start(source, tmp_path / "weights", arch="llama", to="dcp")
+    with pytest.raises(UsageError, match="no map of live modules is called 'Llama'") as caught:
+        start(source, tmp_path / "none", arch="Llama", to="dcp")
+    assert "did you mean llama" in str(caught.value.hint)
+    with pytest.raises(NameMismatch, match="heads is not known") as unknown:
+        start(source, tmp_path / "none", arch="llama", to="dcp", names="torchtitan")
+    assert "with the model's config.json" in str(unknown.value.hint)
 
 
 def test_heads_that_the_rows_contradict_are_refused(tmp_path: Path) -> None:
