@@ -159,7 +159,8 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
         numbers |= _of_generation(to, request.generation)
         _require_plain(mapped.manifest, to)
     sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
-    maps = _maps(world, to, request.generation)
+    calls = _calls(request.arch, configs)
+    maps = _maps(world, to, request.generation, calls) or _maps(world, to, request.generation, frozenset())
     if world == HUB:
         _require_one_head(mapped.manifest, to, configs, part=request.part)
         mapped = _with_tied(mapped, maps, configs)
@@ -212,13 +213,23 @@ def _of_generation(to: str, generation: str) -> dict[str, tuple[int | float, str
     return {name: (value, f"--names {to}:{generation}") for name, value in chosen.items()}
 
 
+def _calls(arch: str, configs: Sequence[Config]) -> frozenset[str]:
+    """Return the names of the architecture that ``--arch`` or a config gives; none where neither does."""
+    if arch != "auto":
+        return frozenset({arch})
+    return frozenset(next((c.architectures for c in configs if c.architectures), ()))
+
+
 @cache
-def _maps(world: str, to: str, generation: str) -> tuple[ArchMap, ...]:
-    """Return the maps from one world to another: declared ones, or inverses in the names of a generation."""
+def _maps(world: str, to: str, generation: str, calls: frozenset[str]) -> tuple[ArchMap, ...]:
+    """Return the maps from one world to another: declared ones, or inverses in the names of a generation.
+
+    calls: Of architectures that have these names; none for all.
+    """
     if world != HUB:
-        declared = tuple(m for m in built_in_maps() if (m.world, m.to) == (world, to))
+        declared = tuple(m for m in built_in_maps(calls) if (m.world, m.to) == (world, to))
         return (*declared, *adapter_maps(world)) if to == PEFT else declared
-    back = [m for m in built_in_maps() if (m.world, m.to) == (to, HUB)]
+    back = [m for m in built_in_maps(calls) if (m.world, m.to) == (to, HUB)]
     order = [generation] if generation else list(GENERATIONS.get(to, ("",)))
     out = []
     for arch in dict.fromkeys(m.arch for m in back):

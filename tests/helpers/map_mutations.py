@@ -127,7 +127,7 @@ def mapped_by(wrong: ArchMap) -> Iterator[None]:
         wrong if (m.arch, m.world, m.to) == (wrong.arch, wrong.world, wrong.to) else m for m in right
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(name_maps, "built_in_maps", lambda: maps)
+        patch.setattr(name_maps, "built_in_maps", lambda calls: maps)
         patch.setattr(name_maps, "_maps", name_maps._maps.__wrapped__)  # without what it remembers
         yield
 

@@ -438,11 +438,33 @@ class FamilyForm(_Form):
 
 
 @cache
-def built_in_maps() -> tuple[ArchMap, ...]:
-    """Return every map that comes with ckptcore, by architecture."""
-    families = resources.files(__package__) / "families"
-    names = sorted(f.name for f in families.iterdir() if f.name.endswith(".toml"))
-    return tuple(m for name in names for m in read_maps((families / name).read_text("utf-8"), name))
+def built_in_maps(calls: frozenset[str] = frozenset()) -> tuple[ArchMap, ...]:
+    """Return the maps that come with ckptcore, by architecture.
+
+    Rules of a family are compiled when it is asked for: all of them take a third of a second.
+
+    Args:
+        calls: Names of architectures, model types or classes; none for all maps.
+    """
+    return tuple(
+        arch_map
+        for file_name, family in _families().items()
+        if not calls or calls & {family.arch, *family.model_types, *family.architectures}
+        for arch_map in _built_in(file_name)
+    )
+
+
+@cache
+def _families() -> Mapping[str, FamilyForm]:
+    """Return file name -> declaration of every family that comes with ckptcore."""
+    folder = resources.files(__package__) / "families"
+    names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".toml"))
+    return {name: _family_form((folder / name).read_text("utf-8"), name) for name in names}
+
+
+@cache
+def _built_in(file_name: str) -> tuple[ArchMap, ...]:
+    return _maps_of(_families()[file_name], file_name)
 
 
 def read_maps(text: str, file_name: str) -> tuple[ArchMap, ...]:
@@ -455,13 +477,23 @@ def read_maps(text: str, file_name: str) -> tuple[ArchMap, ...]:
     Raises:
         UsageError: The file is not valid, or its rules contradict each other.
     """
+    return _maps_of(_family_form(text, file_name), file_name)
+
+
+def _family_form(text: str, file_name: str) -> FamilyForm:
     try:
-        family = FamilyForm.model_validate(load_toml(text))
-        return tuple(_map(family, form) for form in family.map)
+        return FamilyForm.model_validate(load_toml(text))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UsageError(f"cannot read the map {file_name}: {where}: {first['msg']}") from error
+    except ValueError as error:
+        raise UsageError(f"cannot read the map {file_name}: {error}") from error
+
+
+def _maps_of(family: FamilyForm, file_name: str) -> tuple[ArchMap, ...]:
+    try:
+        return tuple(_map(family, form) for form in family.map)
     except ValueError as error:
         raise UsageError(f"cannot read the map {file_name}: {error}") from error
 

@@ -158,7 +158,10 @@ def called(arch: str) -> LiveFamily | None:
     """
     forms = [f for f in frozen_families() if arch == f.arch or arch in f.architectures]
     mapped_classes = {
-        name for m in built_in_maps() if arch in (m.arch, *m.model_types) for name in m.architectures
+        name
+        for m in built_in_maps(frozenset({arch}))
+        if arch in (m.arch, *m.model_types)
+        for name in m.architectures
     }
     form = _if_alike(forms) or _if_alike([f for f in forms if mapped_classes & set(f.architectures)])
     return None if form is None else LiveFamily.of(form, frozen_steps, frozen_version())
