@@ -195,8 +195,10 @@ class RuleAssignment:
 
     def _matches(self, rule: Rule, term: Term, sizes: Mapping[str, int]) -> list[NameMatch]:
         """Return the names that a term takes, with indices on its axes."""
-        out = []
+        out: list[NameMatch] = []
         beside = self._beside(rule)
+        if beside is None:
+            return out
         for match in term.name.match(self._templates):
             index = dict(match.index)
             rank = self._rank[self._shape[match.rows]]
@@ -226,14 +228,17 @@ class RuleAssignment:
                 out.append(NameMatch(match.rows[rows], indices, match.wild, inside))
         return out
 
-    def _beside(self, rule: Rule) -> dict[str, Ints]:
-        """Return axis -> indices that a rule is limited to: those of tensors that its own must be beside."""
+    def _beside(self, rule: Rule) -> dict[str, Ints] | None:
+        """Return axis -> indices that a rule is limited to: those of tensors that its own must be beside.
+
+        Returns:
+            None where there is no such tensor: the rule takes nothing.
+        """
         if rule.only_beside is None:
             return {}
         matches = rule.only_beside.name.match(self._templates)
         axes = [index.axis for index in rule.only_beside.name.indices]
-        none = np.zeros(0, np.int64)
-        return {axis: np.concatenate([none, *(match.index[axis] for match in matches)]) for axis in axes}
+        return {axis: np.concatenate([m.index[axis] for m in matches]) for axis in axes} if matches else None
 
     def _group(
         self,

@@ -121,6 +121,27 @@ def test_comes_out_as_the_trainer_has_it_and_back(tmp_path: Path, family: str, w
     equal(back.mapped.manifest, hub_model(family)[1])
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_a_layer_of_multi_token_prediction_that_the_hub_counts_apart(tmp_path: Path, family: str) -> None:
+    """It is built as a layer of attention is, whatever the others are."""
+    hub = dict(hub_model(family)[1])
+    of_layer = {n: torch.randn_like(t) for n, t in trainer_names.below(hub, 1).items()}
+    beside = {"fc": (16, 32), "norm": (16,), "pre_fc_norm_embedding": (16,), "pre_fc_norm_hidden": (16,)}
+    hub |= {f"mtp.layers.0.{n}": t for n, t in of_layer.items()}
+    hub |= {f"mtp.{n}.weight": torch.randn(shape) for n, shape in beside.items()}
+    source = hub_manifest(tmp_path / "hub", family, hub)
+    found = to_trainer(remap(source), source, "megatron:fused").mapped.manifest
+    state = {t.fqn: ckptcore.read(found, t.fqn) for t in found.tensors}
+    assert torch.equal(state["mtp.layers.0.eh_proj.weight"], hub["mtp.fc.weight"])
+    before = "decoder.layers.1.", "mtp.layers.0.mtp_model_layer."
+    shapes = [{n.removeprefix(b): t.shape for n, t in state.items() if n.startswith(b)} for b in before]
+    assert shapes[0] == shapes[1]
+    save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "stored.safetensors")
+    stored = remap(ckptcore.open(str(tmp_path / "stored.safetensors")))
+    back = map_names(stored, "megatron", NameRequest(arch=family, to="hf-hub", source=source))
+    equal(back.mapped.manifest, hub)
+
+
 def tensors(folder: Path) -> State:
     manifest = ckptcore.open(str(folder))
     return {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
