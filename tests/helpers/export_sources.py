@@ -139,8 +139,8 @@ def _megatron(tiny: Tiny, form: str, folder: Path) -> Path:
     """A torch_dist folder, with the arguments of its training in common.pt."""
     dcp.save(_named(tiny, "megatron", form), checkpoint_id=folder, no_dist=True)
     config, args = tiny.config, argparse.Namespace(iteration=3)
-    gemma = config["model_type"].startswith("gemma")
-    args.layernorm_zero_centered_gamma = gemma
+    from_zero = ("gemma", "qwen3_next", "qwen3_5")  # models whose norms count from 0
+    args.layernorm_zero_centered_gamma = config["model_type"].startswith(from_zero)
     args.swiglu = args.gated_linear_unit = config["model_type"] != "gpt2"
     for ours, theirs in (
         ("num_layers", ("num_hidden_layers", "n_layer")),
@@ -171,6 +171,7 @@ _BLOCKS = {
     "olmo3": "reordered_norm",
     "olmoe": "moe",
     "flex_olmo": "moe_reordered_norm",
+    "gemma3_text": "peri_norm",
 }
 
 
@@ -185,6 +186,9 @@ def _olmo_core(tiny: Tiny, form: str, folder: Path) -> Path:
         "vocab_size": state["embeddings.weight"].shape[0],
         "block": {"name": _BLOCKS[config["model_type"]], "sequence_mixer": heads},
     }
+    if config["model_type"] == "gemma3_text":  # layers with a window are blocks of their own
+        kinds = ["local" if kind == "sliding_attention" else "global" for kind in config["layer_types"]]
+        model |= {"block": dict.fromkeys(("local", "global"), model["block"]), "block_pattern": kinds}
     data = {"tokenizer": {"vocab_size": config["vocab_size"]}}
     (folder / "config.json").write_text(json.dumps({"model": model, "dataset": data}))
     (folder / ".metadata.json").write_text('{"ephemeral": false, "version": "3.0.0"}')
