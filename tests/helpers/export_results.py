@@ -56,7 +56,7 @@ class Cell:
 # Where it is not this: logits are equal from every source that there is a map for, the others are refused.
 _OTHERWISE: dict[tuple[str, str], Result] = {}
 _REFUSED = {
-    "nemotron_h": "Mamba layers and gated delta nets have no rules yet",
+    "nemotron_h": "Mamba layers have no rules yet",
     "mamba": "Mamba layers have no rules yet",
     "mamba2": "Mamba layers have no rules yet",
 }
