@@ -182,11 +182,11 @@ def _change(before: TensorSpec, spec: TensorSpec, row: Sequence[float]) -> Chang
     width = len(COLUMNS)
     a = Statistics.of_row(before.dtype, before.numel, row[:width])
     b = Statistics.of_row(spec.dtype, spec.numel, row[width : 2 * width])
-    squares, product = row[2 * width :]
-    lengths = a.norm * b.norm
-    cosine = product / lengths if lengths and math.isfinite(lengths) and math.isfinite(product) else None
+    norm, root = row[2 * width :]  # a root, as products of norms can exceed float64
+    defined = a.norm and b.norm and math.isfinite(a.norm) and math.isfinite(b.norm)
+    cosine = root / a.norm * (abs(root) / b.norm) if defined else None
     # Rounding can make a cosine exceed 1.
-    return Change(spec.fqn, a, b, math.sqrt(squares), None if cosine is None else max(-1.0, min(1.0, cosine)))
+    return Change(spec.fqn, a, b, norm, None if cosine is None else max(-1.0, min(1.0, cosine)))
 
 
 Row = tuple[float, ...] | None

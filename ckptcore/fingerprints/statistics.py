@@ -7,8 +7,9 @@ the order is fixed. The sums of segments are added without rounding (`ExactSum`)
 matter.
 
 Elements of float32 and bfloat16 are multiplied in float32, at most 2048 of them, as `ckptcore diff` does;
-where squares could overflow or vanish, and for other dtypes, in float64. All else is float64. NaN and Inf are
-counted, and part of no sum. An element of a complex dtype counts as two numbers.
+where squares could overflow or vanish, and for other dtypes, in float64, after a division by a power of two
+where those of float64 could. All else is float64. NaN and Inf are counted, and part of no sum. An element of
+a complex dtype counts as two numbers.
 
 The same tensor in other boxes (another topology of the files that are written) may differ by the rounding of
 float32.
@@ -18,27 +19,31 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.dtype import BY_NAME
+from ckptcore.utils.memory import untouched
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float64]
-SEGMENT = 1 << 16  # elements: their float32 stay in a core's cache
+SEGMENT = 1 << 17  # elements: their float32 stay in a core's cache, and calls cost less than what they do
 _ROW = (
     1 << 11
 )  # elements of a dot product in float32; of larger ones bits are lost, and OpenBLAS starts threads
 # Below and above, squares of float32 lose bits or overflow; between them what vanishes is below any rounding.
 _SMALLEST, _LARGEST = 1e-12, 1e15
-COLUMNS = ("total", "squares", "absmax", "nan", "inf", "zeros")
-_MAXIMUM = COLUMNS.index("absmax")
+_UNIT = 256  # exponents of the powers of two that float64 is divided by, where squares could not be held
+COLUMNS = ("total", "norm", "absmax", "nan", "inf", "zeros")
+_NORM, _MAXIMUM = COLUMNS.index("norm"), COLUMNS.index("absmax")
 _MEMORY = threading.local()
-_ONES = np.ones((_ROW, 1), np.float32)
+_ONES = np.frombuffer(untouched(4 * _ROW), np.float32).reshape(_ROW, 1)
+_ONES[...] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Statistics:
     Attributes:
         numel: Number of numbers: an element of a complex dtype has two.
         total: Sum of those that are finite.
-        squares: Sum of their squares.
+        norm: Their Euclidean norm.
         absmax: The largest absolute value of them.
         nan: Number of NaN.
         inf: Number of Inf, of both signs.
@@ -57,7 +62,7 @@ class Statistics:
 
     numel: int
     total: float = 0.0
-    squares: float = 0.0
+    norm: float = 0.0
     absmax: float = 0.0
     nan: int = 0
     inf: int = 0
@@ -66,15 +71,10 @@ class Statistics:
     @classmethod
     def of_row(cls, dtype: str, numel: int, row: Sequence[float]) -> Statistics:
         """Return the statistics of a row of `Accumulator.row`. numel: elements of the tensor."""
-        total, squares, absmax, nan, inf, zeros = row[: len(COLUMNS)]
+        total, norm, absmax, nan, inf, zeros = row[: len(COLUMNS)]
         return cls(
-            numel * (2 if _is_complex(dtype) else 1), total, squares, absmax, int(nan), int(inf), int(zeros)
+            numel * (2 if _is_complex(dtype) else 1), total, norm, absmax, int(nan), int(inf), int(zeros)
         )
-
-    @property
-    def norm(self) -> float:
-        """The Euclidean norm."""
-        return math.sqrt(self.squares)
 
     @property
     def mean(self) -> float:
@@ -84,7 +84,7 @@ class Statistics:
     @property
     def rms(self) -> float:
         """The root of the mean square of the finite elements."""
-        return math.sqrt(self.squares / max(self.numel - self.nan - self.inf, 1))
+        return self.norm / math.sqrt(max(self.numel - self.nan - self.inf, 1))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; null for what is infinite."""
@@ -147,7 +147,19 @@ class ExactSum:
         )
 
 
-Measure = Callable[[Sequence[Bytes]], Numbers]
+class Measured(NamedTuple):
+    """The numbers of a segment.
+
+    Attributes:
+        numbers: By column. A norm is here the sum of squares.
+        units: Column of products -> exponent of the power of two that both factors were divided by.
+    """
+
+    numbers: Sequence[float]
+    units: Mapping[int, int] = MappingProxyType({})
+
+
+Measure = Callable[[Sequence[Bytes]], Measured]
 """Returns the numbers of a segment, from its elements in each of the tensors that are read side by side."""
 
 
@@ -159,6 +171,7 @@ class Accumulator:
         widths: Bytes of an element, in each of the tensors that are read side by side.
         measure: Of a segment.
         maxima: Columns that are maxima; the others are sums.
+        roots: Columns of sums of products, which are roots in the end: float64 holds these.
     """
 
     def __init__(
@@ -168,10 +181,11 @@ class Accumulator:
         measure: Measure,
         columns: int = len(COLUMNS),
         maxima: Sequence[int] = (_MAXIMUM,),
+        roots: Sequence[int] = (_NORM,),
     ) -> None:
         self._numel, self._widths, self._measure = numel, tuple(widths), measure
-        self._sums = {n: ExactSum() for n in range(columns) if n not in maxima}
-        self._maxima = dict.fromkeys(maxima, 0.0)
+        self._sums = {n: {0: ExactSum()} for n in range(columns) if n not in maxima}  # by unit
+        self._maxima, self._roots = dict.fromkeys(maxima, 0.0), roots
         self._open: dict[int, list[tuple[int, list[Bytes]]]] = {}  # segment -> (first element, copies)
         self._missing = numel
         self._lock = threading.Lock()
@@ -216,7 +230,10 @@ class Accumulator:
             for _, raws in sorted(pieces, key=lambda piece: piece[0]):
                 self._note(self._measure(raws))
         self._open.clear()
-        values = self._maxima | {n: exact.value for n, exact in self._sums.items()}
+        values = dict(self._maxima)
+        for n, sums in self._sums.items():
+            by_unit = {unit: exact.value for unit, exact in sums.items()}
+            values[n] = _root(by_unit) if n in self._roots else by_unit[0]
         return tuple(values[n] for n in sorted(values))
 
     def _wait(self, segment: int, begin: int, pieces: Sequence[Bytes], numel: int) -> list[Bytes] | None:
@@ -230,13 +247,13 @@ class Accumulator:
         waiting.sort(key=lambda piece: piece[0])
         return [np.concatenate(raws) for raws in zip(*(raws for _, raws in waiting), strict=True)]
 
-    def _note(self, numbers: Numbers) -> None:
+    def _note(self, measured: Measured) -> None:
         with self._lock:
-            for n, number in enumerate(numbers.tolist()):
+            for n, number in enumerate(measured.numbers):
                 if n in self._maxima:
                     self._maxima[n] = max(self._maxima[n], number)
-                else:
-                    self._sums[n].add(number)
+                elif number:
+                    self._sums[n].setdefault(measured.units.get(n, 0), ExactSum()).add(number)
 
 
 class FileStatistics:
@@ -289,7 +306,7 @@ def accumulator(dtype: str, numel: int) -> Accumulator | None:
     return Accumulator(numel, (BY_NAME[dtype].itemsize,), lambda raws: segment(dtype, raws[0]))
 
 
-PAIR_COLUMNS = 2 * len(COLUMNS) + 2  # of both, squares of the difference, products
+_CHANGE, _PRODUCT = 2 * len(COLUMNS), 2 * len(COLUMNS) + 1  # behind the columns of both
 
 
 def is_comparable(dtypes: tuple[str, str]) -> bool:
@@ -305,8 +322,9 @@ def pair_accumulator(dtypes: tuple[str, str], numel: int) -> Accumulator | None:
         numel,
         [BY_NAME[dtype].itemsize for dtype in dtypes],
         lambda raws: _pair_segment(dtypes, raws),
-        PAIR_COLUMNS,
+        _PRODUCT + 1,
         (_MAXIMUM, len(COLUMNS) + _MAXIMUM),
+        (_NORM, len(COLUMNS) + _NORM, _CHANGE, _PRODUCT),
     )
 
 
@@ -320,7 +338,12 @@ def joined(rows: Numbers) -> tuple[float, ...] | None:
     rows = rows[~np.isnan(rows).all(axis=1)]
     if not len(rows):
         return None
-    return tuple(float(c.max()) if n == _MAXIMUM else _exact(c) for n, c in enumerate(rows.T))
+    if len(rows) == 1:
+        return tuple(rows[0].tolist())
+    columns = [_exact(column) for column in rows.T]
+    columns[_MAXIMUM] = float(rows[:, _MAXIMUM].max())
+    columns[_NORM] = _norm_of_norms(rows[:, _NORM])
+    return tuple(columns)
 
 
 def joined_parts(parts: Sequence[bytes | None]) -> bytes | None:
@@ -335,57 +358,78 @@ def joined_parts(parts: Sequence[bytes | None]) -> bytes | None:
     return np.array([joined(rows) or unmeasured for rows in grids], "<f8").tobytes()
 
 
-def segment(dtype: str, raw: Bytes) -> Numbers:
+def segment(dtype: str, raw: Bytes) -> Measured:
     """Return the numbers of a segment, by `COLUMNS`."""
     fast = _FAST.get(dtype)
-    if fast is not None:
-        numbers = fast(raw)
-        if numbers is not None:
-            return numbers
-    return _of_wide(_wide(dtype, raw))
+    measured = fast(raw) if fast is not None else None
+    return measured if measured is not None else _of_wide(_wide(dtype, raw))
 
 
-def _of_float32(raw: Bytes) -> Numbers | None:
-    bits = raw.view(np.uint32)
-    high, zeros = _magnitudes(bits, np.uint32(0x7FFFFFFF))
-    absmax = float(high.view(np.float32))
-    return _of_finite(raw.view(np.float32), absmax, zeros)
+def _of_float32(raw: Bytes) -> Measured | None:
+    bits, zeros = _magnitudes(raw.view(np.uint32))
+    return _of_finite(raw.view(np.float32), float(np.uint32(bits).view(np.float32)), zeros)
 
 
-def _of_bfloat16(raw: Bytes) -> Numbers | None:
-    halves = raw.view(np.uint16)
-    high, zeros = _magnitudes(halves, np.uint16(0x7FFF))
-    absmax = float((high.astype(np.uint32) << np.uint32(16)).view(np.float32))
+def _of_bfloat16(raw: Bytes) -> Measured | None:
+    bits, zeros = _magnitudes(raw.view(np.uint16))
+    return _of_finite(
+        _high_halves(raw).view(np.float32), float(np.uint32(bits << 16).view(np.float32)), zeros
+    )
+
+
+def _of_float16(raw: Bytes) -> Measured | None:
+    bits, zeros = _magnitudes(raw.view(np.uint16))
+    # Behind the sign, three more bits of exponent: those of float32, whose bias is larger by 112.
+    integers = _high_halves(raw).view(np.int32)
+    np.right_shift(integers, np.int32(3), out=integers)
+    np.bitwise_and(integers, np.int32(-0x70000001), out=integers)
+    values = integers.view(np.float32)
+    np.multiply(values, np.float32(2.0**112), out=values)
+    return _of_finite(values, float(np.uint16(bits).view(np.float16)), zeros)
+
+
+_FAST: dict[str, Callable[[Bytes], Measured | None]] = {
+    "float32": _of_float32,
+    "bfloat16": _of_bfloat16,
+    "float16": _of_float16,
+}
+
+
+def _magnitudes(bits: npt.NDArray[Any]) -> tuple[int, int]:
+    """Return the largest bits of floats without their signs, and the number of zeros."""
+    sign = 1 << 8 * bits.itemsize - 1
+    # Of numbers without a sign the largest and smallest by one view, of those with it by the other.
+    signed = bits.view(f"i{bits.itemsize}")
+    largest = max(int(np.maximum.reduce(bits)) & sign - 1, int(np.maximum.reduce(signed)))
+    if np.minimum.reduce(bits) and np.minimum.reduce(signed) != -sign:
+        return largest, 0
+    zeros = np.count_nonzero(bits == 0) + np.count_nonzero(bits == sign)
+    return largest, int(zeros)
+
+
+def _high_halves(raw: Bytes) -> npt.NDArray[np.uint32]:
+    """Return integers whose high halves are the elements of two bytes, in an order of their count alone."""
     if len(raw) % 4:  # an even number of elements: two are read at once
         raw = np.concatenate([raw, np.zeros(2, np.uint8)])
     pairs = raw.view(np.uint32)
-    wide = _scratch("wide")[: 2 * len(pairs)].reshape(2, -1)
-    np.left_shift(pairs, np.uint32(16), out=wide[0])
-    np.bitwise_and(pairs, np.uint32(0xFFFF0000), out=wide[1])
-    return _of_finite(wide.reshape(-1).view(np.float32), absmax, zeros)
+    integers = _thread_integers()[: 2 * len(pairs)].reshape(2, -1)
+    np.left_shift(pairs, np.uint32(16), out=integers[0])
+    np.bitwise_and(pairs, np.uint32(0xFFFF0000), out=integers[1])
+    return integers.reshape(-1)
 
 
-_FAST: dict[str, Callable[[Bytes], Numbers | None]] = {"float32": _of_float32, "bfloat16": _of_bfloat16}
+def _thread_integers() -> npt.NDArray[np.uint32]:
+    """Return this thread's memory for a segment.
+
+    New memory costs more than what is computed in it; numpy's begins in the middle of a line of the cache.
+    """
+    integers: npt.NDArray[np.uint32] | None = getattr(_MEMORY, "integers", None)
+    if integers is None:
+        _MEMORY.integers = integers = np.frombuffer(untouched(4 * SEGMENT), np.uint32)
+    return integers
 
 
-def _magnitudes(bits: npt.NDArray[Any], mask: np.unsignedinteger[Any]) -> tuple[Any, int]:
-    """Return the largest bits without their signs, and the number of zeros."""
-    magnitudes = _scratch("magnitudes").view(bits.dtype)[: len(bits)]
-    np.bitwise_and(bits, mask, out=magnitudes)
-    zeros = 0 if magnitudes.min() else len(bits) - int(np.count_nonzero(magnitudes))
-    return magnitudes.max(), zeros
-
-
-def _scratch(name: str) -> npt.NDArray[np.uint32]:
-    """Return this thread's memory for a segment: new memory costs more than what is computed in it."""
-    memory: npt.NDArray[np.uint32] | None = getattr(_MEMORY, name, None)
-    if memory is None:
-        memory = np.empty(SEGMENT, np.uint32)
-        setattr(_MEMORY, name, memory)
-    return memory
-
-
-def _of_finite(values: npt.NDArray[np.float32], absmax: float, zeros: int) -> Numbers | None:
+def _of_finite(values: npt.NDArray[np.float32], absmax: float, zeros: int) -> Measured | None:
     """Return the numbers of float32; None where they need float64, or are not finite."""
     if not (absmax == 0 or _SMALLEST < absmax < _LARGEST):  # also NaN
         return None
@@ -400,38 +444,71 @@ def _of_finite(values: npt.NDArray[np.float32], absmax: float, zeros: int) -> Nu
     if len(rest):
         squares += float(np.dot(rest, rest))
         total += float(np.dot(rest, _ONES[: len(rest), 0]))
-    return np.array([total, squares, absmax, 0, 0, zeros])
+    return Measured((total, squares, absmax, 0, 0, zeros))
 
 
-def _of_wide(values: Numbers) -> Numbers:
+def _of_wide(values: Numbers) -> Measured:
     """Return the numbers of float64."""
     finite = np.isfinite(values)
     nan = inf = 0
+    zeros = len(values) - int(np.count_nonzero(values))
     if not finite.all():
         nan = int(np.isnan(values).sum())
         inf = len(values) - int(finite.sum()) - nan
         values = np.where(finite, values, 0.0)
-        zeros = int((values[finite] == 0).sum())
-    else:
-        zeros = len(values) - int(np.count_nonzero(values))
-    # Squares of the largest float64 are infinite, and so may be their sums, of either sign.
-    with np.errstate(over="ignore", invalid="ignore"):
-        total, squares = float(np.sum(values)), float(np.sum(values * values))
     absmax = float(np.abs(values).max(initial=0.0))
-    return np.array([total, squares, absmax, nan, inf, zeros])
+    with np.errstate(over="ignore", invalid="ignore"):  # sums of the largest are infinite, of either sign
+        total = float(np.sum(values))
+    unit = _unit(absmax)
+    scaled = np.ldexp(values, -unit) if unit else values
+    return Measured((total, float(np.sum(scaled * scaled)), absmax, nan, inf, zeros), {_NORM: unit})
 
 
-def _pair_segment(dtypes: tuple[str, str], raws: Sequence[Bytes]) -> Numbers:
+def _unit(absmax: float) -> int:
+    """Return the exponent of the power of two that values are divided by, so that float64 holds products."""
+    return round(math.frexp(absmax)[1] / _UNIT) * _UNIT
+
+
+def _pair_segment(dtypes: tuple[str, str], raws: Sequence[Bytes]) -> Measured:
     """Return the numbers of a segment of two tensors: `COLUMNS` of each, squares of B - A, products."""
-    each_side = [segment(dtype, raw) for dtype, raw in zip(dtypes, raws, strict=True)]
+    (a_numbers, a_units), (b_numbers, b_units) = (
+        segment(dtype, raw) for dtype, raw in zip(dtypes, raws, strict=True)
+    )
     a, b = (_wide(dtype, raw) for dtype, raw in zip(dtypes, raws, strict=True))
-    with np.errstate(invalid="ignore", over="ignore"):
+    unit = _unit(max(a_numbers[_MAXIMUM], b_numbers[_MAXIMUM]))
+    if unit:
+        a, b = np.ldexp(a, -unit), np.ldexp(b, -unit)
+    with np.errstate(invalid="ignore"):
         difference = b - a
-        finite = np.isfinite(difference)
-        if not finite.all():
-            a, b, difference = (np.where(finite, side, 0.0) for side in (a, b, difference))
-        together = [float(np.sum(difference * difference)), float(np.sum(a * b))]
-    return np.concatenate([*each_side, together])
+    finite = np.isfinite(difference)
+    if not finite.all():
+        a, b, difference = (np.where(finite, side, 0.0) for side in (a, b, difference))
+    together = (float(np.sum(difference * difference)), float(np.sum(a * b)))
+    units = dict(a_units) | {len(COLUMNS) + n: exponent for n, exponent in b_units.items()}
+    return Measured((*a_numbers, *b_numbers, *together), units | {_CHANGE: unit, _PRODUCT: unit})
+
+
+def _root(products: Mapping[int, float]) -> float:
+    """Return the root of sums of products, each in its unit; infinite if it exceeds float64.
+
+    A negative sum has a negative root.
+    """
+    top = max((unit for unit, total in products.items() if total), default=0)
+    total = math.fsum(math.ldexp(total, 2 * (unit - top)) for unit, total in products.items() if total)
+    root = math.copysign(math.sqrt(abs(total)), total)
+    try:
+        return math.ldexp(root, top)
+    except OverflowError:
+        return math.copysign(math.inf, root)
+
+
+def _norm_of_norms(norms: Numbers) -> float:
+    """Return the norm of a tensor from those of its boxes."""
+    largest = float(norms.max())
+    if not largest or math.isinf(largest):
+        return largest
+    shares = norms / largest
+    return largest * math.sqrt(math.fsum((shares * shares).tolist()))
 
 
 def _wide(dtype: str, raw: Bytes) -> Numbers:

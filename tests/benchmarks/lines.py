@@ -89,6 +89,7 @@ CONTENDERS = {
     # Default mode: checksums verified, digest, fsync, catalog.
     "ckptcore": Contender(_EXPORT),
     "ckptcore+cast": Contender((*_EXPORT, *_BF16), dtype="bf16"),
+    "ckptcore+stats": Contender((*_EXPORT, "--stats")),
     "ckptcore fast": Contender((*_EXPORT, *_FAST)),
     "load+save job": Contender((*_PEER, "reshard_job", "SRC", "OUT")),
     "ckptcore reshard": Contender(_RESHARD),
@@ -323,6 +324,10 @@ _RESHARDED = Race(
 _RESHARDED_RAM = Race(
     "ram/training-4gb", "ram", "training-4gb", (Faster("ckptcore reshard", "load+save job", 3.0),)
 )
+_STATS = tuple(
+    Race(f"ram/{source}/stats", "ram", source, (AtMost("ckptcore+stats", "ckptcore", 1.1, plus=0.0),))
+    for source in ("row-4gb", "fp32-4gb")
+)
 _COLD = Race("cold/row-8gb", "disk", "row-8gb", (AtMost("ckptcore", "cp", 1.1, plus=0.0),), cold=True)
 _CORES = Race(
     f"cores/row-8gb/{CORES}",
@@ -432,6 +437,7 @@ LINES: tuple[Line, ...] = (
     *_peaks("1024-way", "ram", ("safetensors",), equal=False),
     *_peaks("many-small", "ram", ("safetensors",), equal=False),
     _RESHARDED_RAM,
+    *_STATS,
     *_peaks("training-4gb", "ram", ("reshard",), equal=False),
     *_peaks("big-row", "ram", ("reshard",), equal=False),
     _disk("row-2gb", 1.6),

@@ -28,7 +28,7 @@ MEASURED = [dtype.name for dtype in DTYPES if is_measured(dtype.name) and dtype.
 
 
 def tensor(dtype, numel=NUMEL):
-    """Random elements; floats have a NaN, an Inf and zeros of both signs."""
+    """Random elements; floats have zeros of both signs, and those of the first segment NaN and Inf."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     kind = getattr(torch, dtype)
     if kind.is_complex:
@@ -37,11 +37,8 @@ def tensor(dtype, numel=NUMEL):
         return (values.abs() * 9).to(kind)
     made = (values * 0.02).to(kind)
     if dtype in ("float64", "float32", "float16", "bfloat16"):
-        made[[5, 70_000]], made[[9, numel - 1]], made[[11, 12]] = (
-            math.nan,
-            -math.inf,
-            torch.tensor([0.0, -0.0]).to(kind),
-        )
+        made[[5, 70_000]], made[[9, 70_002]] = math.nan, -math.inf
+        made[[11, 12, numel - 2, numel - 1]] = torch.tensor([0.0, -0.0] * 2).to(kind)
     return made
 
 
@@ -137,21 +134,49 @@ def test_a_pair_has_the_norm_of_its_difference():
     measured = pair_accumulator(("bfloat16", "float32"), 100_000)
     for begin, end in parts(100_000, 9, 3):
         measured.add(begin, octets(a)[2 * begin : 2 * end], octets(b)[4 * begin : 4 * end])
-    *_, squares, product = measured.row()
+    *_, change, root = measured.row()
     left, right = a.double(), b.double()
     both = torch.isfinite(right - left)
-    assert squares == pytest.approx(float(((right - left)[both] ** 2).sum()), rel=1e-9)
-    assert product == pytest.approx(float((left * right)[both].sum()), rel=1e-9)
+    assert change == pytest.approx((right - left)[both].norm().item(), rel=1e-9)
+    assert root**2 == pytest.approx(float((left * right)[both].sum()), rel=1e-9)
 
 
 @pytest.mark.filterwarnings("error")
-def test_sums_of_the_largest_float64_are_infinite_without_a_warning():
-    values = torch.tensor([1e308, 1e308, -1e308], dtype=torch.float64)
-    measured = accumulator("float64", 3)
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e160, 1e300])
+def test_a_norm_whose_squares_float64_cannot_hold(scale):
+    values = torch.rand(NUMEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pair = pair_accumulator(("float64", "float64"), NUMEL)
+    pair.add(0, octets(values * scale), octets(values * (1.5 * scale)))
+    *_, change, root = pair.row()
+    norm = values.norm().item()
+    measured = [Statistics.of_row("float64", NUMEL, pair.row()[first:]) for first in (0, 6)]
+    assert [side.norm / scale for side in measured] == pytest.approx([norm, 1.5 * norm], rel=1e-7)
+    assert change / scale == pytest.approx(norm / 2, rel=1e-7)
+    assert (root / scale) ** 2 == pytest.approx(1.5 * norm**2, rel=1e-7)
+
+
+@pytest.mark.filterwarnings("error")
+def test_parts_of_different_sizes_have_one_norm():
+    """Elements of which one part is small have the norm of those of the other."""
+    values = torch.full((NUMEL,), 1e-200, dtype=torch.float64)
+    values[:4] = 1e200
+    raw = octets(values)
+    measured = FileStatistics(1, lambda _: ("float64", NUMEL))
+    measured.add(0, 0, raw)
+    boxes = [FileStatistics(1, lambda _, numel=numel: ("float64", numel)) for numel in (NUMEL - 100, 100)]
+    for box, part in zip(boxes, (raw[:-800], raw[-800:]), strict=True):
+        box.add(0, 0, part)
+    assert {unpack(p)[0, 1] for p in (measured.pack(), joined_parts([b.pack() for b in boxes]))} == {2e200}
+
+
+@pytest.mark.filterwarnings("error")
+def test_sums_above_the_largest_float64_are_infinite_without_a_warning():
+    values = torch.full((5,), 1.7e308, dtype=torch.float64)
+    measured = accumulator("float64", 5)
     measured.add(0, octets(values))
-    own = Statistics.of_row("float64", 3, measured.row())
-    assert (own.norm, own.absmax, own.nan, own.inf) == (math.inf, 1e308, 0, 0)
-    pair = pair_accumulator(("float64", "float64"), 3)
+    own = Statistics.of_row("float64", 5, measured.row())
+    assert (own.norm, own.mean, own.absmax, own.nan, own.inf) == (math.inf, math.inf, 1.7e308, 0, 0)
+    pair = pair_accumulator(("float64", "float64"), 5)
     pair.add(0, octets(values), octets(-values))
     assert pair.row()[3] == 0
 
