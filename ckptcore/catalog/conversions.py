@@ -147,6 +147,18 @@ def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
     return frozenset(conversions) - {row.uuid for row in rows}
 
 
+def unfinished_requests(conn: Connection, verb: str, destination: str) -> tuple[dict[str, Any], ...]:
+    """Return the requests of conversions to a place that did not succeed, running ones too."""
+    rows = conn.execute(
+        select(Conversion.request).where(
+            Conversion.verb == verb,
+            Conversion.destination_uri == normal_uri(destination),
+            Conversion.state != Outcome.SUCCEEDED.value,
+        )
+    ).scalars()
+    return tuple(request for request in map(parsed, rows) if isinstance(request, dict))
+
+
 def _recorded(conn: Connection, *conditions: ColumnElement[bool]) -> Sequence[Any]:
     """Return the conversions that are recorded as running: ids, places, process and whether it was silent."""
     last = func.coalesce(ConversionProcess.renewed_at, Conversion.started_at)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import aliases
+from ckptcore.catalog.conversions import unfinished_requests
 from ckptcore.catalog.types import FileRow, State
 from ckptcore.conversion.source_digests import differs
 from ckptcore.errors import (
@@ -42,15 +43,7 @@ from ckptcore.operations.recorded_run import recorded_run
 from ckptcore.operations.registered_files import UnchangedFiles, listing_findings, require_recorded
 from ckptcore.reading.file_digests import digests_of
 from ckptcore.store import Store, local_path, open_store
-from ckptcore.store.hub_repository import (
-    MAIN,
-    HubFile,
-    HubPlace,
-    HubRefs,
-    HubRepository,
-    hub_place,
-    is_of_hub,
-)
+from ckptcore.store.hub_repository import HubFile, HubPlace, HubRefs, HubRepository, hub_place, is_of_hub
 from ckptcore.utils.foreign_text import InvalidText, decoded
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.part_digest import Hasher, hasher_like
@@ -71,6 +64,7 @@ _ERROR_OF_STATE: Mapping[str, type[CkptError]] = {
 }
 _MOST_CARD = 1 << 20  # bytes
 _NOT_SENT = "nothing was sent"
+_BEGINS = "begins_at"  # in the request of a push that creates the branch: the commit that it begins with
 
 
 class FileFate(StrEnum):
@@ -210,8 +204,9 @@ class _Target:
         blank: Whether nothing of anybody is there.
         branch: The branch that takes the commit: that one, or one for the time until the tag names it.
         parent: The commit that the branch is at; None if the branch must be created.
-        is_begun: Whether the branch is at the first commit, as a killed run leaves one that it created.
-        base: The files of the parent, or of the commit that a new branch begins with.
+        start: The commit that a new branch begins with; None if there is no commit yet.
+        base: The files of the parent, or of that commit.
+        is_blank_branch: Whether nothing of anybody is on the branch.
     """
 
     place: HubPlace
@@ -220,8 +215,9 @@ class _Target:
     blank: bool
     branch: str
     parent: str | None
-    is_begun: bool
+    start: str | None
     base: Mapping[str, HubFile]
+    is_blank_branch: bool
 
 
 def require_hub_url(url: str) -> None:
@@ -317,10 +313,12 @@ def push(
     place = _place_of(export, url)
     repository = HubRepository(place.repository)
     named = _named_files(export, rules.card)
-    target = _target(repository, _refs(repository, place, rules), place, rules)
+    target = _target(catalog, repository, _refs(repository, place, rules), place, rules)
     _require_free(target, named, rules)  # before any work: sizes tell most of what is something else
     _require_own_branch(target, named, rules)
-    request = {"repository": place.repository, "revision": place.revision, "tag": rules.tag}
+    request: dict[str, Any] = {"repository": place.repository, "revision": place.revision, "tag": rules.tag}
+    if target.parent is None:
+        request[_BEGINS] = target.start
     recording = recorded_run(catalog, VERB, export.uri, place.url, request)
     with nullcontext("") if rules.dry_run else recording as conversion, closing(open_store(folder)) as store:
         unchanged = UnchangedFiles(
@@ -472,7 +470,9 @@ def _refs(repository: HubRepository, place: HubPlace, rules: PushRules) -> HubRe
     return refs or HubRefs({}, {})
 
 
-def _target(repository: HubRepository, refs: HubRefs, place: HubPlace, rules: PushRules) -> _Target:
+def _target(
+    catalog: Catalog, repository: HubRepository, refs: HubRefs, place: HubPlace, rules: PushRules
+) -> _Target:
     """Return what the hub has at a place. A tag is put on a commit of a branch that lasts until then."""
     name = place.revision
     others_names, kind = (refs.branches, "branch") if rules.tag else (refs.tags, "tag")
@@ -483,17 +483,22 @@ def _target(repository: HubRepository, refs: HubRefs, place: HubPlace, rules: Pu
         )
     branch = f"pushing-{name}" if rules.tag else name
     parent = refs.branches.get(branch)
-    first = repository.first_commit() if refs.branches else None
-    start = parent or first
-    base = repository.files(start) if start is not None else {}
-    is_begun = parent is not None and parent == first
+    start = repository.first_commit() if refs.branches else None
+    present = parent or start
+    base = repository.files(present) if present is not None else {}
+    # A killed run leaves the branch that it created where the branch began.
+    is_blank = parent is None or not base or parent in _begun(catalog, place)
     if not rules.tag:
-        # A branch at the first commit has nothing of its own: a killed run may have created it.
-        blank = parent is None or not base or (is_begun and name != MAIN)
-        return _Target(place, parent, base, blank, branch, parent, is_begun, base)
+        return _Target(place, parent, base, is_blank, branch, parent, start, base, is_blank)
     commit = refs.tags.get(name)
     files = repository.files(commit) if commit is not None else {}
-    return _Target(place, commit, files, commit is None, branch, parent, is_begun, base)
+    return _Target(place, commit, files, commit is None, branch, parent, start, base, is_blank)
+
+
+def _begun(catalog: Catalog, place: HubPlace) -> set[Any]:
+    """Return the commits with which pushes to a place began a branch, and did not end."""
+    with catalog.reading() as conn:
+        return {request.get(_BEGINS) for request in unfinished_requests(conn, VERB, place.url)}
 
 
 def _require_free(target: _Target, local: Mapping[str, LocalFile], rules: PushRules) -> None:
@@ -519,9 +524,9 @@ def _require_free(target: _Target, local: Mapping[str, LocalFile], rules: PushRu
 def _require_own_branch(target: _Target, local: Mapping[str, LocalFile], rules: PushRules) -> None:
     """Raise `DestinationExists` if the branch that lasts until the tag exists has another one's content.
 
-    A killed run leaves it at the first commit, or with this output.
+    A killed run leaves it where it began, or with this output.
     """
-    is_own = target.parent is None or target.is_begun or not target.base or _is_equal(local, target.base)
+    is_own = target.is_blank_branch or _is_equal(local, target.base)
     if rules.tag and not rules.overwrite and not is_own and not _is_equal(local, target.files):
         place = HubPlace(target.place.repository, target.branch)
         raise DestinationExists(

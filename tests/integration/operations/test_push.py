@@ -186,6 +186,27 @@ def test_a_branch_or_tag_with_another_steps_content_is_refused(world: World, hub
     assert "pushing-best" not in hub.branches
 
 
+@pytest.mark.parametrize("tag", [False, True])
+def test_a_branch_at_the_first_commit_is_refused_unless_a_killed_push_left_it(
+    world: World, hub: FakeHub, tag: bool
+):
+    branch = "pushing-step-1" if tag else "step-1"
+    first = hub.commit({"README.md": b"license: mit"}, None)
+    hub.branches.update(main=first, **{branch: first})
+    folder = world.export(1)
+    with pytest.raises(errors.DestinationExists):
+        world.push(folder, tag=tag)
+    assert (hub.branches[branch], hub.uploads()) == (first, [])
+    del hub.branches[branch]
+    hub.fault = lambda asked: Answer(500) if "/commit/" in asked.path else None
+    with pytest.raises(errors.StorageTrouble):
+        world.push(folder, tag=tag)
+    assert hub.branches[branch] == first
+    hub.fault = lambda _: None
+    world.push(folder, tag=tag)
+    assert hub.at("step-1") == content(folder)
+
+
 def test_a_file_of_the_branch_that_the_export_lacks_is_another_content(world: World, hub: FakeHub):
     folder = world.export(1)
     commit = world.push(folder).commit
