@@ -2,8 +2,9 @@
 
 1. list every watched root, and classify its checkpoints;
 2. convert those that are ready, the oldest step first, each under a claim; small ones in batches;
-3. record the results: a table for each root, and a note in the catalog;
-4. delete events and messages that ended long ago.
+3. thin what is converted, where a root's retention has ``keep_optimizer_last``;
+4. record the results: a table for each root, and a note in the catalog;
+5. delete events and messages that ended long ago.
 
 This flow is for a schedule. Most trainers announce nothing; it finds the checkpoints without a webhook.
 ``ckptcore sweep`` does the same.
@@ -43,7 +44,7 @@ from flows.convert import steps
 from tasks.assets import asset_keys
 from tasks.convert_small import announce, convert_small
 from tasks.logs import log
-from tasks.sweep import look, note
+from tasks.sweep import look, note, thin
 
 NAMED = 5  # checkpoints in the message of a failed run
 
@@ -80,6 +81,12 @@ def sweep(
                     else convert_ready(catalog_db, items, convert, who, convert_each=convert_batches)
                 )
                 yield from outcomes
+                if "keep_optimizer_last" in root.retention:
+                    thinned = thin(
+                        root.name, closed(root), closed(outcomes), catalog, settings, closed(job.settings)
+                    )
+                    yield from thinned
+                    outcomes = [*outcomes, *thinned]
                 note(root.name, closed(root), closed(outcomes), catalog, settings.dry_run)
 
             for root in watched(catalog_db, roots or ()):

@@ -10,8 +10,10 @@ from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
-from ckptcore.operations.automation.sweep import SweepSettings, look_through, note_swept
+from ckptcore.operations.automation.sweep import SweepSettings, look_through, note_swept, of_root
 from ckptcore.operations.automation.sweep_items import SweepItem
+from ckptcore.operations.automation.sweep_thin import thin_swept
+from ckptcore.planning.request import Settings
 from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
@@ -27,6 +29,23 @@ def look(name: str, root: RootRow, catalog: str | None, settings: SweepSettings)
     ready = sum(item.standing == "ready" for item in items)
     log.info("%s: %s, %d to convert", name, count(len(items), "checkpoint"), ready)
     return items
+
+
+@task(task_run_name="thin {name}", cache_policy=NO_CACHE, persist_result=False)
+def thin(
+    name: str,
+    root: RootRow,
+    items: Sequence[SweepItem],
+    catalog: str | None,
+    settings: SweepSettings,
+    means: Settings,
+) -> list[SweepItem]:
+    """Thin the steps of a root by its retention; return those that changed, or could not."""
+    with open_catalog(catalog) as catalog_db:
+        steps = thin_swept(
+            catalog_db, root, items, means, settle_s=settings.settle_s, dry_run=settings.dry_run
+        )
+        return list(of_root(root, steps))
 
 
 @task(task_run_name="note {name}", cache_policy=NO_CACHE, persist_result=False)

@@ -82,13 +82,19 @@ def below(conn: Connection, root: str) -> dict[str, SightingRow]:
     return {r.uri: sighting for r in conn.execute(query) if not (sighting := sighting_row(r)).trouble}
 
 
+_IS_ELSEWHERE = Conversion.destination_uri != Conversion.source_uri
+
+
 def outputs_below(conn: Connection, root: str) -> frozenset[str]:
-    """Return the URIs below a root where conversions write, or have written, in the root's spelling."""
+    """Return the URIs below a root where conversions write, or have written, in the root's spelling.
+
+    A step that is thinned, which is its own source, stays a source.
+    """
     outputs = set[str]()
     top, *spellings = same_places(root)
     for spelling in (top, *spellings):
         destinations = select(Conversion.destination_uri).where(
-            is_below(Conversion.destination_uri, spelling)
+            is_below(Conversion.destination_uri, spelling), _IS_ELSEWHERE
         )
         derived = select(Checkpoint.uri).where(
             is_below(Checkpoint.uri, spelling), Checkpoint.kind == Kind.DERIVED.value
@@ -101,7 +107,8 @@ def outputs_below(conn: Connection, root: str) -> frozenset[str]:
 def outputs(conn: Connection) -> tuple[str, ...]:
     """Return the URIs where conversions write, or have written."""
     derived = select(Checkpoint.uri).where(Checkpoint.kind == Kind.DERIVED.value)
-    return tuple(conn.execute(union(select(Conversion.destination_uri), derived)).scalars())
+    destinations = select(Conversion.destination_uri).where(_IS_ELSEWHERE)
+    return tuple(conn.execute(union(destinations, derived)).scalars())
 
 
 def is_below(column: Any, root: str) -> ColumnElement[bool]:

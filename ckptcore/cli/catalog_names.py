@@ -241,7 +241,8 @@ Retention = Annotated[
     typer.Option(
         "--retention",
         metavar="JSON",
-        help="What retire keeps here: keep_last, keep_every, keep_best, rest, accept_loss, as a JSON object.",
+        help="What retire keeps here: keep_last, keep_every, keep_best, rest, accept_loss; how many steps "
+        "a sweep does not thin: keep_optimizer_last. A JSON object.",
     ),
 ]
 _of_target = takes(declared("to", "mesh", "dtype", "config", to=None, mesh=None))

@@ -57,6 +57,7 @@ def sweep(names: RootNames = None, **arguments: Any) -> None:
             names or (),
             SweepSettings.of(options),
             on_item=show.item_line(as_json),
+            reading=settings,
             convert_each=verifying_each(convert_each, settings, url)
             if options.verify_export
             else convert_each,

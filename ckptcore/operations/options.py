@@ -144,13 +144,13 @@ class ThinOptions:
         ),
     ] = None
     keep_optimizer_last: Annotated[
-        int,
+        int | None,
         Option(
             "Leave the newest N steps of every run as they are. Only complete steps that have what would go "
-            "are counted.",
+            "are counted. Default: what the root says, otherwise 1.",
             "N",
         ),
-    ] = 1
+    ] = None
     min_age: Annotated[
         str, Option("Leave steps as they are that changed within this time: 90s, 2m or 1h.", "TIME")
     ] = "2m"

@@ -30,8 +30,8 @@ from ckptcore.catalog import holdings, obligations, open_catalog
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.obligations import ObligationRow
 from ckptcore.checking.source_stamps import published_stamp
-from ckptcore.conversion.staging.open_staging import at_rest
 from ckptcore.conversion.registration import facts, with_fingerprints
+from ckptcore.conversion.staging.open_staging import at_rest
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.custody import gate, place_contents

@@ -2,8 +2,9 @@
 
 1. `look_through` lists a root and determines the state of each of its checkpoints; nothing is converted.
 2. `work` converts one that is ready, under a claim, so that no other process does.
+3. `thin_swept` thins what is converted, where the root's retention asks for it.
 
-`sweep` does both for every root. States are recorded: a place that has not changed is not opened again. On an
+`sweep` does all for every root. States are recorded: a place that has not changed is not opened again. On an
 object store, what is complete and needs no conversion is listed again once a day only.
 
 Small checkpoints are converted in batches.
@@ -40,8 +41,9 @@ from ckptcore.operations.automation.export_target import (
 )
 from ckptcore.operations.automation.readiness import SETTLE_S, Readiness, look, recalled
 from ckptcore.operations.automation.sweep_items import SweepItem, SweepState, Swept
+from ckptcore.operations.automation.sweep_thin import thin_swept
 from ckptcore.operations.options import SweepOptions
-from ckptcore.planning.request import Request
+from ckptcore.planning.request import Request, Settings
 from ckptcore.store import local_path
 from ckptcore.store.listing import survey
 from ckptcore.store.place import Relation, Spellings, perhaps_within
@@ -95,6 +97,7 @@ class SweepSettings:
 
 
 DEFAULTS = SweepSettings()
+_READING = Settings()
 
 
 def sweep(
@@ -106,6 +109,7 @@ def sweep(
     who: str | None = None,
     on_item: OnItem | None = None,
     convert_each: ConvertEach | None = None,
+    reading: Settings = _READING,
 ) -> Swept:
     """Search the watched roots, and convert the checkpoints that are ready.
 
@@ -117,22 +121,32 @@ def sweep(
         who: The worker; it takes its own claims again at once.
         on_item: Called for each checkpoint.
         convert_each: See `convert_ready`.
+        reading: Memory and threads for the proof of what is thinned.
     """
     swept_items: list[SweepItem] = []
     who = who or owner()
 
     def pass_over(root: RootRow) -> Iterator[SweepItem]:
-        items = look_through(catalog, root, settings)
+        items: Sequence[SweepItem] = look_through(catalog, root, settings)
         if settings.dry_run:
             for item in items:
                 (on_item or _ignore)(item)
-            yield from items
         else:
-            converted = convert_ready(
-                catalog, items, convert, who, on_item=on_item, convert_each=convert_each
-            )
-            yield from converted
-            note_swept(catalog, root, converted)
+            items = convert_ready(catalog, items, convert, who, on_item=on_item, convert_each=convert_each)
+        yield from items
+        thinned = thin_swept(
+            catalog,
+            root,
+            items,
+            reading,
+            settle_s=settings.settle_s,
+            dry_run=settings.dry_run,
+            on_item=on_item,
+        )
+        changed = [*of_root(root, thinned, on_item)]
+        yield from changed
+        if not settings.dry_run:
+            note_swept(catalog, root, [*items, *changed])
 
     for root in watched(catalog, names):
         swept_items += of_root(root, pass_over(root), on_item)

@@ -17,6 +17,8 @@ class SweepState(StrEnum):
     READY = "ready"  # complete and not yet converted
     MADE = "made"  # converted by this sweep
     CONVERTED = "converted"  # had been converted before
+    THINNED = "thinned"  # this sweep removed its optimizer
+    THINNABLE = "thinnable"  # its optimizer would go, were this no dry run
     CLAIMED = "claimed"  # another process is converting it
     OUTDATED = "outdated"  # converted, and rewritten since
     FAILED = "failed"  # the conversion failed; retried later

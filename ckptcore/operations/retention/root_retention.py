@@ -1,7 +1,8 @@
-"""Combine what a user asks of `retire` with the retention that a watched root has of its own.
+"""Combine what a user asks of `retire` and `thin` with the retention that a watched root has of its own.
 
 A root's retention is an object with some of the fields ``keep_last``, ``keep_every``, ``keep_best``, ``rest``
-and ``accept_loss``. What the user names wins over it, field by field.
+and ``accept_loss`` for `retire`, and ``keep_optimizer_last`` for `thin` and sweeps. What the user names wins
+over it, field by field.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from ckptcore.operations.retention.replacement import Allowed
 
 KEEP_LAST = 3
 FULL, WEIGHTS = RESTS = ("full", "weights")
-FIELDS = ("keep_last", "keep_every", "keep_best", "rest", "accept_loss")
-_KINDS = {"keep_last": int, "keep_every": int, "keep_best": list, "rest": str, "accept_loss": list}
+FIELDS = ("keep_last", "keep_every", "keep_best", "rest", "accept_loss", "keep_optimizer_last")
+_KINDS = {
+    "keep_last": int,
+    "keep_every": int,
+    "keep_best": list,
+    "rest": str,
+    "accept_loss": list,
+    "keep_optimizer_last": int,
+}
 
 
 def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Allowed]:
@@ -47,6 +55,18 @@ def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Al
     return policy, Allowed.of(names)
 
 
+def optimizers_kept(root: RootRow) -> int | None:
+    """Return how many of the newest steps of every run keep their optimizer; None: all do.
+
+    Raises:
+        UsageError: A value is invalid.
+        CatalogError: The root's row is odd.
+    """
+    require_sound(root)
+    kept: int | None = checked(root.retention).get("keep_optimizer_last")
+    return kept
+
+
 def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
     """Return a root's retention; raise `UsageError` if a field or a value is invalid."""
     unknown = sorted(set(retention) - set(FIELDS))
@@ -67,6 +87,9 @@ def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
     if retention.get("rest") not in (None, *RESTS):
         raise UsageError(f"rest must be {FULL} or {WEIGHTS} (got {retention['rest']!r})")
     _policy(retention)
+    kept = retention.get("keep_optimizer_last")
+    if kept is not None and kept < 1:
+        raise UsageError(f"keep_optimizer_last of a root's retention must be at least 1 (got {kept})")
     return dict(retention)
 
 

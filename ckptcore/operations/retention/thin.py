@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import CheckpointDetail, maintenance, retirements
@@ -30,6 +30,7 @@ from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.retirements import THINNED, GivenUp, RetirementRecord
 from ckptcore.catalog.sightings import Condition
 from ckptcore.catalog.types import CheckpointRow, State
+from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.comparison.fingerprint import fingerprint
@@ -54,6 +55,7 @@ from ckptcore.operations.automation.readiness import SETTLE_S, look
 from ckptcore.operations.recorded_run import recorded_run
 from ckptcore.operations.retention.policy import user_reasons
 from ckptcore.operations.retention.purge import purge
+from ckptcore.operations.retention.root_retention import optimizers_kept
 from ckptcore.operations.retention.setting_aside import retention_entry
 from ckptcore.operations.retention.thin_plan import (
     OPTIMIZER,
@@ -189,24 +191,37 @@ class ThinRules:
 
     Attributes:
         drop: Kinds of training state, and globs on names of tensors, objects and files.
-        keep_last: How many of the newest complete steps of a run keep what would go.
+        keep_last: How many of the newest complete steps of a run keep what would go; None for what the
+            retention of a watched root says that is named, otherwise one.
         min_age_s: Seconds without a change before a step may be thinned.
         grace: How long the old one can be restored; zero deletes it at once.
     """
 
     drop: tuple[str, ...] = (OPTIMIZER,)
-    keep_last: int = 1
+    keep_last: int | None = None
     min_age_s: float = SETTLE_S
     grace: timedelta = GRACE
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
+        if self.keep_last is not None and self.keep_last < 1:
             raise UsageError(
                 f"--keep-optimizer-last must be at least 1 (got {self.keep_last})",
                 hint="a run resumes from its newest step",
             )
         if not self.drop:
             raise UsageError("--drop must name something", hint=f"the default is {OPTIMIZER}")
+
+    @property
+    def newest(self) -> int:
+        """How many of the newest steps keep what would go."""
+        return 1 if self.keep_last is None else self.keep_last
+
+    def of_root(self, root: RootRow) -> ThinRules:
+        """Return the rules for all steps of a watched root."""
+        return replace(self, keep_last=optimizers_kept(root)) if self.keep_last is None else self
+
+
+_Newest = Callable[[str, str | None, ThinRules], Sequence[int]]
 
 
 def thin(
@@ -235,9 +250,13 @@ def thin(
         UsageError: A name is no step, root or run.
     """
     items = []
-    newest = cache(lambda folder, run: _newest(catalog, folder, run, rules))
-    for uri in dict.fromkeys(uri for source in sources for uri in _places(catalog, source)):
-        item = attempt(_decided, catalog, uri, rules, newest, settings, yes)
+    newest = cache(partial(_newest, catalog))
+    rules_of: dict[str, ThinRules] = {}
+    for source in sources:
+        for uri, source_rules in _places(catalog, source, rules):
+            rules_of.setdefault(uri, source_rules)
+    for uri, own_rules in rules_of.items():
+        item = attempt(_decided, catalog, uri, own_rules, newest, settings, yes)
         if isinstance(item, CkptError):
             outcome = ThinOutcome.KEPT if isinstance(item, (Busy, Conflict)) else ThinOutcome.UNSAFE
             item = ThinDecision(uri, outcome, (f"{item.code}: {item.message}",), step=_step(uri))
@@ -247,20 +266,19 @@ def thin(
     return ThinReport(tuple(items), yes, rules.grace)
 
 
-def _places(catalog: Catalog, source: str) -> Iterator[str]:
-    """Yield the steps that a name means, oldest first."""
+def _places(catalog: Catalog, source: str, rules: ThinRules) -> Iterator[tuple[str, ThinRules]]:
+    """Yield the steps that a name means, oldest first, and their rules."""
     with catalog.reading() as conn:
-        watched = roots.every(conn)
-        root_uris = [root.uri for root in watched if root.name == source]
-        rows = maintenance.sources(conn, root_uris) if root_uris else ()
-        if not root_uris and "/" not in source:
+        root = next((root for root in roots.every(conn) if root.name == source), None)
+        rows = maintenance.sources(conn, [root.uri]) if root is not None else ()
+        if root is None and "/" not in source:
             rows = maintenance.sources(conn, (), source)
-    if rows:
-        yield from (row.uri for row in sorted(rows, key=lambda row: (row.run or "", row.step or 0)))
-    elif root_uris:
-        return
-    else:
-        yield normal_uri(source)
+    if root is not None:
+        rules = rules.of_root(root)
+    elif not rows:
+        yield normal_uri(source), rules
+    for row in sorted(rows, key=lambda row: (row.run or "", row.step or 0)):
+        yield row.uri, rules
 
 
 def _step(uri: str) -> int | None:
@@ -268,12 +286,7 @@ def _step(uri: str) -> int | None:
 
 
 def _decided(
-    catalog: Catalog,
-    uri: str,
-    rules: ThinRules,
-    newest: Callable[[str, str | None], Sequence[int]],
-    settings: Settings,
-    yes: bool,
+    catalog: Catalog, uri: str, rules: ThinRules, newest: _Newest, settings: Settings, yes: bool
 ) -> ThinDecision:
     """Return what becomes of one step; raise `CkptError` if it cannot be thinned."""
     if yes:
@@ -306,16 +319,14 @@ def _reason_to_keep(
     row: CheckpointRow | None,
     step: int | None,
     rules: ThinRules,
-    newest: Callable[[str, str | None], Sequence[int]],
+    newest: _Newest,
 ) -> str:
     """Return why a step stays as it is; empty if it may be thinned."""
     if step is None:
         return "no step is known"
-    kept_steps = newest(split_url(uri)[0], row.run if row is not None else None)
+    kept_steps = newest(split_url(uri)[0], row.run if row is not None else None, rules)
     if not kept_steps or step >= kept_steps[-1]:
-        return (
-            f"one of the last {rules.keep_last} complete steps" if kept_steps else "no newer step is complete"
-        )
+        return f"one of the last {rules.newest} complete steps" if kept_steps else "no newer step is complete"
     ready = look(uri, files, None, catalog.now(), settle_s=rules.min_age_s)
     if ready.state is not Condition.COMPLETE:
         return f"it is {ready.state.value}: {ready.message}"
@@ -364,7 +375,7 @@ def _newest(catalog: Catalog, folder: str, run: str | None, rules: ThinRules) ->
     for step in sorted(steps, reverse=True):
         if _resumes(catalog, steps[step], rules):
             newest.append(step)
-        if len(newest) == rules.keep_last:
+        if len(newest) == rules.newest:
             return tuple(newest)
     return ()
 

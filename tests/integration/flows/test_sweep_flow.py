@@ -57,6 +57,25 @@ def test_complete_checkpoints_are_converted_once(watched: Path, catalog: str, tm
         assert roots.get(conn, "r").swept_note == "1 broken, 2 converted"
 
 
+def test_a_root_thins_the_steps_that_are_converted(tmp_path: Path, catalog: str) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from flows.sweep import sweep
+
+    tree = {"model": {"w": torch.ones(4)}, "optim": {"state": {"w.exp_avg": torch.ones(4)}}}
+    for step in (1, 2):
+        dcp.save(tree, checkpoint_id=tmp_path / f"runs/run/step-{step}", no_dist=True)
+    with open_catalog(catalog) as known, known.writing() as conn:
+        retention, target = {"keep_optimizer_last": 1}, {"destination": DESTINATION}
+        root = str(tmp_path / "runs/run")
+        roots.add(conn, datetime.now(UTC), "r", root, targets=[target], retention=retention)
+    state = sweep(catalog=catalog, min_age="0s", return_state=True)
+    assert (state.is_completed(), state.message) == (True, "2 made, 1 thinned")
+    with open_catalog(catalog) as known, known.reading() as conn:
+        assert roots.get(conn, "r").swept_note == "2 made, 1 thinned"
+
+
 def test_a_failed_conversion_fails_the_run_with_its_reason(watched: Path, catalog: str) -> None:
     from flows.sweep import sweep
 

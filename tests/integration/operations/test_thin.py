@@ -14,10 +14,11 @@ from retiring import snapshot
 
 from ckptcore import api
 from ckptcore.catalog import holds, obligations, open_catalog, retirements, set_aside
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
 from ckptcore.conversion.staging import local_staging
-from ckptcore.errors import UsageError
+from ckptcore.errors import Conflict, UsageError
 from ckptcore.operations.automation.sweep import SweepSettings, sweep
 from ckptcore.operations.retention import thin as module
 from ckptcore.operations.retention.purge import purge, restore
@@ -177,6 +178,44 @@ def test_the_newest_steps_that_can_resume_stay(steps):
     steps.keeps("one of the last 1 complete steps", 3)
     with pytest.raises(UsageError, match="at least 1"):
         ThinRules(keep_last=0)
+
+
+def test_a_sweep_thins_what_is_converted_by_the_retention_of_its_root(steps, catalog, url):
+    kept = {"keep_optimizer_last": 2}
+    with catalog.writing() as conn:
+        target = {"destination": "{root}/../out/{run}/{name}"}
+        roots.add(conn, catalog.now(), "llama", str(steps.run), targets=[target], retention=kept)
+    assert run(["catalog", "root", "retain", "llama", '{"keep_optimizer_last": 0}', "--catalog", url]) == 2
+    for rules in (NOW, ThinRules(min_age_s=0, keep_last=3)):  # of the root, and of the user
+        planned = thin(catalog, ["llama"], rules, MEANS).items
+        assert {item.outcome for item in planned} <= {ThinOutcome.KEPT}
+    settings = SweepSettings(settle_s=0)
+
+    def convert_one(request):
+        convert(request, MEANS, None, url)
+
+    def refuse_the_first(request):
+        if request.source.endswith("step-1"):
+            raise Conflict("later")
+        convert_one(request)
+
+    # The output of a step is not made yet: it may hold the optimizer.
+    swept = sweep(catalog, refuse_the_first, settings=settings)
+    assert swept.counts == {"failed": 1, "made": 2}
+    before = snapshot(steps.run)
+    planned = sweep(catalog, convert_one, settings=SweepSettings(settle_s=0, dry_run=True))
+    assert snapshot(steps.run) == before
+    swept = sweep(catalog, convert_one, settings=SweepSettings(settle_s=0, retry_failed=True))
+    assert swept.counts == {"made": 1, "converted": 2, "thinned": 1}
+    assert steps.is_thin(1)
+    # Thinned steps are made no second time, and the next step lets the next one go.
+    dcp.save(nested(4), checkpoint_id=steps.place(4), no_dist=True)
+    swept = sweep(catalog, convert_one, settings=settings)
+    assert swept.counts == {"made": 1, "converted": 3, "thinned": 1}
+    assert steps.is_thin(2)
+    steps.keeps("one of the last 2 complete steps", 3, rules=ThinRules(min_age_s=0, keep_last=2))
+    with catalog.reading() as conn:
+        assert roots.get(conn, "llama").swept_note == "3 converted, 1 made, 1 thinned"
 
 
 def test_users_and_what_is_at_work_keep_a_step(steps, catalog, url):
