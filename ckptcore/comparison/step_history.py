@@ -345,7 +345,7 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
 def _tensors(step: MeasuredStep) -> StepColumns | None:
     """Return the tensors of a step; None, with a warning, if the catalog's statistics are damaged."""
     try:
-        return unpack_columns(step.statistics.columns)
+        return unpack_columns(step.statistics.columns, step.statistics.tensors)
     except InvalidText as error:
         text = "the catalog's statistics of %s are damaged (%s); `ckptcore stats` measures it again"
         _log.warning(text, step.uri, error)

@@ -16,6 +16,9 @@ from ckptcore.utils.isolation import attempt
 
 _INTEGERS, _FLOATS = ("numel", "nan", "inf", "zeros"), ("norm", "mean", "absmax", "change", "cosine")
 
+# Bytes of a blob before compression, at most: of its head, and of each tensor its name and numbers.
+_HEAD, _TENSOR = 1 << 20, 8 << 10
+
 
 class TensorPoint(NamedTuple):
     """A tensor at one step.
@@ -109,9 +112,14 @@ def pack_points(points: Collection[TensorPoint]) -> bytes:
     return columnar_file.dump(head, arrays)
 
 
-def unpack_columns(blob: bytes) -> StepColumns:
-    """Return the tensors of `pack_points` by columns; raise `InvalidText` for another blob."""
-    loaded = attempt(columnar_file.load, blob)
+def unpack_columns(blob: bytes, tensors: int) -> StepColumns:
+    """Return the tensors of `pack_points` by columns; raise `InvalidText` for another blob.
+
+    Args:
+        blob: What was packed.
+        tensors: How many tensors it has, by whoever stored it: nothing larger is allocated.
+    """
+    loaded = attempt(columnar_file.load, blob, max_bytes=_HEAD + _TENSOR * max(tensors, 0))
     if isinstance(loaded, CkptError):
         raise InvalidText(f"these are no statistics: {loaded.message}")
     head, arrays = loaded
@@ -121,6 +129,8 @@ def unpack_columns(blob: bytes) -> StepColumns:
         numbers = {name: arrays[name] for name in _INTEGERS}
         numbers |= {name: arrays[name].view(np.float64) for name in _FLOATS}
         kind, shapes = arrays["kind"], {column.shape for column in (arrays["kind"], *numbers.values())}
+        if len(names) != tensors:
+            raise InvalidText(f"these are statistics of {len(names)} tensors, and not of {tensors}")
         if head["version"] != 1 or shapes != {(len(names),)}:
             raise InvalidText("these are statistics of another version, or truncated")
         if names and not 0 <= kind.min() <= kind.max() < len(kinds):
@@ -128,4 +138,4 @@ def unpack_columns(blob: bytes) -> StepColumns:
     return StepColumns(names, kinds, kind, numbers)
 
 
-NOTHING = unpack_columns(pack_points(()))
+NOTHING = unpack_columns(pack_points(()), 0)

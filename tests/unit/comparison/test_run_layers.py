@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ckptcore.comparison import step_history
@@ -23,7 +24,8 @@ def point(fqn, norm, change=math.nan, role=TRAINED):
 def history(*steps):
     """The history of steps 10, 20, ... of these tensors."""
     measured = [SimpleNamespace(step=10 * n) for n in range(1, len(steps) + 1)]
-    return RunHistory("run", measured, (), [unpack_columns(pack_points(points)) for points in steps])
+    columns = [unpack_columns(pack_points(points), len(points)) for points in steps]
+    return RunHistory("run", measured, (), columns)
 
 
 def test_layers_have_the_norm_of_their_weights_where_they_are():
@@ -63,14 +65,26 @@ def test_a_name_is_read_once_for_all_steps(monkeypatch):
 
 def test_columns_of_unknown_kinds_are_refused(monkeypatch):
     points = [point(FIRST, 3.0), point(HEAD, 1.0)]
-    columns = unpack_columns(pack_points(points))
+    columns = unpack_columns(pack_points(points), len(points))
     assert str(columns.points()) == str(tuple(points))  # a NaN equals none
     head, arrays = columnar_file.load(pack_points(points))
     for kind in (-1, 1):
         arrays["kind"] = arrays["kind"] * 0 + kind
-        monkeypatch.setattr(columnar_file, "load", lambda _: (head, arrays))
+        monkeypatch.setattr(columnar_file, "load", lambda _, max_bytes: (head, arrays))
         with pytest.raises(InvalidText, match="unknown dtypes"):
-            unpack_columns(b"")
+            unpack_columns(b"", 2)
+
+
+def test_a_blob_that_grows_beyond_its_tensors_is_refused():
+    points = [point(FIRST, 3.0), point(HEAD, 1.0)]
+    blob = pack_points(points)
+    for tensors in (1, 3, 0, -1):
+        with pytest.raises(InvalidText, match="2 tensors, and not of"):
+            unpack_columns(blob, tensors)
+    head, arrays = columnar_file.load(blob)
+    grown = columnar_file.dump(head, arrays | {"more": np.zeros(1 << 20, np.int64)})
+    with pytest.raises(InvalidText, match="must be at most"):
+        unpack_columns(grown, len(points))
 
 
 def test_a_map_of_change_escapes_names():
