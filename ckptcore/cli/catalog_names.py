@@ -233,7 +233,8 @@ Also = Annotated[
         "--also",
         metavar="JSON",
         help="A further output of every checkpoint: options of its conversion, with a destination of "
-        "its own, as a JSON object (repeatable).",
+        "its own, as a JSON object (repeatable). With merge_last, merge_every and merge_decay: of each "
+        "window of steps, their average.",
     ),
 ]
 Retention = Annotated[

@@ -7,6 +7,9 @@ The suffix of a file, such as Lightning's ``.ckpt``, is left out of both: the ou
 
 The target of a root applies to every checkpoint below it, for sweeps and for announcements. So both make the
 same request, and one claim prevents a second conversion.
+
+A further target may be an average: with ``merge_last`` (and ``merge_every``, ``merge_decay``) it applies to
+the last steps of a run that are multiples of a number, once for each such step.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from string import Formatter
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -31,6 +34,7 @@ from ckptcore.operations.automation.discover import matches, step_and_run
 from ckptcore.planning.options import request_field
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path
+from ckptcore.utils.average_url import average_url, require_weights, weights_for
 from ckptcore.utils.text import short_repr as quoted
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ DESTINATION = "{root}/../exports/{run}/{name}"  # the default
 FIELDS = ("root", "run", "step", "name", "path")
 _DISTINGUISH = ("step", "name", "path")
 _OF_REQUEST = frozenset(f.name for f in fields(Request)) - {"source", "destination", "resume"}
+_OF_WINDOW = ("merge_last", "merge_every", "merge_decay")
 # Fields that do not change the output.
 _NOT_OUTPUT = (
     "source",
@@ -64,16 +69,51 @@ class TemplateFields:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeWindow:
+    """Which steps of a run are averaged.
+
+    Attributes:
+        merge_last: How many.
+        merge_every: Only steps that are multiples of this count.
+        merge_decay: Of an exponential moving average; None: all count alike.
+    """
+
+    merge_last: int
+    merge_every: int = 1
+    merge_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.merge_every < 1:
+            raise UsageError(f"merge_every must be at least 1 (got {self.merge_every})")
+        require_weights(self.weights, self.merge_last)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of the steps, the oldest first."""
+        return weights_for(self.merge_last, None, self.merge_decay)
+
+    def source(self, steps: Mapping[int, str], newest: int) -> str | None:
+        """Return the average that ends with a step; None if there is none. steps: step -> its place."""
+        counted = [step for step in sorted(steps) if step <= newest and step % self.merge_every == 0]
+        window = counted[-self.merge_last :]
+        if len(window) < self.merge_last or window[-1] != newest:
+            return None
+        return average_url([steps[step] for step in window], self.weights)
+
+
+@dataclass(frozen=True, slots=True)
 class ExportTarget:
     """A target.
 
     Attributes:
         destination: The template.
         options: Fields of a `Request` in their JSON form.
+        window: The steps that it averages; None where it converts each of them.
     """
 
     destination: str
     options: Mapping[str, Any]
+    window: MergeWindow | None = None
 
     def request(self, source: str, place: TemplateFields) -> Request:
         """Return the request for one checkpoint; raise `UsageError` if there can be none."""
@@ -98,7 +138,8 @@ class ExportTarget:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, which `target_of` reads."""
-        return {"destination": self.destination, **self.options}
+        window = {} if self.window is None else asdict(self.window)
+        return {"destination": self.destination, **self.options, **window}
 
 
 def target_of(form: Mapping[str, Any]) -> ExportTarget:
@@ -107,21 +148,32 @@ def target_of(form: Mapping[str, Any]) -> ExportTarget:
     Raises:
         UsageError: A field, a value or the template is invalid.
     """
-    options = {request_field(k): v for k, v in form.items() if k != "destination"}
+    window = {name: value for name, value in form.items() if name in _OF_WINDOW}
+    options = {request_field(k): v for k, v in form.items() if k != "destination" and k not in window}
     unknown = sorted(set(options) - _OF_REQUEST)
     if unknown:
         raise UsageError(
             f"a target has no field {', '.join(unknown)}",
-            hint=f"fields are destination, {', '.join(sorted(_OF_REQUEST))}",
+            hint=f"fields are destination, {', '.join((*sorted(_OF_REQUEST), *_OF_WINDOW))}",
         )
     _require_types(options)
-    target = ExportTarget(_checked(str(form.get("destination") or DESTINATION)), options)
+    destination = _checked(str(form.get("destination") or DESTINATION))
+    target = ExportTarget(destination, options, _window_of(window))
     try:
         request = target.request("/a/run/step-1", TemplateFields("/a", "run", 1, "step-1", "run/step-1"))
         by_name(request.format, writes=True)
     except (TypeError, AttributeError) as error:  # a number instead of a text, say
         raise UsageError(f"the target cannot be used: {error}") from error
     return target
+
+
+def _window_of(form: Mapping[str, Any]) -> MergeWindow | None:
+    if not form:
+        return None
+    if "merge_last" not in form:
+        raise UsageError("an average of a root's steps needs merge_last", hint='such as {"merge_last": 8}')
+    _require_types(form, MergeWindow)
+    return MergeWindow(**form)
 
 
 def targets_of(root: RootRow) -> tuple[ExportTarget, ...]:
@@ -142,7 +194,12 @@ def _require_usable(root: RootRow) -> None:
 
 
 def require_apart_targets(targets: Sequence[ExportTarget]) -> None:
-    """Raise `UsageError` if two targets of a root would write to one place."""
+    """Raise `UsageError` if two targets of a root would write to one place, or the first is an average."""
+    if targets and targets[0].window is not None:
+        raise UsageError(
+            "the first target of a root cannot be an average: an announced step is converted alone",
+            hint="give merge_last in --also, with a destination of its own",
+        )
     place = TemplateFields("/a", "run", 1, "step-1", "run/step-1")
     doubled = colliding(target.fill(place) for target in targets)
     if doubled:
@@ -186,11 +243,11 @@ def announced_request(
     return None
 
 
-def _require_types(options: Mapping[str, Any]) -> None:
+def _require_types(options: Mapping[str, Any], kind: type[Any] = Request) -> None:
     """Raise `UsageError` for a value of another type than its field: ``"false"`` would be true."""
     from pydantic import TypeAdapter, ValidationError
 
-    types = get_type_hints(Request)
+    types = get_type_hints(kind)
     for name, value in options.items():
         try:
             # In JSON mode a list is valid for a tuple, and no other value is converted.

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
 from ckptcore.catalog import claims, queues, set_aside, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
@@ -47,6 +49,7 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.store import local_path
 from ckptcore.store.listing import survey
 from ckptcore.store.place import Relation, Spellings, perhaps_within
+from ckptcore.utils.average_url import is_average
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.units import parse_duration
 
@@ -229,7 +232,11 @@ def look_through(
     # An output that was recorded under another name of its place, such as one behind a mount.
     elsewhere = Spellings(output_uri for output_uri in written if output_uri not in outputs)
     candidates = tuple(c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values())
-    planned = [(c, [_planned(target, c) for target in targets]) for c in candidates]
+    steps: dict[str, dict[int, str]] = {}
+    for candidate in candidates:
+        if candidate.step is not None:
+            steps.setdefault(candidate.run, {})[candidate.step] = candidate.uri
+    planned = [(c, _requests(targets, c, steps.get(c.run, {}))) for c in candidates]
     places = [["" if r is None else r.destination for r, _ in requests] for _, requests in planned]
     sources, back = sources_among([c.uri for c, _ in planned], places)
     planned = [
@@ -522,12 +529,27 @@ def _ignore(item: SweepItem) -> None:
     """Tell nobody."""
 
 
-def _planned(target: ExportTarget, candidate: Candidate) -> tuple[Request | None, str]:
+def _requests(
+    targets: Sequence[ExportTarget], candidate: Candidate, steps: Mapping[int, str]
+) -> list[tuple[Request | None, str]]:
+    """Return the request of each target, or why there is none. steps: of the run, each with its place.
+
+    The target of an average has one where a window ends with the candidate.
+    """
     place = TemplateFields(candidate.root, candidate.run, candidate.step, candidate.name, candidate.path)
-    try:
-        return target.request(candidate.uri, place), ""
-    except Exception as error:
-        return None, error_of(error).message
+    requests: list[tuple[Request | None, str]] = []
+    for target in targets:
+        source: str | None = candidate.uri
+        if target.window is not None:
+            newest = candidate.step
+            source = None if newest is None else target.window.source(steps, newest)
+        if source is None:
+            continue
+        try:
+            requests.append((target.request(source, place), ""))
+        except Exception as error:
+            requests.append((None, error_of(error).message))
+    return requests
 
 
 def _item(
@@ -543,13 +565,20 @@ def _item(
         request.destination if request else "",
         readiness.findings,
         request,
-        readiness.source_digest or "",
+        _digest_of(request, readiness),
         readiness.manifest_digest or "",
         sum(file.nbytes for file in candidate.files.values()),
     )
     if readiness.state is not Condition.COMPLETE:
         return replace(item, standing=SweepState(readiness.state.value), why=readiness.message)
     return item if request is not None else replace(item, standing=SweepState.REFUSED, why=why)
+
+
+def _digest_of(request: Request | None, readiness: Readiness) -> str:
+    """Return the digest of a source for its claim. An average is made once of the same steps and weights."""
+    if request is not None and is_average(request.source):
+        return blake3(request.source.encode("utf-8", "surrogateescape")).hexdigest()
+    return readiness.source_digest or ""
 
 
 def _compared_with_target(
@@ -643,7 +672,7 @@ def batches(items: Sequence[SweepItem], ready: Sequence[int], most: int = MOST) 
 def _place(item: SweepItem) -> str | None:
     """Return the destination of a checkpoint that may be in a batch, else None."""
     request = item.request
-    if request is None or request.replaces or item.nbytes > SMALL:
+    if request is None or request.replaces or item.nbytes > SMALL or is_average(request.source):
         return None
     path = local_path(request.destination)
     return None if path is None else str(path.absolute())

@@ -54,6 +54,55 @@ def test_a_window_of_a_run(steps: list[Path], catalog: str, tmp_path: Path) -> N
     assert wanted == torch.tensor(2 * 0.25 + 4 * 0.25 + 6 * 0.5)
 
 
+def test_steps_that_count_alike_have_the_bits_of_megatrons_formula(tmp_path: Path) -> None:
+    """Megatron-LM's `weighted_merge` fuses product and sum: bits are equal where products are exact."""
+    drawn = [torch.randn(257, 31, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    folders = [save(tmp_path / f"step-{n}", n, drawn=weights) for n, weights in enumerate(drawn)]
+    ckptcore.merge(folders, tmp_path / "average", catalog=False)
+    accumulator = torch.zeros(257, 31)
+    for weights in drawn:
+        accumulator.add_(weights, alpha=0.25)
+    (average,) = tmp_path.glob("average*")
+    assert torch.equal(ckptcore.read(ckptcore.open(average), "drawn"), accumulator)
+
+
+def test_a_sweep_makes_each_new_window(
+    steps: list[Path], catalog: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(steps[0].parent)
+    add = ["catalog", "root", "add", "llama", root, "--destination", "{root}/../out/{name}"]
+    rule = {"merge_last": 2, "merge_every": 1000, "merge_decay": 0.75, "dtype": "bf16"}
+    rule["destination"] = "{root}/../windows/step-{step}"
+    for odd in (
+        {"merge_last": 1},
+        {"merge_every": 2},
+        {"merge_last": "2"},
+        {"merge_last": 2, "merge_every": 0},
+    ):
+        assert run([*add, "--also", json.dumps({"destination": "{root}/../w/{step}", **odd})]) == 2
+    assert run([*add, "--target", json.dumps({"merge_last": 2})]) == 2
+    assert run([*add, "--also", json.dumps(rule)]) == 0
+    swept = ["sweep", "llama", "--min-age", "0s", "--output", "json"]
+
+    def counts(*more: str) -> dict[str, int]:
+        capsys.readouterr()
+        assert run([*swept, *more]) == 0
+        return json.loads(capsys.readouterr().out)["counts"]
+
+    assert counts() == {"made": 8}  # six steps, and the windows that end with 2000 and 3000
+    windows = tmp_path / "windows"
+    assert sorted(path.name for path in windows.iterdir()) == ["step-2000", "step-3000"]
+    average = ckptcore.read(ckptcore.open(windows / "step-3000"), "scale")
+    assert average == torch.tensor(4 * 0.75 + 6 * 0.25, dtype=torch.bfloat16)
+    for step in (3500, 4000):
+        save(steps[0].parent / f"step-{step}", step // 500)
+    assert counts("--dry-run") == {"converted": 8, "ready": 3}
+    assert counts() == {"converted": 8, "made": 3}
+    assert counts() == {"converted": 11}
+    average = ckptcore.read(ckptcore.open(windows / "step-4000"), "scale")
+    assert average == torch.tensor(6 * 0.75 + 8 * 0.25, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--run", "llama", "out"], ["--last", "3", "out"], ["--run", "llama", "--last", "3", "a", "out"]],
