@@ -63,7 +63,14 @@ from ckptcore.comparison.opened import OpenSide
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
-from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete, UsageError
+from ckptcore.errors import (
+    CkptError,
+    DamagedCheckpoint,
+    NameMismatch,
+    NotComplete,
+    SourceUnreadable,
+    UsageError,
+)
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.naming.maps.hyperparameters import Config
 from ckptcore.naming.peft import adapter_config, find_adapter
@@ -157,7 +164,8 @@ def verify_export(
         contradicted = config is not None and config.verdict == FAILED and isinstance(error, NameMismatch)
         if source is None or (_is_callers(error, source) and not contradicted):
             raise
-        mapped = UnmappedSource(str(error))
+        gone = isinstance(error, SourceUnreadable)
+        mapped = UnmappedSource(f"{error}; {source.by} names it: try --against" if gone else str(error))
     config_checks = [config] if config is not None else []
     if isinstance(mapped, UnmappedSource):
         checks = [_unmapped_elements(export, mapped.reason), _check_names(export, source)[0], *config_checks]

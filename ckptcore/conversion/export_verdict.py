@@ -76,7 +76,7 @@ def _found(
         if by_catalog is not None:
             return KnownExport(by_catalog)
     card = _card(export)
-    fields: Mapping[str, Any] = names_by_card(card)
+    fields: Mapping[str, Any] = names_by_card(card, export)
     try:
         Request(export, export, verb="export", **fields)
     except UsageError as error:  # of a newer version, or edited
@@ -89,8 +89,12 @@ def _found(
     by, place, digest = "the catalog", "", ""
     if registered is not None:
         place, digest, by = registered.source.place, registered.source.digest, registered.source.by
-    elif (origin := provenance(card)) is not None:
-        by, (place, digest, _) = "the model card", origin
+    elif (origin := provenance(card, export)) is not None:
+        if not origin.place:
+            return KnownExport(
+                None, f"the model card names the source {origin.name!r}, but not its place; try --against"
+            )
+        by, place, digest = "the model card", origin.place, origin.digest
     if not place:
         return KnownExport(
             None, "no source is known: neither the catalog nor a model card names one; try --against"

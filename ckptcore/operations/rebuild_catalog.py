@@ -233,12 +233,12 @@ def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | 
     with closing(open_source(uri).store) as store:
         size = store.size(_CARD)
         card = store.read(_CARD, 0, min(size, _MAX_CARD)) if size else b""
-    origin = provenance(card.decode(errors="replace"))
+    origin = provenance(card.decode(errors="replace"), uri)
     if origin is None:
         return None
-    source, digest, version = origin
+    names = {"source_uri": origin.place or origin.name, "source_digest": origin.digest}
     with catalog.writing() as conn:
-        return adopt(conn, began, public, source_uri=source, source_digest=digest, tool_version=version)
+        return adopt(conn, began, public, **names, tool_version=origin.version)
 
 
 def _of_equal_numbers(catalog: Catalog, began: datetime, public: str) -> str | None:

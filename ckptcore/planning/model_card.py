@@ -3,16 +3,24 @@
 A card has the origin of the weights, so that a lost catalog can be rebuilt from it (`provenance`). A card
 that nobody edited may be replaced (`is_untouched`). Both read the three lines of the
 source, whatever version wrote the card.
+
+Cards are published. So a local path is written as the way from the export's folder, which tells a stranger
+nothing of the machine, and leads to the source when both are moved together. Where even that would begin at
+the root or name a user's home, the last name is there alone, and the digest says which one is meant. Cards of
+older versions have full paths.
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.errors import UsageError
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.model_files import ModelFiles
@@ -95,7 +103,7 @@ def model_card(
         "",
         "## Provenance",
         "",
-        f"- source: {code(_clean_url(request.source))} ({manifest.format})",
+        f"- source: {code(_stated(request.source, request.destination))} ({manifest.format})",
         f"- source manifest (BLAKE3): `{manifest.digest}`",
         f"- exported by: ckptcore {__version__}",
         *(f"- {name}: {text}" for name, text in _facts(request, specs, written, files, arch) if text),
@@ -110,10 +118,30 @@ def fingerprint_line(fingerprint: str) -> bytes:
     return f"- fingerprint: `{fingerprint}`\n".encode()
 
 
-def provenance(card: str) -> tuple[str, str, str] | None:
-    """Read (source, digest of its manifest, version) from a README; None if `model_card` did not write it."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The source that a card names.
+
+    Attributes:
+        name: The source as the card names it.
+        place: Its path or URL, or "" where the card has its name alone.
+        digest: BLAKE3 of its manifest.
+        version: Of ckptcore that exported it.
+    """
+
+    name: str
+    place: str
+    digest: str
+    version: str
+
+
+def provenance(card: str, export: str) -> Origin | None:
+    """Read the source from the README of an export; None if `model_card` did not write it."""
     match = _PROVENANCE.search(card)
-    return (uncoded(match["source"]), match["digest"], match["version"]) if match else None
+    if match is None:
+        return None
+    name = uncoded(match["source"])
+    return Origin(name, _place(name, export), match["digest"], match["version"])
 
 
 def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
@@ -121,15 +149,16 @@ def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
     return tuple((uncoded(m[1]), uncoded(m[2])) for m in _TIED.finditer(card))
 
 
-def names_by_card(card: str) -> dict[str, str]:
-    """Read how names were mapped from a README, as fields of a request; {} for names of the hub."""
+def names_by_card(card: str, export: str) -> dict[str, str]:
+    """Read how names were mapped from the README of an export, as fields of a request; {} for the hub's."""
     match = _NAMED.search(card)
     if match is None:
         return {}
     fields = {"names": match["names"]} | ({"arch": match["arch"]} if match["arch"] else {})
     config = _CONFIG.search(card)
+    place = _place(uncoded(config[1]), export) if config is not None else ""
     # An export under names of the hub has the config itself.
-    return fields | ({"config": uncoded(config[1])} if config is not None and match["arch"] else {})
+    return fields | ({"config": place} if place and match["arch"] else {})
 
 
 def is_untouched(card: bytes, name: str) -> bool:
@@ -176,13 +205,13 @@ def _facts(
     version = form.get("transformers_version")
     by = f", written by transformers {prose(version)}" if isinstance(version, str) else ""
     config = files.config or files.adapter
-    yield "config", f"{code(_clean_url(config.url))}{by}" if config is not None else ""
+    yield "config", f"{code(_stated(config.url, request.destination))}{by}" if config is not None else ""
     lora = files.adapter.form if files.adapter is not None else {}
     rank, alpha = (prose(str(lora.get(key))) for key in ("r", "lora_alpha"))
     is_lora = lora.get("peft_type") in (None, "LORA")
     kind_of_adapter = f"LoRA, r {rank}, lora_alpha {alpha}" if is_lora else prose(str(lora.get("peft_type")))
     yield "adapter", kind_of_adapter if lora else ""
-    yield "tokenizer", code(_clean_url(files.taken_from)) if files.taken_from else ""
+    yield "tokenizer", code(_stated(files.taken_from, request.destination)) if files.taken_from else ""
     modules = ", ".join(map(code, files.code))
     yield "code", f"{modules}, as it was found: read it before you trust it" if modules else ""
     key = _NEEDS_5.get(kind) if isinstance(kind, str) else None
@@ -195,15 +224,62 @@ def _major(version: object) -> int:
     return int(match[0]) if match else 0
 
 
-def _clean_url(url: str) -> str:
-    """Return a full path or URL, without credentials."""
+def _stated(url: str, export: str) -> str:
+    """Return how a card names a path or URL, without credentials and without a path of this machine."""
+
+    def stated(place: str) -> str:
+        path, folder = local_path(place), local_path(export)
+        if path is None:
+            return bare_url(place)
+        target = os.path.abspath(path)
+        here = os.path.abspath(folder) if folder is not None else os.sep
+        shared = os.path.commonpath([target, here])
+        # Then the way would have the name of a disk or of a user.
+        if shared == os.sep or (_is_in(homes, shared) and _is_in(target, homes)):
+            return os.path.basename(target) or target
+        return os.path.relpath(target, here)
+
+    homes = _homes()
+    return _of_all(url, stated)
+
+
+def _homes() -> str:
+    """Return the folder of users' homes: of the account, since $HOME may be anything."""
+    try:
+        return os.path.dirname(os.path.abspath(pwd.getpwuid(os.getuid()).pw_dir))
+    except KeyError:  # an account of a container alone
+        return os.sep
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return os.path.commonpath([path, folder]) == folder
+
+
+def _place(text: str, export: str) -> str:
+    """Return the path or URL that a card names with `_stated`; "" for a name alone."""
+
+    def place(named: str) -> str:
+        if local_path(named) is None or os.path.isabs(named):
+            return named
+        folder = local_path(export)
+        if folder is None or not named.startswith("../"):
+            raise UsageError(f"{named!r} is a name without a place")
+        return os.path.abspath(folder / named)
+
+    try:
+        return _of_all(text, place)
+    except UsageError:
+        return ""
+
+
+def _of_all(url: str, change: Callable[[str], str]) -> str:
+    """Return a path or URL, or that of several, with each of its places changed."""
     if is_average(url):
         inputs, weights = split_average(url)
-        return average_url([_clean_url(root) for root in inputs], weights)
+        return average_url([_of_all(root, change) for root in inputs], weights)
     if roots := roots_of(url):
-        return merged_url(map(_clean_url, roots))
-    path = local_path(url)
-    return os.path.abspath(path) if path is not None else bare_url(url)
+        return merged_url(change(root) for root in roots)
+    return change(url)
 
 
 def _span(text: str) -> str:

@@ -154,7 +154,7 @@ def _tree(data: bytes) -> Any:
 def _card(data: bytes) -> Any:
     text = data.decode(errors="replace")
     front_matter(data)
-    return model_card.provenance(text), model_card.tied_by_card(text), model_card.is_untouched(data, "x")
+    return model_card.provenance(text, "x"), model_card.tied_by_card(text), model_card.is_untouched(data, "x")
 
 
 def _event(kind: str) -> Callable[[bytes], Any]:

@@ -82,9 +82,9 @@ def test_foreign_text_adds_no_line(place: str, tmp_path: Path) -> None:
     data = (Path(destination) / "README.md").read_bytes()
     card = data.decode()
     # The one block of provenance is the real one, and nothing else of the text is Markdown or YAML.
-    recorded = provenance(card)
+    recorded = provenance(card, destination)
     assert recorded is not None
-    assert recorded[0] == str(source)
+    assert recorded.place == str(source)
     assert card.count("- source manifest (BLAKE3)") - card.count("\\n- source manifest (BLAKE3)") == 1
     assert [line for line in card.splitlines() if line.startswith("## ")] == ["## Provenance"]
     assert tied_by_card(card) == ()

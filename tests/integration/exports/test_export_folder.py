@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from paths import FIXTURES
 
 import ckptcore
 from ckptcore.catalog import open_catalog
+from ckptcore.checking.export_proof import VALUES, Check
 from ckptcore.conversion import pipeline
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
 from ckptcore.operations.automation.export_target import options_digest
-from ckptcore.planning import transformers_process
-from ckptcore.planning.model_card import is_untouched, provenance
+from ckptcore.planning import model_card, transformers_process
+from ckptcore.planning.model_card import Origin, is_untouched, provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
 
@@ -63,6 +66,14 @@ def source(tmp_path: Path) -> Path:
 
 def export(source: Path, target: Path, **options: Any) -> Any:
     return ckptcore.convert(str(source), str(target), verb="export", catalog=False, **options)
+
+
+BARE = {"config": "none", "tokenizer": "none"}
+
+
+def values_of(proof: ckptcore.ExportProof) -> Check:
+    """Return the check of an export's tensors against its source."""
+    return next(check for check in proof.checks if check.name == VALUES)
 
 
 def codes(result: Any) -> list[str]:
@@ -363,7 +374,7 @@ def test_the_card_says_where_all_of_it_comes_from(
     monkeypatch.chdir(source.parent)
     export(Path("step-3"), tmp_path / "out", config=str(hub), dtype="bf16")
     card = (tmp_path / "out/README.md").read_text()
-    assert f"- source: `{source}` (dcp)" in card
+    assert "- source: `../run/step-3` (dcp)" in card
     for line in (
         'base_model: "org/base-7b"',
         'license: "apache-2.0"',
@@ -372,16 +383,58 @@ def test_the_card_says_where_all_of_it_comes_from(
         "- architecture: `OfNobody` (of_nobody)",
         "- base model: `org/base-7b`",
         "- licence: `apache-2.0`, see LICENSE, see NOTICE",
-        f"- config: `{hub}`, written by transformers 4.57.1",
+        "- config: `../hub`, written by transformers 4.57.1",
         "- code: `modeling_x.py`, as it was found: read it before you trust it",
     ):
         assert f"{line}\n" in card, line
     assert "- note:" not in card
-    recorded = provenance(card)
+    recorded = provenance(card, str(tmp_path / "out"))
     assert recorded is not None
-    assert recorded[0] == str(source)
+    assert recorded.place == str(source)
+    assert str(tmp_path) not in card
     assert is_untouched(card.encode(), "out")
     assert not is_untouched(card.encode() + b"- mine: yes\n", "out")
+
+
+def test_a_card_leads_to_a_source_that_was_moved_with_the_export(source: Path, tmp_path: Path) -> None:
+    run = source.parent
+    average = [str(source), str(shutil.copytree(source, run / "step-4"))]
+    export(source, tmp_path / "models/llama", **BARE)
+    ckptcore.merge(average, tmp_path / "models/mean", verb="export", catalog=False, **BARE)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for folder in ("models", "run"):
+        shutil.move(tmp_path / folder, moved / folder)
+    for name, origin in (("llama", str(moved / "run/step-3")), ("mean", "average://[")):
+        proof = ckptcore.verify_export(moved / "models" / name, catalog=False)
+        assert (values_of(proof).verdict, proof.found_by) == ("ok", "the model card")
+        assert str(proof.source).startswith(origin)
+
+
+def test_a_card_names_no_disk_and_no_user(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the way from the export would, it has the name of the source alone."""
+
+    def account(home: Path) -> SimpleNamespace:
+        return SimpleNamespace(pw_dir=str(home))
+
+    hidden = tmp_path / "home/ada/secret/step-3"
+    shutil.copytree(source, hidden)
+    for name, home in (("a", tmp_path / "home/bob"), ("b", Path("/root"))):
+        monkeypatch.setattr(model_card, "pwd", SimpleNamespace(getpwuid=lambda _, home=home: account(home)))
+        out = tmp_path / "home/bob" / name
+        export(hidden, out, **BARE)
+        card = (out / "README.md").read_text()
+        recorded = provenance(card, str(out))
+        assert recorded is not None
+        is_beside = name == "b"
+        assert recorded.name == ("../../ada/secret/step-3" if is_beside else "step-3")
+        assert recorded.place == (str(hidden) if is_beside else "")
+        proof = ckptcore.verify_export(out, catalog=False)
+        message = values_of(proof).summary
+        assert is_beside or ("'step-3'" in message and "--against" in message)
+        assert values_of(ckptcore.verify_export(out, against=hidden, catalog=False)).verdict == "ok"
 
 
 def test_the_card_ends_with_the_fingerprint(source: Path, tmp_path: Path) -> None:
@@ -487,7 +540,7 @@ library_name: transformers
 
 def test_cards_of_earlier_versions_are_still_known() -> None:
     card = OLD_CARD.format(digest="ab" * 32)
-    assert provenance(card) == ("/runs/step-3", "ab" * 32, "0.1.0")
+    assert provenance(card, "out") == Origin("/runs/step-3", "/runs/step-3", "ab" * 32, "0.1.0")
     assert is_untouched(card.encode(), "out")
     assert not is_untouched(card.encode() + b"\n## Evaluation\n", "out")
 

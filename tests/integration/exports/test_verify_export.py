@@ -46,8 +46,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def export(llama: Path, tmp_path: Path) -> Path:
-    """A copy of the export, to be damaged."""
-    return Path(shutil.copytree(llama / "hf", tmp_path / "hf"))
+    """A copy of the export, to be damaged, and beside it one of the source that its card names."""
+    shutil.copytree(llama / "ckpt", tmp_path / "copy/ckpt")
+    return Path(shutil.copytree(llama / "hf", tmp_path / "copy/hf"))
 
 
 def change(export: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -322,10 +323,10 @@ def test_a_source_that_is_another_one_now(llama: Path, export: Path, tmp_path: P
     card = (export / "README.md").read_text()
     state = {"model": {"w": torch.ones(3)}}
     dcp.save(state, checkpoint_id=tmp_path / "ckpt")
-    (export / "README.md").write_text(card.replace(str(llama / "ckpt"), str(tmp_path / "ckpt")))
+    (export / "README.md").write_text(card.replace("../ckpt", str(tmp_path / "ckpt")))
     proof = ckptcore.verify_export(str(export))
     assert "another checkpoint now" in check(proof, "elements").summary
-    (export / "README.md").write_text(card.replace(str(llama / "ckpt"), str(tmp_path / "gone")))
+    (export / "README.md").write_text(card.replace("../ckpt", str(tmp_path / "gone")))
     proof = ckptcore.verify_export(str(export))
     assert verdicts(proof)["fingerprints"] == "not-done"
     with pytest.raises(SourceUnreadable):
@@ -545,7 +546,7 @@ def set_fields(config: Path, **fields: Any) -> None:
 )
 def test_a_field_that_no_tensor_shows(llama: Path, export: Path, fields: dict[str, Any], named: str) -> None:
     """By default, with the right config beside the source."""
-    source = shutil.copytree(llama / "ckpt", export.parent / "ckpt")
+    source = export.parent / "ckpt"
     shutil.copy(llama / "config/config.json", source)
     proof = ckptcore.verify_export(str(export), against=str(source))
     assert verdicts(proof)["config"] == proof.verdict == "ok"

@@ -243,7 +243,7 @@ def test_of_several_equal_sources_none_is_guessed(outputs: Path) -> None:
 
 @pytest.mark.parametrize("card", ["", "# x\n\n- source: `/a` (dcp)\n", "- source: `a`\n" * 1000])
 def test_other_cards_give_no_source(card: str) -> None:
-    assert provenance(card) is None
+    assert provenance(card, "x") is None
 
 
 def test_on_the_command_line(world: Path, tmp_path: Path, cli: Any) -> None:
