@@ -114,7 +114,7 @@ def carry(conn: Connection, source: int, derived: int) -> None:
 
 
 def steps(
-    conn: Connection, run: str, *, columns: bool = False, limit: int = MOST_STEPS
+    conn: Connection, run: str, *, columns: bool = False, limit: int = MOST_STEPS, before: int | None = None
 ) -> tuple[MeasuredStep, ...]:
     """Return the measured steps of a run, the lowest first.
 
@@ -125,10 +125,12 @@ def steps(
         run: the name of the run.
         columns: with the packed columns of their tensors.
         limit: the most steps; the highest ones.
+        before: those below this step.
     """
+    named = (TrainingRun.name == storable(run), Checkpoint.step.is_not(None))
     query = (
         _steps(columns)
-        .where(TrainingRun.name == storable(run), Checkpoint.step.is_not(None))
+        .where(*named, *(() if before is None else (Checkpoint.step < before,)))
         .order_by(Checkpoint.step.desc(), (Checkpoint.kind != Kind.SOURCE.value), Checkpoint.id.desc())
     )
     by_step: dict[int, Row[Any]] = {}

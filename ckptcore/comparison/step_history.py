@@ -20,6 +20,7 @@ and mean up to `_CLOSE`. Each alarm has its rule in `RULES`, and nothing else de
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import math
 import re
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckptcore")
 BEFORE = 2  # steps that a step is compared with
+_BLOCK = 1 << 20  # numbers of a table that are in memory at once
 _CLOSE = 1e-6  # relative: more than other boxes of a tensor change its sums, which are partly of float32
 _JUMP, _SETTLED = 10.0, 2.0
 _EXPERT = re.compile(r"(.*?experts?[._/])(\d{1,9})([._/].*)")
@@ -422,14 +424,18 @@ class RunHistory:
 
     def layers(self) -> dict[str, list[tuple[int, float | None]]]:
         """Return layer, or part outside of the layers -> (step, norm of its weights) at each step."""
-        series: dict[str, list[tuple[int, float | None]]] = {}
-        layers = _Layers()
-        for step, own in zip(self.steps, self.tensors, strict=True):
-            rows = np.flatnonzero(~own.of_role(STATE))
-            lengths = layers.lengths([own.names[row] for row in rows], own.numbers["norm"][rows])
-            for name, length in lengths.items():
-                series.setdefault(name, []).append((step.step or 0, _finite(length)))
-        return dict(sorted(series.items(), key=lambda item: _natural(item[0])))
+        table = _Table(self.tensors)
+        series: dict[str, list[tuple[int, float | None]]] = {name: [] for name in table.layers}
+        for start in table.blocks():
+            block = table.block(start)
+            lengths, present = table.lengths(block.norm, block.weight)
+            for row, step in enumerate(self.steps[start : start + len(lengths)]):
+                for points, length, is_present in zip(
+                    series.values(), lengths[row], present[row], strict=True
+                ):
+                    if is_present:
+                        points.append((step.step or 0, _finite(length)))
+        return series
 
     def moves(self) -> dict[str, list[float | None]]:
         """Return layer or part -> how far its weights moved to each step from the one before.
@@ -437,58 +443,111 @@ class RunHistory:
         Where it was measured, the norm of the change relative to that of the weights; else the relative
         change of the norm, which is at most as large. None where the step before has no such tensor.
         """
-        moved: dict[str, list[float | None]] = {}
-        layers, place, last_norms = _Layers(), dict[str, int](), np.zeros(0)
-        for number, own in enumerate(self.tensors):
-            rows = np.flatnonzero(~own.of_role(STATE))
-            for name in layers.of(own.names[row] for row in rows):
-                moved.setdefault(name, [None] * len(self.tensors))
-            rows = np.array([row for row in rows if own.names[row] in place], np.int64)
-            shared = [own.names[row] for row in rows]
-            before = last_norms[[place[name] for name in shared]] if shared else np.zeros(0)
-            change, norm = own.numbers["change"][rows], own.numbers["norm"][rows]
+        table = _Table(self.tensors)
+        moved: dict[str, list[float | None]] = {name: [] for name in table.layers}
+        last = _Block.of(1, table.columns)
+        for start in table.blocks():
+            block = table.block(start)
+            before = np.concatenate([last.norm, block.norm[:-1]])
+            shared = block.weight & np.concatenate([last.stored, block.stored[:-1]])
             with np.errstate(invalid="ignore", over="ignore"):
-                differences = np.where(np.isfinite(change), change * before, norm - before)
-            lengths = layers.lengths(shared, before)
-            for name, difference in layers.lengths(shared, differences).items():
-                moved[name][number] = difference / lengths[name] if lengths[name] else None
-            place, last_norms = {name: row for row, name in enumerate(own.names)}, own.numbers["norm"]
-        return dict(sorted(moved.items(), key=lambda item: _natural(item[0])))
+                by_norm = block.norm - before
+                differences = np.where(np.isfinite(block.change), block.change * before, by_norm)
+            lengths, distances = (table.lengths(values, shared)[0] for values in (before, differences))
+            for row in range(len(lengths)):
+                of_layers = zip(moved.values(), lengths[row], distances[row], strict=True)
+                for changes, length, distance in of_layers:
+                    changes.append(distance / length if length else None)
+            last = block.last()
+        return moved
 
 
-class _Layers:
-    """Sums over the layers of tensors of many steps, whose names are read once."""
+@dataclass(frozen=True)
+class _Block:
+    """Numbers of consecutive steps: a row a step, a column a tensor.
 
-    def __init__(self) -> None:
-        self._number: dict[str, int] = {}  # layer -> its number
-        self._of: dict[str, int] = {}  # FQN -> number of its layer
+    Attributes:
+        norm: Norms.
+        change: How far each tensor moved, relative to its norm; NaN where it was not measured.
+        stored: Whether the step has the tensor.
+        weight: Whether it is one of the model there.
+    """
 
-    def of(self, names: Iterable[str]) -> list[str]:
-        """Return the layers of tensors, each once."""
-        numbers = dict.fromkeys(self._numbers(names))
-        layers = list(self._number)
-        return [layers[number] for number in numbers]
+    norm: npt.NDArray[np.float64]
+    change: npt.NDArray[np.float64]
+    stored: npt.NDArray[np.bool_]
+    weight: npt.NDArray[np.bool_]
 
-    def lengths(self, names: Sequence[str], norms: npt.NDArray[np.float64]) -> dict[str, float]:
-        """Return layer -> the Euclidean norm of the norms of its tensors."""
-        numbers = np.array(self._numbers(names), np.int64)
-        scales = np.zeros(len(self._number))  # squares of the largest norms are infinite, and of small ones 0
-        np.maximum.at(scales, numbers, np.where(np.isfinite(norms), np.abs(norms), 0.0))
+    @classmethod
+    def of(cls, steps: int, columns: int) -> _Block:
+        """Return the numbers of steps without tensors."""
+        size = (steps, columns)
+        return cls(np.zeros(size), np.full(size, np.nan), np.zeros(size, np.bool_), np.zeros(size, np.bool_))
+
+    def last(self) -> _Block:
+        """Return the last step."""
+        return _Block(self.norm[-1:], self.change[-1:], self.stored[-1:], self.weight[-1:])
+
+
+class _Table:
+    """The weights of many steps, in columns by layer: names are read once, and steps are summed together."""
+
+    def __init__(self, steps: Sequence[StepColumns]) -> None:
+        self._steps = steps
+        layer = {name: layer_name(name) for name in _weights(steps)}
+        ordered = sorted(layer, key=lambda name: _natural(layer[name]))
+        self._column = {name: column for column, name in enumerate(ordered)}
+        starts: dict[str, int] = {}
+        for column, name in enumerate(ordered):
+            starts.setdefault(layer[name], column)
+        self.layers, self.columns = list(starts), len(ordered)
+        self._starts = np.array(list(starts.values()), np.int64)
+
+    def blocks(self) -> range:
+        """Return the numbers of the steps that a block begins with."""
+        return range(0, len(self._steps) if self.columns else 0, max(_BLOCK // max(self.columns, 1), 1))
+
+    def block(self, start: int) -> _Block:
+        """Return the steps of one block."""
+        steps = self._steps[start : start + self.blocks().step]
+        block = _Block.of(len(steps), self.columns)
+        names, columns = list[str](), np.zeros(0, np.int64)
+        for row, own in enumerate(steps):
+            if own.names != names:  # most steps have the tensors of the one before
+                names, columns = own.names, np.array([self._column.get(n, -1) for n in own.names], np.int64)
+            rows = np.flatnonzero(columns >= 0)
+            places = columns[rows]
+            block.norm[row, places] = own.numbers["norm"][rows]
+            block.change[row, places] = own.numbers["change"][rows]
+            block.stored[row, places] = True
+            block.weight[row, places] = ~own.of_role(STATE)[rows]
+        return block
+
+    def lengths(
+        self, norms: npt.NDArray[np.float64], chosen: npt.NDArray[np.bool_]
+    ) -> tuple[list[list[float]], list[list[bool]]]:
+        """Return of each step the Euclidean norms of the layers' chosen norms, and which layers have any."""
+        starts, sizes = self._starts, np.diff(self._starts, append=self.columns)
+        norms = np.where(chosen, norms, 0.0)
+        # Squares of the largest norms are infinite, and of small ones 0.
+        scales = np.maximum.reduceat(np.where(np.isfinite(norms), np.abs(norms), 0.0), starts, axis=1)
         scales[scales == 0] = 1.0
-        squares = np.bincount(numbers, (norms / scales[numbers]) ** 2, len(scales))
+        squares = np.add.reduceat((norms / np.repeat(scales, sizes, axis=1)) ** 2, starts, axis=1)
         with np.errstate(over="ignore"):
-            lengths, layers = (np.sqrt(squares) * scales).tolist(), list(self._number)
-        return {layers[number]: lengths[number] for number in dict.fromkeys(numbers.tolist())}
+            lengths = np.sqrt(squares) * scales
+        return lengths.tolist(), np.logical_or.reduceat(chosen, starts, axis=1).tolist()
 
-    def _numbers(self, names: Iterable[str]) -> list[int]:
-        numbers = []
-        for name in names:
-            number = self._of.get(name)
-            if number is None:
-                number = self._number.setdefault(layer_name(name), len(self._number))
-                self._of[name] = number
-            numbers.append(number)
-        return numbers
+
+def _weights(steps: Iterable[StepColumns]) -> Iterable[str]:
+    """Return the names that belong to a weight at some step."""
+    weights = dict[str, None]()
+    names, last_states = list[str](), np.zeros(0, np.bool_)
+    for own in steps:
+        states = own.of_role(STATE)
+        if own.names != names or not np.array_equal(states, last_states):
+            weights |= dict.fromkeys(itertools.compress(own.names, ~states))
+        names, last_states = own.names, states
+    return weights
 
 
 def layer_name(fqn: str) -> str:
@@ -501,18 +560,23 @@ def layer_name(fqn: str) -> str:
     return part_of(fqn) if layer is None else f"layer {layer}"
 
 
-def read_history(catalog: Catalog, run: str, *, tensors: bool = False) -> RunHistory:
+def read_history(
+    catalog: Catalog, run: str, *, tensors: bool = False, limit: int | None = None, before: int | None = None
+) -> RunHistory:
     """Return the measured steps of a run; raise `UsageError` if there are none.
 
     Args:
         catalog: The catalog.
         run: The name of the run.
         tensors: With the tensors of each step.
+        limit: The most steps, the highest ones; None for as many as the catalog gives.
+        before: Those below this step.
     """
     from ckptcore.catalog import history
 
+    most = history.MOST_STEPS if limit is None else limit
     with catalog.reading() as conn:
-        steps = history.steps(conn, run, columns=tensors)
+        steps = history.steps(conn, run, columns=tensors, limit=most, before=before)
         alarms = history.alarms_of(conn, run)
     if not steps:
         raise UsageError(

@@ -8,6 +8,7 @@ Loading a frame executes nothing, and the file's size bounds every length.
 from __future__ import annotations
 
 import json
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -103,8 +104,7 @@ def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict
             position, arrays = 8 + length, {}
             for row in parsed["arrays"]:
                 kind, shape = np.dtype(_KINDS[row["kind"]]), tuple(int(n) for n in row["shape"])
-                # Python integers: the product of a damaged head's sizes may exceed 64 bits.
-                count = int(np.prod(shape, dtype=object)) if shape else 1
+                count = math.prod(shape)  # of Python's integers: a damaged head's sizes may exceed 64 bits
                 arrays[row["name"]] = np.frombuffer(raw, kind, count, position).reshape(shape)
                 position += count * kind.itemsize
             if position != len(raw):

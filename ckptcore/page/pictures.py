@@ -17,6 +17,7 @@ MOST_NODES = 200
 MOST_ROWS = 200  # of a map of changes
 SHADES = 6  # of it, classes m0 to m5
 _WIDTH = 640
+_THINNEST = 3  # of a column of a map of changes
 _NODE, _GAP = (190, 50), (66, 18)
 _CHART = (340.0, 150.0)
 _PLOT = (70.0, 14.0, 255.0, 100.0)  # left, top, width, height
@@ -94,7 +95,7 @@ def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
 
     lines: list[list[str]] = [[]]
     dots = []
-    for step, value in points:
+    for step, value in _extremes(points):
         if value is None or not math.isfinite(value):
             lines.append([])
             continue
@@ -116,10 +117,31 @@ def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
     return _svg("chart", _CHART[0], _CHART[1], title, parts)
 
 
+def _extremes(points: Sequence[tuple[int, float | None]]) -> Sequence[tuple[int, float | None]]:
+    """Return the points of a line that differ on a screen: of a few pixels the outermost, and a gap."""
+    share = -(-len(points) // int(_PLOT[2] / 2))
+    if share <= 2:
+        return points
+    kept = {0, len(points) - 1}
+    for start in range(0, len(points), share):
+        finite, gaps = [], []
+        for number in range(start, min(start + share, len(points))):
+            value = points[number][1]
+            if value is None or not math.isfinite(value):
+                gaps.append(number)
+            else:
+                finite.append((value, number))
+        kept |= {number for _, number in (min(finite), max(finite))} if finite else set()
+        kept.update(gaps[:1])
+    return [points[number] for number in sorted(kept)]
+
+
 def change_map(
     steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], alarmed: Collection[int]
 ) -> Markup:
     """Return how far each part moved to each step: rows are parts, columns are steps, darker is more.
+
+    Where there are more steps than columns fit, several steps share one, which has their largest change.
 
     Args:
         steps: The steps, the lowest first.
@@ -129,8 +151,12 @@ def change_map(
     if len(steps) < 2 or not rows:
         return Markup("")
     left, top, cell = 92.0, 16.0, 16.0
-    width = max((_WIDTH - left) / len(steps), 3.0)
+    share = -(-len(steps) // int((_WIDTH - left) / _THINNEST))  # steps of a column
+    starts = range(0, len(steps), share)
+    width = (_WIDTH - left) / len(starts)
     shades = _shades([value for row in rows.values() for value in row if value])
+    spans = [steps[start : start + share] for start in starts]
+    spelled = [f"{span[0]:d}" if len(span) == 1 else f"{span[0]:d} to {span[-1]:d}" for span in spans]
     parts = []
     label = Markup('<text class="{}" x="{:.1f}" y="{:.1f}">{}</text>')
     for number, (name, row) in enumerate(list(rows.items())[:MOST_ROWS]):
@@ -139,25 +165,30 @@ def change_map(
         # There are tens of thousands of cells: the name is escaped once, and the rest of a cell is numbers.
         label_of_row = escape(f"{plain(name)}, step ")
         place = f'y="{y:.2f}" width="{width:.2f}" height="{cell - 1:.2f}"'
+        shared = [[value for value in row[start : start + share] if value is not None] for start in starts]
+        changes = [max(values, key=_or_infinite, default=None) for values in shared]
         cells = [
-            f'<rect class="m{shades(value)}" x="{left + column * width:.2f}" {place}>'
-            f"<title>{label_of_row}{step:d}: {value:.3g}</title></rect>"
-            for column, (step, value) in enumerate(zip(steps, row, strict=True))
-            if value is not None
+            f'<rect class="m{shades(change)}" x="{left + column * width:.2f}" {place}>'
+            f"<title>{label_of_row}{spelled[column]}: {change:.3g}</title></rect>"
+            for column, change in enumerate(changes)
+            if change is not None
         ]
         parts.append(Markup("".join(cells)))
     bottom = top + min(len(rows), MOST_ROWS) * cell
-    for column, step in enumerate(steps):
-        if step in alarmed:
+    for column, span in enumerate(spans):
+        for step in filter(alarmed.__contains__, span):
             x = left + column * width
             parts.append(_RECT.format("alarm", x, 3, width, 8, f"step {step} has an alarm"))
-    right = left + len(steps) * width
     parts += [
         label.format("step", left, bottom + 16, f"step {steps[0]}"),
-        label.format("step last", right, bottom + 16, steps[-1]),
+        label.format("step last", _WIDTH, bottom + 16, steps[-1]),
     ]
     title = f"relative change of {len(rows)} parts over steps {steps[0]} to {steps[-1]}"
-    return _svg("changes", right + 2, bottom + 24, title, parts)
+    return _svg("changes", _WIDTH + 2, bottom + 24, title, parts)
+
+
+def _or_infinite(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _shades(values: Sequence[float]) -> Callable[[float], int]:

@@ -48,10 +48,11 @@ FOLDER = FilePath(__file__).parent
 FILES = 200
 QUEUED = 200  # rows of a queue
 RUNS_TO_COMPARE = 20
-ALARMS, CHARTS = 200, 200  # of a history
+ALARMS, CHARTS, STEPS = 200, 200, 300  # of a history
 _FLOW_RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
+Step = Annotated[int | None, Query(ge=-(1 << 63), lt=1 << 63)]
 Name = Annotated[str, Query(max_length=1000)]
 QueueName = Literal["inbox", "outbox"]
 
@@ -204,14 +205,15 @@ def run(visit: Caller, run: str, before: Cursor = None) -> Response:
 
 
 @ROUTER.get("/history/{run:path}")
-def history(visit: Caller, run: str) -> Response:
+def history(visit: Caller, run: str, before: Step = None) -> Response:
     """Show norms, changes and alarms of the measured steps of a run."""
-    run_history = read_history(visit.catalog, run, tensors=True)
+    run_history = read_history(visit.catalog, run, tensors=True, limit=STEPS, before=before)
     drawn = ((name, pictures.chart(name, points)) for name, points in run_history.layers().items())
     steps = [step.step or 0 for step in run_history.steps]
     alarmed = {alarm.step for alarm in run_history.alarms if alarm.step is not None}
     values: dict[str, Any] = {
         "steps": list(reversed(run_history.steps)),
+        "next": steps[0] if len(steps) == STEPS else None,
         "alarms": run_history.alarms[:ALARMS],
         "hidden": max(len(run_history.alarms) - ALARMS, 0),
         "charts": [(name, picture) for name, picture in drawn if picture][:CHARTS],

@@ -13,6 +13,8 @@ import sqlalchemy as sa
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import parse
+from ckptcore.fingerprints.step_columns import TensorPoint, pack_points
+from ckptcore.naming.optimizer_state import TRAINED
 
 METRICS = (
     "INSERT INTO metric (checkpoint_id, name, value, nonfinite, step, source, updated_at)"
@@ -28,6 +30,12 @@ SIGHTINGS = (
     " 'broken' END, 's', manifest_digest, '[]', created_at, created_at, created_at FROM checkpoint"
     " WHERE kind = 'source'"
 )
+STATISTICS = (
+    "INSERT INTO step_statistics (checkpoint_id, columns, tensors, norm, absmax, nan, inf, zeros, change,"
+    " against, updated_at) SELECT id, :columns, :tensors, 9.0, 1.0, 0, 0, 0, 0.5, NULL, created_at"
+    " FROM checkpoint WHERE run_id = :run AND kind = 'source'"
+)
+MEASURED, TENSORS = "run-1", 300  # the run whose steps have statistics, and of how many tensors
 START = datetime(2026, 1, 1, tzinfo=UTC)
 RUNS = 200
 
@@ -221,7 +229,10 @@ def fill(url, full, tensors, bare):
 
 
 def fill_with_training(url, count):
-    """Writes such rows, metrics and facts of a training for each checkpoint, and a swept root above all."""
+    """Writes such rows, metrics and facts of a training for each checkpoint, and a swept root above all.
+
+    One run was measured: each of its steps has the statistics of `TENSORS` tensors.
+    """
     full = max(1, count // 100)
     fill(url, full, 500, count - full)
     with open_catalog(url) as catalog, catalog.writing() as conn:
@@ -229,8 +240,24 @@ def fill_with_training(url, count):
             conn.execute(sa.text(METRICS.format(name=name)))
         conn.exec_driver_sql(FACTS)
         conn.exec_driver_sql(SIGHTINGS)
+        run = conn.execute(sa.text("SELECT id FROM training_run WHERE name = :name"), {"name": MEASURED})
+        values = {"columns": _statistics(), "tensors": TENSORS, "run": run.scalar_one()}
+        conn.execute(sa.text(STATISTICS), values)
         roots.add(conn, datetime.now(UTC), "all", "/runs", retention={"keep_last": 5, "rest": "weights"})
         conn.exec_driver_sql("ANALYZE")
+
+
+def _statistics():
+    numbers = random.Random(7)
+    layers = [(n, part) for n in range(TENSORS // 4) for part in ("q_proj", "o_proj", "up_proj", "down_proj")]
+    points = [
+        TensorPoint(
+            f"model.layers.{layer}.{part}.weight", "bfloat16", TRAINED, 1 << 24,
+            numbers.random(), numbers.random(), numbers.random(), 0, 0, 0, numbers.random(),
+        )
+        for layer, part in layers
+    ]  # fmt: skip
+    return pack_points(points)
 
 
 def _text(value):

@@ -16,6 +16,7 @@ from ckptcore.cli.catalog_render import render_history
 from ckptcore.comparison.step_history import read_history, settle
 from ckptcore.conversion.registration import record_statistics
 from ckptcore.errors import CatalogError, Conflict
+from ckptcore.page import views
 from ckptcore.planning.request import Settings
 
 STEPS = 20
@@ -73,7 +74,9 @@ def recorded(url, runs):
     return url
 
 
-def test_faults_are_found_by_a_line_of_sql_and_on_the_page_and_stop_promotion(recorded, runs, tmp_path):
+def test_faults_are_found_by_a_line_of_sql_and_on_the_page_and_stop_promotion(
+    recorded, runs, tmp_path, monkeypatch
+):
     rows = ask(recorded, "SELECT run, step, code, fqn FROM alarms ORDER BY step, code, fqn")
     assert {row[0] for row in rows} == {"faulty"}  # 20 healthy steps have no alarm
     assert {(step, code) for _, step, code, _ in rows} == FOUND
@@ -92,6 +95,15 @@ def test_faults_are_found_by_a_line_of_sql_and_on_the_page_and_stop_promotion(re
         assert "Map of change" in page.text
         assert "open alarm" in client.get("/runs/faulty").text
         assert "No step has an alarm" in client.get("/history/healthy").text
+        steps = [step.step for step in read_history(catalog, "healthy").steps]
+        monkeypatch.setattr(views, "STEPS", len(steps) - 2)
+        newest, older = (
+            client.get(f"/history/healthy{further}").text for further in ("", f"?before={steps[2]}")
+        )
+        assert f'rel="next" href="/history/healthy?before={steps[2]}"' in newest
+        assert [f">{step}</a>" in newest for step in steps[1:3]] == [False, True]
+        assert [f">{step}</a>" in older for step in steps[1:3]] == [True, False]
+        assert 'rel="next"' not in older
 
     outputs = {}
     for run in runs:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bigcatalog import digest_of, fill_with_training, uuid_of
+from bigcatalog import MEASURED, digest_of, fill_with_training, uuid_of
 from fastapi.testclient import TestClient
 
 from ckptcore.catalog import open_catalog, upgrade
@@ -24,6 +24,9 @@ PAGES = {
     "runs, further": lambda n: f"/?after=run-{n % 200}",
     "run": lambda n: f"/runs/run-{n % 200}",
     "run, further": lambda n: f"/runs/run-{n % 200}?before={n}",
+    "run, measured": lambda n: f"/runs/{MEASURED}",
+    "history": lambda n: f"/history/{MEASURED}",
+    "history, further": lambda n: f"/history/{MEASURED}?before=300",
     "checkpoints": lambda n: "/checkpoints",
     "checkpoints, last": lambda n: "/checkpoints?before=1000",
     "checkpoints of a state": lambda n: "/checkpoints?state=damaged",
@@ -113,16 +116,17 @@ def test_pages_of_100_000_checkpoints_answer_in_time(large: str, tmp_path: Path)
         client = TestClient(make_page(catalog, rights), client=("127.0.0.1", 5000))
         client.get("/")
         for name, page in PAGES.items():
-            took = []
+            took, processor = [], []
             for k in range(SAMPLES):
                 address = page(2 * ((k * 1237) % (COUNT // 2 - 500)) + 200)
-                began = time.perf_counter()
+                began, worked = time.perf_counter(), time.process_time()
                 answer = client.get(address)
                 took.append((time.perf_counter() - began) * 1000)
+                processor.append((time.process_time() - worked) * 1000)
                 assert answer.status_code == 200, (address, answer.text[:500])
-            took.sort()
-            median, p95 = took[len(took) // 2], took[int(len(took) * 0.95) - 1]
-            print(f"{name:40} median {median:6.1f} ms   p95 {p95:6.1f} ms")
+            median, p95 = (sorted(took)[place] for place in (len(took) // 2, int(len(took) * 0.95) - 1))
+            busy = sorted(processor)[len(processor) // 2]
+            print(f"{name:40} median {median:6.1f} ms   p95 {p95:6.1f} ms   of this process {busy:6.1f} ms")
             if p95 > MOST_MS:
                 slow[name] = f"{p95:.0f} ms"
     assert slow == {}

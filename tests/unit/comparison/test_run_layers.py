@@ -11,7 +11,7 @@ from ckptcore.comparison.step_history import RunHistory
 from ckptcore.core import columnar_file
 from ckptcore.fingerprints.step_columns import TensorPoint, pack_points, unpack_columns
 from ckptcore.naming.optimizer_state import STATE, TRAINED
-from ckptcore.page.pictures import change_map
+from ckptcore.page.pictures import change_map, chart
 from ckptcore.utils.foreign_text import InvalidText
 
 FIRST, SECOND, HEAD = "model.layers.0.a.weight", "model.layers.0.b.weight", "lm_head.weight"
@@ -91,3 +91,27 @@ def test_a_map_of_change_escapes_names():
     drawn = change_map([1, 2], {'<b x="&': [None, 0.5], "z": [None, None]}, {2})
     assert "<title>&lt;b x=&#34;&amp;, step 2: 0.5</title>" in drawn
     assert "<b" not in drawn
+
+
+def test_steps_share_a_column_where_they_do_not_fit():
+    changes = [0.1] * 400
+    changes[7], changes[8] = 0.9, None
+    drawn = change_map(list(range(1000, 1400)), {"head": changes}, {1008, 1009})
+    assert drawn.count("<title>head, step ") == 134
+    assert "<title>head, step 1006 to 1008: 0.9</title>" in drawn
+    assert "<title>head, step 1399: 0.1</title>" in drawn
+    assert [f"step {step} has an alarm" in drawn for step in (1007, 1008, 1009)] == [False, True, True]
+
+
+def test_a_line_of_many_points_keeps_its_extremes_and_its_gaps():
+    points = [(step, math.sin(step / 50)) for step in range(2000)]
+    points[701], points[1203] = (701, 40.0), (1203, None)
+    drawn = chart("loss", points)
+    lines = [line.split('"')[0].split() for line in drawn.split('points="')[1:]]
+    assert len(lines) == 2
+    assert sum(map(len, lines)) < 300
+    places = [tuple(map(float, point.split(","))) for line in lines for point in line]
+    assert places == sorted(places, key=lambda place: place[0])
+    assert min(y for _, y in places) == 14.0
+    assert [y for _, y in places].count(14.0) == 1
+    assert (places[0][0], places[-1][0]) == (70.0, 325.0)
