@@ -17,7 +17,7 @@ from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
 from ckptcore.execution.receipts import Receipt
-from ckptcore.planning.compose import Composed, compose
+from ckptcore.planning.compose import Composed, compose, map_export
 from ckptcore.planning.options import Options, options_of, pairs, read_rules, request_field
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.merged import source_url
@@ -451,6 +451,26 @@ def read(
     from ckptcore.reading.state_dict import read_box
 
     return read_box(manifest, fqn, box, device=device, verify=verify)
+
+
+def model_part(manifest: Manifest, **options: Any) -> Manifest:
+    """Return the model of a checkpoint under the names of the hub, as ``export`` finds and maps it.
+
+    `read`, `load_into`, `check`, `fingerprint` and `diff` take it like any other manifest; nothing is read.
+
+    Args:
+        manifest: The checkpoint, as `open` returns it.
+        options: Fields of `Request` that say where the model is and how it is named, such as ``config``,
+            ``model_prefix``, ``arch`` and ``rename``.
+
+    Raises:
+        AmbiguousModel: Several parts could be the model.
+        NameMismatch: Names do not fit the map.
+        DamagedCheckpoint: A tensor of the model is incomplete.
+        UsageError: The options contradict each other, or do not fit the checkpoint.
+    """
+    request = _request(manifest.root, f"{manifest.root}.model", {"verb": "export", **options})
+    return map_export(request, manifest).mapped.manifest
 
 
 def load_into(

@@ -51,6 +51,11 @@ def test_an_export_is_the_hub_s_folder(truths: Path, tmp_path: Path, trained: st
     truth = weights(truths / CASES[trained])
     assert bits(weights(tmp_path / "out")) == bits(truth)
     assert done.map_digest
+    model = ckptcore.model_part(ckptcore.open(truths / trained))
+    assert bits({spec.fqn: ckptcore.read(model, spec.fqn) for spec in model.tensors}) == bits(truth)
+    live = {name: torch.empty_like(tensor) for name, tensor in truth.items()}
+    assert ckptcore.load_into(model, live) == []
+    assert bits(live) == bits(truth)
     proof = ckptcore.verify_export(str(tmp_path / "out"), against=str(truths / trained))
     assert {c.name: c.verdict for c in proof.checks if c.verdict != "not-done"} == {
         "elements": "ok",
