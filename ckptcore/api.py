@@ -139,7 +139,8 @@ def diff(
         a: A manifest, or a path or URL, or several of one checkpoint.
         b: The other checkpoint.
         model: Compare the model parts only, as ``export`` finds them, without wrapper prefixes and without
-            plain values. It is taken, and said in ``difference.by_itself``, where one side is an export.
+            plain values. It is taken, and said in ``difference.by_itself``, where one side is an export; with
+            the ties of its model card.
         model_prefix: Prefix of the model's names in A, then in B.
         include: Globs on the compared names; empty for all.
         exclude: Globs on the compared names.
@@ -171,12 +172,12 @@ def diff(
         for s in (a, b)
     )
     named = model or model_prefix or rename or tie or record is not None  # the user says what is compared
-    alone = "" if named else model_alone(first, second)
+    alone, ties = ("", ()) if named else model_alone(first, second)
     rules = DiffRules(
         model=model or bool(model_prefix) or bool(alone),
         prefixes=_frozen(model_prefix),
         rename=_frozen(rename),
-        tie=_frozen(tie),
+        tie=_frozen(tie) or ties,
         include=_frozen(include),
         exclude=_frozen(exclude),
         recorded=recorded_in(os.fspath(record)) if record is not None else (),

@@ -77,6 +77,12 @@ def looked(conn: Connection, now: datetime, public: str) -> None:
     conn.execute(update(Checkpoint).where(Checkpoint.uuid == public).values(checked_at=now))
 
 
+def run_names(conn: Connection, limit: int = 2000) -> list[str]:
+    """Return names of training runs, the newest first."""
+    query = select(TrainingRun.name).order_by(TrainingRun.id.desc()).limit(limit)
+    return list(conn.execute(query).scalars())
+
+
 def sources(
     conn: Connection,
     roots: Sequence[str] = (),

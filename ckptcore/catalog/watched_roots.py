@@ -69,7 +69,10 @@ def add(
     if storable(uri) != uri:
         raise UsageError(f"cannot watch {uri!r}: its name is not UTF-8", hint="rename the folder")
     if _root_rows(conn, name):
-        raise UsageError(f"the watched root {name} exists already", hint="remove it, or use another name")
+        raise UsageError(
+            f"the watched root {name} exists already",
+            hint=f"change it: ckptcore catalog root set {name}; or use another name",
+        )
     conn.execute(
         insert(WatchedRoot).values(
             name=storable(name),

@@ -156,7 +156,12 @@ def _of_missing_destination(error: Exception, argv: list[str]) -> str:
     """Return the message where one place was given: it is read as the destination, and is the source."""
     missing = getattr(getattr(error, "param", None), "name", None)
     positional = [argument for argument in argv[1:] if not argument.startswith("-")]
-    return "Missing argument 'DST': where to write." if missing == "src" and positional else ""
+    if missing != "src" or not positional:
+        return ""
+    context = getattr(error, "ctx", None)
+    arguments = [p for p in context.command.params if p.param_type_name == "argument"] if context else []
+    destination = arguments[-1].metavar if len(arguments) > 1 else None
+    return f"Missing argument '{destination or 'DST'}': where to write."
 
 
 def _usage_hint(error: Exception) -> str:

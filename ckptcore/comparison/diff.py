@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.dropped_names import OneSided, dropped_names
+from ckptcore.comparison.export_sides import stated_ties
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
 from ckptcore.comparison.opened import OpenSide, labelled
 from ckptcore.comparison.result import (
@@ -137,14 +138,15 @@ def diff(
     )
 
 
-def model_alone(a: Manifest, b: Manifest) -> str:
+def model_alone(a: Manifest, b: Manifest) -> tuple[str, Pairs]:
     """Return why only the model parts are worth comparing: one side is an export of a training checkpoint.
 
     That side is safetensors, and all of it is a model. At least half of its names are those of the other
     side's model, without the wrappers, and the other side holds more, or other names.
 
     Returns:
-        The reason; empty where the checkpoints are compared as they are stored.
+        The reason, empty where the checkpoints are compared as they are stored; and the ties that the card of
+        the export states, of names that the other side has.
     """
     for training, export, label in ((a, b, "B"), (b, a, "A")):
         if export.format != "safetensors" or training.format == "safetensors":
@@ -153,9 +155,13 @@ def model_alone(a: Manifest, b: Manifest) -> str:
         stored = {t.fqn for t in training.tensors}
         if names == stored or _model_names(export) != names:
             continue
-        if 2 * len(names & _model_names(training)) >= len(names):
-            return f"{label} is a model alone, so only the model parts are compared, as with --model"
-    return ""
+        trained = _model_names(training)
+        if 2 * len(names & trained) >= len(names):
+            ties = tuple(tie for tie in stated_ties(export) if tie[0] in trained - names and tie[1] in names)
+            reason = f"{label} is a model alone, so only the model parts are compared, as with --model"
+            spelled = "".join(f", --tie {gone}={kept}" for gone, kept in ties)
+            return f"{reason}{spelled}", ties
+    return "", ()
 
 
 def _model_names(manifest: Manifest) -> set[str]:

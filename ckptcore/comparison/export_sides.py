@@ -85,6 +85,16 @@ class UnmappedSource:
     reason: str
 
 
+def stated_ties(export: Manifest) -> tuple[tuple[str, str], ...]:
+    """Return the ties that the card of an export states: (name that is not stored, name that is)."""
+    if export.origin.get("file"):
+        return ()
+    with closing(open_store(export.root)) as store:
+        size = store.size(CARD)
+        card = store.read(CARD, 0, size) if size is not None and size <= _MAX_SMALL else b""
+    return tied_by_card(card.decode(errors="replace"))
+
+
 def map_source(source: ExportSource, export: OpenExport) -> MappedSource | UnmappedSource:
     """Read a source, and map its tensors as the export has them; or return why that cannot be done."""
     request = source.request

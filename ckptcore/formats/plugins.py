@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptcore.errors import UsageError
 from ckptcore.formats.base import Format
+from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -81,7 +82,7 @@ class Registry:
         names = dict.fromkeys(n for a, n, _ in self.rows if a == action)
         listed = any(n == name for _, n, _ in self.rows)
         message = f"cannot {action} format {name!r}" if listed else f"unknown format {name!r}"
-        raise UsageError(message, hint=f"one of: {', '.join(names)}")
+        raise UsageError(message, hint=did_you_mean(name, names, f"one of: {', '.join(names)}"))
 
     def package(self, name: str) -> str:
         """Return the package that provides a format."""

@@ -11,6 +11,7 @@ from ckptcore.errors import UsageError
 from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT, is_world, parse_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
+from ckptcore.utils.near_names import did_you_mean
 from ckptcore.utils.workers import usable_cores
 
 VERBS = ("consolidate", "export", "reshard")
@@ -120,7 +121,8 @@ class Request:
         if not self.names:
             object.__setattr__(self, "names", _usual_names(self.verb))
         if self.verb not in VERBS:
-            raise UsageError(f"the verb must be one of {', '.join(VERBS)} (got {self.verb!r})")
+            message = f"the verb must be one of {', '.join(VERBS)} (got {self.verb!r})"
+            raise UsageError(message, hint=did_you_mean(self.verb, VERBS, "choose one of them"))
         if self.max_file_size < 1:
             raise UsageError(f"--max-file-size must be at least 1 byte (got {self.max_file_size})")
         if many := next((old for old, _ in self.rename if old.count("*") > 1), None):

@@ -44,6 +44,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.listing import contents, require_no_mount
 from ckptcore.utils.isolation import attempt
+from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -287,7 +288,11 @@ def plan(
         if not rows and run is not None and after is None:
             raise UsageError(
                 f"there is no watched root or run {run} with checkpoints below a watched root",
-                hint="only checkpoints below a watched root are ever deleted",
+                hint=did_you_mean(
+                    run,
+                    [*(root.name for root in above), *maintenance.run_names(conn)],
+                    "only checkpoints below a watched root are ever deleted",
+                ),
             )
         policy, _ = rules_of(None)
         rules = {row.id: attempt(_rules, row, above, rules_of) for row in rows}

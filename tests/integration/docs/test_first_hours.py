@@ -62,6 +62,11 @@ MISTAKES = (
     ('catalog root add tiny runs/tiny --target \'{"max_file_size": "16KiB"}\'', 0, "tiny"),
     ("catalog root show tiny", 0, "max_file_size"),
     ("catalog root set tiny --dtype bf16", 0, "tiny"),
+    ("catalog root add tiny runs/tiny", 2, "ckptcore catalog root set tiny"),
+    ("catalog root add other runs/tiny --verb exprt", 2, "did you mean export?"),
+    (f"plan {STEP} x --to safetnsors", 2, "did you mean safetensors?"),
+    ("mount models/tiny", 2, "Missing argument 'DIR'"),
+    ("retire tinny", 2, "did you mean tiny?"),
     ("catalog hold release nobody", 2, "hold list"),
 )
 

@@ -424,21 +424,25 @@ def test_an_export_is_the_model_part(tmp_path: Path, cli: driver.Cli) -> None:
 
     weights = {f"_orig_mod.layers.{n}.w": torch.randn(4, 4) for n in range(3)}
     moments = {"state": {k: {"exp_avg": torch.zeros(4, 4)} for k in weights}}
-    state = {"model": weights, "optim": moments, "step": 3}
+    tied = {"_orig_mod.head.w": weights["_orig_mod.layers.0.w"].clone()}
+    state = {"model": weights | tied, "optim": moments, "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     source, out = tmp_path / "ckpt", tmp_path / "hf"
-    assert cli("export", source, out, "--no-catalog").code == 0
+    assert cli("export", source, out, "--no-catalog", "--tie", "head.w=layers.0.w").code == 0
     by_itself = cli("diff", source, out)
-    assert by_itself.code == 0
-    assert "B is a model alone, so only the model parts are compared" in by_itself.stdout
-    result = cli("diff", source, out, "--model", "--output", "json")
+    assert by_itself.code == 0, by_itself
+    assert (
+        "B is a model alone, so only the model parts are compared, as with --model, --tie" in by_itself.stdout
+    )
+    tie = ("--tie", "head.w=layers.0.w")
+    result = cli("diff", source, out, "--model", *tie, "--output", "json")
     assert result.code == 0, result
-    assert result.json["equal_tensors"] == 3
+    assert result.json["equal_tensors"] == 4
     assert "optimizer" in result.json["a"]["model"] or "optim" in result.json["a"]["model"]
     assert {row["rule"] for row in result.json["a"]["left_out"]} == {
         "not part of the model (model prefix 'model.')"
     }
-    assert cli("diff", out, source, "--model-prefix", "", "--model-prefix", "model").code == 0
+    assert cli("diff", out, source, "--model-prefix", "", "--model-prefix", "model", *tie).code == 0
 
 
 def test_the_command_line_reports_the_element(tmp_path: Path, cli: driver.Cli) -> None:
