@@ -177,7 +177,7 @@ def diff(
         model=model or bool(model_prefix) or bool(alone),
         prefixes=_frozen(model_prefix),
         rename=_frozen(rename),
-        tie=_frozen(tie) or ties,
+        tie=_frozen(tie or ties),
         include=_frozen(include),
         exclude=_frozen(exclude),
         recorded=recorded_in(os.fspath(record)) if record is not None else (),

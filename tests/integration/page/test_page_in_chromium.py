@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bigcatalog import digest_of, fill_with_training, uuid_of
+from bigcatalog import MEASURED, digest_of, fill_with_training, uuid_of
 from chromium import CHROMIUM, DESK, PHONE, Browser, browsing
 from paths import ROOT
 
@@ -31,6 +31,7 @@ RED = (0xD9, 0x2D, 0x20)  # of holes, in page.css
 PAGES = (
     "/",
     "/runs/run-2",
+    f"/history/{MEASURED}",
     "/checkpoints",
     f"/checkpoints/{uuid_of('c', 2)}",
     f"/checkpoints/{uuid_of('c', 3)}",
