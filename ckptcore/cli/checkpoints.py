@@ -183,7 +183,7 @@ def fingerprint(src: Srcs, **arguments: Any) -> None:
 def stats(
     a: One,
     b: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="A later step: also what changed since A.")
+        str | None, typer.Argument(metavar="B", help="A later step: also what changed since A.")
     ] = None,
     **arguments: Any,
 ) -> None:
