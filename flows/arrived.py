@@ -35,9 +35,10 @@ from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Announcement, record_announced
 from ckptcore.errors import Busy, CkptError, DestinationExists, UnsafeContent, UsageError
-from ckptcore.operations.automation import claims, convert_once
-from ckptcore.operations.automation.export_target import announced_request
+from ckptcore.operations import claims
+from ckptcore.operations.automation import convert_once
 from ckptcore.operations.automation.wait import delays
+from ckptcore.operations.export_target import announced_request
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
 from ckptcore.planning.request import Request
 from ckptcore.redaction import beginning

@@ -25,7 +25,7 @@ from ckptcore.custody.upkeep import read_records
 from ckptcore.errors import CatalogError, CkptError
 from ckptcore.formats import Source, detect, open_source, read_manifest
 from ckptcore.formats.step_roots import located
-from ckptcore.operations.automation.discover import discover
+from ckptcore.operations.discover import discover
 from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Settings
 from ckptcore.reading.file_digests import digest_of

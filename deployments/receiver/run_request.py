@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.operations.automation.export_target import stem
+from ckptcore.operations.export_target import stem
 from ckptcore.page.http_errors import RequestRefused
 from deployments.receiver.roots import filled, place_of
 from deployments.receiver.settings import Sender

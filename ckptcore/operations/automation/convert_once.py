@@ -16,7 +16,7 @@ from ckptcore.conversion.pipeline import convert, inspect, remove_leftover_stagi
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, record_announced
 from ckptcore.errors import Busy, DestinationExists
-from ckptcore.operations.automation import claims
+from ckptcore.operations import claims
 from ckptcore.operations.automation.wait import OnWait, delays, wait_until_complete
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import host

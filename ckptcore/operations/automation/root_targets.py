@@ -11,12 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.catalog.watched_roots import RootRow
-from ckptcore.operations.automation.export_target import (
-    ExportTarget,
-    require_apart_targets,
-    target_of,
-    targets_of,
-)
+from ckptcore.operations.export_target import ExportTarget, require_apart_targets, target_of, targets_of
 from ckptcore.planning.model_files import require_named_files
 from ckptcore.store import local_path
 from ckptcore.utils.units import parse_size

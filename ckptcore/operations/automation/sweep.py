@@ -32,19 +32,19 @@ from ckptcore.conversion.batch import MOST
 from ckptcore.conversion.pipeline import remove_leftover_staging
 from ckptcore.conversion.registration import facts
 from ckptcore.errors import Busy, CatalogUnavailable, CkptError, Interrupted
-from ckptcore.operations.automation.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
-from ckptcore.operations.automation.discover import Candidate, discover
-from ckptcore.operations.automation.export_target import (
+from ckptcore.operations.automation.sweep_items import SweepItem, SweepState, Swept
+from ckptcore.operations.automation.sweep_thin import thin_swept
+from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
+from ckptcore.operations.discover import Candidate, discover
+from ckptcore.operations.export_target import (
     ExportTarget,
     TemplateFields,
     colliding,
     sources_among,
     targets_of,
 )
-from ckptcore.operations.automation.readiness import SETTLE_S, Readiness, look, recalled
-from ckptcore.operations.automation.sweep_items import SweepItem, SweepState, Swept
-from ckptcore.operations.automation.sweep_thin import thin_swept
 from ckptcore.operations.options import SweepOptions
+from ckptcore.operations.readiness import SETTLE_S, Readiness, look, recalled
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import local_path
 from ckptcore.store.listing import survey

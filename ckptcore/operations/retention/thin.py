@@ -50,8 +50,8 @@ from ckptcore.custody.set_aside import require_files
 from ckptcore.errors import Busy, CkptError, Conflict, UsageError
 from ckptcore.fingerprints.holdings import ids_of, numbered, pack_ids, tensor_holdings
 from ckptcore.fingerprints.sums import Fingerprinted
-from ckptcore.operations.automation.claims import source_digest
-from ckptcore.operations.automation.readiness import SETTLE_S, look
+from ckptcore.operations.claims import source_digest
+from ckptcore.operations.readiness import SETTLE_S, look
 from ckptcore.operations.recorded_run import recorded_run
 from ckptcore.operations.retention.policy import user_reasons
 from ckptcore.operations.retention.purge import purge
@@ -496,7 +496,7 @@ class _Begun:
 
     Attributes:
         checkpoint: Id of the step until now.
-        source: Its `ckptcore.operations.automation.claims.source_digest`.
+        source: Its `ckptcore.operations.claims.source_digest`.
         freed: Bytes of files that it loses.
         given_up: What goes, by name.
     """

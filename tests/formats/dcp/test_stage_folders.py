@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import ckptcore
 from ckptcore.cli.main import run
 from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete
-from ckptcore.operations.automation.discover import discover
+from ckptcore.operations.discover import discover
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -491,7 +491,7 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
 def test_copies_do_not_change_the_identity_of_a_checkpoint(tmp_path: Path) -> None:
     """Digests, stamps and files are those of the shards."""
     import ckptcore
-    from ckptcore.operations.automation.claims import source_digest
+    from ckptcore.operations.claims import source_digest
 
     both(tmp_path / "a", [5, 4])
     found = ckptcore.open(str(tmp_path / "a"))

@@ -11,7 +11,7 @@ from ckptcore.catalog.query import files_at
 from ckptcore.catalog.run_outputs import output_at
 from ckptcore.custody.place_ties import inside_of_place
 from ckptcore.errors import UsageError
-from ckptcore.operations.automation.claims import made_from, rewritten
+from ckptcore.operations.claims import made_from, rewritten
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 PAIRS = [("s3://b/run", "s3a://b/run/"), ("gcs://b/run", "gs://b/run"), ("az://c/run", "abfss://c/run")]

@@ -20,7 +20,7 @@ from ckptcore.catalog import open_catalog
 from ckptcore.checking.export_proof import VALUES, Check
 from ckptcore.conversion import pipeline
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
-from ckptcore.operations.automation.export_target import options_digest
+from ckptcore.operations.export_target import options_digest
 from ckptcore.planning import model_card, transformers_process
 from ckptcore.planning.model_card import Origin, is_untouched, provenance
 from ckptcore.planning.request import Request

@@ -9,7 +9,7 @@ from checkpoints import save
 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.errors import UsageError
-from ckptcore.operations.automation.export_target import announced_request as request_of
+from ckptcore.operations.export_target import announced_request as request_of
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ckptcore.catalog import claims, open_catalog
 from ckptcore.catalog.claims import Key
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.errors import DiskFull
-from ckptcore.operations.automation.claims import claimed, key_of, source_digest
+from ckptcore.operations.claims import claimed, key_of, source_digest
 from ckptcore.planning.request import Request, Settings
 
 KEY = Key("d", "/out", "o")

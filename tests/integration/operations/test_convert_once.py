@@ -17,7 +17,7 @@ from ckptcore.conversion.pipeline import inspect
 from ckptcore.errors import Busy, NotComplete
 from ckptcore.operations.automation import convert_once as once
 from ckptcore.operations.automation import wait as waiting
-from ckptcore.operations.automation.claims import key_of, source_digest
+from ckptcore.operations.claims import key_of, source_digest
 from ckptcore.planning.request import Request, Settings
 
 

@@ -13,7 +13,7 @@ from torch import arange
 from torch import save as torch_save
 
 from ckptcore.errors import SourceUnreadable, UsageError
-from ckptcore.operations.automation.discover import discover
+from ckptcore.operations.discover import discover
 from ckptcore.store.listing import survey
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import UsageError
-from ckptcore.operations.automation.export_target import TemplateFields, colliding, options_digest, target_of
+from ckptcore.operations.export_target import TemplateFields, colliding, options_digest, target_of
 from ckptcore.planning.request import Request
 
 PLACE = TemplateFields("/runs", "llama", 300, "step-300", "llama/step-300")

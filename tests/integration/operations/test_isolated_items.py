@@ -21,9 +21,9 @@ from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
 from ckptcore.custody import upkeep
 from ckptcore.errors import SourceUnreadable
-from ckptcore.operations import rebuild_catalog, scrub
-from ckptcore.operations.automation import claims, readiness, sweep
-from ckptcore.operations.automation.export_target import ExportTarget
+from ckptcore.operations import claims, readiness, rebuild_catalog, scrub
+from ckptcore.operations.automation import sweep
+from ckptcore.operations.export_target import ExportTarget
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.retention import purge, retire
 from ckptcore.operations.retention.policy import Policy

@@ -20,9 +20,9 @@ from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
 from ckptcore.conversion.staging.local_staging import LocalStaging
 from ckptcore.errors import Busy, DiskFull, Finding, NotComplete, SourceUnreadable, UnknownFormat
-from ckptcore.operations.automation import readiness as settling
-from ckptcore.operations.automation.claims import key_of
+from ckptcore.operations import readiness as settling
 from ckptcore.operations.automation.sweep import SweepSettings, sweep
+from ckptcore.operations.claims import key_of
 from ckptcore.planning.request import Request, Settings
 
 AT_ONCE = SweepSettings(settle_s=0)

@@ -25,9 +25,9 @@ from ckptcore.conversion import batch, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint, DiskFull, Interrupted, UsageError
-from ckptcore.operations.automation.claims import key_of
 from ckptcore.operations.automation.sweep import SMALL, SweepSettings, batches, sweep
 from ckptcore.operations.automation.sweep_items import SweepItem, SweepState
+from ckptcore.operations.claims import key_of
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import processes
 

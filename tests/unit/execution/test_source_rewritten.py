@@ -26,7 +26,7 @@ from ckptcore.conversion import publish as finishing
 from ckptcore.conversion import publish as reproof
 from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.errors import CkptError, SourceChanged
-from ckptcore.operations.automation.claims import source_digest
+from ckptcore.operations.claims import source_digest
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_store
 from ckptcore.store.file_status import YOUNG

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.operations.automation import readiness
-from ckptcore.operations.automation.readiness import readers_digest
+from ckptcore.operations import readiness
+from ckptcore.operations.readiness import readers_digest
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptcore
 from ckptcore.errors import SourceUnreadable, UsageError
-from ckptcore.operations.automation.export_target import target_of
+from ckptcore.operations.export_target import target_of
 from ckptcore.planning.compose import compose
 from ckptcore.planning.config_folder import require_possible
 from ckptcore.planning.request import Request

@@ -34,7 +34,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
 )
 from ckptcore.formats import registry
-from ckptcore.operations.automation.claims import source_digest
+from ckptcore.operations.claims import source_digest
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import newest, stamp_of
 
@@ -55,7 +55,7 @@ class Readiness:
         changed_at: When its files changed last.
         message: Why it is not complete.
         findings: Of the check: the errors; of a complete checkpoint the warnings.
-        source_digest: Of a complete checkpoint (`ckptcore.operations.automation.claims.source_digest`).
+        source_digest: Of a complete checkpoint (`ckptcore.operations.claims.source_digest`).
         manifest_digest: Of the manifest, if it was read.
         manifest: The manifest, if it was read just now.
     """

@@ -26,7 +26,7 @@ from ckptcore.catalog.types import ConversionRow
 from ckptcore.checking.source_stamps import stamp_files
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError, ended_by
-from ckptcore.operations.automation.export_target import options_digest
+from ckptcore.operations.export_target import options_digest
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
 from ckptcore.utils.isolation import attempt

@@ -30,7 +30,7 @@ from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.formats import by_name
-from ckptcore.operations.automation.discover import matches, step_and_run
+from ckptcore.operations.discover import matches, step_and_run
 from ckptcore.planning.options import request_field
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path
