@@ -147,7 +147,7 @@ class ExactSum:
         )
 
 
-class Measured(NamedTuple):
+class SegmentSums(NamedTuple):
     """The numbers of a segment.
 
     Attributes:
@@ -159,7 +159,7 @@ class Measured(NamedTuple):
     units: Mapping[int, int] = MappingProxyType({})
 
 
-Measure = Callable[[Sequence[Bytes]], Measured]
+Measure = Callable[[Sequence[Bytes]], SegmentSums]
 """Returns the numbers of a segment, from its elements in each of the tensors that are read side by side."""
 
 
@@ -247,7 +247,7 @@ class Accumulator:
         waiting.sort(key=lambda piece: piece[0])
         return [np.concatenate(raws) for raws in zip(*(raws for _, raws in waiting), strict=True)]
 
-    def _note(self, measured: Measured) -> None:
+    def _note(self, measured: SegmentSums) -> None:
         with self._lock:
             for n, number in enumerate(measured.numbers):
                 if n in self._maxima:
@@ -358,26 +358,26 @@ def joined_parts(parts: Sequence[bytes | None]) -> bytes | None:
     return np.array([joined(rows) or unmeasured for rows in grids], "<f8").tobytes()
 
 
-def segment(dtype: str, raw: Bytes) -> Measured:
+def segment(dtype: str, raw: Bytes) -> SegmentSums:
     """Return the numbers of a segment, by `COLUMNS`."""
     fast = _FAST.get(dtype)
     measured = fast(raw) if fast is not None else None
     return measured if measured is not None else _of_wide(_wide(dtype, raw))
 
 
-def _of_float32(raw: Bytes) -> Measured | None:
+def _of_float32(raw: Bytes) -> SegmentSums | None:
     bits, zeros = _magnitudes(raw.view(np.uint32))
     return _of_finite(raw.view(np.float32), float(np.uint32(bits).view(np.float32)), zeros)
 
 
-def _of_bfloat16(raw: Bytes) -> Measured | None:
+def _of_bfloat16(raw: Bytes) -> SegmentSums | None:
     bits, zeros = _magnitudes(raw.view(np.uint16))
     return _of_finite(
         _high_halves(raw).view(np.float32), float(np.uint32(bits << 16).view(np.float32)), zeros
     )
 
 
-def _of_float16(raw: Bytes) -> Measured | None:
+def _of_float16(raw: Bytes) -> SegmentSums | None:
     bits, zeros = _magnitudes(raw.view(np.uint16))
     # Behind the sign, three more bits of exponent: those of float32, whose bias is larger by 112.
     integers = _high_halves(raw).view(np.int32)
@@ -388,7 +388,7 @@ def _of_float16(raw: Bytes) -> Measured | None:
     return _of_finite(values, float(np.uint16(bits).view(np.float16)), zeros)
 
 
-_FAST: dict[str, Callable[[Bytes], Measured | None]] = {
+_FAST: dict[str, Callable[[Bytes], SegmentSums | None]] = {
     "float32": _of_float32,
     "bfloat16": _of_bfloat16,
     "float16": _of_float16,
@@ -429,7 +429,7 @@ def _thread_integers() -> npt.NDArray[np.uint32]:
     return integers
 
 
-def _of_finite(values: npt.NDArray[np.float32], absmax: float, zeros: int) -> Measured | None:
+def _of_finite(values: npt.NDArray[np.float32], absmax: float, zeros: int) -> SegmentSums | None:
     """Return the numbers of float32; None where they need float64, or are not finite."""
     if not (absmax == 0 or _SMALLEST < absmax < _LARGEST):  # also NaN
         return None
@@ -444,10 +444,10 @@ def _of_finite(values: npt.NDArray[np.float32], absmax: float, zeros: int) -> Me
     if len(rest):
         squares += float(np.dot(rest, rest))
         total += float(np.dot(rest, _ONES[: len(rest), 0]))
-    return Measured((total, squares, absmax, 0, 0, zeros))
+    return SegmentSums((total, squares, absmax, 0, 0, zeros))
 
 
-def _of_wide(values: Numbers) -> Measured:
+def _of_wide(values: Numbers) -> SegmentSums:
     """Return the numbers of float64."""
     finite = np.isfinite(values)
     nan = inf = 0
@@ -461,7 +461,7 @@ def _of_wide(values: Numbers) -> Measured:
         total = float(np.sum(values))
     unit = _unit(absmax)
     scaled = np.ldexp(values, -unit) if unit else values
-    return Measured((total, float(np.sum(scaled * scaled)), absmax, nan, inf, zeros), {_NORM: unit})
+    return SegmentSums((total, float(np.sum(scaled * scaled)), absmax, nan, inf, zeros), {_NORM: unit})
 
 
 def _unit(absmax: float) -> int:
@@ -469,7 +469,7 @@ def _unit(absmax: float) -> int:
     return round(math.frexp(absmax)[1] / _UNIT) * _UNIT
 
 
-def _pair_segment(dtypes: tuple[str, str], raws: Sequence[Bytes]) -> Measured:
+def _pair_segment(dtypes: tuple[str, str], raws: Sequence[Bytes]) -> SegmentSums:
     """Return the numbers of a segment of two tensors: `COLUMNS` of each, squares of B - A, products."""
     (a_numbers, a_units), (b_numbers, b_units) = (
         segment(dtype, raw) for dtype, raw in zip(dtypes, raws, strict=True)
@@ -485,7 +485,7 @@ def _pair_segment(dtypes: tuple[str, str], raws: Sequence[Bytes]) -> Measured:
         a, b, difference = (np.where(finite, side, 0.0) for side in (a, b, difference))
     together = (float(np.sum(difference * difference)), float(np.sum(a * b)))
     units = dict(a_units) | {len(COLUMNS) + n: exponent for n, exponent in b_units.items()}
-    return Measured((*a_numbers, *b_numbers, *together), units | {_CHANGE: unit, _PRODUCT: unit})
+    return SegmentSums((*a_numbers, *b_numbers, *together), units | {_CHANGE: unit, _PRODUCT: unit})
 
 
 def _root(products: Mapping[int, float]) -> float:

@@ -119,7 +119,7 @@ def fingerprint_line(fingerprint: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class CardSource:
     """The source that a card names.
 
     Attributes:
@@ -135,13 +135,13 @@ class Origin:
     version: str
 
 
-def provenance(card: str, export: str) -> Origin | None:
+def provenance(card: str, export: str) -> CardSource | None:
     """Read the source from the README of an export; None if `model_card` did not write it."""
     match = _PROVENANCE.search(card)
     if match is None:
         return None
     name = uncoded(match["source"])
-    return Origin(name, _place(name, export), match["digest"], match["version"])
+    return CardSource(name, _place(name, export), match["digest"], match["version"])
 
 
 def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:

@@ -22,7 +22,7 @@ from ckptcore.conversion import pipeline
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
 from ckptcore.operations.export_target import options_digest
 from ckptcore.planning import model_card, transformers_process
-from ckptcore.planning.model_card import Origin, is_untouched, provenance
+from ckptcore.planning.model_card import CardSource, is_untouched, provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
 
@@ -540,7 +540,7 @@ library_name: transformers
 
 def test_cards_of_earlier_versions_are_still_known() -> None:
     card = OLD_CARD.format(digest="ab" * 32)
-    assert provenance(card, "out") == Origin("/runs/step-3", "/runs/step-3", "ab" * 32, "0.1.0")
+    assert provenance(card, "out") == CardSource("/runs/step-3", "/runs/step-3", "ab" * 32, "0.1.0")
     assert is_untouched(card.encode(), "out")
     assert not is_untouched(card.encode() + b"\n## Evaluation\n", "out")
 

@@ -65,7 +65,9 @@ def exported(source: Path, tmp_path: Path) -> Path:
 @contextmanager
 def opened(source: Path, **settings: Any) -> Iterator[VirtualFolder]:
     means = Settings(**({"memory": 4 << 20, "workers": 2} | settings))
-    with open_virtual(Request(str(source), "out", verb="export", **OPTIONS), means) as folder:
+    with open_virtual(
+        Request(str(source), str(source.with_name("out")), verb="export", **OPTIONS), means
+    ) as folder:
         yield folder
 
 
@@ -278,7 +280,8 @@ def test_an_incomplete_source_is_refused_before_anything_is_served(source: Path)
 def test_the_command_serves_and_ends(source: Path, exported: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptcore", "serve", str(source), "--dtype", "bfloat16"]
     command += ["--max-file-size", "30000", "--name", "out", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving 5 files, ")
