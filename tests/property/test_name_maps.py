@@ -197,6 +197,11 @@ def test_a_rule_makes_what_numpy_makes(case: str, data: st.DataObject) -> None:
             assert got.numpy().tobytes() == np.ascontiguousarray(array).tobytes(), name
         assert Manifest.load(found.manifest.dump()).digest == found.manifest.digest
         if rules.invertible:
-            back = convert(found.manifest, rules.inverted(), NUMBERS)
+            source = found.manifest
+            if source.derived:  # a sum is stored before the way back, and rounded there
+                (Path(folder) / "sums").mkdir()
+                source = _stored(data.draw, Path(folder) / "sums", wanted)
+                arrays = {name: array + np.float32(1) - np.float32(1) for name, array in arrays.items()}
+            back = convert(source, rules.inverted(), NUMBERS)
             for name, array in arrays.items():
                 assert ckptcore.read(back.manifest, name).numpy().tobytes() == array.tobytes(), name
