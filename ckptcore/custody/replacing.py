@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -157,7 +158,9 @@ def counting_on(
 
 
 @contextmanager
-def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: AtRest) -> Iterator[Any]:
+def moving_obligations(
+    catalog: Catalog, place: str, judged: Judged, at_rest: AtRest, sought: Sequence[Duty] = ()
+) -> Iterator[Any]:
     """Let obligations count on other places, in the transaction of the block; each first gets its own record.
 
     An obligation on another place than the one that goes stays there, with its record: what goes may be a
@@ -168,6 +171,8 @@ def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: At
         place: What is about to go.
         judged: What the gate has decided about it.
         at_rest: Keeps writers away from a copy.
+        sought: What the gate was asked to find elsewhere, as obligations on the place that was to hold it.
+            What another place holds instead is an obligation on that from now on.
 
     Yields:
         The transaction.
@@ -179,9 +184,16 @@ def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: At
     duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())} if judged.moves else {}
     # The others ended meanwhile.
     left = {key: places for key, places in judged.moves.items() if key in duties}
-    # Also what no obligation is on, and the gate was asked to find elsewhere.
+    new = dict[str, Duty]()
+    for duty in sought:
+        places = tuple(w for w in judged.moves.get(duty.row.id, ()) if _is_apart(w, duty.row.place))
+        if places:
+            new[duty.row.id] = replace(duty, row=replace(duty.row, place=places[0]))
+            left[duty.row.id] = places
+    # Also places that hold what they were to hold: they must be as they were read.
     counted = {
-        where: [duties[key] for key, places in left.items() if where in places] for where in judged.looks
+        where: [(duties | new)[key] for key, places in left.items() if where in places]
+        for where in judged.looks
     }
 
     def require_same(where: str) -> None:
@@ -192,9 +204,13 @@ def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: At
             )
 
     with counting_on(catalog, counted, at_rest, require_same) as conn:
+        for duty in new.values():
+            obligations.put(conn, duty.row, duty.packed)
         for key, places in left.items():
+            if key in new:
+                continue
             before = duties[key].row.place
-            if _is_there(before) and relation(identify(before), identify(place)) is Relation.APART:
+            if _is_there(before) and _is_apart(before, place):
                 continue
             obligations.move(conn, key, places[0])
             if before not in places:
@@ -202,6 +218,10 @@ def moving_obligations(catalog: Catalog, place: str, judged: Judged, at_rest: At
         if left:  # also those that another act had put there, whose obligations count on other places
             drop_duties(place, left)
         yield conn
+
+
+def _is_apart(one: str, other: str) -> bool:
+    return relation(identify(one), identify(other)) is Relation.APART
 
 
 def _is_there(place: str) -> bool:

@@ -121,4 +121,15 @@ ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
         ("make=1>a/setup", 984528556612),
         ("thin=1+retire=now/race", 429896626333),
     ],
+    # The trainer has saved the step anew: the export alone holds what the old copy held, and must say so.
+    "what a step was thinned of is purged in favour of an export": [
+        ("plain/setup", 225018318602),
+        ("save/setup", 257025130736),
+        ("save/setup", 1032526231598),
+        ("validate=2/setup", 377132327327),
+        ("make=1>a/setup", 593872915667),
+        ("thin=1/power@commit:3", 704713893248),
+        ("resave=1/kill@records:1", 556164512674),
+        ("purge/calm", 74582371899),
+    ],
 }

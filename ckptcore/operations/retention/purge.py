@@ -193,7 +193,7 @@ def purge_one(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> t
     else:
         expected = _expected(aside)
         judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri, counted=expected)
-        with moving_obligations(catalog, aside.place, judged, at_rest) as conn:
+        with moving_obligations(catalog, aside.place, judged, at_rest, expected) as conn:
             _decide(conn, aside)
     if not is_resumed:
         aside.require_approved()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from datetime import UTC, datetime, timedelta
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from retiring import snapshot
+from sqlalchemy import text
 
 from ckptcore import api
 from ckptcore.catalog import holds, obligations, open_catalog, retirements, set_aside
@@ -18,7 +20,7 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
 from ckptcore.conversion.staging import local_staging
-from ckptcore.errors import Conflict, UsageError
+from ckptcore.errors import Conflict, DestinationExists, UsageError
 from ckptcore.operations.automation.sweep import SweepSettings, sweep
 from ckptcore.operations.retention import thin as module
 from ckptcore.operations.retention.purge import purge, restore
@@ -286,6 +288,22 @@ def test_what_an_obligation_counts_on_does_not_go(steps, catalog, url, tmp_path)
     copy = tmp_path / "copy"
     convert(Request(str(steps.first), str(copy)), MEANS, None, url)
     steps.keeps("an obligation counts on what would go")
+
+
+def test_a_purge_in_favour_of_a_copy_is_an_obligation_on_it(steps, catalog, url, tmp_path):
+    """The trainer has saved the thinned step anew: only a copy has what the thinned one had."""
+    copy = tmp_path / "copy"
+    convert(Request(str(steps.first), str(copy)), MEANS, None, url)
+    steps.thin()
+    shutil.rmtree(steps.first)
+    dcp.save(nested(9), checkpoint_id=steps.first, no_dist=True)
+    assert [item.fate for item in steps.purge()] == ["purged"]
+    with catalog.reading() as conn:
+        rows = conn.execute(text("SELECT source, place FROM obligation")).all()
+    assert [tuple(row) for row in rows] == [(str(steps.first), str(copy))]
+    assert list(tmp_path.glob(".copy.obligations.ckptcore/*.json"))
+    with pytest.raises(DestinationExists, match="only proven copy"):
+        convert(Request(str(steps.place(2)), str(copy), overwrite=True), MEANS, None, url)
 
 
 def test_a_thinned_step_that_differs_is_not_published(steps, monkeypatch):
