@@ -65,8 +65,8 @@ def tensors_read(manifest: Manifest, settings: Settings) -> list[Holding]:
 def tensor_ids_read(manifest: Manifest, settings: Settings, is_wanted: Callable[[str], bool]) -> Ids:
     """Read tensors, and return their content ids. is_wanted: whether to read those of a spec."""
     forms = {(t.dtype, t.shape) for t in manifest.tensors}
-    wanted = {form for form in forms if is_wanted(tensor_spec(*form))}
-    rows = [row for row, t in enumerate(manifest.tensors) if (t.dtype, t.shape) in wanted]
+    matching_forms = {form for form in forms if is_wanted(tensor_spec(*form))}
+    rows = [row for row, t in enumerate(manifest.tensors) if (t.dtype, t.shape) in matching_forms]
     part = manifest if len(rows) == len(manifest.tensors) else select(manifest, rows)
     return ids_of_tensors(_sums_read(part, settings))
 

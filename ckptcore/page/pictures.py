@@ -122,7 +122,7 @@ def _extremes(points: Sequence[tuple[int, float | None]]) -> Sequence[tuple[int,
     share = -(-len(points) // int(_PLOT[2] / 2))
     if share <= 2:
         return points
-    kept = {0, len(points) - 1}
+    outermost = {0, len(points) - 1}
     for start in range(0, len(points), share):
         finite, gaps = [], []
         for number in range(start, min(start + share, len(points))):
@@ -131,9 +131,9 @@ def _extremes(points: Sequence[tuple[int, float | None]]) -> Sequence[tuple[int,
                 gaps.append(number)
             else:
                 finite.append((value, number))
-        kept |= {number for _, number in (min(finite), max(finite))} if finite else set()
-        kept.update(gaps[:1])
-    return [points[number] for number in sorted(kept)]
+        outermost |= {number for _, number in (min(finite), max(finite))} if finite else set()
+        outermost.update(gaps[:1])
+    return [points[number] for number in sorted(outermost)]
 
 
 def change_map(

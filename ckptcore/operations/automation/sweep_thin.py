@@ -52,8 +52,8 @@ def thin_swept(
     Raises:
         UsageError: The root's retention is invalid, or nothing can be set aside below it.
     """
-    kept = None if root.trouble else optimizers_kept(root)  # an odd root was not swept
-    if kept is None:
+    optimizers = None if root.trouble else optimizers_kept(root)  # an odd root was not swept
+    if optimizers is None:
         return
     if local_path(root.uri) is None:
         raise UsageError(
@@ -62,7 +62,7 @@ def thin_swept(
         )
     waiting = {item.source for item in items if item.standing not in _DONE}
     sources = dict.fromkeys(item.source for item in items if item.source not in waiting)
-    rules = ThinRules(keep_last=kept, min_age_s=settle_s)
+    rules = ThinRules(keep_last=optimizers, min_age_s=settle_s)
     changed: list[SweepItem] = []
 
     def take(step: ThinDecision) -> None:

@@ -63,8 +63,8 @@ def optimizers_kept(root: RootRow) -> int | None:
         CatalogError: The root's row is odd.
     """
     require_sound(root)
-    kept: int | None = checked(root.retention).get("keep_optimizer_last")
-    return kept
+    steps: int | None = checked(root.retention).get("keep_optimizer_last")
+    return steps
 
 
 def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,9 +87,9 @@ def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
     if retention.get("rest") not in (None, *RESTS):
         raise UsageError(f"rest must be {FULL} or {WEIGHTS} (got {retention['rest']!r})")
     _policy(retention)
-    kept = retention.get("keep_optimizer_last")
-    if kept is not None and kept < 1:
-        raise UsageError(f"keep_optimizer_last of a root's retention must be at least 1 (got {kept})")
+    steps = retention.get("keep_optimizer_last")
+    if steps is not None and steps < 1:
+        raise UsageError(f"keep_optimizer_last of a root's retention must be at least 1 (got {steps})")
     return dict(retention)
 
 

@@ -10,8 +10,10 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,12 @@ def generated(folders: list[Path], where: Path) -> list[dict[str, Any]]:
     # The jobs are there for what the tests add to the engine's workers.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(JOBS)])}
     command = [python, str(JOBS / "vllm_job.py"), str(TOKENS), *map(str, folders)]
-    assert subprocess.run(command, cwd=where, env=env).returncode == 0
+    with subprocess.Popen(command, cwd=where, env=env, start_new_session=True) as job:
+        try:
+            assert job.wait() == 0
+        finally:  # workers of an engine outlive a job that is stopped
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
     answers = [json.loads((folder / "generated.json").read_text()) for folder in folders]
     assert {answer["version"].split("+")[0] for answer in answers} == {strict_exports.VLLM}
     return answers
