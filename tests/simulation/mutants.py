@@ -270,7 +270,7 @@ MUTANTS = {
     "record-stays-behind": Mutant(
         "the record of an obligation does not move with what it counts on",
         f"{REPLACING}:moving_obligations",
-        "[duties[key] for key, places in left.items() if where in places]",
+        "[(duties | new)[key] for key, places in left.items() if where in places]",
         "[]",
         seed=295,
     ),
