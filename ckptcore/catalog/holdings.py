@@ -24,7 +24,7 @@ from ckptcore.catalog.types import CheckpointRow, State
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-_NOWHERE = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)
+NOWHERE = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)
 _SAMPLE = 64  # tensors by which copies are looked for
 _HEX = re.compile("[0-9a-f]*")
 _ID_BYTES = 16  # as `ckptcore.fingerprints.holdings`, which the catalog does not import
@@ -94,7 +94,7 @@ def may_hold(conn: Connection, ids: Set[bytes], manifests: Collection[str] = ())
         ids: Content ids.
         manifests: Manifest digests of holders: copies of them have the same.
     """
-    not_deleted = Checkpoint.state.not_in(_NOWHERE)
+    not_deleted = Checkpoint.state.not_in(NOWHERE)
     prefixes = [content_id.hex() for content_id in nsmallest(_SAMPLE, ids)]
     # Each by the index of fingerprints: for one statement with all of them SQLite reads the table.
     same = (

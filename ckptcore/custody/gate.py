@@ -2,7 +2,7 @@
 
 1. The obligations are those of the catalog, and those in records beside the place, in it and around it.
 2. The place is looked through: every checkpoint that opens there, and its contents. What cannot be read
-   counts as everything that an obligation counts on there.
+   counts as everything that an obligation counts on there, that was recorded there, and that its sources had.
 3. Contents under an obligation must be proven elsewhere: read now, in files that are not those of the place,
    where no conversion writes. Everything else is named by ``--overwrite``.
 
@@ -16,10 +16,12 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import holdings, obligations
+from ckptcore.catalog.holdings import NOWHERE
 from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.core.manifest import Manifest
@@ -32,8 +34,9 @@ from ckptcore.custody.obligation_records import (
     read_duties,
     recorded_duty,
 )
-from ckptcore.custody.place_contents import PlaceContents, contents_at
-from ckptcore.custody.place_ties import writer_of_place
+from ckptcore.custody.place_contents import contents_at
+from ckptcore.custody.place_ties import inside_of_place, writer_of_place
+from ckptcore.custody.upkeep import recorded_ids
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUnreadable
 from ckptcore.fingerprints.holdings import Ids, common, ids_of, in_one, unpack_specs
 from ckptcore.planning.request import Settings
@@ -166,7 +169,8 @@ def judge(
         return Judged()
     specs = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
     read_contents = contents_at(place, things, specs, settings, catalog)
-    matched = {duty.row.id: _matched(duty, read_contents, place) for duty in duties}
+    unread = None if read_contents.readable else _unread_at(catalog, place)
+    matched = {duty.row.id: _matched(duty, read_contents.ids, place, unread) for duty in duties}
     if staying:
         matched = {key: ids - staying for key, ids in matched.items()}
     missing = in_one(matched.values())
@@ -253,16 +257,54 @@ def _read_apart(
     return contents_at(row.uri, files, specs, settings).ids, digest_of_files(files)
 
 
-def _matched(duty: Duty, place_contents: PlaceContents, place: str) -> Ids:
-    """Return the contents of an obligation that a place holds, or may hold where it cannot be read."""
-    # What cannot be read may be the very copy that the obligation counts on.
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """What may be at a place that cannot be read completely, by the catalog.
+
+    Attributes:
+        ids: Content ids that were recorded of it.
+        sources: Public ids of the checkpoints there, and of all that they were made from.
+    """
+
+    ids: Ids = frozenset()
+    sources: frozenset[str | None] = frozenset()
+
+
+def _unread_at(catalog: Catalog | None, place: str) -> _Unread:
+    """Return what may be at a place, in it, or in the folder that it is a file of."""
+    if catalog is None:
+        return _Unread()
+    with catalog.reading() as conn:
+        uris = dict.fromkeys((place, *_around(place), *inside_of_place(conn, place)))
+    ids_of_rows, sources = list[Ids](), set[str | None]()
+    for recorded in filter(None, catalog.at_each(uris)):
+        public = recorded[0].id
+        if recorded[0].state in NOWHERE:
+            continue
+        with catalog.reading() as conn:
+            ids_of_rows.append(recorded_ids(conn, recorded[0]))
+        ancestors = catalog.lineage(public, down=False).ancestors
+        sources |= {public, *(step.source.id for step in ancestors)}
+    return _Unread(in_one(ids_of_rows), frozenset(sources))
+
+
+def _matched(duty: Duty, read_ids: Ids, place: str, unread: _Unread | None) -> Ids:
+    """Return the contents of an obligation that a place holds, or may hold where it cannot be read.
+
+    Args:
+        duty: The obligation.
+        read_ids: Content ids that were read there.
+        place: The place.
+        unread: What else may be there; None if everything was read.
+    """
     duty_ids = ids_of(duty.contents)
-    if (
-        not place_contents.readable
-        and relation(identify(duty.row.place), identify(place)) is not Relation.APART
-    ):
+    if unread is None:
+        return common(duty_ids, read_ids)
+    # What cannot be read may be the very copy that the obligation counts on, or another of the same source.
+    is_on_it = relation(identify(duty.row.place), identify(place)) is not Relation.APART
+    if is_on_it or duty.row.checkpoint in unread.sources:
         return duty_ids
-    return common(duty_ids, place_contents.ids)
+    return common(duty_ids, in_one([read_ids, unread.ids]))
 
 
 def _around(place: str) -> Iterator[str]:

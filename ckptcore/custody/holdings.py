@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
+from itertools import chain
 
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.comparison.object_leaves import exact_leaves
@@ -18,6 +19,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
 from ckptcore.core.unused_bytes import accounted_files, unused_bytes
 from ckptcore.core.used_files import used
+from ckptcore.errors import CkptError
 from ckptcore.fingerprints.holdings import (
     FILE,
     OBJECT,
@@ -62,13 +64,40 @@ def tensors_read(manifest: Manifest, settings: Settings) -> list[Holding]:
     return tensor_holdings(_sums_read(manifest, settings), {t.fqn: t.nbytes for t in manifest.tensors})
 
 
-def tensor_ids_read(manifest: Manifest, settings: Settings, is_wanted: Callable[[str], bool]) -> Ids:
-    """Read tensors, and return their content ids. is_wanted: whether to read those of a spec."""
+def tensor_ids_read(
+    manifest: Manifest, settings: Settings, is_wanted: Callable[[str], bool]
+) -> tuple[Ids, bool]:
+    """Read tensors, and return the content ids of those that can be read, and whether all of them can.
+
+    Args:
+        manifest: The checkpoint.
+        settings: Memory and threads.
+        is_wanted: Whether to read those of a spec.
+
+    Raises:
+        CkptError: Something cannot be read now, and a retry may help.
+    """
     forms = {(t.dtype, t.shape) for t in manifest.tensors}
     matching_forms = {form for form in forms if is_wanted(tensor_spec(*form))}
     rows = [row for row, t in enumerate(manifest.tensors) if (t.dtype, t.shape) in matching_forms]
     part = manifest if len(rows) == len(manifest.tensors) else select(manifest, rows)
-    return ids_of_tensors(_sums_read(part, settings))
+    sums = _sums_of_readable(part, settings)
+    return ids_of_tensors(sums), len(sums) == len(part.tensors)
+
+
+def _sums_of_readable(manifest: Manifest, settings: Settings) -> tuple[Fingerprinted, ...]:
+    """Return the sums of all tensors that can be read: none keeps the others from it."""
+    count = len(manifest.tensors)
+    try:
+        return _sums_read(manifest, settings)
+    except CkptError as error:
+        if error.transient:
+            raise
+        if count == 1:
+            return ()
+    # By halves, for the reader names neither all that are damaged nor the first in order.
+    halves = range(count // 2), range(count // 2, count)
+    return tuple(chain.from_iterable(_sums_of_readable(select(manifest, half), settings) for half in halves))
 
 
 def _sums_read(manifest: Manifest, settings: Settings) -> tuple[Fingerprinted, ...]:

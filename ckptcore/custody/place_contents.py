@@ -80,12 +80,8 @@ def contents_at(
     for place, manifest in walk.opened:
         tensor_ids = _recorded_ids(catalog, place, manifest) if catalog is not None else None
         if tensor_ids is None:
-            try:
-                tensor_ids = tensor_ids_read(manifest, settings, is_wanted)
-            except CkptError as error:
-                if error.transient:
-                    raise
-                walk.readable, tensor_ids = False, frozenset()
+            tensor_ids, is_complete = tensor_ids_read(manifest, settings, is_wanted)
+            walk.readable &= is_complete
         parts += tensor_ids, ids_of(objects_of(manifest))
         walk.readable &= not manifest.unread
     sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in specs}

@@ -10,7 +10,18 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
-from custody_copies import Copies, copy_by_hand, files_of, flip, is_copy_of, put_rows, rewrite, rows_of, save
+from custody_copies import (
+    Copies,
+    copy_by_hand,
+    files_of,
+    flip,
+    is_copy_of,
+    put_rows,
+    rewrite,
+    rows_of,
+    save,
+    tensor_bytes,
+)
 from retiring import MEANS
 from sqlalchemy import text
 
@@ -174,10 +185,48 @@ def test_the_other_copy_rotted_and_nobody_looked(place, copies):
     copies.convert(copies.source, copies.copy, overwrite=True)  # the newest, so it is counted on
     copies.counted_on()
     rotten, intact = (second, copies.copy) if place == "first" else (copies.copy, second)
-    file = next(p for p in rotten.rglob("*") if p.is_file()) if rotten.is_dir() else rotten
-    at = file.read_bytes().index(torch.full((4,), 1.5).numpy().tobytes())
-    flip(file, at)
+    flip(*tensor_bytes(rotten, torch.full((4,), 1.5)))
     copies.refuses(intact)
+
+
+@on_some
+@pytest.mark.parametrize("moved", [False, True])
+def test_both_copies_rotted_and_one_is_read_in_part(moved, copies):
+    """Lineage leads to it, or nobody recorded it: one tensor of it can still be read."""
+    part, newest = copies.out / "part", copies.out / "newest"
+    copies.convert(copies.source, part, to="torch_save")
+    copies.convert(copies.source, newest)
+    flip(*tensor_bytes(part, torch.full((4,), 1.5)))
+    copies.counted_on()
+    for other in (copies.copy, newest):
+        flip(*tensor_bytes(other, torch.arange(12.0) + 100))
+    if moved:
+        part = part.rename(copies.tmp / "moved")
+    refusal = copies.refuses(part, overwrite_foreign=True)
+    assert refusal.values["contents"] == ["weight"]
+
+
+@on_some
+def test_both_copies_rotted_and_one_does_not_open(copies):
+    """Nothing of it is read, and it may be what is left: its lineage says what of."""
+    second = copies.out / "x.pt"
+    copies.convert(copies.source, second, to="torch_save")
+    copies.convert(copies.source, copies.copy, overwrite=True)
+    flip(second, second.read_bytes().index(b"archive/data/0"))
+    copies.counted_on()
+    flip(*tensor_bytes(copies.copy, torch.arange(12.0) + 100))
+    copies.refuses(second, overwrite_foreign=True)
+
+
+@on_some
+def test_a_copy_that_does_not_open_is_replaced_while_another_is_intact(copies):
+    second = copies.out / "x.pt"
+    copies.convert(copies.source, second, to="torch_save")
+    copies.convert(copies.source, copies.copy, overwrite=True)
+    flip(second, second.read_bytes().index(b"archive/data/0"))
+    copies.counted_on()
+    copies.overwrite(second, overwrite_foreign=True)
+    assert torch.load(second)["weight"][0, 0] == 300
 
 
 @on_some
