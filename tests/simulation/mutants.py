@@ -202,6 +202,13 @@ MUTANTS = {
         also=(LOOKED,),
         seed=38,
     ),
+    "gate-forgets-the-unread": Mutant(
+        "what cannot be read of a place counts as nothing",
+        f"{GATE}:judge",
+        "None if read_contents.readable else _unread_at(catalog, place)",
+        "None",
+        seed=1810275,
+    ),
     "gate-proves-itself": Mutant(
         "a place is a copy of itself",
         f"{GATE}:_read_apart",

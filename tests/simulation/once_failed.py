@@ -104,6 +104,18 @@ ONCE_FAILED: dict[str, list[tuple[str, int]]] = {
         ("together", 1097101537630),
         ("overwrite=2>p/hand", 585398104805),
     ],
+    # Neither copy is intact: the one that we cannot open is the only one whose tensor torch still reads.
+    "a copy that does not open is overwritten when the copy that is counted on has rotted": [
+        ("save/setup", 1079311138654),
+        ("save/setup", 130738157794),
+        ("validate=2/setup", 15800981116),
+        ("make=1>p/setup", 847584120096),
+        ("make=1>b/setup", 706213064449),
+        ("rot=p", 585988389892),
+        ("retire=now/setup", 672019355243),
+        ("rot=b", 970408610412),
+        ("overwrite=2>p/kill@unlink:2", 193991647758),
+    ],
     # What an earlier conversion kept beside the destination is no output of the next one.
     "what could not be removed is kept beside a destination, which is replaced again": [
         ("save/setup", 205019019101),
