@@ -500,7 +500,8 @@ def load_into(
         prefix: A prefix of the checkpoint's names.
         strict: Whether every leaf must get a value. Otherwise leaves that the checkpoint lacks are unchanged,
             and logged.
-        verify: Whether stored checksums are verified.
+        verify: Whether stored checksums are verified. The rest of a record that only a part is wanted of,
+            such as the rows of one rank, is not read for it: ``check`` with level "bytes" reads all.
 
     Returns:
         Names of the checkpoint's tensors that the state dict does not have.

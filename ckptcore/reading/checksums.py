@@ -158,9 +158,20 @@ class Records:
             for index in [index for index in self._partly if self._state[index] == _VERIFIED]:
                 del self._partly[index]
 
-    def finish(self, threads: int = 1) -> None:
-        """Read the partly read records; raises `DamagedCheckpoint` like the reads before."""
-        left = [*self._partly.values()]
+    @property
+    def partly(self) -> tuple[int, ...]:
+        """Return the numbers of the records that are read in part, and not verified."""
+        with self._lock:
+            return tuple(self._partly)
+
+    def finish(self, threads: int = 1, numbers: Iterable[int] | None = None) -> None:
+        """Read the partly read records; raises `DamagedCheckpoint` like the reads before.
+
+        Args:
+            threads: How many read.
+            numbers: Only these; None for all.
+        """
+        left = [self._partly[number] for number in (self.partly if numbers is None else numbers)]
         if len(left) < 2 or threads < 2:
             for open_record in left:
                 self._read_record(open_record)

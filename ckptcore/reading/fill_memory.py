@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from math import prod
@@ -54,7 +55,8 @@ def fill_memory(
         manifest: The checkpoint.
         store: Where its files are.
         fills: What to fill. Where memory overlaps, the last one wins, as if they were filled in order.
-        verify: Whether stored checksums are verified.
+        verify: Whether stored checksums are verified: those of the records of whose tensors everything is
+            filled, and of those that are read completely.
         copies: Whether to compare copies, as `validate` does.
         records: The checkpoint's records, where it is read in several calls; then ``verify`` is theirs, and
             the caller finishes them.
@@ -63,6 +65,7 @@ def fill_memory(
         DamagedCheckpoint: A checksum fails, or copies differ; memory is partly filled.
     """
     fills = [fill for fill in fills if fill.want.numel]
+    own_records = records is None
     if records is None:
         records = Records(store, len(manifest.items), verify)
     apart, shared = _apart(fills)
@@ -70,6 +73,28 @@ def fill_memory(
     for group, threads in ((apart, threads_for(fill.out for fill in apart)), (shared, 1)):
         if group:
             _run(manifest, store, records, group, threads, copies)
+    if own_records:
+        records.finish(threads_for(fill.out for fill in fills), _completely_wanted(manifest, records, fills))
+
+
+def _completely_wanted(manifest: Manifest, records: Records, fills: Sequence[Fill]) -> list[int]:
+    """Return the partly read records of whose tensors everything was filled: slices, gaps, padding remain.
+
+    Of a record whose tensors were filled in part, such as the rows of one rank, the rest is not read.
+    """
+    chunks, partly = manifest.chunks, np.array(records.partly, np.int64)
+    if not len(partly):
+        return []
+    filled = Counter[int]()
+    for row, want in {(fill.row, fill.want) for fill in fills}:
+        filled[row] += want.numel
+    rows_of_partly = np.isin(chunks.item, partly)
+    rows = chunks.tensor[rows_of_partly].tolist()
+    in_part = {row for row in set(rows) if filled[row] < prod(manifest.tensors[row].shape)}
+    left_out = {
+        item for item, row in zip(chunks.item[rows_of_partly].tolist(), rows, strict=True) if row in in_part
+    }
+    return [number for number in partly.tolist() if number not in left_out]
 
 
 def threads_for(tensors: Iterable[Any]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from custody_copies import flip, tensor_bytes
 from pieces import numbered, write_dcp
 
 import ckptcore
@@ -157,6 +158,20 @@ def test_pieces_of_a_record_add_up_to_its_checksum(source: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match=r"rows: .*CRC-32"):
         load(source, state)
     load(source, state, verify=False)
+
+
+def test_a_record_with_more_than_its_tensor_is_compared_with_its_checksum(tmp_path: Path) -> None:
+    """A slice keeps all of its storage in a `.pt`: what is read of it never adds up to the record."""
+    file = tmp_path / "slice.pt"
+    rows = torch.arange(32.0).reshape(8, 4)
+    torch.save({"rows": rows[2:6], "all": torch.ones(3)}, file)
+    flip(*tensor_bytes(file, rows[3]))
+    opened = ckptcore.open(str(file))
+    with pytest.raises(DamagedCheckpoint, match=r"rows: .*CRC-32"):
+        ckptcore.load_into(opened, {"rows": torch.zeros(4, 4)})
+    with pytest.raises(DamagedCheckpoint, match=r"rows: .*CRC-32"):
+        ckptcore.read(opened, "rows")
+    assert torch.equal(ckptcore.read(opened, "rows", Box((0, 0), (1, 4))), rows[2:3])  # a part of it
 
 
 def test_ranks_of_a_machine_share_its_cores(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
