@@ -18,7 +18,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose, map_export
-from ckptcore.planning.options import Options, options_of, pairs, read_rules, request_field
+from ckptcore.planning.options import Options, VerifyOptions, options_of, pairs, read_rules, request_field
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.merged import source_url
 from ckptcore.utils.average_url import average_url, weights_for
@@ -367,9 +367,7 @@ def verify_export(
     """
     from ckptcore.conversion.export_verdict import record_verdict
 
-    place: str | bool | None = _spelled(catalog)
-    export_source, proof = prove_export(
-        os.fspath(export),
+    checks = VerifyOptions(
         against=_spelled(against),
         reference=_spelled(reference),
         near=_spelled(near),
@@ -378,26 +376,18 @@ def verify_export(
         logits_dtype=logits_dtype,
         logits_tolerance=logits_tolerance,
         any_memory=any_memory,
-        settings=settings,
-        progress=progress,
-        catalog=place,
-        **options,
+    )
+    place: str | bool | None = _spelled(catalog)
+    export_source, proof = prove_export(
+        os.fspath(export), checks, settings or Settings(), progress, place, **options
     )
     return record_verdict(export_source, proof, place)
 
 
 def prove_export(
     export: str,
-    *,
-    against: str | None,
-    reference: str | None,
-    near: str | None,
-    near_threshold: float,
-    logits: bool,
-    logits_dtype: str,
-    logits_tolerance: float,
-    any_memory: bool,
-    settings: Settings | None,
+    checks: VerifyOptions,
+    settings: Settings,
     progress: Progress | None,
     catalog: str | bool | None,
     **options: Any,
@@ -411,16 +401,19 @@ def prove_export(
     from ckptcore.comparison.verify_export import verify_export as run
     from ckptcore.conversion.export_verdict import find_source
 
-    settings = settings or Settings()
     logits_check = LogitsWanted(
-        reference, dtypes.get(logits_dtype).name, settings.device, logits_tolerance, any_memory
+        checks.reference,
+        dtypes.get(checks.logits_dtype).name,
+        settings.device,
+        checks.logits_tolerance,
+        checks.any_memory,
     )
-    checks = Wanted(near, near_threshold, logits_check if logits or reference is not None else None)
-    export_source = find_source(export, against, _fields(options), catalog)
+    with_logits = checks.logits or checks.reference is not None
+    export_source = find_source(export, checks.against, _fields(options), catalog)
     proof = run(
         export,
         export_source.source,
-        checks,
+        Wanted(checks.near, checks.near_threshold, logits_check if with_logits else None),
         settings,
         progress,
         missing=export_source.reason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -246,23 +247,28 @@ Retention = Annotated[
         "a sweep does not thin: keep_optimizer_last. A JSON object.",
     ),
 ]
-_of_target = takes(declared("to", "mesh", "dtype", "config", to=None, mesh=None))
+_TARGET = declared("to", "mesh", "dtype", "config", to=None, mesh=None)
+_of_root = takes(
+    {
+        "include": (Include, None),
+        "destination": (Destination, None),
+        "verb": (Verb, None),
+        "target": (Target, "{}"),
+        "also": (Also, None),
+        "retention": (Retention, None),
+        "catalog": (Where, None),
+        "output": (As, Output.TEXT),
+    },
+    _TARGET,
+)
 
 
 @root_app.command("add")
-@_of_target
+@_of_root
 def add_root(
     name: RootName,
     uri: Annotated[str, typer.Argument(metavar="URI", help="Path or URL of the folder.")],
-    include: Include = None,
-    destination: Destination = None,
-    verb: Verb = None,
-    target: Target = "{}",
-    also: Also = None,
-    retention: Retention = None,
-    catalog: Where = None,
-    output: As = Output.TEXT,
-    **options: Any,
+    **arguments: Any,
 ) -> None:
     """Watch a folder.
 
@@ -279,38 +285,27 @@ def add_root(
             f"note: there is no folder {uri} on this machine yet; a sweep finds nothing there", err=True
         )
     forms = [
-        _target_form(target, destination, verb, options),
-        *(_object(also_target, "--also") for also_target in also or ()),
+        _target_form(arguments),
+        *(_object(also_target, "--also") for also_target in arguments["also"] or ()),
     ]
     targets = settled_all(forms, reads=is_here)
-    retained = checked(_object(retention or "{}", "--retention"))
-    with open_catalog(catalog) as catalog_db, catalog_db.writing() as conn:
+    retained = checked(_object(arguments["retention"] or "{}", "--retention"))
+    with open_catalog(arguments["catalog"]) as catalog_db, catalog_db.writing() as conn:
         row = roots.add(
             conn,
             clock(conn),
             name,
             uri,
-            include=include or (),
+            include=arguments["include"] or (),
             targets=[each_target.as_dict() for each_target in targets],
             retention=retained,
         )
-    answer((row,), output)
+    answer((row,), arguments["output"])
 
 
 @root_app.command("set")
-@_of_target
-def set_root(
-    name: RootName,
-    include: Include = None,
-    destination: Destination = None,
-    verb: Verb = None,
-    target: Target = "{}",
-    also: Also = None,
-    retention: Retention = None,
-    catalog: Where = None,
-    output: As = Output.TEXT,
-    **options: Any,
-) -> None:
+@_of_root
+def set_root(name: RootName, **arguments: Any) -> None:
     """Change settings of a watched folder.
 
     Those that are not named stay. Outputs stay, too: a sweep makes what the new settings ask for.
@@ -320,8 +315,8 @@ def set_root(
     from ckptcore.operations.automation.root_targets import settled_all
     from ckptcore.operations.retention.root_retention import checked
 
-    changes = _target_form(target, destination, verb, options)
-    with opened(catalog) as catalog_db, catalog_db.writing() as conn:
+    changes, also, retention = _target_form(arguments), arguments["also"], arguments["retention"]
+    with opened(arguments["catalog"]) as catalog_db, catalog_db.writing() as conn:
         row = roots.get(conn, name)
         require_sound(row)  # what an odd row asks for would be replaced by defaults
         further = row.also if also is None else [_object(also_target, "--also") for also_target in also]
@@ -329,11 +324,11 @@ def set_root(
         row = roots.change(
             conn,
             name,
-            include=include,
+            include=arguments["include"],
             targets=[each_target.as_dict() for each_target in targets],
             retention=None if retention is None else checked(_object(retention, "--retention")),
         )
-    answer((row,), output)
+    answer((row,), arguments["output"])
 
 
 @root_app.command("show")
@@ -425,14 +420,12 @@ def _is_here(uri: str) -> bool:
     return path is None or path.is_dir()
 
 
-def _target_form(
-    target: str, destination: str | None, verb: str | None, options: dict[str, Any]
-) -> dict[str, Any]:
+def _target_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON form of a target, of the options that are named."""
-    if verb is None and options["mesh"] is not None:
-        verb = "reshard"
-    named = {"destination": destination, "verb": verb, **options}
-    return _object(target, "--target") | {k: v for k, v in named.items() if v is not None}
+    named = {name: arguments[name] for name in ("destination", "verb", *_TARGET)}
+    if named["verb"] is None and named["mesh"] is not None:
+        named["verb"] = "reshard"
+    return _object(arguments["target"], "--target") | {k: v for k, v in named.items() if v is not None}
 
 
 def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> None:

@@ -28,7 +28,16 @@ from ckptcore.cli.options import (
     takes,
 )
 from ckptcore.errors import CkptError
-from ckptcore.planning.options import MEANS, RECORD, Options, VerifyOptions, options_of, pairs, request_field
+from ckptcore.planning.options import (
+    MEANS,
+    RECORD,
+    Options,
+    VerifyOptions,
+    options_of,
+    pairs,
+    read_options,
+    request_field,
+)
 from ckptcore.utils import terminal
 from ckptcore.utils.average_url import is_average
 
@@ -251,15 +260,15 @@ def verify_export(
     from ckptcore.api import prove_export
     from ckptcore.conversion.export_verdict import record_verdict
 
-    checks, options = {name: arguments[name] for name in options_of(VerifyOptions)}, Options.of(arguments)
+    options = Options.of(arguments)
     (export,) = named_places((export,), arguments)
     with show.progress() as progress:
         export_lookup, proof = prove_export(
             export,
-            **checks,
-            settings=options.settings(),
-            progress=progress,
-            catalog=options.register_in,
+            read_options(VerifyOptions, arguments),
+            options.settings(),
+            progress,
+            options.register_in,
             **_exported_with(options),
         )
     # The answer comes first: an unusable catalog must not hide a result that took hours.

@@ -55,9 +55,8 @@ def sweep(names: RootNames = None, **arguments: Any) -> None:
             catalog,
             verifying(convert_one, settings, url) if options.verify_export else convert_one,
             names or (),
-            SweepSettings.of(options),
+            SweepSettings.of(options, settings),
             on_item=show.item_line(as_json),
-            reading=settings,
             convert_each=verifying_each(convert_each, settings, url)
             if options.verify_export
             else convert_each,

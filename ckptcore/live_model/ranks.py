@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptcore.errors import CkptError, UsageError
+from ckptcore.naming import transformers_private
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.text import listed
 
@@ -59,7 +60,7 @@ def shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
             hint="leave mesh out, and shard the model that is returned",
         )
     computed = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
-    layers = set(model._no_split_modules or ())
+    layers = transformers_private.unsplit_layers(model)
     for module in model.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh)

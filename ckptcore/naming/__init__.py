@@ -7,4 +7,5 @@ Knows manifests; no format by name, no bytes.
 - `model_part.find_model` finds the model, by evidence.
 - `peft.find_adapter` finds a LoRA adapter in a model, and its names on the hub.
 - `optimizer_state` assigns optimizer state to parameters.
+- `transformers_private` has all uses of what transformers does not document.
 """

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptcore.naming import transformers_private
 from ckptcore.planning.transformers_conversion import ModelMismatch, compare
 from ckptcore.planning.transformers_process import LOCAL, Answer, brief, quiet_transformers, serve
 
@@ -124,7 +125,7 @@ def built(content: Mapping[str, Any], name: str = "") -> Any:
     cls = getattr(library, named) if named else None
     with torch.device("meta"):
         return (
-            cls._from_config(config, dtype=torch.bfloat16)
+            transformers_private.new_model(cls, config)
             if cls is not None
             else library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         )

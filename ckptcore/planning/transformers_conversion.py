@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
+from ckptcore.naming import transformers_private
+
 Shape = tuple[int, ...]
 HALF = ("bfloat16", "float16")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -183,7 +185,7 @@ class _Comparison:
             for d, float32_names in self._float32.items()
         }
         out.prefixes = self._prefixes
-        left_out = _left_out(self._model)
+        left_out = transformers_private.left_out_on_save(self._model)
         out.unsaved = [n for n, r in self._routes.items() if r.group in left_out]
         return out
 
@@ -297,8 +299,7 @@ class _Comparison:
             for name, shape in self._shapes.items()
         }
         config = modeling.LoadStateDictConfig(weight_mapping=self._transforms(), device_map={"": "meta"})
-        answer = self._model._load_pretrained_model(self._model, tensors, None, config)
-        return answer[0] if isinstance(answer, tuple) else answer
+        return transformers_private.load_report(self._model, tensors, config)
 
 
 @contextmanager
@@ -325,9 +326,7 @@ def _compare_names(
     model: Any, tensor_shapes: Mapping[str, Shape], model_shapes: Mapping[str, Shape]
 ) -> ModelMismatch:
     """Compare with transformers before 5, which at most renames."""
-    rename = getattr(model, "_get_key_renaming_mapping", None)
-    key_mapping = getattr(model, "_checkpoint_conversion_mapping", None) or None
-    new = rename(list(tensor_shapes), key_mapping) if rename is not None else {n: n for n in tensor_shapes}
+    new = transformers_private.renamed_by_version_4(model, list(tensor_shapes))
     ties = _ties(model, model_shapes)
     skipped, may_lack = _ignored(model, "unexpected", tensor_shapes), _ignored(model, "missing")
     stored = defaultdict(list)
@@ -360,8 +359,9 @@ def kept_in_float32(model: Any, dtype: str) -> set[str]:
     """
     import torch
 
-    patterns = list(model._keep_in_fp32_modules_strict or ())
-    patterns += list(model._keep_in_fp32_modules or ()) if dtype == "float16" else []
+    patterns = transformers_private.kept_in_float32(model, strictly=True)
+    if dtype == "float16":
+        patterns += transformers_private.kept_in_float32(model, strictly=False)
     listed = [re.compile(p.replace("*", ".*")) for p in patterns]
     return {
         name
@@ -375,18 +375,13 @@ def kept_in_float32(model: Any, dtype: str) -> set[str]:
 def written_tensors(model: Any) -> dict[str, Any]:
     """Return the model's tensors that `save_pretrained` writes: of tied ones, one."""
     modeling: Any = importlib.import_module("transformers.modeling_utils")
-    left_out = _left_out(model)
+    left_out = transformers_private.left_out_on_save(model)
     state = {n: t for n, t in model.state_dict().items() if hasattr(t, "shape") and n not in left_out}
     try:
         written: dict[str, Any] = modeling.remove_tied_weights_from_state_dict(dict(state), model)
     except Exception:  # tensors share values in a way that transformers does not save
         return state
     return written
-
-
-def _left_out(model: Any) -> set[str]:
-    """Return the names of what a class leaves out when it is saved: tables that it computes itself."""
-    return {*(model._keys_to_ignore_on_save or ())}
 
 
 def _prefixes(
@@ -430,7 +425,7 @@ def _ties(model: Any, model_shapes: Mapping[str, Shape]) -> list[tuple[str, str]
         return [(a, b) for a, b in keys.items() if a in model_shapes and b in model_shapes]
     if not getattr(model.config, "tie_word_embeddings", False):
         return []
-    shared = getattr(model, "_tied_weights_keys", None) or []
+    shared = transformers_private.tied_parameters(model)
     if isinstance(shared, dict):
         return [(a, b) for a, b in shared.items() if a in model_shapes and b in model_shapes]
     embedding = next((n for n in model_shapes if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
@@ -460,7 +455,7 @@ def _ignored(model: Any, kind: str, export_names: Iterable[str] = ()) -> Callabl
 
     export_names: names of the export, where unexpected ones are ignored.
     """
-    patterns = list(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or [])
+    patterns = transformers_private.ignored_on_load(model, kind)
     if (
         kind == "unexpected"
     ):  # two buffers that were persistent once, as in `_adjust_missing_and_unexpected_keys`

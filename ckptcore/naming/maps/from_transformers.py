@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptcore.naming import transformers_private
 from ckptcore.naming.maps.declaration import RuleForm, built_in_maps, compiled
 from ckptcore.naming.maps.hub_config import FROZEN, NULL, hub_fields
 from ckptcore.naming.maps.live_families import LiveFamilyForm, PartForm
@@ -78,8 +79,7 @@ def steps_of(transforms: Iterable[Any]) -> tuple[StepForm, ...]:
 
 def entries() -> dict[str, tuple[StepForm, ...]]:
     """Return the steps of every model type and class that the installed transformers lists."""
-    mapping: Any = importlib.import_module("transformers.conversion_mapping")
-    listed: Mapping[str, Sequence[Any]] = mapping._build_checkpoint_conversion_mapping()
+    listed = transformers_private.transforms_by_name()
     return {name: steps_of(transforms) for name, transforms in sorted(listed.items()) if name != "legacy"}
 
 
@@ -127,13 +127,13 @@ def family_of(model: Any, model_type: str, names: Sequence[str]) -> LiveFamilyFo
         parts=tuple(parts),
         within=dict(sorted(_types_within(model.config.to_dict()))),
         float32=_float32(model),
-        float32_in_half=_patterns(model._keep_in_fp32_modules),
+        float32_in_half=_patterns(transformers_private.kept_in_float32(model, strictly=False)),
     )
 
 
-def _patterns(listed: Iterable[str] | None) -> tuple[str, ...]:
+def _patterns(listed: Iterable[str]) -> tuple[str, ...]:
     """Return what transformers searches in names of parameters for the modules that a class lists."""
-    return tuple(p.replace("*", ".*") for p in sorted(listed or ()))
+    return tuple(p.replace("*", ".*") for p in listed)
 
 
 def _float32(model: Any) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def _float32(model: Any) -> tuple[str, ...]:
     nevertheless: of these, the end of names, of at least two parts, that no other parameter has.
     """
     torch: Any = importlib.import_module("torch")
-    listed = _patterns(model._keep_in_fp32_modules_strict)
+    listed = _patterns(transformers_private.kept_in_float32(model, strictly=True))
     dtypes = {n: t.dtype for n, t in model.state_dict().items() if hasattr(t, "dtype")}
     bfloat16_names = [_numbered(name) for name, dtype in dtypes.items() if dtype == torch.bfloat16]
     patterns: dict[str, None] = {}
@@ -174,7 +174,7 @@ def built(model_type: str, name: str) -> Any:
         warnings.simplefilter("ignore")
         config = _small(library, library.CONFIG_MAPPING[model_type]())
         with torch.device("meta"):
-            return getattr(library, name)._from_config(config, dtype=torch.bfloat16)
+            return transformers_private.new_model(getattr(library, name), config)
 
 
 def classes() -> dict[str, list[str]]:

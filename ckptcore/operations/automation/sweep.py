@@ -69,6 +69,9 @@ ConvertEach = Callable[[Sequence[Request]], Sequence[Any]]
 OnItem = Callable[[SweepItem], None]
 
 
+_READING = Settings()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
     """What a sweep looks at, and how strict it is.
@@ -79,6 +82,7 @@ class SweepSettings:
         retry_failed: Include checkpoints that failed recently or were broken.
         relist: List every checkpoint on object stores, also those that are complete and converted.
         strict: See `Swept`.
+        reading: Memory and threads for the proof of what is thinned.
     """
 
     dry_run: bool = False
@@ -86,9 +90,10 @@ class SweepSettings:
     retry_failed: bool = False
     relist: bool = False
     strict: bool = False
+    reading: Settings = _READING
 
     @classmethod
-    def of(cls, options: SweepOptions) -> SweepSettings:
+    def of(cls, options: SweepOptions, reading: Settings = _READING) -> SweepSettings:
         """Return the settings that the options of a command or a flow ask for."""
         return cls(
             dry_run=options.dry_run,
@@ -96,11 +101,11 @@ class SweepSettings:
             retry_failed=options.retry_failed,
             relist=options.relist,
             strict=options.strict,
+            reading=reading,
         )
 
 
 DEFAULTS = SweepSettings()
-_READING = Settings()
 
 
 def sweep(
@@ -112,7 +117,6 @@ def sweep(
     who: str | None = None,
     on_item: OnItem | None = None,
     convert_each: ConvertEach | None = None,
-    reading: Settings = _READING,
 ) -> Swept:
     """Search the watched roots, and convert the checkpoints that are ready.
 
@@ -124,7 +128,6 @@ def sweep(
         who: The worker; it takes its own claims again at once.
         on_item: Called for each checkpoint.
         convert_each: See `convert_ready`.
-        reading: Memory and threads for the proof of what is thinned.
     """
     swept_items: list[SweepItem] = []
     who = who or owner()
@@ -141,7 +144,7 @@ def sweep(
             catalog,
             root,
             items,
-            reading,
+            settings.reading,
             settle_s=settings.settle_s,
             dry_run=settings.dry_run,
             on_item=on_item,

@@ -38,7 +38,6 @@ from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.registration import facts, with_fingerprints
 from ckptcore.conversion.staging.open_staging import at_rest, open_staging
 from ckptcore.conversion.staging.staging import Publication, Replaced, Staging, noted
-from ckptcore.conversion.thinned_files import stage
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
@@ -66,6 +65,7 @@ from ckptcore.operations.retention.thin_plan import (
     plan_thin,
     prove_thin,
 )
+from ckptcore.operations.retention.thinned_files import stage
 from ckptcore.planning.request import Settings
 from ckptcore.store import fetch, join_url, local_path, split_url
 from ckptcore.store.file_status import FileStatus

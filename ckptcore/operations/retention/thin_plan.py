@@ -17,7 +17,6 @@ from ckptcore.catalog.retirements import GivenUp
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.verdicts import UNREADABLE_CODES
 from ckptcore.comparison.fingerprint import fingerprint
-from ckptcore.conversion.thinned_files import size_of
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
@@ -37,6 +36,7 @@ from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
 from ckptcore.operations.retention.replacement import accepted
+from ckptcore.operations.retention.thinned_files import size_of
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, open_source_store
 from ckptcore.store.file_status import FileStatus, NameKind
