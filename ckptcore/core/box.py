@@ -55,12 +55,14 @@ class Box:
         >>> Box((0,), (2,)).intersect(Box((2,), (2,))) is None
         True
         """
+        # Equal boxes are the usual case (a chunk that a rank reads as it was saved), and need no new box.
         if self.offset == box.offset and self.shape == box.shape:
             return None if 0 in self.shape else self
         lo, shape = list[int](), list[int]()  # one loop: this is done for every chunk of every tile
         for a, n, b, m in zip(self.offset, self.shape, box.offset, box.shape, strict=True):
             begin, end = max(a, b), min(a + n, b + m)
             if end <= begin:
+                # One dim without a common index is enough: then the boxes share nothing.
                 return None
             lo.append(begin)
             shape.append(end - begin)
@@ -83,6 +85,7 @@ class Box:
 
     def within(self, outer: Box) -> Box:
         """Return this box in the coordinates of ``outer``, which must contain it."""
+        # A box of a complete tensor, nearly every outer box: nothing has to be subtracted.
         if not any(outer.offset):
             return self
         return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
@@ -97,6 +100,8 @@ class Box:
         if common is None:
             return [self] if self.numel else []
         out: list[Box] = []
+        # Dim by dim: what is before and behind the common part is cut off over the full extent of the dims
+        # that are not yet done, so no two parts share an element, and there are at most two for each dim.
         lo, shape = list(self.offset), list(self.shape)
         for d in range(len(lo)):
             below = common.offset[d] - lo[d]
@@ -106,6 +111,7 @@ class Box:
             if above:
                 start = (*lo[:d], common.end[d], *lo[d + 1 :])
                 out.append(Box(start, (*shape[:d], above, *shape[d + 1 :])))
+            # What is left to cut is a slab as wide as the common part in this dim.
             lo[d], shape[d] = common.offset[d], common.shape[d]
         return out
 
@@ -129,6 +135,7 @@ class Box:
         # The cut is at the first dim whose rows (all dims after it) fit.
         cut = next(d for d in range(len(self.shape)) if prod(self.shape[d + 1 :]) <= limit)
         step = limit // prod(self.shape[cut + 1 :])
+        # Rows of dims before the cut do not fit: each of their indices begins runs of its own.
         for lead in _indices(self.shape[:cut]):
             row_offset = tuple(o + i for o, i in zip(self.offset, lead, strict=False))
             for first in range(0, self.shape[cut], step):
@@ -155,8 +162,12 @@ def from_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         return [Box((start,), (stop - start,))] if shape else [Box((), ())]
     row = prod(shape[1:])
     first, last = start // row, (stop - 1) // row
+    # All in one row: the range is a shorter one of a tensor with one
+    # dim less, so the recursion ends at rank 1.
     if first == last:
         return _under_row(first, from_flat_range(shape[1:], start - first * row, stop - first * row))
+    # Otherwise: the end of a first row, rows that are complete, and the beginning of a last row. Only the two
+    # ends are cut further, which is why there are at most 2n - 1 boxes.
     out: list[Box] = []
     if start % row:
         out += _under_row(first, from_flat_range(shape[1:], start % row, row))
@@ -188,6 +199,8 @@ def is_run(shape: tuple[int, ...], inner: tuple[int, ...]) -> bool:
     (True, False, True)
     """
     d = len(shape)
+    # Trailing dims that are taken completely do not interrupt a run; of the dim before them any range does
+    # not, either, but all dims before that one must have a single index.
     while d and inner[d - 1] == shape[d - 1]:
         d -= 1
     return all(n == 1 for n in inner[: max(d - 1, 0)])

@@ -68,6 +68,7 @@ class ByteLedger:
 
     def leave(self, path: str, start: int, end: int, description: str, padding: bool = False) -> None:
         """Record what bytes are that belong to nothing."""
+        # A file decides how many of these it has, too.
         meter().keep(_SPAN + _CHAR * (len(path) + len(description)), path)
         self.left.append(UnusedBytes(path, start, end, description, padding))
 
@@ -79,6 +80,7 @@ class ByteLedger:
     def below(self, prefix: str) -> ByteLedger:
         """Return the account of the files below a folder, with paths relative to it."""
         inner = ByteLedger()
+        # Folders of several checkpoints have one account while they are read; each checkpoint takes its part.
         cut = len(prefix)
         inner.read = {path[cut:] for path in self.read if path.startswith(prefix)}
         inner.structure = {p[cut:]: spans for p, spans in self.structure.items() if p.startswith(prefix)}

@@ -55,6 +55,7 @@ def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     return _MAGIC + zstandard.ZstdCompressor(level=3).compress(content.data)
 
 
+# Of the content, not of the file: another version of zstd may compress the same content to other bytes.
 def digest(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """Return the BLAKE3 digest of a frame's content before compression."""
     total = blake3()
@@ -64,6 +65,7 @@ def digest(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
 
 
 def _encoded(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
+    # Sorted, so that equal values give equal bytes whatever the order in which a caller collected them.
     table = [{"name": k, "kind": _kind(a), "shape": list(a.shape)} for k, a in sorted(arrays.items())]
     body = b'{"arrays":' + canonical_json(table) + b',"head":' + _json(head) + b"}"
     columns = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for _, a in sorted(arrays.items())]
@@ -74,6 +76,7 @@ def _json(value: Any) -> bytes:
     """Return the canonical JSON of a value, where `Spelled` may be in objects of objects."""
     if isinstance(value, Spelled):
         return value.json
+    # Only objects that contain a spelled list are put together here; the C encoder is many times as fast.
     if not _has_spelled(value):
         return canonical_json(value)
     rows = [canonical_json(key) + b":" + _json(member) for key, member in sorted(value.items())]
@@ -107,6 +110,8 @@ def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict
                 count = math.prod(shape)  # of Python's integers: a damaged head's sizes may exceed 64 bits
                 arrays[row["name"]] = np.frombuffer(raw, kind, count, position).reshape(shape)
                 position += count * kind.itemsize
+            # Bytes behind the last array would be part of no value, and a
+            # digest of the value would not see them.
             if position != len(raw):
                 raise MalformedCheckpoint(f"frame must hold {position} bytes (got {len(raw)})")
             return parsed["head"], arrays

@@ -39,6 +39,7 @@ def coverage(manifest: Manifest) -> list[Finding]:
     if not tensors:
         return below
     rank = chunks.lo.shape[1]
+    # Filled with 1: dims behind a tensor's own rank have extent 1 in every chunk, too, so they always fit.
     want = dims_table([t.shape for t in tensors], rank, 1)
     complete = _strips(manifest, want)
     # They have no chunks of their own; `below` has the findings of their inputs.
@@ -49,6 +50,7 @@ def coverage(manifest: Manifest) -> list[Finding]:
     for t in suspects.tolist():
         a, b = int(chunks.first[t]), int(chunks.first[t + 1])
         lo, shape = chunks.lo[a:b], chunks.shape[a:b]
+        # Without any chunk there is nothing to explain: the hole is the tensor.
         if a == b and tensors[t].numel:
             findings.append(_hole(tensors[t], tensors[t].numel, _show(Box.full(tensors[t].shape))))
         elif not _covers(lo, shape, want[t]):
@@ -67,6 +69,8 @@ def is_tiled(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """
     if not boxes:
         return 0 in shape
+    # A leading dim of one index lets tensors of rank 0 take the same
+    # way: a table of no columns has no maximum.
     lo, sizes = (
         np.array([(first, *of) for of in rows], np.int64)
         for first, rows in ((0, [box.offset for box in boxes]), (1, [box.shape for box in boxes]))
@@ -91,6 +95,8 @@ def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
     chunks = manifest.chunks
     if not len(chunks):
         return []
+    # Only tensors whose chunks are not in ascending order can have
+    # equal ones: the sort is of their rows alone.
     several = np.flatnonzero(_unordered(manifest)[chunks.tensor])
     if not len(several):
         return []
@@ -105,6 +111,8 @@ def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
     same &= all_rows(chunks.shape.take(rows, axis=0) > 0)
     if not same.any():
         return []
+    # The first row of each group of equal ones: positions of later ones are 0
+    # there, so the maximum so far is the last first.
     head = np.maximum.accumulate(np.where(same, 0, np.arange(len(rows))))
     return [(int(rows[head[i]]), int(rows[i])) for i in np.flatnonzero(same).tolist()]
 
@@ -114,6 +122,7 @@ def _unordered(manifest: Manifest) -> npt.NDArray[np.bool_]:
     chunks = manifest.chunks
     later = np.zeros(max(len(chunks) - 1, 0), np.bool_)
     level = ~later
+    # Dim by dim, as texts are compared: a dim decides where all dims before it are equal.
     for d in range(chunks.lo.shape[1]):
         step = np.diff(chunks.lo[:, d])
         later |= level & (step > 0)
@@ -131,14 +140,18 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
     proven = np.zeros(len(want), np.bool_)
     if not len(owner):
         return proven
+    # A chunk is partial in a dim if it does not reach from 0 to the tensor's end there.
     partial = (chunks.lo != 0) | (chunks.shape != want.take(owner, axis=0))
     present = np.flatnonzero(np.diff(chunks.first))
     cut = np.zeros(want.shape, np.bool_)
+    # Of tensors with chunks alone: `reduceat` has no empty groups, it would return the row of the next one.
     cut[present] = np.logical_or.reduceat(partial, chunks.first[present], axis=0)
     simple = np.zeros(len(want), np.bool_)
+    # At most one dim in which any chunk is partial: then chunks are intervals of that dim.
     simple[present] = cut[present].sum(axis=1) <= 1
     if want.shape[1] == 0:  # only rank 0 tensors: a chunk is the complete tensor
         return simple
+    # Where no dim is cut this is dim 0: complete copies are intervals from 0 to the end of it.
     dim = np.argmax(cut, axis=1)
     rows = np.flatnonzero(simple[owner])
     owner, dims = owner[rows], dim[owner[rows]]
@@ -150,11 +163,15 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
     owner, start, count = owner[filled], start[filled], count[filled]
     if len(owner):
         fresh = np.ones(len(owner), np.bool_)
+        # A row equal to the one before it is a replica; they are adjacent,
+        # because the rows are sorted by all three.
         fresh[1:] = (np.diff(owner) != 0) | (np.diff(start) != 0) | (np.diff(count) != 0)
         owner, start, count = owner[fresh], start[fresh], count[fresh]
         head = np.ones(len(owner), np.bool_)
         head[1:] = np.diff(owner) != 0
         tail = np.append(head[1:], True)
+        # The intervals tile the dim if the first begins at 0, each begins where the one before it
+        # ends, and the last one ends at the tensor's.
         follows = np.where(head, start == 0, True)
         follows[1:] &= head[1:] | (start[1:] == (start + count)[:-1])
         follows &= np.where(tail, start + count == want[owner, dim[owner]], True)
@@ -166,8 +183,10 @@ def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
     if 0 in want.tolist():  # an empty tensor: its chunks, if any, must reach exactly as far as its shape
         return not len(lo) or bool(((lo + shape).max(axis=0) == want).all())
     filled = (shape > 0).all(axis=1)  # an empty chunk holds nothing, whatever its offset
+    # Before the volumes: a box that is partly outside could make up for a hole in the sum of volumes.
     if (lo[filled] < 0).any() or (lo[filled] + shape[filled] > want).any():
         return False
+    # Replicas count once; a partial overlap stays, and is what `_disjoint` looks for.
     boxes = unique(np.concatenate([lo[filled], shape[filled]], axis=1))
     lo, shape = boxes[:, : lo.shape[1]], boxes[:, lo.shape[1] :]
     # Python integers: a false header could make int64 volumes wrap around.
@@ -175,12 +194,14 @@ def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
     total = 1
     for n in want.tolist():
         total *= n
+    # Boxes within bounds, of the right volume together, that share nothing: they cover everything.
     return volume == total and _disjoint(lo, lo + shape)
 
 
 def _volume(shape: Ints) -> int:
     if not len(shape):
         return 0
+    # float64 rounds, but its error is far below the distance from 2**62 to 2**63, where int64 wraps around.
     if float(prod_rows(shape.astype(np.float64)).sum()) < 2**62:
         return int(prod_rows(shape).sum())
     return sum(int(np.prod(row.astype(object))) for row in shape)
@@ -188,6 +209,7 @@ def _volume(shape: Ints) -> int:
 
 def _disjoint(lo: Ints, hi: Ints) -> bool:
     """Report whether no two of the non-empty boxes [lo, hi) share an element."""
+    # Not a recursion: a checkpoint decides how often its boxes can be cut.
     queue = [np.arange(len(lo))]
     while queue:
         rows = queue.pop()
@@ -199,6 +221,7 @@ def _disjoint(lo: Ints, hi: Ints) -> bool:
             if len(parts) > 1:
                 queue += parts
                 break
+        # No plane separates these boxes in any dim: only pairs can show whether two overlap.
         else:
             if not _pairwise_disjoint(lo[rows], hi[rows]):
                 return False
@@ -212,6 +235,8 @@ def _dims_by_variety(lo: Ints) -> list[int]:
 
 def _separated(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
     """Group the rows so that a plane separates each two groups: no interval of a group reaches the next."""
+    # In the order of their beginnings, a gap is where a box begins behind all ends so far:
+    # no box before it reaches any box behind it.
     order = rows[np.argsort(lo[rows], kind="stable")]
     reach = np.maximum.accumulate(hi[order])
     gaps = np.flatnonzero(lo[order][1:] >= reach[:-1]) + 1
@@ -221,6 +246,7 @@ def _separated(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
 def _pairwise_disjoint(lo: Ints, hi: Ints) -> bool:
     for begin in range(0, len(lo), _MAX_PAIRWISE):
         a_lo, a_hi = lo[begin : begin + _MAX_PAIRWISE], hi[begin : begin + _MAX_PAIRWISE]
+        # One row against all later ones: a table of all pairs would take memory in the square of the chunks.
         for row in range(len(a_lo)):
             rest_lo, rest_hi = lo[begin + row + 1 :], hi[begin + row + 1 :]
             if all_rows((a_lo[row] < rest_hi) & (rest_lo < a_hi[row])).any():
@@ -247,6 +273,7 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
         )
         for b in outside[:_MAX_LISTED]
     ]
+    # Only boxes that are inside: one beyond the bounds has a finding of its own, and counts for no hole.
     inside = [b for b in boxes if b.numel and full.contains(b)]
     shared = _overlaps(inside)
     findings += [
@@ -281,6 +308,8 @@ def _untiled(spec: TensorSpec, lo: Ints, shape: Ints) -> Finding:
 
 def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
     pairs: list[tuple[Box, Box]] = []
+    # Bounded: the pairs of a damaged checkpoint with millions of chunks
+    # would take hours, for three that are listed.
     for i, a in enumerate(boxes[:_MAX_PAIRWISE]):
         for b in boxes[i + 1 : _MAX_PAIRWISE]:
             if b.offset and b.offset[0] >= a.end[0]:
@@ -293,6 +322,7 @@ def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
 
 
 def _holes(full: Box, boxes: list[Box]) -> list[Box]:
+    # Each box cuts every part that is left; without a bound that is a square of the chunks, too.
     if len(boxes) > _MAX_PAIRWISE:
         return []
     left = [full] if full.numel else []

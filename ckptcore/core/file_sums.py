@@ -66,6 +66,8 @@ class FileSums:
                     start, end, _ = run
                     first = max(bisect_right(runs, start, key=_START) - 1, 0)
                     first += first < len(runs) and runs[first][1] <= start
+                    # The run before `start` counts only if it reaches beyond it:
+                    # neighbours that only touch are no overlap.
                     behind = bisect_left(runs, end, key=_START)
                     if all(start <= a and b <= end for a, b, _ in runs[first:behind]):
                         del runs[first:behind]
@@ -73,6 +75,7 @@ class FileSums:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is sent to another process: everything but the lock."""
+        # A lock cannot be sent, and belongs to the threads of one process.
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -82,6 +85,7 @@ class FileSums:
     def forget(self, path: str | None) -> None:
         """Give up the digest of a file, or of all: bytes of it came altered, and count already."""
         with self._lock:
+            # None: what came altered is not known to be of one file, so no file that was read has a digest.
             self._altered.update(self._runs if path is None else (path.removeprefix(self._prefix),))
 
     def below(self, prefix: str) -> FileSums:
@@ -106,6 +110,8 @@ class FileSums:
         """Return the digest of a file of which every byte was read; None of another one."""
         with self._lock:
             runs = self._runs.get(path, [])
+            # Exactly one run of all bytes; neighbours are joined when they
+            # are inserted. An empty file has no run.
             if path in self._altered or [run[:2] for run in runs] != ([(0, nbytes)] if nbytes else []):
                 return None
             return crc_digest(runs[0][2] if runs else crc64(b""))
@@ -114,6 +120,7 @@ class FileSums:
 def _gaps(runs: Iterable[_Run], start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of ``[start, end)`` that are in no run."""
     ordered = runs if isinstance(runs, list) else list(runs)
+    # The run that begins at or before `start` may reach beyond it, so the walk begins there.
     index = max(bisect_right(ordered, start, key=_START) - 1, 0)
     while start < end:
         if index == len(ordered) or ordered[index][0] >= end:
@@ -129,6 +136,7 @@ def _insert(runs: list[_Run], run: _Run) -> None:
     """Insert a run that overlaps no other, and join it with its neighbours."""
     start, end, crc = run
     index = bisect_right(runs, start, key=_START)
+    # First the neighbour behind: removing it leaves the position of the one before as it is.
     if index < len(runs) and runs[index][0] == end:
         _, last, behind = runs.pop(index)
         end, crc = last, combine64(crc, behind, last - end)

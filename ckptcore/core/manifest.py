@@ -368,6 +368,7 @@ class Manifest:
     def chunks_of(self, tensor: int) -> Iterator[Chunk]:
         """Yield the chunks of one tensor, in stored order."""
         rank = len(self.tensors[tensor].shape)
+        # Columns behind a tensor's own rank are filling, and no part of its boxes.
         c = self.chunks
         for row in range(int(c.first[tensor]), int(c.first[tensor + 1])):
             box = Box(tuple(c.lo[row, :rank].tolist()), tuple(c.shape[row, :rank].tolist()))
@@ -411,6 +412,7 @@ class Manifest:
         if self.inputs is not None:
             head["derived"] = dump_derived(self.derived)
             head["inputs"] = [[t.fqn, t.dtype, list(t.shape)] for t in self.inputs.tensors]
+            # The inputs share items and files with the tensors, so only their chunks are stored.
             c = self.inputs.chunks
             arrays |= {"input.first": c.first, "input.lo": c.lo, "input.shape": c.shape, "input.item": c.item}
             if c.view is not None:
@@ -461,6 +463,8 @@ class Manifest:
 
     def without_copies(self) -> Manifest:
         """Return this manifest without second copies: the checkpoint alone."""
+        # Copies are behind the checkpoint's own items and files (`redundant_copies`), so cutting off the end
+        # removes all of them and leaves every index valid.
         if self.own is None:
             return self
         items, files = self.own
@@ -485,12 +489,16 @@ class Manifest:
 
 
 def _chunks_of_first(chunks: Chunks, items: int) -> Chunks:
+    # A chunk in no item (-1) is a hole of the checkpoint, not a copy, and stays.
     """Return the chunks that are stored in the first ``items`` items, or in none."""
     in_first = chunks.item < items
     count = np.concatenate([np.zeros(1, np.int64), np.cumsum(in_first)])
     view = None if chunks.view is None else chunks.view[in_first]
+    # A table in which no chunk is resolved is not stored: a manifest that never had
+    # copies has none, and must have the same digest.
     if view is not None and not (view[:, 0] >= 0).any():
         view = None  # only the copies had one
+    # Chunks before each old boundary that are kept: that is the new boundary.
     return Chunks(
         count[chunks.first], chunks.lo[in_first], chunks.shape[in_first], chunks.item[in_first], view
     )
@@ -561,6 +569,8 @@ def dims_table(shapes: Sequence[tuple[int, ...]], rank: int, fill: int) -> Ints:
     """
     out = np.full((len(shapes), rank), fill, np.int64)
     ranks = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    # All at once, through a mask of the filled cells in row order:
+    # millions of tensors in a loop take seconds.
     out[np.arange(rank) < ranks[:, None]] = np.fromiter(chain.from_iterable(shapes), np.int64)
     return out
 
@@ -583,12 +593,14 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     out, step = [], 1
     for n in reversed(shape):
         out.append(step)
+        # Extents of 0 count as 1: an empty tensor has strides in torch, too, and none of them is used.
         step *= max(n, 1)
     return tuple(reversed(out))
 
 
 def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
     """Report whether the strides are those of a contiguous tensor; dims of extent 1 do not matter."""
+    # An empty tensor has no element that strides could place elsewhere.
     if strides is None or 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major(shape), strict=True))

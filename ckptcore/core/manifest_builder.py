@@ -45,6 +45,7 @@ class _Findings(list[Finding]):
         self._count.keep(FINDING + _CHAR * len(new_finding.message), "what is wrong with the checkpoint")
         super().append(new_finding)
 
+    # `list` extends itself without calling `append`, so the count would be passed by.
     def extend(self, findings: Iterable[Finding]) -> None:
         for new_finding in findings:
             self.append(new_finding)
@@ -110,6 +111,7 @@ class Builder:
 
     def item(self, item: Item) -> int:
         """Add an item and return its index."""
+        # Behind items that were added as columns: those have the first numbers.
         row = self._behind + len(self._items) // 6
         if item.codec not in self._codecs:
             self._codecs.append(item.codec)
@@ -120,6 +122,8 @@ class Builder:
         codec = self._codecs.index(item.codec)
         try:
             self._items.extend((item.file, item.start, item.length, int(item.envelope), codec, crc))
+        # An array of int64 refuses what no file offset can be: the
+        # range is damage, no case for a larger type.
         except OverflowError as error:
             raise _too_large(item.length) from error
         return row
@@ -176,10 +180,12 @@ class Builder:
         first = self._behind
         if mask.all():
             number = np.arange(first, first + len(places), dtype=np.int64)
+        # Rows that are not kept get no item, and later ones take their numbers.
         else:
             number = np.where(mask, first + np.cumsum(mask) - 1, -1)
             places, envelope, codec = places[mask], envelope[mask], codec[mask]
         codec_numbers = []
+        # Codecs of a file may be many and unused: they are listed only where a row has one.
         for name in codecs if (codec > 0).any() else codecs[:1]:
             if name not in self._codecs:
                 self._codecs.append(name)
@@ -222,6 +228,7 @@ class Builder:
             places: int64 [n, 2], first byte and bytes of each.
         """
         self._count.keep(_ITEM * len(specs), "a checkpoint's items")
+        # Zero is both the raw envelope and the codec "": the column serves as either.
         file, raw = np.full(len(specs), self._files[path]), np.zeros(len(specs), np.int64)
         item = self.items(
             np.column_stack([file, places]), raw, raw, self._codecs[:1], {}, np.ones(len(specs), np.bool_)
@@ -233,6 +240,7 @@ class Builder:
         added = int((tensor >= 0).sum())
         self._count.keep(_VIEW * added, "a checkpoint's chunks")
         self.chunks(tensor, np.zeros_like(shape), shape, rank, item)
+        # Raw bytes of one file are resolved from the start: first byte 0, no flags, row-major.
         views = np.zeros((added, 3), np.int64)
         views[:, 0] = np.arange(self.chunk_count - added, self.chunk_count)
         _append(self._view_at, views)
@@ -281,6 +289,7 @@ class Builder:
         if tensor < 0:
             return
         self._count.keep(CHUNK if view is None else CHUNK + _VIEW, "a checkpoint's chunks")
+        # Columns that were added at once are no rows that can be appended to.
         if self._table is not None:
             self._unpack()
         if view is not None:
@@ -303,6 +312,7 @@ class Builder:
     def chunk_boxes(self, rows: Iterable[int]) -> Iterator[Box]:
         """Yield the boxes of chunks that were added, by their rows."""
         self._unpack()
+        # Boundaries are computed only up to the last row, once; rows that came later extend them.
         begin, ranks = self._begin, self._rank
         for row in range(len(begin) - 1, len(ranks)):
             begin.append(begin[row] + 2 * ranks[row])
@@ -318,6 +328,7 @@ class Builder:
 
     def chunk_view(self, row: int) -> View | None:
         """Return the view of a chunk that was added, by its row."""
+        # Three numbers a chunk, ascending by row: bisection instead of a dict of millions of rows.
         position = 3 * bisect_left(_Rows(self._view_at), row)
         if position >= len(self._view_at) or self._view_at[position] != row:
             return None
@@ -357,6 +368,7 @@ class Builder:
     def _append_chunks(
         self, tensor: Ints, offset: Ints, shape: Ints, rank: npt.NDArray[np.int8], item: Ints
     ) -> None:
+        # One rank for all: the table is already in the order of the column, and no mask is needed.
         if (rank == offset.shape[1]).all():
             self._dims, end = _longer(self._dims, 2 * offset.size)
             dims_rows = end.reshape(len(offset), 2 * offset.shape[1])
@@ -385,6 +397,7 @@ class Builder:
         if self._withdrawn:
             readable = np.array([t.fqn not in self._withdrawn for t in tensors], np.bool_)
             tensors = [t for t, keep in zip(tensors, readable, strict=True) if keep]
+            # Chunks of a withdrawn tensor go with it, and the numbers of later tensors move up.
             rows = readable[owner]
             owner, item, lo, shape = (np.cumsum(readable) - 1)[owner[rows]], item[rows], lo[rows], shape[rows]
             view = None if view is None else view[rows]
@@ -393,6 +406,7 @@ class Builder:
                     self.unread(name, why)
         # Most readers add tensor by tensor: then nothing moves and nothing is copied.
         order = slice(None) if bool((np.diff(owner) >= 0).all()) else np.argsort(owner, kind="stable")
+        # Also for tensors without a chunk, which must have an empty range.
         counts = np.bincount(owner, minlength=len(tensors)).astype(np.int64)
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)
         chunks = Chunks(first, lo[order], shape[order], item[order], None if view is None else view[order])
@@ -427,6 +441,7 @@ class Builder:
             dims_rows = flat.reshape(n, 2 * rank)
             return np.array(dims_rows[:, :rank]), np.array(dims_rows[:, rank:])
         begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ranks)])[:-1]
+        # Rank by rank: rows of one rank have their dims at equal distances, so each dim is one gather.
         for r in range(1, int(ranks.max(initial=0)) + 1):
             rows = np.flatnonzero(ranks == r)
             first_dim = begin[rows]
@@ -452,6 +467,7 @@ class Builder:
 
     def _item_columns(self) -> Items:
         table = np.frombuffer(self._items, np.int64) if self._items else np.zeros(0, np.int64)
+        # Without any item one empty part is needed, for `concatenate` has no dtype otherwise.
         parts = [*self._item_parts, *([items_table(table)] if len(table) or not self._item_parts else [])]
         columns = zip(
             *((p.file, p.start, p.length, p.envelope, p.codec, p.crc32) for p in parts), strict=True
@@ -464,6 +480,7 @@ class Builder:
 
 def _filled(table: Ints, ranks: npt.NDArray[np.int8], rank: int, fill: int) -> Ints:
     """Return the first ``rank`` columns, with ``fill`` behind each row's own rank."""
+    # A table that is filled already is returned as it is: with 10^7 chunks a copy takes gigabytes.
     if table.shape[1] == rank and not any((table[ranks <= d, d] != fill).any() for d in range(rank)):
         return table
     padded = np.full((len(table), rank), fill, np.int64)
@@ -492,6 +509,8 @@ def _longer(column: array[int], count: int) -> tuple[array[int], Ints]:
     The first elements of a column, which are most, take no memory twice.
     """
     begin = len(column)
+    # An array that has elements is lengthened in its place, which may move them;
+    # an empty one is allocated at its final size.
     if begin:
         column.frombytes(np.zeros(count, np.int64).view(np.uint8).data)
     else:

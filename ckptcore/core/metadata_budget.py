@@ -42,6 +42,7 @@ class Meter:
         Raises:
             MetadataTooLarge: The budget is exceeded.
         """
+        # Asked before it is counted: a value that is refused is not built.
         self.require(nbytes, subject)
         self.taken += nbytes
 
@@ -68,6 +69,8 @@ def meter() -> Meter:
 
     The meter is in the context and not a parameter: every reader and every shared encoding counts on it.
     """
+    # Outside of a reading (a test, a call of one encoding) there is no meter to
+    # share, and a fresh one still bounds the call.
     return _current.get() or Meter(budget())
 
 
@@ -89,6 +92,7 @@ def budget() -> int:
 def metered() -> Iterator[Meter]:
     """Count everything inside on one meter; inside another reading, on that one's."""
     outer = _current.get()
+    # A reader that opens other checkpoints (of an average, of ranks) must not get a budget for each of them.
     if outer is not None:
         yield outer
         return
@@ -108,6 +112,7 @@ def passing() -> Iterator[None]:
         yield
     finally:
         if current is not None:
+            # Set, not subtracted: an error in between leaves `taken` at any value.
             current.taken = taken
 
 

@@ -60,6 +60,7 @@ def normal(kind: str, value: Any) -> Any:
         ValueError: The value is none of this kind.
     """
     check = _CHECKS.get(kind)
+    # A kind of a later version stays as it is, so that a reader of today carries it along unchanged.
     if check is None:
         return value
     try:
@@ -94,8 +95,10 @@ def number_of(value: tuple[str, bytes]) -> Any:
     """Return a numpy scalar's value as Python's own number or text."""
     spelled, data = value
     if "U" in spelled:
+        # numpy pads text with NUL characters, and cuts them off when it returns one.
         # Not with numpy, which raises SystemError for a number beyond the last character.
         return data.decode("utf-32-be" if spelled[0] == ">" else "utf-32-le", "surrogatepass").rstrip("\0")
+    # An empty fixed-width text has no bytes, and `frombuffer` refuses to read none.
     return np.frombuffer(data, spelled)[0].item() if len(data) else b""
 
 
@@ -131,6 +134,7 @@ def _is_int(value: Any) -> bool:
 
 def _range(value: Any) -> tuple[int, int, int]:
     start, stop, step = value
+    # Python has no range with a step of 0.
     _require(all(map(_is_int, (start, stop, step))) and step, "range", value)
     return start, stop, step
 
@@ -148,6 +152,7 @@ def _ellipsis(value: Any) -> None:
 def _timedelta(value: Any) -> tuple[int, int, int]:
     days, seconds, microseconds = value
     _require(all(map(_is_int, value)), "timedelta", value)
+    # `timedelta` has one normal form (seconds and microseconds not negative): equal spans get equal forms.
     delta = datetime.timedelta(days, seconds, microseconds)
     return delta.days, delta.seconds, delta.microseconds
 
@@ -169,6 +174,7 @@ def _moment(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
         text, fold, zone = value
         _require(fold in (0, 1) and type(fold) is int, cls.__name__, value)
         moment = cls.fromisoformat(text)
+        # The zone is beside the text: `isoformat` writes only its offset, not its name.
         _require(moment.tzinfo is None, cls.__name__, value)
         return moment.isoformat(), fold, None if zone is None else _timezone(zone)
 
@@ -185,11 +191,14 @@ def _fraction(value: Any) -> tuple[int, int]:
     over, under = value
     _require(_is_int(over) and _is_int(under) and under > 0, "fraction", value)
     common = gcd(over, under)
+    # In lowest terms, as `Fraction` keeps it: equal numbers must have equal forms.
     return over // common, under // common
 
 
 def _uuid(value: Any) -> tuple[str, int | None]:
     text, safe = value
+    # Through `uuid.UUID` and back: it accepts braces, hyphens at any
+    # place and upper case for the same number.
     return str(uuid_of((text, safe))), safe
 
 
@@ -229,6 +238,7 @@ def _named_dict(kind: str) -> Callable[[Any], dict[str, Any]]:
 def _deque(value: Any) -> dict[str, Any]:
     items, longest = value["items"], value["maxlen"]
     _require(type(items) is list, "deque", value)
+    # A longer list would lose its beginning when it is built.
     fits = longest is None or (_is_int(longest) and len(items) <= longest < 1 << 62)
     _require(fits, "deque", longest)
     return {"items": items, "maxlen": longest}
@@ -262,6 +272,7 @@ def _numpy_dtype(value: Any) -> list[str]:
 def _numpy_scalar(value: Any) -> tuple[str, bytes]:
     spelled, data = value
     _require(spelled[:1] in ("<", ">", "|") and NUMPY_CODE.fullmatch(spelled[1:]), "npscalar", spelled)
+    # Before it is decoded: numpy would read another number of elements without an error.
     _require(type(data) is bytes and len(data) == np.dtype(spelled).itemsize, "npscalar", spelled)
     number_of((spelled, data))  # text must be text
     return spelled, data
@@ -269,11 +280,14 @@ def _numpy_scalar(value: Any) -> tuple[str, bytes]:
 
 def _array(value: Any) -> dict[str, Any]:
     form: dict[str, Any] = value
+    # An array whose elements were refused has only what is known of it, which needs no check.
     if "refused" not in form:
         spelled, shape = form["dtype"], form["shape"]
         _require(NUMPY_CODE.fullmatch(spelled.lstrip("<>|=")), "ndarray", spelled)
         _require(all(_is_int(n) and n >= 0 for n in shape) and len(shape) <= 64, "ndarray", shape)
         _require(type(form["data"]) is bytes and form.get("order", "C") in ("C", "F"), "ndarray", spelled)
+        # Not numpy's product: sizes from a file may exceed 64 bits,
+        # where that wraps around to a size that fits.
         nbytes = np.dtype(spelled).itemsize
         for n in shape:
             nbytes *= n

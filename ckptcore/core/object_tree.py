@@ -101,11 +101,15 @@ def encode(value: Any, _left: list[int] | None = None) -> Any:
     """
     # A pickle's memo shares values, so that a small file can be an endless tree.
     budget = [meter().limit] if _left is None else _left
+    # Counted down while the form grows, and compared here at the next value: the form itself is never
+    # larger than one container beyond the budget.
     if budget[0] < 0:
         meter().require(meter().limit - budget[0], "an object")
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
+        # A readable number where every reader keeps it, a text of
+        # digits where one with doubles would round it.
         return value if abs(value) < _WIDE else {"$": "int", "value": str(value)}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
@@ -121,10 +125,14 @@ def encode(value: Any, _left: list[int] | None = None) -> Any:
         return {"$": value.kind, "value": encode(value.value, budget)}
     if isinstance(value, Refused):
         return {"$": "refused", "name": value.name}
+    # The subclass first: an OrderedDict is a dict, too, and would lose its kind.
     for kind, cls in (("odict", OrderedDict), ("dict", dict)):
         if isinstance(value, cls):
+            # A dict with the key "$" would be taken for the form of
+            # another kind, and JSON has text keys only.
             if kind == "dict" and "$" not in value and all(isinstance(k, str) for k in value):
                 return dict(zip(value, _encoded(value.values(), budget), strict=True))
+            # Pairs: each is a list of its own beside its two values.
             budget[0] -= CONTAINER + 4 * SLOT * len(value)
             items = [[encode(k, budget), encode(v, budget)] for k, v in value.items()]
             return {"$": kind, "items": items}
@@ -148,6 +156,7 @@ def are_their_forms(values: Collection[Any]) -> bool:
     if kinds <= _AS_IS:
         return True
     if kinds <= _NUMBERS:
+        # The ends decide for all: `min` and `max` are two calls, not one for every number.
         return bool(min(values) > -_WIDE and max(values) < _WIDE)
     return kinds == {float} and all(map(math.isfinite, values))
 
@@ -167,6 +176,7 @@ def is_plain_json(form: Any) -> bool:
     """
     queue = [form]
     while queue:
+        # A queue instead of a recursion: forms from files may be nested more deeply than Python's stack.
         value = queue.pop()
         if isinstance(value, dict) and "$" in value:
             return False
@@ -187,6 +197,7 @@ def weight(form: Any) -> int:
         if not isinstance(value, (list, dict)):
             nbytes += _weight_of([value])
             continue
+        # Keys of an object are texts of their own; positions of a list are nothing.
         inside = value.values() if isinstance(value, dict) else value
         nbytes += CONTAINER + _weight_of(inside) + (_weight_of(value) if isinstance(value, dict) else 0)
         queue += [v for v in inside if type(v) not in SCALARS]
@@ -235,6 +246,7 @@ def decode(form: Any) -> Any:
 
 def _decoded(form: Any) -> Any:
     if isinstance(form, list):
+        # A list of numbers or texts is copied in one step: they are their own values.
         return list(form) if set(map(type, form)) <= SCALARS else [_decoded(v) for v in form]
     if not isinstance(form, dict):
         return form
@@ -243,6 +255,8 @@ def _decoded(form: Any) -> Any:
     kind = form["$"]
     if kind in _DECODE:
         return _DECODE[kind](form)
+    # Through `normal`: a form in a file may hold any value, and what is
+    # built of it later must be one of the kind.
     return Named(kind, normal(kind, _decoded(form["value"])))
 
 
@@ -274,5 +288,6 @@ def tensors_in(value: Any) -> list[str]:
         elif isinstance(v, (dict, list, tuple)):
             inside = v.values() if isinstance(v, dict) else v
             # Reversed, as the end of the queue is next: names come in the order of the tree.
+            # Depth first in the tree's order needs the first member on top of the queue.
             queue += reversed([x for x in inside if type(x) not in SCALARS])
     return [*fqns]

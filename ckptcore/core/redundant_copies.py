@@ -37,11 +37,13 @@ def with_copies(manifest: Manifest, copies: Mapping[str, FullTensor], sizes: Map
     copied = [t for t, spec in enumerate(tensors) if spec.fqn in copies and spec.nbytes]
     if not copied:
         return manifest
+    # One generation of copies only: `own` records a single end of the checkpoint's own items.
     assert manifest.own is None
     assert manifest.inputs is None
     places = [copies[tensors[t].fqn] for t in copied]
     paths = list(dict.fromkeys(place.path for place in places))
     number = {path: len(manifest.files) + n for n, path in enumerate(paths)}
+    # A row for each tensor, as all of its copied chunks are boxes of one item.
     added = np.array(
         [(number[p.path], p.start, tensors[t].nbytes) for p, t in zip(places, copied, strict=True)], np.int64
     )
@@ -65,10 +67,13 @@ def _copied_rows(
     for t in copied:
         strides[t, : len(tensors[t].shape)] = row_major(tensors[t].shape)
         width[t] = BY_NAME[tensors[t].dtype].itemsize
+    # An empty chunk has no element that could be compared.
     rows = np.flatnonzero((item[chunks.tensor] >= 0) & (chunks.shape > 0).all(axis=1))
     boxes = np.concatenate([chunks.tensor[rows, None], chunks.lo[rows], chunks.shape[rows]], axis=1)
     rows = rows[np.sort(np.unique(boxes, axis=0, return_index=True)[1])]  # replicas are compared once
     owner = chunks.tensor[rows]
+    # The first byte of a box in the full tensor follows from the strides of
+    # that tensor, so a copy needs no resolving.
     start = width[owner] * (chunks.lo[rows] * strides[owner]).sum(axis=1)
     view = np.concatenate([start[:, None], np.zeros((len(rows), 1), np.int64), strides[owner]], axis=1)
     return rows, item[owner], view

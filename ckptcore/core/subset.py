@@ -34,9 +34,11 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
         inputs=None,
     )
     nodes = {n: manifest.derived[t] for n, t in enumerate(rows) if t in manifest.derived}
+    # Inputs that no selected tensor needs go, so that nothing reads them.
     if manifest.inputs is None or not nodes:
         return selected
     used = sorted({i for node in nodes.values() for i in node.inputs})
+    # Positions among the inputs that are left; nodes refer to inputs by position.
     place = {old: new for new, old in enumerate(used)}
     nodes = {t: replace(d, inputs=tuple(place[i] for i in d.inputs)) for t, d in nodes.items()}
     specs = tuple(manifest.inputs.tensors[i] for i in used)
@@ -94,12 +96,14 @@ def _of_rank(chunks: Chunks, rank: int) -> Chunks:
     )
 
 
+# All tensors at once: the rows of each are a range, and the ranges are joined without a loop.
 def chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
     """Return the chunks of some tensors; None is a tensor without any."""
     row = np.array([-1 if t is None else t for t in rows], np.int64)
     begin = np.where(row < 0, 0, chunks.first[row])
     count = np.where(row < 0, 0, chunks.first[row + 1] - begin)
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum(count)])
+    # For each row: how far the rows of its tensor are from their new place.
     picked: Ints = np.repeat(begin - first[:-1], count)
     picked += np.arange(len(picked))
     view = None if chunks.view is None else chunks.view[picked]

@@ -24,6 +24,7 @@ class Paths(Mapping[str, Path]):
     """
 
     def __init__(self) -> None:
+        # Names of millions of tensors have few different cuts: layers differ in digits, rarely in lengths.
         # Element lengths, negative for a list position; one row for all names with the same cuts.
         self._cuts: list[tuple[int, ...]] = []
         self._rows: dict[tuple[int, ...], int] = {}
@@ -56,6 +57,7 @@ class Paths(Mapping[str, Path]):
         """Return a name up to its path's last element, with the dot; "" where that is all, or unknown."""
         row = self._row_of.get(name)
         cuts = self._cuts[row] if row is not None else ()
+        # A container is asked for by name for every tensor, so the path is not built for it.
         return name[: len(name) - abs(cuts[-1])] if len(cuts) > 1 else ""
 
     def add(self, name: str, path: Any) -> bool:
@@ -65,10 +67,14 @@ class Paths(Mapping[str, Path]):
         try:  # nearly all names: one call instead of one per element, for millions of names
             text, cuts = ".".join(path), tuple(map(len, path))
         except TypeError:
+            # `join` has refused an element that is no text: a list
+            # position is an int, anything else is no path.
             if any(type(e) is not str and (type(e) is not int or e < 0) for e in path):
                 return False
             text = ".".join(map(str, path))
+            # A list, as a generator costs a call for each of a few elements.
             cuts = tuple([len(e) if type(e) is str else -len(str(e)) for e in path])
+        # The path must spell the name, else its cuts say nothing about it.
         if text != name:
             return False
         self._put(name, cuts)
@@ -93,6 +99,8 @@ class Paths(Mapping[str, Path]):
         if not self._row_of:
             return None
         object_names = set(objects)
+        # How many names came before: objects and tensors are in two
+        # lists, and their common order would be lost.
         before = {name: n for n, name in enumerate(self._row_of) if name in object_names}
         return {
             "cuts": [list(c) for c in self._cuts],
@@ -124,12 +132,14 @@ class Paths(Mapping[str, Path]):
         for spec, row in zip(manifest.tensors, form["tensors"], strict=True):
             if row < 0:
                 continue
+            # An object comes as soon as as many names are there as came before it when it was saved.
             while object_paths and object_paths[-1][0] <= len(paths._row_of):
                 _, key, row_of_object = object_paths.pop()
                 paths._put(key, cuts[row_of_object])
             if row not in rows:
                 rows[row] = paths._row(cuts[row])
             paths._row_of[spec.fqn] = rows[row]
+        # Objects behind the last tensor, in their order: the list is reversed.
         for _, key, row_of_object in reversed(object_paths):
             paths._put(key, cuts[row_of_object])
         return paths
@@ -142,6 +152,8 @@ def renamed(path: Path, name: str) -> Path | None:
     ('model', 'body.w')
     """
     texts = [str(e) for e in path]
+    # The part that differs must be inside one key: the texts before and behind it are
+    # kept, and the key takes what is between them.
     for n, element in enumerate(path):
         head = "".join(t + "." for t in texts[:n])
         tail = "".join("." + t for t in texts[n + 1 :])

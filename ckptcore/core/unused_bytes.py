@@ -29,6 +29,8 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
         Ranges in the order of files and bytes. None where it is not known what the files hold beside items:
         the manifest was loaded, or its reader gives no account.
     """
+    # Without any structure the reader gives no account at all:
+    # everything beside its items would be called unused.
     ledger = manifest.ledger
     if ledger is None or not ledger.structure:
         return None
@@ -36,6 +38,7 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
     number = {path: n for n, (path, _) in enumerate(files)}
     sizes = np.array([size for _, size in files], np.int64)
     table = _Table(sizes)
+    # Files of items that are not accounted for (missing ones) get -1, which the table skips.
     items, file_numbers = manifest.items, np.array([number.get(f.path, -1) for f in manifest.files], np.int64)
     if len(items):
         table.add(file_numbers[items.file], items.start, items.start + items.length)
@@ -43,6 +46,7 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
         if path in number:
             for part in parts:
                 table.add(np.full(len(part), number[path], np.int64), part[:, 0], part[:, 1])
+    # Padding is not among them until it was read whether it is zero (`unread_padding`).
     left = sorted({u for u in ledger.left if u.file in number and not u.padding}, key=_place(number))
     rows = np.array([(number[span.file], span.start, span.end) for span in left], np.int64).reshape(-1, 3)
     table.add(*rows.T)
@@ -75,6 +79,8 @@ def _accounted_files(manifest: Manifest, ledger: ByteLedger) -> list[tuple[str, 
     """Return (path, size) of the files of which something was taken."""
     stores = np.zeros(len(manifest.files), np.bool_)
     stores[manifest.items.file] = True
+    # Files that the checkpoint stores something in, also where no structure is reported; those without
+    # an item count if their structure was read.
     files = [
         f
         for f, some in zip(manifest.files, stores.tolist(), strict=True)
@@ -87,6 +93,7 @@ def _accounted_files(manifest: Manifest, ledger: ByteLedger) -> list[tuple[str, 
 class _Table:
     """Ranges of several files, and what is between them."""
 
+    # The empty ranges at both ends make gaps at the beginning and end of a file into gaps between two ranges.
     def __init__(self, sizes: Ints) -> None:
         count = np.arange(len(sizes), dtype=np.int64)
         self._sizes, self._room = sizes, int(sizes.max(initial=0)) + 1
@@ -113,6 +120,8 @@ class _Table:
             key = file * self._room + start
             order = slice(None) if bool((key[1:] >= key[:-1]).all()) else np.argsort(key, kind="stable")
         else:
+            # A range may be inside of an earlier, longer one, so what counts is
+            # the highest end so far, not the last one.
             order = np.lexsort((start, file))
         file, start, end = file[order], start[order], end[order]
         reach = _running_max(file, end, self._room)
@@ -124,6 +133,8 @@ class _Table:
 def _running_max(file: Ints, end: Ints, room: int) -> Ints:
     """Return the highest end of each file's rows so far; rows of a file are together."""
     if (int(file[-1]) + 1) * room < 1 << 62:
+        # Each file's numbers are above those of the files before it,
+        # so one running maximum serves all of them.
         return np.maximum.accumulate(file * room + end) - file * room
     bounds = np.flatnonzero(np.diff(file)) + 1
     return np.concatenate([np.maximum.accumulate(part) for part in np.split(end, bounds)])

@@ -38,6 +38,7 @@ def packed_weights(weights: Sequence[float]) -> tuple[int, ...]:
     >>> weights_of(packed_weights([0.25, 0.75]))
     (0.25, 0.75)
     """
+    # By their bits, as params are integers of a plan's JSON, and digests need one spelling of a number.
     return tuple(struct.unpack("<Q", struct.pack("<d", weight))[0] for weight in weights)
 
 
@@ -54,13 +55,18 @@ def sum_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
 
 def fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
     """Compute a box, piece by piece; see `ckptcore.core.dequantize.Function`."""
+    # Rounded to the dtype of the sum here: how precise a Python number is
+    # when it multiplies would be up to each device.
     weights = [torch.tensor(weight, dtype=out.dtype).item() for weight in weights_of(params)]
     total, parts = out.view(-1), [part.reshape(-1) for part in inputs]
+    # On an accelerator one piece: a call for each 64 Ki elements
+    # would cost more than the memory that it saves.
     step = _PIECE if out.device.type == "cpu" else max(total.numel(), 1)
     room = torch.empty(min(step, total.numel()), dtype=out.dtype, device=out.device)
     for begin in range(0, total.numel(), step):
         piece = total[begin : begin + step]
         for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            # The first product goes directly into the sum: adding it to zero would turn -0.0 into 0.0.
             product = room[: len(piece)] if place else piece
             # Two roundings: a fused multiply-add rounds once, and not every device or end of a loop has one.
             product.copy_(part[begin : begin + step]).mul_(weight)
@@ -80,6 +86,7 @@ def layers(manifest: Manifest) -> tuple[Manifest, ...]:
     own, both = len(manifest.tensors), stacked_chunks((manifest.chunks, below.chunks))
     parts = []
     for place in range(count):
+        # Rows of both tables in one, the inputs behind the tensors: a layer takes from either.
         rows = [own + sums[t].inputs[place] if t in sums else t for t in range(own)]
         tensors = tuple(
             replace(spec, dtype=below.tensors[row - own].dtype) if row >= own else spec
@@ -107,6 +114,8 @@ def summed(parts: Sequence[Manifest], nodes: Mapping[str, Derived], dtypes: Mapp
         for place, part in enumerate(parts):
             number = part.index[name]
             rows.append(shifts[place] + number)
+            # Names must be unique among inputs; only the last layer keeps the
+            # names that the checkpoint's items have.
             called = name if part is last else f"@{place + 1}/{name}"
             inputs.append(replace(part.tensors[number], fqn=called))
     count, first = len(parts), {name: n * len(parts) for n, name in enumerate(names)}
@@ -123,6 +132,7 @@ def summed(parts: Sequence[Manifest], nodes: Mapping[str, Derived], dtypes: Mapp
 def stacked_chunks(tables: Sequence[Chunks]) -> Chunks:
     """Return the chunks of several tables of tensors as one table."""
     rank = max(table.lo.shape[1] for table in tables)
+    # Each table's rows begin where those of the tables before it end.
     ends = [0, *accumulate(len(table) for table in tables)]
     first = [table.first[:-1] + end for table, end in zip(tables, ends, strict=False)]
     views = None
