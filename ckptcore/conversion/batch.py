@@ -81,16 +81,20 @@ def convert_batch(
     # What the batch before has left: commands collect garbage rarely, and a sweep is one command for
     # thousands of checkpoints.
     gc.collect(1)
+    # Checked before anything is recorded as begun: a share may be too small for any conversion.
     width, share = _shares(settings, len(requests))
+    # One connection for all of its transactions; it is not held while files are written.
     with catalog.kept_open():
         rows = [_Conversion(r) for r in start_each(requests, catalog, flow_run_id, announcement)]
         stop: BaseException | None = None
         try:
+            # Errors of single conversions are in their rows: what arrives here stops the batch.
             run_jobs(iter(rows), lambda: lambda row: _publish(row, share, catalog_url), threads=width)
         except BaseException as error:  # raised below, once the catalog knows what was published
             stop = stopped(error)
         _record(rows, stop)
     if stop is not None and not isinstance(stop, Exception):
+        # A signal is raised as it is, once it is recorded; other errors are in the rows.
         raise stop
     return [_outcome(row) for row in rows]
 
@@ -98,6 +102,7 @@ def convert_batch(
 def _shares(settings: Settings, count: int) -> tuple[int, Settings]:
     """Return how many conversions run side by side, and the settings of each of them."""
     width = settings.workers or WIDTH
+    # A memory budget of less than a share for each is used by fewer conversions.
     width = max(1, min(width, count, settings.memory // _SHARE))
     share = settings.share(width)
     Budget.of(share)
@@ -113,6 +118,7 @@ def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> N
             stage = publishing(
                 request, settings, None, catalog_url, manifests=row.manifests, registration=row.registration
             )
+            # The stage is left in `_record`: until then its destination stays locked.
             row.result = lock.enter_context(stage)
             row.lock = lock
     except BaseException as error:
@@ -136,9 +142,11 @@ def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
             row.result = outcome
         error = row.error
         try:
+            # Leaving the stage removes the staging folder, or keeps it if there is an error.
             row.lock.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         except Exception as second:
             row.error = error_of(second)
+    # Rows that were never begun when the batch stopped: they are recorded as running since `start_each`.
     for row in rows:
         if row.result is None and row.error is None:
             row.error = stop or Interrupted("the batch was stopped before it began")

@@ -111,9 +111,12 @@ def require_place(
     Raises:
         UsageError: The destination breaks one of these rules.
     """
+    # Before URLs are compared, since messages quote them.
     require_no_credentials(source, destination, config, tokenizer)
     path = _require_plain(destination)
     parent, name = split_url(destination)
+    # Checked, too: it is beside the destination, and would be written even where the destination itself is
+    # apart.
     staging = identify(join_url(parent, f".{name}.ckptcore"))
     target = identify(destination)
     if target.is_bucket:
@@ -164,6 +167,7 @@ def refuse_existing(request: Request) -> None:
         UsageError: As `require_place`.
     """
     require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
+    # A sole file named as part 1 of 1 is complete; any other part makes readers look for more.
     part = part_name(split_url(request.destination)[1]) if request.single is not None else None
     if part is not None and part.count != 1 and not part.sole:
         raise UsageError(
@@ -185,6 +189,7 @@ def _refuse_local(request: Request, path: Path) -> None:
         )
     if request.replaces or not os.path.lexists(path):
         return
+    # An empty folder is replaced by a folder in one rename; a file cannot take its place.
     try:  # an empty folder is free for a folder, but not for a file
         is_folder = path.is_dir() and not path.is_symlink()
         free = request.single is None and is_folder and not any(path.iterdir())
@@ -196,6 +201,7 @@ def _refuse_local(request: Request, path: Path) -> None:
 
 def _refuse_objects(request: Request) -> None:
     """Refuse objects below a destination. A folder of them is not replaced at once: only one object is."""
+    # With both options the caller accepts that there is a time without an output.
     if request.overwrite_in_place and request.replaces:
         return
     objects = list_destination(request.destination)
@@ -204,6 +210,7 @@ def _refuse_objects(request: Request) -> None:
         # The inventory of S3 has the object of this very name, too.
         if objects or not (is_s3(request.destination) or open_store(parent).size(name) is None):
             raise DestinationExists(f"{request.destination} exists")
+    # One object is replaced in one request, so the old or the new one is there at any time.
     elif objects and not (request.single is not None and set(objects) == {""}):
         raise DestinationExists(
             f"cannot replace {request.destination} at once: an object store replaces one object at a time, "
@@ -244,6 +251,7 @@ def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     with contextlib.suppress(FileNotFoundError):  # it was removed: there is nothing to protect
         yield os.getcwd(), "the working folder"
     for label, path in catalogs.items():
+        # SQLite's own files beside the database are part of it.
         for suffix in ("", "-wal", "-shm", "-journal"):
             yield f"{path}{suffix}", label
 
@@ -265,6 +273,7 @@ def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
     package = os.path.dirname(os.path.dirname(__file__))
     program = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     for tree in filter(os.path.isdir, (*SYSTEM_TREES, *program)):
+        # /dev/shm is in a tree of the system, but users write there.
         if relation(target, identify(tree)) is Relation.INSIDE and not _is_ram(destination):
             raise UsageError(
                 f"cannot replace {destination}: it is inside {tree}, which is part of the system or program",
@@ -272,6 +281,8 @@ def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
             )
     for path, label in protected(catalogs):
         nesting = relation(target, identify(path))
+        # What does not exist cannot be lost inside of a destination, but the
+        # destination itself may be meant by its name.
         if nesting is Relation.SAME or (nesting is Relation.AROUND and os.path.lexists(path)):
             raise UsageError(f"{destination} {_VERBS[nesting]} {label}, {path}", hint=_ELSEWHERE)
 
@@ -295,6 +306,7 @@ def _named_folder(named: str | None) -> str | None:
     """Return the folder or file that `ckptcore.planning.hub_files.read_named` reads."""
     if named is None or named == NONE:
         return None
+    # A config file means its folder: its neighbours are read, too.
     return split_url(named)[0] if named.endswith(f"/{CONFIG}") or named == CONFIG else named
 
 
@@ -306,6 +318,7 @@ def _require_plain(destination: str) -> Path | None:
     """
     if is_merged(destination):
         raise UsageError(f"cannot write {destination}: it is several folders", hint="name one folder")
+    # fsspec's chains read through several systems, of which only the last one could be written to.
     if "::" in destination:
         raise UsageError(
             f"cannot write {destination}: it is a chain of file systems", hint="name the place at its end"
@@ -313,6 +326,7 @@ def _require_plain(destination: str) -> Path | None:
     path = local_path(destination)
     parent, name = split_url(destination)
     _, sign, rest = destination.partition("://")
+    # Without a name there is no folder to create, and the staging folder beside it would have none, either.
     if not name or name in (".", "..") or (sign and not rest.strip("/")):
         raise UsageError(
             f"cannot write to {destination!r}: it has no name", hint="name the new folder or file itself"
@@ -321,6 +335,8 @@ def _require_plain(destination: str) -> Path | None:
     if path is not None:
         parts = os.path.abspath(path).split("/")
         if ".." in path.parts:
+            # A '..' behind a link leads elsewhere for the kernel than for the text: two readers of
+            # the same name would mean different places.
             physical, lexical = os.path.realpath(path.parent), os.path.realpath(parent)
             if path.name == ".." or physical != lexical:
                 raise UsageError(f"{destination} has '..' after a link", hint="name the place without ..")
@@ -331,6 +347,7 @@ def _require_plain(destination: str) -> Path | None:
 
 def _require_replaceable_kind(destination: str, path: Path) -> None:
     try:
+        # Links followed: a link to a device is refused like the device.
         followed = stat.S_IFMT(os.stat(path).st_mode)
         status = look(os.fspath(path))
     except (OSError, ValueError):  # it does not exist or cannot be read: the write reports that

@@ -45,6 +45,7 @@ def find_source(
         CatalogError: The catalog cannot be used.
         UsageError: The options make no request.
     """
+    # Asked first, as the catalog has the exact request, and a card has only its outcome.
     registered = _registered(export, catalog) if catalog is not False else None
     if registered is None:
         return _found(export, against, options, None)
@@ -69,12 +70,15 @@ def _found(
 ) -> KnownExport:
     """As `find_source`, without what the catalog recorded of the export itself."""
     exact = bool(options.keys() & set(_DTYPES))
+    # Retired or replaced by this very export: there is nothing to compare it with, whatever its card says.
     if registered is not None and against is None and registered.source.gone:
         return KnownExport(None, registered.source.gone)
+    # Options of the user change the request, so the one in the catalog is not the request any more.
     if registered is not None and not options:
         by_catalog = _by_catalog(registered, export, against)
         if by_catalog is not None:
             return KnownExport(by_catalog)
+    # A card is part of the export, and any program may have edited it: it is asked after the catalog.
     card = _card(export)
     fields: Mapping[str, Any] = names_by_card(card, export)
     try:
@@ -184,6 +188,7 @@ def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) 
         if not homes or local_path(homes[0]) is None:
             return None  # on an object store it stays in its place
         place = join_url(homes[0], split_url(source.uri)[1])
+        # Set aside in a folder beside its place: the name inside of it stays.
         return _SourceNow(place, source.manifest_digest, f"the catalog: {source.uri} is set aside")
     if source.state == State.REPLACED:
         return _thinned_now(catalog, source)
@@ -195,6 +200,7 @@ def _source_now(catalog: Catalog, source: CheckpointRow, export: CheckpointRow) 
     if not isinstance(copy, CheckpointDetail):
         return None
     if copy.checkpoint.id == export.id:
+        # The copy by which it was retired is the export itself: comparing it with itself proves nothing.
         return _SourceNow("", "", gone=f"{source.uri} was retired, and this export took its place")
     place = copy.checkpoint.uri
     by = f"the catalog: {source.uri} was retired, and {place} took its place"
@@ -206,6 +212,7 @@ def _thinned_now(catalog: Catalog, source: CheckpointRow) -> _SourceNow | None:
     from ckptcore.catalog import retirements
     from ckptcore.catalog.types import CheckpointDetail, State
 
+    # A step may be thinned several times: the last one is what can be read.
     now = source
     while now.state == State.REPLACED:
         with catalog.reading() as conn:
@@ -224,6 +231,8 @@ def _is_recorded(export: str, registered: CheckpointDetail) -> bool:
     try:
         digests = {inspect(export).digest, inspect(export, keep_quantized=True).digest}
     except CkptError as error:
+        # Exit code 1 is damage: another content cannot be distinguished from it, and a verdict on it is what
+        # is asked for.
         return error.exit_code == 1
     return registered.checkpoint.manifest_digest in digests
 
@@ -231,12 +240,14 @@ def _is_recorded(export: str, registered: CheckpointDetail) -> bool:
 def _by_catalog(registered: _Registered, export: str, against: str | None) -> ExportSource | None:
     """Return the source by the request of a conversion; None if this version cannot read the request."""
     source = registered.source
+    # Without a request that this version understands, the card is the next best.
     try:
         request = Request.from_dict(dict(registered.conversion.request))
     except (UsageError, TypeError, AttributeError):  # of a newer version, or of a catalog that was rebuilt
         return None
     if request.verb != "export":
         return None
+    # The recorded place counts only while the source is there; else the copy that took its place.
     as_requested = source.place == registered.conversion.source_uri
     place = against if against is not None else request.source if as_requested else source.place
     return ExportSource(
@@ -257,6 +268,7 @@ def _card(export: str) -> str:
                 return ""
             return store.read("README.md", 0, size).decode(errors="replace")
     except CkptError as error:
+        # A network that fails for a moment must not look like an export without a card.
         if error.transient:
             raise
         return ""  # one file has no card

@@ -43,12 +43,16 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
         return None
     boxes, added = _boxes(plans, receipts, [_qwords(receipt.sums, 2) for receipt in receipts])
     volume, total = np.zeros(len(boxes.specs), np.int64), np.zeros((len(boxes.specs), 2), np.uint64)
+    # `add.at`, as a tensor has many boxes: an indexed sum would add only one of them. Sums wrap around at 64
+    # bits, as the fingerprint defines them.
     np.add.at(volume, boxes.tensor, boxes.numel)
     np.add.at(total, boxes.tensor, added)
     fingerprinted = []
     for (name, dtype, full), elements, (low, high) in zip(
         boxes.specs, volume.tolist(), total.tolist(), strict=True
     ):
+        # Replicas were removed before: what is left must fill the tensor, or
+        # overlaps and holes would cancel out in the sum.
         if elements != Box.full(full).numel:
             _log.warning("no fingerprint: the boxes of %s in the files are not a partition of it", name)
             return None
@@ -74,6 +78,7 @@ def statistics(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[
         return ()
     packed = [_qwords(receipt.statistics, len(COLUMNS)) for receipt in receipts]
     boxes, added = _boxes(plans, receipts, packed)
+    # Together by tensor, each in the order of its boxes: floating-point sums depend on the order.
     order = np.argsort(boxes.tensor, kind="stable")
     bounds = np.searchsorted(boxes.tensor[order], np.arange(len(boxes.specs) + 1))
     measured = []
@@ -106,8 +111,10 @@ def matching(
     mine: dict[str, str] = {}
     for spec in manifest.tensors if by_name else ():
         row = by_name.get(names.get(spec.fqn, spec.fqn))
+        # By dtype and shape: the same name after a cast has other bits.
         if row is not None and row[:2] == (spec.dtype, spec.shape):
             mine[spec.fqn] = row[2]
+    # A checkpoint's fingerprint covers all of its tensors, or none.
     if len(mine) < len(manifest.tensors) or not mine:
         return None, mine
     return checkpoint_fingerprint((t.fqn, t.dtype, t.shape, mine[t.fqn]) for t in manifest.tensors), mine
@@ -129,6 +136,7 @@ class _Boxes(NamedTuple):
 
 def _qwords(packed: bytes | None, count: int) -> Qwords:
     """Return what a receipt has of each box as ``count`` qwords of 64 bits."""
+    # Little-endian on every machine: receipts travel.
     return np.frombuffer(packed or b"", "<u8").reshape(-1, count)
 
 
@@ -174,6 +182,7 @@ def _distinct_rows(
     order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files
     duplicate = np.zeros(len(order), np.bool_)
     duplicate[1:] = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
+    # Two ranks wrote one box with different values: whichever a reader takes, the other is lost.
     differing = np.flatnonzero(duplicate[1:] & (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
     if len(differing):
         first, second = order[differing[0]], order[differing[0] + 1]

@@ -64,16 +64,21 @@ def require_accounted(
     inventory = list_settled_destination(request.destination)
     if not inventory:
         return Replaced()
+    # Before files are compared: no proof makes a home folder replaceable.
     require_unprotected(request.destination, _catalog_files(catalog))
     _require_ours_to_replace(request, inventory)
+    # One file is replaced as what the user named; there is nothing beside it that could be foreign.
     if list(inventory) == [""] and inventory[""].kind is not NameKind.FOLDER:
         return Replaced(inventory)
     use = _used(request.destination)
+    # Folders are accounted for by their files; links and special files are names like any other.
     names = [n for n, e in inventory.items() if e.kind is not NameKind.FOLDER and n not in use.read]
     if unfinished is not None:
         # What the killed run was to replace was accounted for when its record was written.
         names = [n for n in names if unfinished.replaces.inventory.get(n) != inventory[n]]
     if names and not request.overwrite_foreign:
+        # From the cheapest to the most expensive: names that the reader uses are known without reading
+        # a byte, the others only by their digests.
         proofs = _proofs(request.destination, extra, catalog, unfinished)
         with closing(open_store(request.destination)) as store:
             names = [n for n in names if not _is_known(store, n, inventory[n], proofs, request)]
@@ -87,6 +92,7 @@ def require_accounted(
                 count=len(names),
             )
     files = (name for name, status in inventory.items() if status.kind is not NameKind.FOLDER)
+    # Those without tensors first, so that a reader finds no checkpoint rather than a part of one.
     return Replaced(inventory, tuple(name for name in files if name not in use.data))
 
 
@@ -105,16 +111,19 @@ def _used(destination: str) -> _Use:
         source = open_source(destination)
         with closing(source.store):
             manifest = read_manifest(source)
+    # What no reader opens can still be replaced, file by file, if each is accounted for.
     except CkptError as error:
         return _Use(why=f" ({error.code}: {error.message})")
     root = _prefix_below(manifest.root, destination)
     data = {root + path for path in placed(manifest)}
+    # An empty file is no part of what the reader uses, but an earlier, interrupted writer leaves such.
     empty = {root + f.file for f in manifest.findings if f.code == "empty-file" and f.file is not None}
     read = {root + path for path in used(manifest).all} | empty | {root + f.path for f in manifest.files}
     return _Use(frozenset(read), frozenset(data))
 
 
 def _prefix_below(url: str, destination: str) -> str:
+    # Local paths may be spelled in several ways: the manifest's root is compared in the same spelling.
     top = os.fspath(local_path(destination) or destination)
     inner = url.rstrip("/").removeprefix(top.rstrip("/")).strip("/")
     return f"{inner}/" if inner else ""
@@ -126,6 +135,7 @@ def _proofs(
     proofs: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for name, data in extra.items():
         proofs[name].add((len(data), blake3(data).hexdigest()))
+    # Files of a publication that was interrupted were written by this conversion, whichever run it was.
     if unfinished is not None:
         for name, (nbytes, digest) in unfinished.puts.items():
             if digest is not None:
@@ -143,6 +153,8 @@ def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, i
 
     try:
         opened = open_catalog(catalog if isinstance(catalog, str) else None, create=False)
+    # No catalog exists yet: then it records nothing here. Any other
+    # error must stop, else files would seem foreign.
     except CatalogError as error:
         if error.values.get("missing"):
             return []
@@ -153,11 +165,13 @@ def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, i
 
 
 def _is_known(store: Readable, name: str, entry: FileStatus, proofs: _Proofs, request: Request) -> bool:
+    # "" is the destination itself, and a folder or link has no content to compare.
     if entry.kind is not NameKind.FILE or not name:
         return False
     digests = {digest for nbytes, digest in proofs.get(name, ()) if nbytes == entry.nbytes}
     if digests and has_digest(store, name, entry.nbytes, digests):
         return True
+    # A card gets a line when it is published, so no planned digest fits; it is known by its own form.
     if name != _CARD or entry.nbytes > _MAX_CARD:
         return False
     return is_untouched(store.read(name, 0, entry.nbytes), split_url(request.destination)[1])
@@ -187,6 +201,7 @@ def _require_ours_to_replace(request: Request, inventory: Inventory) -> None:
         return
     named = [url for url in (request.config, request.tokenizer) if url is not None and url != NONE]
     # By device and inode: a hard link of a source file would be lost under whatever name it has.
+    # Of the source and of what else is read; a link's target counts, since the file is what would be lost.
     read = inodes_of(request.source).union(*map(inodes_of, named))
     shared = [name or request.destination for name, e in inventory.items() if e.identity in read]
     if shared:
@@ -196,6 +211,7 @@ def _require_ours_to_replace(request: Request, inventory: Inventory) -> None:
             hint="choose another destination",
         )
     top = inventory[""]
+    # A database is known by its first bytes, under whatever name; its rows may be nowhere else.
     if top.kind is NameKind.FILE and top.nbytes >= len(_SQLITE):
         parent, name = split_url(request.destination)
         with closing(open_store(parent)) as store:
@@ -211,6 +227,7 @@ def inodes_of(url: str) -> set[tuple[int, int] | None]:
     if roots := roots_of(url):
         return set().union(*map(inodes_of, roots))
     path = local_path(url)
+    # Objects have no other names.
     if path is None:
         return set()
     inodes: set[tuple[int, int] | None] = set()

@@ -57,6 +57,7 @@ class LiveSource:
 
     def settings(self, settings: Settings) -> Settings:
         """Return settings that sum the tensors if there is something to compare the sums with."""
+        # A fingerprint that nobody stated would cost time for nothing.
         return replace(settings, fingerprint=True) if self._stated(self.training) else settings
 
     def fingerprints(self, manifest: Manifest, digests: Mapping[str, str] = NO_DIGESTS) -> dict[str, str]:
@@ -71,8 +72,11 @@ class LiveSource:
         if self.training is None or self.recorded is None:
             return self._stated(None)
         row, files = self.recorded
+        # By state and digest: facts of a row describe the save that it recorded.
         same = row.state not in NOT_THERE and row.manifest_digest == hex_digest(manifest.digest)
         since = self.training.updated_at
+        # A later save of equal structure has the same manifest digest;
+        # only times and digests of files show it.
         if not same or (since is not None and _is_resaved(manifest.root, files, digests, since)):
             return self._stated(None)
         return self._stated(self.training)
@@ -132,6 +136,8 @@ def require_as_live(
     )
     if comparison.different and comparison.verdict is not None:
         (different,) = comparison.findings
+        # If it is published already, the staged files are no longer there, and
+        # the output is verified at its destination.
         if staging.published_plan(noted(staging)) != plan.digest:
             staging.clear()
         raise DamagedCheckpoint(
@@ -159,6 +165,8 @@ def _is_resaved(folder: str, files: Iterable[FileRow], digests: Mapping[str, str
     data = [file for file in files if file.role == Role.DATA]
     place = local_path(folder)
     if place is None:
+        # Objects have no times of their files' writing: only digests of those that were read completely can
+        # show it.
         read = [f for f in data if f.path in digests]
         return bool(read) and all(differs(f, digests[f.path]) for f in read)
     try:

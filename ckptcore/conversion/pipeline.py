@@ -166,6 +166,8 @@ def prepare(
     """
     settings = settings or Settings()
     _require_means(settings, request)
+    # Before the staging folder exists: a destination that overlaps the
+    # source must not even get a folder beside it.
     _require_apart(request)
     staging = open_staging(request.destination, catalog_url)
     with span("plan", **_ends(request)), staging.lock(make=True):
@@ -198,6 +200,7 @@ def execute(
     """
     staging = staging_of_plan(plan_uri)
     files = None if indices is None else len(indices)
+    # Shared: workers of one plan write different files of it at the same time; only a new plan excludes them.
     with span("write", destination=staging.destination, files=files), staging.lock(shared=True):
         return _execute(staging, indices, settings or Settings(), progress, sums=sums)
 
@@ -211,6 +214,8 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[F
     """
     staging = staging_of_plan(plan_uri)
     plan = load_head(staging.plan)
+    # Also true if a run was killed before the output was recorded: its files are at the destination, not
+    # staged.
     is_published = staging.published_plan(noted(staging)) == plan.digest
     if is_published or read_receipt(staging.receipts, plan.digest, index):
         return ()
@@ -253,6 +258,7 @@ def compare_live(
     plan_uri: str, manifest: Manifest, live: LiveSource, digests: Mapping[str, str], prefix: str | None = None
 ) -> LiveComparison:
     """Require of a plan whose files are written what `require_as_live` requires of its source."""
+    # Before the lock: most jobs send no fingerprint, and then nothing has to be read.
     if not live.fingerprints(manifest, digests):
         return NOT_ASKED
     staging = staging_of_plan(plan_uri)
@@ -280,6 +286,8 @@ def finish(
 def remove_staging(plan_uri: str) -> None:
     """Remove the staging folder of a published plan."""
     staging = staging_of_plan(plan_uri)
+    # First what a killed publication left: with the folder removed, an old output
+    # that is only moved aside would go with it.
     staging.finish_interrupted_publish()
     staging.remove()
 
@@ -290,6 +298,7 @@ def remove_leftover_staging(destination: str, catalog: Catalog | bool = False) -
     The caller has the claim on the destination, and found it in the catalog. Raises `Busy`.
     """
     staging = open_staging(destination, catalog)
+    # Before the record is read: a folder that is half removed may still have one.
     staging.sweep_gone()
     try:
         record = noted(staging)
@@ -325,6 +334,8 @@ def convert(
     Raises:
         CkptError: An error of a stage. The catalog records it as a failure, unless it is a `UsageError`.
     """
+    # Recorded before anything is read, so that an unusable catalog is
+    # an error before the work and not after it.
     registration = start(request, catalog_url, announcement=announcement)
     about = {**_ends(request), "conversion": registration.id if registration else None}
     with log_fields(**about), span("conversion", verb=request.verb, **about):
@@ -361,6 +372,8 @@ def _convert(
     except BaseException as error:
         stop = stopped(error)
         fail(registration, stop, manifests[0] if manifests else None)
+        # Ctrl-C is raised as an error with an exit code of its own,
+        # after the catalog knows that the run ended.
         if stop is not error:
             raise stop from error
         raise
@@ -406,8 +419,10 @@ def publishing(
         manifest = inspect(
             request.source, request.recover, request.keep_quantized, request.weights, observe=observe
         )
+    # Given to the caller before anything can fail: a failure is recorded with the source it belongs to.
     manifests.append(manifest)
     live = LiveSource.of(registration, announcement)
+    # Sums are computed while tensors are moved: whether they are needed must be known before.
     settings = live.settings(settings)
     inspected = time.perf_counter() - began
     report("inspect", manifest.nbytes, manifest.nbytes)
@@ -424,6 +439,8 @@ def publishing(
             digests = digests_of_source(manifest)
         wrote = time.perf_counter() - began
         conversion_id, recorded = (registration.id, registration.source) if registration else (None, None)
+        # After all bytes were read and before anything is published: a source that the catalog knows
+        # with other bytes must not become an output.
         require_as_recorded(manifest, digests, recorded)
         if registration is not None and is_average(request.source):
             from ckptcore.conversion.source_digests import require_inputs_as_recorded
@@ -432,6 +449,8 @@ def publishing(
         compared = require_as_live(staging, manifest, live, digests, request.model_prefix)
         with span("publish", destination=request.destination):
             result = finish_staged(staging, settings, progress, Replacer(catalog_url, conversion_id))
+        # Seconds of this run; those of writing come from receipts, some
+        # of which an earlier run may have written.
         timings = {"inspect": inspected, **prepared.timings, "write": wrote}
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
         warnings = (*prepared.warnings, *result.warnings, *compared.findings)
@@ -443,6 +462,8 @@ def publishing(
             source_digests=digests,
             live=compared.verdict,
         )
+        # Only after the block: it records the output, and until that is
+        # done the next run must find the staged plan.
         _remove_published(staging)
 
 
@@ -485,6 +506,8 @@ def _prepare(
     just_read: bool = False,
 ) -> Prepared:
     """See `prepare`. just_read: the manifest is of a moment ago, and this process carries out the plan."""
+    # The order matters: what is left of a removed folder first, then what a killed publication left, because
+    # the plan of an earlier run says nothing before its publication is settled.
     staging.sweep_gone()
     staging.finish_interrupted_publish()
     earlier = _earlier_run(request, staging)
@@ -492,30 +515,38 @@ def _prepare(
     try:
         composed = compose(request, manifest, topology=topology)
         plan = composed.plan
+        # A device that does not exist is refused before anything is written.
         if plan.derived and settings.device != "cpu":
             torch_on(settings.device)
+        # An earlier run published another plan here: what it left does not make this destination ours.
         if earlier.plan is not None and earlier.plan != plan.digest:
             refuse_existing(request)
         with closing(open_source_store(manifest.root)) as source:
             ctimes, stamps, listed = take_listed(manifest, source, just_read=just_read)
+        # The manifest was read before its stamps were taken: files that were not
+        # listed with it might have changed in between.
         if not listed:
             _require_unchanged(request, manifest)
         resumed, anew = _resume(staging, composed, stamps, earlier, keep=request.resume)
+        # The request is stored even if the plan goes on: the plan does not depend on all of it.
         records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
         if resumed is None:
             replaced = _replaced(request, composed, settings, catalog_url, earlier.record)
             records.insert(0, packed_replaced(replaced))
         staging.beside_uploads(plan, settings)  # refused now, and not after hours of uploading
+        # Only where this process carries out the plan: begun uploads are state of a process.
         if anew and just_read:
             staging.begin_uploads(plan, settings.of(plan.target.mesh))
         if anew:
             save(staging, composed, stamps, ctimes, records)
         else:
             put_each(staging.root, records)
+        # Files that an earlier run finished need no room.
         receipts = read_receipts(staging.receipts, plan.digest, [f.index for f in plan.files])
         staging.require_room(
             sum(f.nbytes for f, receipt in zip(plan.files, receipts, strict=True) if receipt is None)
         )
+    # A refused plan leaves no folder behind, unless an earlier run has left something in it.
     except CkptError:
         _remove_if_unused(staging)
         raise
@@ -549,6 +580,8 @@ def _earlier_run(request: Request, staging: Staging) -> _Earlier:
         except CkptError as error:  # unless an earlier run published there
             refusals.append(error)
 
+    # On an object store the look runs while the lease is proven, and is repeated if another run was at work
+    # meanwhile; so what it refuses is only the last answer.
     names = staging.look_ahead(look)
     record = noted(staging)
     earlier = _Earlier(record, staging.published_plan(record), staging.publishing_plan(record), names)
@@ -574,9 +607,12 @@ def _resume(
         The publication, if it is this plan's and goes on; and whether the plan is to be saved.
     """
     plan = composed.plan
+    # Stamps as well: the same plan over files that were rewritten since would mix old and new bytes.
     same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
     resumed = earlier.record if earlier.plan == plan.digest else None
     staging.sweep_parts()
+    # A publication that is done has lost its plan and receipts if it was killed while it cleaned up: they are
+    # made once more, to verify what is published.
     if resumed is not None and resumed.step == DONE:
         restore(staging, composed, stamps, resumed, same=same)
     elif not (keep and same):
@@ -605,6 +641,7 @@ def _replaced(
 
     replaced = require_accounted(request, composed.extra, catalog_url, record)
     if not replaced.inventory:
+        # An empty destination replaces nothing, and nobody has to be asked.
         return replaced
     judged = may_replace(request.destination, Replacer(catalog_url), settings, at_rest)
     return replace(replaced, judged=judged)
@@ -650,6 +687,7 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
     """
     largest = max((f.nbytes for f in plan.files), default=0)
     tile = Budget.of(settings).tile
+    # Four buffers for each thread (`Budget.of`), and never larger than the largest file.
     buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
     count = _processes_for(plan, settings, [file.nbytes for file in plan.files])
     processes = 1 if count == 1 else count + 1  # the one that hands out files, too
@@ -658,6 +696,7 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
 
 def _require_unchanged(request: Request, manifest: Manifest) -> None:
     """Read the manifest a second time; raise `SourceChanged` if it differs."""
+    # The first reading may have read some files before and some after they were rewritten.
     if (
         inspect(request.source, request.recover, request.keep_quantized, request.weights).digest
         != manifest.digest
@@ -680,6 +719,7 @@ def _execute(
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     file_indices = [f.index for f in plan.files] if indices is None else list(indices)
+    # A killed run published this plan: its receipts are what there is to say about the files.
     if staging.published_plan(noted(staging)) == plan.digest:
         return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in file_indices))
     stamps = load_stamps(staging.plan) or {}
@@ -694,6 +734,8 @@ def _execute(
             if count > 1:
                 from ckptcore.conversion.file_process import elsewhere
 
+                # Written in other processes, each file by one of them; a part of a file
+                # is written by the caller's own process.
                 run = replace(run, elsewhere=elsewhere(staging, plan, file_indices, settings, sums, count))
         try:
             return execute_files(run, file_indices, beside, part=part, progress=progress)
@@ -706,7 +748,9 @@ def _execute(
 
 def _untied(plan: Plan, error: DamagedCheckpoint) -> NameMismatch | None:
     """Return the error of a tie between tensors that differ: nothing is damaged; None for any other error."""
+    # Both sides of a tie are compared like replicas, so their difference arrives as the finding of a replica.
     differing = [f for f in error.findings if f.code == "replica-mismatch"]
+    # A tie may be of a computed tensor: the finding names the inputs, as they are what was read.
     computed = {name: how.partition(" of ")[2].split(", ") for name, how in plan.derived}
     tied = next(((a, b) for a, b in plan.ties for f in differing if f.fqn in (b, *computed.get(b, ()))), None)
     if tied is None:
@@ -733,6 +777,7 @@ def digests_of_source(manifest: Manifest, read: Iterable[FileSums] = ()) -> dict
         return {}
     for file_sums in read:
         manifest.sums.add(file_sums)
+    # Versions, so that a file that was replaced since has no digest rather than a wrong one.
     with closing(open_source_store(manifest.root, manifest.versions)) as source:
         return file_digests(manifest, source)
 
@@ -741,6 +786,8 @@ def _remove_published(staging: Staging) -> None:
     """Remove the staging folder of a recorded output; one that cannot be removed is left to a later run."""
     try:
         staging.remove()
+    # The output is complete and recorded: a staging folder that stays costs space, but a failure
+    # here would look like one of the conversion.
     except (DestinationUnwritable, DiskFull, StorageTrouble) as error:
         _log.warning("%s is complete, and its staging folder is left: %s", staging.destination, error.message)
 

@@ -238,7 +238,9 @@ def finish_staged(
     began = time.perf_counter()
     staging.finish_interrupted_publish()
     plan = load_head(staging.plan)
+    # Of all files, also those that an earlier run wrote: receipts are what says that a file is complete.
     receipts = every_receipt(staging.receipts, plan.digest, plan.files)
+    # Plans are loaded one after the other: those of all files of a large job together take gigabytes.
     tensors = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
     fingerprint = None if tensors is None else checkpoint_fingerprint(tensors)
     measured = statistics((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
@@ -248,12 +250,15 @@ def finish_staged(
     record = noted(staging)
     is_published = staging.published_plan(record) == plan.digest
     resumed = staging.publishing_plan(record) == plan.digest
+    # Before anything is compared with the plan: the card that is
+    # published has one line more than the planned one.
     if fingerprint is not None:
         plan = with_fingerprint(staging, plan, fingerprint, published=is_published, is_resumed=resumed)
     publishing = _Publishing(staging, plan, receipts, record, resumed, settings, progress, writer)
     if is_published:
         output = _published_output(publishing)
     else:
+        # Joints whose parts were never joined are no files of the plan, and would be refused as such.
         staging.sweep_parts(joints=True)
         completion = staging.completion(plan, receipts)
         output = (
@@ -293,12 +298,15 @@ def finish_staged(
 def _publish_staged(publishing: _Publishing) -> _Output:
     """Publish an output whose files are all in the staging folder: it is read back there."""
     staging, plan, receipts = publishing.staging, publishing.plan, publishing.receipts
+    # Anything that is not in the plan would be published with the folder.
     staging.require_planned(planned_paths(plan))
     _require_written(staging, plan, receipts, iter(()))
     specs, commit = _planned(staging, plan)
     written = _read_back(staging, plan, staging.files, specs)
     published = _published_files(staging.files, plan.extra, receipts, written)
     verified = time.perf_counter()
+    # A resumed publication has begun to replace the destination,
+    # after the source was proven once: it goes on.
     if not publishing.resumed:
         publishing.require_source()
     staging.publish(publishing.publication(), commit, single=plan.target.single is not None)
@@ -316,6 +324,7 @@ def _publish_uploads(publishing: _Publishing, completion: UploadCompletion) -> _
         lambda: sizes.update(staging.require_planned(planned_paths(plan))),
         lambda: stored.extend(uploads.client.each(uploads.holds, sent)),
     ]
+    # Both on S3: the checks are requests that wait, and none needs the answer of another.
     at_once = not publishing.resumed and is_s3(plan.source)
     if at_once:  # what the stores say does not depend on each other
         checks.append(publishing.require_source)
@@ -324,6 +333,7 @@ def _publish_uploads(publishing: _Publishing, completion: UploadCompletion) -> _
     _require_written(staging, plan, receipts, iter(stored))
     specs, commit = _planned(staging, plan)
     verified = time.perf_counter()
+    # Elsewhere the source is proven as late as possible, right before the first change.
     if not publishing.resumed and not at_once:
         publishing.require_source()
     manifests: list[Manifest] = []
@@ -387,10 +397,12 @@ def _published_files(
     with_tensors = {f.path for f in written.files}
     published = []
     for r in receipts:
+        # Without digests only tensors go without one: small files are digested in any case.
         has_digest = r.digest is not None or r.path in with_tensors
         published.append((r.path, r.nbytes, r.digest if has_digest else digest_of(store, r.path, r.nbytes)))
     for path, planned in extra:
         size = store.size(path)
+        # Read where it is staged or published, not taken from the plan: this is the last look at the file.
         if size is None or digest_of(store, path, size) != planned:
             raise OutputMismatch(
                 f"{store.url}/{path} is not what was planned (got {size} bytes)",
@@ -408,12 +420,14 @@ def _published_output(publishing: _Publishing) -> _Output:
     with closing(source.store):
         written = read_manifest(source)
         unchanged = staging.is_unchanged(publishing.record, receipts, source.store)
+        # Sizes and receipts first, which is cheap; then the small files are digested.
         try:
             if unchanged:
                 published = _published_files(source.store, plan.extra, receipts, written)
         except OutputMismatch:
             unchanged = False
     if not unchanged or sorted(_specs(written)) != _planned(staging, plan)[0]:
+        # Whatever is there is no longer what this run published, and is therefore not touched.
         raise DestinationExists(f"{staging.destination} exists, and changed since it was published")
     return _Output(written, published, time.perf_counter())
 
@@ -427,6 +441,7 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
 
     The files' plans are loaded one at a time: in a large job they take gigabytes together.
     """
+    # A set: replicas of a tensor are planned in several files.
     specs: set[tuple[str, str, tuple[int, ...]]] = set()
     commit = []
     for file in plan.files:
@@ -443,6 +458,7 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
 def _publication(publishing: _Publishing) -> Publication:
     """Return the publication to carry out: on an object store, the one that a killed run recorded."""
     staging, plan, record = publishing.staging, publishing.plan, publishing.record
+    # Its record decides: what it was to replace was listed before it began, and may be partly gone.
     if publishing.resumed and record is not None:
         return record
     replaced = noted_replaced(staging)
@@ -457,6 +473,7 @@ def _publication(publishing: _Publishing) -> Publication:
     puts: dict[str, tuple[int, str | None]] = {
         ITSELF if single else r.path: (r.nbytes, r.digest) for r in publishing.receipts
     }
+    # Small files may be longer than planned by the card's last line, so their size is the staged one.
     puts |= {path: (staging.files.size(path) or 0, digest) for path, digest in plan.extra}
     return Publication(plan.digest, None, "", replaced, puts, receipts=publishing.receipts)
 
@@ -469,6 +486,7 @@ def _admitted(publication: Publication, publishing: _Publishing) -> Publication:
     # A late import: most conversions replace nothing.
     from ckptcore.custody.replacing import admit, require_row
 
+    # Once a publication has begun, nothing may rest on what was judged before: each content is proven anew.
     judged = None if publication.step else replaces.judged  # what it counts on may have gone since it began
     staging, writer = publishing.staging, publishing.writer
     staging.require_row = partial(require_row, writer)
@@ -486,6 +504,7 @@ def _require_written(
     """
     for planned, receipt in zip(plan.files, receipts, strict=True):
         if receipt.uploaded is not None:
+            # Uploads are in the order of the receipts, so one iterator over the store's answers is enough.
             is_stored = next(stored, None)  # None: this destination has no uploads
             if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or is_stored is None:
                 raise OutputMismatch(f"{planned.path} was not uploaded as planned")
@@ -504,6 +523,7 @@ def _require_written(
             )
         if receipt.stamp is None and receipt.digest is None:
             continue  # written without digests, by a version that recorded no stamps
+        # The stamp is a shortcut: where it differs, the bytes decide.
         if receipt.stamp != seen_as(staging.files, receipt) and not is_intact(staging.files, receipt):
             raise OutputMismatch(
                 f"{planned.path} was changed since it was written (got {seen_as(staging.files, receipt)}, "
@@ -544,6 +564,7 @@ def _read_back(
     report = check(written, None, "coverage")
     specs = sorted(_specs(written))
     unplanned = (
+        # Arrays inside objects are read back as tensors, although the plan has them in literals.
         set[str]() if specs == planned else {name for name, *_ in specs} - {name for name, *_ in planned}
     )
     if unplanned:
@@ -559,6 +580,8 @@ def _read_back(
 
 def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:
     """Return the manifest as a later reader of the destination gets it: one content, one digest."""
+    # The origin of a manifest is part of its digest, and says how the format was recognised: marks decide
+    # that at the destination, and here the reader was named.
     marks = reader.detect(source)
     if marks is None:  # a file may have no mark of its format: Fabric's one file reads as any torch.save
         return read_manifest(source)
@@ -576,11 +599,13 @@ def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set
             row = spec.fqn, item.start, item.start + item.length
             items.setdefault(written.files[item.file].path, []).append(row)
     index = {f.path: f.index for f in plan.files}
+    # By file: all tensors of one are compared with the literals of its plan, which is loaded once.
     for path, rows in items.items():
         file_plan = load_file_plan(staging.plan, index[path]) if path in index else None
         spans = [
             (x.start, x.start + len(x.data)) for x in (file_plan.literals if file_plan is not None else ())
         ]
+        # Completely inside one literal, else the bytes are somewhere else.
         in_literals -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in spans)}
     return in_literals
 
@@ -618,6 +643,8 @@ def with_fingerprint(
     elif published or _blake3(data) != planned:
         return plan
     if is_resumed:
+        # The record has size and digest of every file: a card that differs
+        # from it was not the one whose copy began.
         record = noted(staging)
         if record is None or record.puts.get(CARD) != (len(full), _blake3(full)):
             return plan
@@ -653,6 +680,8 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
             return
         run = plan_run(staging, plan, source, noted)
         recompute = partial(recompute_files, run, [f.index for f in plan.files], settings, progress)
+        # Stamps and ctimes are taken on both sides of the reading; only if they are
+        # the same was one state of the files read.
         for _ in range(_TRIES):
             _log.info("%s: %s; reading the source again", plan.source, _why(before, now))
             before = settled_ctimes(noted, source)
@@ -660,6 +689,7 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
             require_same(noted, source)
             now = take_ctimes(noted, source)
             if untouched(before, now):
+                # The next run compares with these times, and does not read the source once more.
                 save(staging.plan, noted, now)  # the proof is valid for these times
                 return
     raise SourceChanged(
@@ -681,6 +711,7 @@ def _compare_files(staging: Staging, plan: Plan, recompute: Callable[[], None]) 
     with closing(opened.store):
         digest = read_manifest(opened).digest
     if digest != plan.manifest_digest:
+        # What was staged is of bytes that no longer exist: resuming with it would publish a mixture.
         staging.clear()
         raise SourceChanged(f"{request.source} was rewritten while it was converted", hint=_HINT)
     try:

@@ -54,6 +54,7 @@ Form = dict[str, Any]
 
 def stored_facts(manifest: Manifest) -> TrainingFacts:
     """Return the facts about the training that a checkpoint stores; empty if there are none."""
+    # Facts are extra: whatever a trainer stored in their place, the conversion is not stopped by it.
     try:
         with parsing("facts about a training"):
             facts, left_out = read_facts(_merged(manifest))
@@ -69,6 +70,8 @@ def _merged(manifest: Manifest) -> Form:
     form: Form = {}
     for part in _parts(manifest):
         for key, value in part.items():
+            # Parts come the most specific first: of two objects of one name
+            # the fields of the first win, one by one.
             if isinstance(value, dict) and isinstance(form.get(key), dict):
                 form[key] = {**value, **form[key]}
             else:
@@ -78,6 +81,7 @@ def _merged(manifest: Manifest) -> Form:
 
 def _parts(manifest: Manifest) -> Iterator[Form]:
     """Yield forms of facts, the most specific first."""
+    # A part that cannot be read does not hide the others.
     for name, read in _OBJECTS:
         try:
             with parsing(name):
@@ -109,6 +113,7 @@ class _Objects:
         """Return a value by its dotted name, or None."""
         if key in self._trees:
             return _bare(decode(self._trees[key]))
+        # A dotted name may be a key inside of an object, as OLMo's `train.global_step` is.
         above, _, name = key.rpartition(".")
         value = self(above) if above else None
         return value.get(name) if isinstance(value, Mapping) else None
@@ -140,16 +145,19 @@ def _of_trainer_state(state: Mapping[str, Any]) -> Form:
     last = state.get("global_step")
     metrics: Form = {}
     log = state.get("log_history")
+    # The end of the log: a metric's last value is asked for, and a log may have grown for months.
     for entry in log[-_MOST_LOGGED:] if isinstance(log, list) else ():
         if not isinstance(entry, Mapping):
             continue
         step = entry.get("step")
+        # A trainer that resumed from an earlier step has entries of steps behind the saved one in its log.
         if isinstance(step, int) and isinstance(last, int) and step > last:
             continue
         for name, value in entry.items():
             if name not in ("step", "epoch") and measured(value) is not None:
                 metrics[str(name)] = {"value": value, "step": step}
     best = state.get("best_metric")
+    # The best metric is a number without a name; one of that name in the log is more exact.
     if measured(best) is not None:
         metrics.setdefault("best_metric", best)
     rest = {n: state[n] for n in ("max_steps", "num_train_epochs", "best_model_checkpoint") if state.get(n)}
@@ -172,6 +180,7 @@ def _lightning(of: _Objects) -> Form:
             metrics[name] = value
     for callback, state in _items(of("callbacks")):
         monitor = state.get("monitor") if isinstance(state, Mapping) else None
+        # Its key has the settings of the callback behind the name, so only the beginning is compared.
         if not callback.startswith("ModelCheckpoint") or not isinstance(monitor, str):
             continue
         if measured(state.get("current_score")) is not None:
@@ -188,10 +197,12 @@ def _lightning(of: _Objects) -> Form:
 def _megatron(of: _Objects) -> Form:
     """Megatron-LM, training/checkpointing.py, `generate_state_dict`: args is a namespace."""
     args = of("args")
+    # Other trainers have an `args` as well; these two fields are in every Megatron's.
     if not isinstance(args, Mapping) or not {"num_layers", "hidden_size"} & set(args):
         return {}
     samples, length = args.get("consumed_train_samples"), args.get("seq_length")
     is_countable = isinstance(samples, int) and isinstance(length, int)
+    # Not stored by Megatron: the samples are, and all have one length.
     tokens = samples * length if is_countable else 0  # type: ignore[operator]  # both are integers
     data = args.get("data_path")
     return {
@@ -243,6 +254,7 @@ def _json_state(data: bytes) -> Form:
 def _olmo_core_config(data: bytes) -> Form:
     """OLMo-core, train/callbacks/config_saver.py. A hub's config has the same name, and none of its keys."""
     config = load_json(data)
+    # A Hugging Face config.json is in the same place, with other keys.
     is_config = isinstance(config, dict) and {"trainer", "train_module", "data_loader"} & set(config)
     return {"config": config} if is_config else {}
 
@@ -256,8 +268,10 @@ def _yaml_config(data: bytes) -> Form:
 
 def _file(manifest: Manifest, path: str) -> bytes | None:
     """Return a small file of the checkpoint, or None if it is not among its listed files."""
+    # One file has no folder of its own: files beside it may be of any checkpoint.
     if manifest.origin.get("file") is not None:
         return None
+    # Only what was listed with the checkpoint is opened: a path is never made up here.
     sizes = {f.path: f.size for f in (*manifest.files, *manifest.beside)}
     size = sizes.get(path)
     if not size:
@@ -343,6 +357,7 @@ def start(
     Returns:
         The running conversion; None if there is no catalog.
     """
+    # False is no catalog at all; None is the default one.
     if catalog_url is False:
         return None
     from ckptcore.catalog import open_catalog
@@ -406,6 +421,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
         _keep_proof(registration, result)
         _settle_alarms(registration, result)
     except Exception as error:
+        # Also for an error that is none of ours: the output is published, and its user must learn where.
         raise not_recorded(result, error_of(error)) from error
     finally:
         registration.catalog.close()
@@ -487,6 +503,7 @@ def _statistics(
     mine = []
     for spec in source.tensors:
         tensor = by_name.get(names.get(spec.fqn, spec.fqn))
+        # Another dtype is a cast, whose statistics are of other values.
         if tensor is not None and (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape):
             mine.append(tensor._replace(fqn=spec.fqn))
     return statistics_row(source, mine)
@@ -502,6 +519,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
     old = dict(result.renamed) | {
         s: "" for derived in result.made if not derived.same for s in derived.sources
     }
+    # The source was checked up to coverage before it was planned, whatever level it had in the catalog.
     read = facts(
         source,
         registration.request.source,
@@ -522,6 +540,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         plan_digest=result.plan_digest,
         bytes_in=result.bytes_in,
         bytes_out=result.nbytes,
+        # ru_maxrss is in KiB on Linux.
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         timings=result.timings,
         map_digest=result.map_digest or None,
@@ -533,6 +552,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
     if is_average(registration.request.source):
         from ckptcore.conversion.source_digests import inputs_of  # most sources are no average
 
+        # Each input of an average is a checkpoint of the catalog; the average itself is recorded as none.
         inputs = tuple(
             (each.weight, facts(each.manifest, each.url, each.digests, verified="coverage", training=True))
             for each in inputs_of(registration.request, result.source_digests)
@@ -549,6 +569,7 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
     if registration is None:
         return
     try:
+        # First with the source, whose facts may be the part that cannot be recorded; then the failure alone.
         if source is None or not _failed(registration, ended_by(error), source):
             _failed(registration, ended_by(error), None)
     finally:
@@ -560,11 +581,13 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
     request, announcement = registration.request, registration.announcement
     findings = tuple(ended.values.get("findings", ()))
     try:
+        # A mistake in the request says nothing about the source: its row goes, as if it had not been begun.
         if isinstance(ended, UsageError):
             registration.catalog.withdraw(registration.id)
             return True
         source_facts = None
         at_a_place = not is_average(request.source)
+        # `recorded` False: what is there is not what the row describes, and must not overwrite it.
         # Damage replaces no row with digests.
         if source is not None and at_a_place and ended.values.get("recorded", True):
             source_facts = facts(source, request.source, announcement=announcement, training=True)
@@ -684,8 +707,10 @@ def facts(
         step = announcement.step
     name = manifest.origin.get("file")
     digest_of = digests or {}
+    # Left out of the row: the paths of names are as many as the tensors.
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     files = [
+        # Second copies (`redundant_copies`) are no files of the checkpoint itself.
         (f.path, f.size or 0, digest_of.get(f.path))
         for f in manifest.without_copies().files
         if name is None or f.path == name
@@ -702,6 +727,7 @@ def facts(
         uri,
         manifest.format,
         manifest.digest,
+        # A false shape may claim more bytes than a column holds; a check has reported it.
         min(manifest.nbytes, _MOST),
         [(t.fqn, t.dtype, t.shape, min(t.nbytes, _MOST)) for t in manifest.tensors],
         files,
@@ -738,6 +764,7 @@ def _training(
     if not stored:
         return
     try:
+        # Also what is no error of ours, such as a recursion in a trainer's object.
         training_facts = stored_facts(manifest)
     except Exception as error:  # facts about a training never cost the record of an output
         _log.warning("facts about the training are left out: %s", error_of(error).message)

@@ -115,10 +115,15 @@ def publish_local(staging: Staging, paths: PublishPaths, publication: Publicatio
         DestinationExists: Something else appeared at the destination; it stays as it is.
         DestinationUnwritable: A file system call failed.
     """
+    # Written files must be complete on disk before the move makes them visible.
     staging.files.close()
     output = paths.file if single else paths.folder
     with _reporting(paths):
+        # The names in the folder first, then the record, then the move, each on disk before the next: after a
+        # power cut the record is never of files that are gone.
         sync_folder(paths.folder.name, paths.folder.folder_fd)
+        # With the inode that is about to be moved: a rename keeps it, so the next run can
+        # recognise what it finds at the destination.
         publication = replace(publication, identity=_identity(output), step=MOVING)
         note(staging, publication)
         _move(output, paths, publication.replaces)
@@ -132,6 +137,7 @@ def is_in_place(paths: PublishPaths, record: Publication) -> bool:
 
 def is_moved_out(paths: PublishPaths, old: DirEntryAt | None, record: Publication | None) -> bool:
     """Return whether the new output has left the staging folder; the old one may be in its place."""
+    # Either the old one took its place in the exchange, or the recorded output is at the destination.
     return old in (paths.folder, paths.file) or (record is not None and is_in_place(paths, record))
 
 
@@ -149,6 +155,7 @@ def _inode(spot: DirEntryAt) -> tuple[int, ...] | None:
 def old_output(paths: PublishPaths, record: Publication | None) -> DirEntryAt | None:
     """Return where the output is that a killed run replaced or was about to replace, or None."""
     with _reporting(paths):
+        # What was set aside has a name of its own, so it needs no record to be recognised.
         if paths.aside.look() is not None:
             return paths.aside
         if record is None or record.identity is None:
@@ -156,8 +163,11 @@ def old_output(paths: PublishPaths, record: Publication | None) -> DirEntryAt | 
         top, new = record.replaces.inventory.get(""), record.identity[:2]
         if _inode(paths.target) == new:  # killed after the exchange, whatever was exchanged
             exchanged = paths.staged_as(paths.target)
+            # A file that was linked to its destination, and whose staged name was not removed yet, is not
+            # exchanged: both names are the new output.
             linked = _inode(exchanged) == new  # it still has both names
             return None if linked or _is_empty(exchanged) else exchanged
+        # Killed between two renames, without an exchange: the old output is where the new one was staged.
         for staged in (paths.file, paths.folder):
             if top is not None and _inode(staged) == top.identity != new:
                 return staged
@@ -182,11 +192,13 @@ def finish_interrupted_publish(paths: PublishPaths, old: DirEntryAt, record: Pub
             if old != paths.aside:
                 rename_new(old, paths.aside)
             _remove_aside(staged, paths, record.replaces, resumed=True)
+        # Neither ours nor the old one: somewhere a choice is needed that no program can make.
         elif target.look() is not None:
             raise DestinationExists(
                 f"{target.path} appeared meanwhile, and the output that it replaces is in {old.path}",
                 hint=f"move one of the two to where it belongs: nothing of {old.path} was removed",
             )
+        # By inode: what would be restored must be exactly what was moved away.
         elif top is not None and _inode(old) != top.identity:
             raise StagingForeign(
                 f"cannot move {old.path} to {target.path}: it is not what was moved away from there "
@@ -200,17 +212,21 @@ def finish_interrupted_publish(paths: PublishPaths, old: DirEntryAt, record: Pub
 
 def _move(staged: DirEntryAt, paths: PublishPaths, replaces: Replaced) -> None:
     target, aside = paths.target, paths.aside
+    # An empty folder is replaced by rename(2) itself.
     if not replaces.inventory or (_is_folder(staged) and not _worth_keeping(replaces.inventory)):
         _move_to_free(staged, target)
         return
+    # Listed again right before it is moved: the check before it may be hours old.
     now = list_destination_at(target)
     name = difference(replaces.inventory, now)
     if name is not None:
         raise _changed(target, name, replaces.inventory.get(name), now.get(name))
+    # In one step where the file system has it: at no time is the destination without an output.
     if _exchange(staged, target):
         rename_new(staged, aside)
     else:
         rename_new(target, aside)
+        # In two steps elsewhere; an error in between restores the old output, if nothing else took the place.
         try:
             _move_to_free(staged, target)
         except BaseException:
@@ -250,6 +266,7 @@ def _move_to_free(staged: DirEntryAt, target: DirEntryAt) -> None:
     folders = {"src_dir_fd": staged.folder_fd, "dst_dir_fd": target.folder_fd}
     if _is_folder(staged):
         try:
+            # rename(2) refuses a folder with files, so no output that appeared meanwhile is lost.
             host.rename(staged.name, target.name, **folders)  # replaces only an empty folder
         except OSError as error:
             if target.look() is not None:
@@ -257,6 +274,7 @@ def _move_to_free(staged: DirEntryAt, target: DirEntryAt) -> None:
             raise
         return
     try:
+        # A hard link is the only way to create a name that must not exist, on file systems without renameat2.
         host.link(staged.name, target.name, **folders)  # unlike rename, replaces no file
     except FileExistsError as error:
         raise DestinationExists(f"{target.path} appeared meanwhile") from error
@@ -268,6 +286,7 @@ def _move_to_free(staged: DirEntryAt, target: DirEntryAt) -> None:
         except FileExistsError as exists:
             raise DestinationExists(f"{target.path} appeared meanwhile") from exists
         return
+    # Only the staged name goes: the output has its name at the destination by now.
     host.unlink(staged.name, dir_fd=staged.folder_fd)
 
 
@@ -285,7 +304,11 @@ def _remove_aside(staged: DirEntryAt, paths: PublishPaths, replaces: Replaced, *
     moved_aside, target, aside = list_destination_at(paths.aside), paths.target, paths.aside
     # Moving a file changes its own status.
     strangers = [
-        n for n, e in moved_aside.items() if not same_content(replaces.inventory.get(n), e, status=bool(n))
+        n
+        for n, e in moved_aside.items()
+        if not same_content(replaces.inventory.get(n), e, status=bool(n))
+        # Resumed, with names missing: the killed run had begun to remove it, so nothing complete could be
+        # restored.
     ]
     if not strangers and replaces.home:
         _keep_aside(paths, replaces.home)
@@ -293,6 +316,8 @@ def _remove_aside(staged: DirEntryAt, paths: PublishPaths, replaces: Replaced, *
     if not strangers or (resumed and not moved_aside.keys() >= replaces.inventory.keys()):
         _discard(paths, replaces.inventory)
         return
+    # Something was written to the old output while it was replaced: it is restored, and the new one staged
+    # again.
     if not _exchange(aside, target):
         rename_new(target, staged)
         rename_new(aside, target)
@@ -309,6 +334,7 @@ def _keep_aside(paths: PublishPaths, home: str) -> None:
     """Move what was replaced into the folder with its record, from which it can be restored."""
     aside = paths.aside
     path = os.path.join(os.path.dirname(paths.target.path), home)
+    # By a descriptor: a parent that is replaced by a link redirects nothing.
     with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.folder_fd)) as home_fd:
         rename_new(aside, DirEntryAt(home_fd, paths.target.name, os.path.join(path, paths.target.name)))
         sync_folder(".", home_fd)
@@ -323,15 +349,18 @@ def _discard(paths: PublishPaths, inventory: Inventory) -> None:
         return
     if stat.S_ISDIR(status.st_mode):
         # The status of a file with several names changes when another of its names is removed.
+        # Several hard links of one file have one status, which changes with the first that is removed.
         names = Counter(entry.identity for entry in inventory.values())
         with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.folder_fd)) as below:
             _remove_recorded(below, aside.path, "", inventory, {inode for inode, n in names.items() if n > 1})
         with contextlib.suppress(OSError):  # it is not empty
             host.rmdir(aside.name, dir_fd=aside.folder_fd)
+            # An empty folder is gone with that; one that is not empty is kept below.
             return
     elif same_content(inventory.get(""), status_at(aside, status), status=False):
         host.unlink(aside.name, dir_fd=aside.folder_fd)
         return
+    # With process and time: several runs may keep something beside one destination.
     kept_beside = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{host.now_ns():x}")
     rename_new(aside, kept_beside)
     _log.warning(
@@ -346,6 +375,7 @@ def _remove_recorded(
 ) -> None:
     """Remove recorded names below a descriptor, depth first; each is checked right before."""
     for name in os.listdir(folder_fd):
+        # The status now, and not of the listing: the entry may have been exchanged since.
         spot, was = DirEntryAt(folder_fd, name, f"{path}/{name}"), inventory.get(prefix + name)
         try:
             status = spot.look()
@@ -358,6 +388,7 @@ def _remove_recorded(
                 host.unlink(name, dir_fd=folder_fd)
                 continue
             with closing_fd(os.open(name, OPEN_FOLDER, dir_fd=folder_fd)) as below:
+                # The folder that was opened must be the one that was looked at.
                 if os.path.samestat(os.fstat(below), status):
                     _remove_recorded(below, spot.path, f"{prefix}{name}/", inventory, twins)
             host.rmdir(name, dir_fd=folder_fd)
@@ -420,6 +451,7 @@ class LocalStaging(Staging):
         is not locked. Also raises `StagingForeign` for what other users could write to, and
         `DestinationUnwritable`.
         """
+        # The lock comes first: whoever finds the folder open to others must not empty it under another run.
         fd = self._lock_file(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, make=make)
         try:
             if fd is not None and self._home.strangers_may_write():
@@ -469,6 +501,7 @@ class LocalStaging(Staging):
             self._require_ours(published=is_moved_out(paths, old, record))
             if old is None:
                 return
+            # Without a record nothing says to which side the old output belongs.
             if record is None:
                 raise StagingForeign(
                     f"cannot resume in {os.path.dirname(old.path)}: {old.name} in it was moved away from "
@@ -486,8 +519,10 @@ class LocalStaging(Staging):
         """
         with self._home.below(("files",) if single else ()) as fd:
             staged_output = look(fd, self.name if single else "files") if fd is not None else None
+        # Both: what is staged, and that the folder itself is still at its name.
         if staged_output is None or not self._home.in_place():
             raise untrusted_entry(str(self._home.path), "it was moved away while a run used it")
+        # Once before and once after: the parent may be exchanged in between.
         self._require_parent()
         with self._publish_paths() as paths:
             assert paths is not None  # it is locked
@@ -498,6 +533,8 @@ class LocalStaging(Staging):
         if published is None:
             raise untrusted_entry(target, "it was removed while it was published")
         # Another user did it, or a file system that changes inodes.
+        # The same inode is what rename promises; a file system that makes a new one is
+        # accepted if it belongs to a trusted user.
         if not os.path.samestat(published, staged_output):
             require = self._home.owners.require_file if single else self._home.owners.require_folder
             require(published, target)
@@ -515,6 +552,7 @@ class LocalStaging(Staging):
         """
         if self._home.open() is None:
             return
+        # Once published, `files` may be the exchanged old output, with anything in it.
         for store in (self.plan, self.receipts) if published else (self.plan, self.receipts, self.files):
             if store.is_there():
                 store.entries()
@@ -524,6 +562,7 @@ class LocalStaging(Staging):
     def require_planned(self, planned: Collection[str]) -> dict[str, int]:
         """Raise `OutputMismatch` for staged files and folders that are not in the plan."""
         if self.files.is_there():
+            # Every folder of a planned path, too: an unplanned empty folder would be published as well.
             folders = {f"{path[:n]}/" for path in planned for n, sign in enumerate(path) if sign == "/"}
             names = [path for path, _ in self.files.entries() if path not in planned and path not in folders]
             if names:
@@ -554,6 +593,7 @@ class LocalStaging(Staging):
         """
         with self._home.below(("files",)) as staged:
             assert staged is not None  # it was filled
+            # Deepest first: writing inside a folder changes the folder's own time.
             for below, folders, files, fd in os.fwalk(".", topdown=False, dir_fd=staged):
                 for name in (*files, *folders, *(["."] if below == "." else [])):
                     original = look_at(os.path.join(place, below, name))
@@ -564,6 +604,7 @@ class LocalStaging(Staging):
     def require_room(self, nbytes: int) -> None:
         """Raise `DiskFull` if fewer bytes are free than are still to be written."""
         free = self.root.free_bytes()
+        # Looked at several times, as room may come back a moment after files were removed.
         for seconds in _FREED_WITHIN:
             if free is None or nbytes <= free:
                 break
@@ -610,6 +651,8 @@ class LocalStaging(Staging):
 
         It is renamed first: if this run is killed here, no later run resumes in a partly removed folder.
         """
+        # Descriptors are closed first: a folder that is open cannot be removed on
+        # every file system (NFS keeps its files).
         for store in (self.root, self.plan, self.receipts, self.files):
             store.close()
         self.sweep_gone()
@@ -624,6 +667,7 @@ class LocalStaging(Staging):
     def _remove_but_odd(self) -> bool:
         """Remove only the run's own files if the folder has foreign ones; return whether it has."""
         fd = self._home.open()
+        # Only a folder that is still at its name is looked at: another one there is not ours to judge.
         odd = [] if fd is None or not self._home.in_place() else _unexpected_names(names_in(fd))
         # An old output that a version without lists replaced is removed with its folder.
         odd = [name for name in odd if name != REPLACED or self.root.size(PUBLISHING) is None]
@@ -641,6 +685,7 @@ class LocalStaging(Staging):
         root = self._home.open()
         if root is None:
             return False
+        # A record or lock of ours has one name: a second one is another program's.
         for name in os.listdir(root):
             status = look(root, name)
             folder = status is not None and stat.S_ISDIR(status.st_mode)
@@ -687,6 +732,7 @@ class LocalStaging(Staging):
             shut = self._home.shut_out()
             _log.info("other users could write to %s: it was emptied", self._home.path)
         elif self._home.shut_out():
+            # The folder is refused, so its mode is what it was: its owner decides.
             os.fchmod(fd, stat.S_IMODE(before.st_mode))
             raise self._loose(before)
         # If the owner cannot change the mode, the file system has no modes: there is no better one.
@@ -704,6 +750,7 @@ class LocalStaging(Staging):
 
     def _lock_file(self, kind: int, *, make: bool) -> int | None:
         failed: OSError | None = None
+        # A run that ends removes folder and lock while another one opens them: the loser tries again.
         for _ in range(_TRIES):
             self._home.close()
             try:
@@ -717,6 +764,8 @@ class LocalStaging(Staging):
             if fd is None:
                 return None
             try:
+                # Without waiting: a conversion takes hours, and its user
+                # wants to know which process is at work.
                 host.flock(fd, kind | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(fd)
@@ -727,6 +776,7 @@ class LocalStaging(Staging):
             # A finished run removes its folder and lock: then this lock protects nothing.
             root = self._home.open()
             assert root is not None  # the lock is in it
+            # A lock on a file without a name excludes nobody: the next run creates another one.
             named = look(root, LOCK)
             if named is not None and os.path.samestat(named, os.fstat(fd)) and self._home.in_place():
                 return fd
@@ -744,6 +794,7 @@ class LocalStaging(Staging):
         status = look(root, LOCK)
         if status is not None:
             self._home.owners.require_file(status, path)
+        # Never through a link, without waiting for a FIFO's other end, and closed in child processes.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(LOCK, flags, 0o666, dir_fd=root)
         try:
@@ -755,6 +806,7 @@ class LocalStaging(Staging):
 
     def _unwritable(self, error: OSError) -> DestinationUnwritable:
         why = error.strerror or str(error)
+        # The usual reason for a path that cannot be created, and nothing that the error number says.
         for folder in map(str, (Path(self.parent), *Path(self.parent).parents)):
             if os.path.islink(folder) and not os.path.exists(folder):
                 why = f"{folder} is a broken link"
@@ -784,5 +836,6 @@ def _refuse_foreign(path: Path, names: Names) -> None:
     refuse_odd(
         path, [name for name in _unexpected_names(names) if name != REPLACED or PUBLISHING not in names]
     )
+    # Every run creates its lock first, so files without a lock are of another program.
     if names and LOCK not in names:
         raise untrusted_entry(str(path), "no run has used it: it has files, but no lock")

@@ -79,6 +79,7 @@ class ObjectStaging(Staging):
 
     def require_planned(self, planned: Collection[str]) -> dict[str, int]:
         """Raise `OutputMismatch` for staged files that are not in the plan; return path -> bytes of all."""
+        # Listed once: both what is not in the plan and the sizes come from it.
         sizes = self.staged()
         if names := sorted(set(sizes) - set(planned)):
             raise self._unplanned(names)

@@ -45,6 +45,7 @@ def open_staging(destination: str, catalog: Catalog | str | bool | None = False)
     if is_s3(destination):
         from ckptcore.conversion.staging.s3_staging import S3Staging
 
+        # An explicit True or False names no catalog.
         claim = None if isinstance(catalog, bool) else DestinationClaim(catalog, destination)
         return S3Staging(destination, claim)
     from ckptcore.conversion.staging.object_staging import ObjectStaging
@@ -57,6 +58,7 @@ def at_rest(place: str) -> Iterator[None]:
     """Keep writers away from a place that is about to be counted on; raise `Busy` if one is at work there."""
     path = local_path(place)
     # A conversion to a link replaces the link, and not what it leads to.
+    # Shared: several readers may count on one place, and a writer needs it alone.
     with open_staging(place if path is None else os.path.realpath(path)).lock(shared=True):
         yield
 
@@ -93,7 +95,9 @@ class DestinationClaim:
             if url_or_catalog is None or isinstance(url_or_catalog, str)
             else url_or_catalog
         )
+        # No digest of options: every conversion to this destination excludes every other one.
         key = claims.Key("", self._destination, _OPTIONS)
+        # With a random part: threads of one process may try to claim one destination.
         name = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex[:8]}"
         claim = None
         try:

@@ -87,10 +87,12 @@ class Destination:
         from ckptcore.store.objects.retry import Kind, kind_of  # a late import: others send no requests
 
         refused: CkptError | None = None
+        # What is at the name is looked at anew each time, since each refusal says that it changed.
         for _ in range(_TRIES):
             now = self.look(name)
             recorded = self.publication.replaces.inventory.get(name)
             if now is not None and not same_object(now, recorded):
+                # Written by an earlier try, or by the run that was killed: it is in its place.
                 if self.holds(name, now):
                     return
                 raise self.written_meanwhile(name)
@@ -98,6 +100,7 @@ class Destination:
                 self.write(name, now)
             except CkptError as error:
                 # Something else is there now. It may be this very file: the reply to a request was lost.
+                # These say that the condition failed, not that the store failed.
                 if kind_of(error) not in (Kind.EXISTS, Kind.CHANGED, Kind.MISSING):
                     raise
                 refused = error
@@ -128,6 +131,7 @@ class Destination:
         nbytes, digest = self.publication.puts[name]
         data = fetch(self.staging.files, name or self.staging.name)
         if data is not None and len(data) == nbytes:
+            # Digests of one file may be of different kinds, by what was recorded.
             hasher = hasher_like(digest or "")
             hasher.update(data)
             if digest in (None, hasher.hexdigest()):
@@ -148,6 +152,7 @@ class Destination:
         nbytes, digest = self.publication.puts[name]
         staged = name or self.staging.name
         if digest is None:  # digests were off: compare with the staged file, if it still exists
+            # Nothing to compare with: a size alone proves nothing.
             if self.staging.files.size(staged) != nbytes:
                 return False
             digest = digest_of(self.staging.files, staged, nbytes)
@@ -188,8 +193,10 @@ def publish_remote(
         last = [name for name in puts if name in commit and name in uploaded]
         end = [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]
         alone = False  # whether the destination was seen to have only ours
+        # A resumed publication was judged when it began.
         if publication.step not in (REMOVING, PUTTING):
             _require_as_judged(target, list_destination(url) if inventory is None else inventory)
+            # Removing is only needed where an old output could be loaded together with new files.
             first = REMOVING if old.inventory else PUTTING  # there is nothing to remove
             publication = replace(publication, step=first)
             begin = tensors if uploaded else beside
@@ -198,14 +205,20 @@ def publish_remote(
             _begin(target, publication, () if first == REMOVING else begin or last, alone=alone)
         if publication.step == REMOVING:
             # Every removal again after a kill: one that is gone already is no error.
+            # Its order is that of the record: what makes the old output loadable first.
             for name in old.first:
                 _remove(target, name)
+            # The step is recorded before the next one begins: a run that
+            # resumes must not remove what was put since.
             before, publication = publication, replace(publication, step=PUTTING)
             note(target.staging, publication, before)
         _put_all(target, tensors if uploaded else beside)
+        # Old files that no new one replaces, after the new tensors are complete:
+        # until then the old bytes are still there.
         for name in old.inventory:
             if name not in old.first and name not in puts:
                 _remove(target, name)
+        # Right before the folder becomes loadable, as a loader takes every file that it finds.
         if not alone:
             _require_only_ours(target)
         listed: list[Inventory] = []  # after the last change, if that is a Complete
@@ -215,11 +228,14 @@ def publish_remote(
         # Uploads have no address before they are completed, so nothing could be read back earlier.
         if read is not None:
             read()
+        # Small files beside uploads come after the reading back: while
+        # they are missing no loader opens the folder.
         if uploaded:
             _put_all(target, beside)
         for name in puts:
             if name in commit and name not in uploaded:
                 target.put(name)
+        # A last look at everything: what was written may have been removed by another program.
         now = listed[-1] if listed else list_destination(url)
         lost = [n for n, (nbytes, _) in puts.items() if n not in now or now[n].nbytes != nbytes]
         if lost:
@@ -274,6 +290,7 @@ def _end(destination: Destination, publication: Publication, before: Publication
 def _require_as_judged(destination: Destination, inventory: Inventory) -> None:
     old = destination.publication.replaces.inventory
     for name, entry in inventory.items():
+        # Ours from an earlier try counts as judged: it has the bytes of the plan.
         if not same_object(old.get(name), entry) and not destination.holds(name, entry):
             raise DestinationExists(f"{destination.url_of(name)} appeared meanwhile", hint=HINT)
 

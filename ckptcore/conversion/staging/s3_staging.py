@@ -91,12 +91,15 @@ class S3Destination(Destination):
                 if self.look(name) is None:  # the reply was lost
                     return
                 raise self.written_meanwhile(name) from error
+            # A store without conditional deletes: it was looked at a
+            # moment ago, which is the best that it allows.
             if kind_of(error) is not Kind.UNSUPPORTED:
                 raise
             self.client.delete(key)
 
     def write(self, name: str, old: FileStatus | None) -> None:
         """Write a staged file to its place, if the store still has there what was found."""
+        # Larger objects are copied by the store itself: they need not pass through this machine.
         if self.publication.puts[name][0] > objects.IN_ONE:  # the store copies what is larger
             self._copy(name, old)
             return
@@ -114,12 +117,14 @@ class S3Destination(Destination):
         source, target = f"{self.places.staging}/files/{staged}", self.places.key_of(name)
         nbytes, digest = self.publication.puts[name]
         staged_object = client.head(source)
+        # Read and hashed once more: a staged file may have been replaced since its receipt.
         is_proven = digest is None or has_digest(self.staging.files, staged, nbytes, (digest,))
         if staged_object is None or not is_proven:
             raise self.staged_changed(name)
         try:
             etag = _copied(client, source, target, staged_object.etag or None, old)
         except CkptError as error:
+            # The source of the copy is unchanged, so the refusal is about the target.
             if kind_of(error) not in (Kind.CHANGED, Kind.MISSING) or _is_now(
                 client, source, staged_object.etag
             ):
@@ -154,6 +159,7 @@ def complete_uploads(
     without = [
         name
         for name, completed_object in completed.items()
+        # The store's own checksum of the object is compared with that of the bytes that were sent.
         if not require_checksum(completed_object, destination.handles[name])
     ]
     if not without:
@@ -198,6 +204,7 @@ class UploadedDestination(S3Destination):
         def look(name: str) -> None:
             self._at_keys[name] = AtKey(self.client.head(self.places.key_of(name)))
 
+        # Only the first: of thousands of keys a look would be out of date when its upload is completed.
         return [partial(look, name) for name in names[:_LOOKS]]
 
     def ends(self, publication: Publication) -> list[Callable[[], object]]:
@@ -216,7 +223,9 @@ class UploadedDestination(S3Destination):
             return
         self.staging.require_lease()
         uploaded, old = self.handles[name], self.publication.replaces.inventory.get(name)
+        # Only a name that had an object before is looked at: for a new one the condition says all.
         now = self.look(name) if old is not None else None
+        # The object may be this very upload, completed by an earlier run whose reply was lost.
         if now is not None and not same_object(now, old) and self._uploads.find(uploaded) is None:
             raise self.written_meanwhile(name)
         self.completed[name] = self._uploads.complete(
@@ -239,6 +248,7 @@ class UploadedDestination(S3Destination):
 def _copied(client: S3Client, source: str, target: str, match: str | None, old: FileStatus | None) -> str:
     """Copy an object with the conditions that the store knows; return the copy's ETag."""
     replaces = None if old is None else _etag(old)
+    # The full condition first; stores know none, one, or both of its halves.
     for copy in (
         partial(client.copy, match=match, create=old is None, replaces=replaces),
         partial(client.copy, match=match),
@@ -258,6 +268,7 @@ def _is_now(client: S3Client, key: str, etag: str) -> bool:
 
 def _remove_copy(client: S3Client, key: str, etag: str) -> None:
     """Remove what was just copied to a key, and no object that another program has put there since."""
+    # With the ETag of the copy, so that a newer object at the same key stays.
     try:
         client.delete(key, match=etag or None)
     except CkptError as error:
@@ -322,10 +333,12 @@ class DestinationKeys:
         none_begun: see `Uploads`.
         """
         single = plan.target.single is not None
+        # Without settings nothing is written, only completed or aborted.
         budget = UploadBudget(0, 0) if settings is None else upload_budget(plan.files, settings)
         return Uploads(
             self.client,
             self.journal,
+            # One file is uploaded to the destination's own key.
             lambda path: self.key_of("" if single else path),
             plan.digest,
             buffers=budget.in_flight + 1,
@@ -367,6 +380,7 @@ def cut_file(
         return ()
     budget = Budget.of(beside_uploads(plan.files, settings))
     parts = cut_upload(file, nbytes, plan_parts(file.nbytes, file.path).part, budget)
+    # One part is the complete file: then its writer begins the upload.
     if len(parts) > 1:  # before any worker starts, so that all of them find the same upload
         places.uploads(plan).entry(file.index, file.path, file.nbytes)
     return parts
@@ -425,15 +439,18 @@ class S3Staging(ObjectStaging):
         """
         lease = self.places.lease(self._arbiter)
         if shared:
+            # A worker needs no lease of its own: it checks that nobody else has one.
             lease.require_ended()
             yield
             return
+        # With `make` the proof runs beside the first looks (`look_ahead`), which are repeated if it failed.
         lease.take(prove=not make)
         self._lease = lease
         try:
             with self._keeping():
                 yield
         except BaseException:
+            # Uploads that were begun ahead may still be in flight: they must end before the lease does.
             if self._uploads is not None:
                 self._uploads.stop()
             lease.hurry()
@@ -441,6 +458,7 @@ class S3Staging(ObjectStaging):
         finally:
             with finishing():
                 if self._uploads is not None:
+                    # No request of this run may arrive after another run has the lease.
                     self._uploads.wait()
                 self._lease = None
                 lease.release()
@@ -450,6 +468,7 @@ class S3Staging(ObjectStaging):
         """Keep what this process writes and reads of the records, while nobody else writes them."""
         stores = (self.root, self.plan, self.receipts)
         self._kept = KeptRecords()
+        # Records are kept in memory only while no other process can write them.
         for store in stores:
             store.records = self._kept
         try:
@@ -490,6 +509,7 @@ class S3Staging(ObjectStaging):
             self.together(looks)
         if not listed:
             return None
+        # An empty journal saves asking for the uploads of every file.
         self._none_begun = not any(name.startswith(f"{UPLOADS}/") for name in listed[0])
         return listed[0]
 
@@ -552,9 +572,11 @@ class S3Staging(ObjectStaging):
     def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
         """Remove everything but the lease from the prefix, and abort its uploads."""
         listed = self.places.staged_names() if names is None else names
+        # Uploads are no objects: removing the journal's entries alone would leave them open, and paid for.
         if any(name.startswith(f"{UPLOADS}/") for name in listed):
             self.places.journal.abort_all()
         self.places.remove_staged(name for name in listed if name.partition("/")[0] in PARTS)
+        # Names below the emptied folders are known to be missing, so they are not asked for.
         if self._kept is not None:
             self._kept.emptied(*(f"{self.places.staging}/{part}/" for part in PARTS))
         if publication and PUBLISHING in listed:
@@ -579,6 +601,7 @@ class S3Staging(ObjectStaging):
             return []
 
         places = self.places
+        # The list of before is used once: a second call must look again.
         left = places.staged_names() if self._leftovers is None else self._leftovers
         self._leftovers = None
         for first in (True, False):

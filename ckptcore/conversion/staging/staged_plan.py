@@ -53,8 +53,10 @@ def save(
         ctimes: Of the source; None keeps those that were recorded when the first staged file was begun.
         records: (name, bytes) of records beside the plan.
     """
+    # Small files first: a plan with a head counts as complete, and they are part of it.
     put_extra(staging, composed)
     files = partial(save_files, staging.plan, composed.files, packed_stamps(stamps, ctimes))
+    # Files of the plan and records do not depend on each other.
     staging.together([partial(put_each, staging.root, records), files])
     save_head(staging.plan, composed.plan)
 
@@ -136,11 +138,13 @@ def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
         StagingForeign: It belongs to another user.
         CkptError: An error of `compose`.
     """
+    # The plan's folder must not be inside of what the plan reads or writes.
     require_apart(str(folder), request)
     home, store = _sealed(folder)
     try:
         fd = home.open()
         existed = fd is not None
+        # A plan that was saved before stays as it is: it may be waiting to be carried out.
         if fd is not None and os.listdir(fd):
             raise DestinationExists(f"{folder} exists", hint="name a new folder for the plan")
         home.open(make=True)
@@ -151,6 +155,8 @@ def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
         composed = compose(request, manifest, lambda p: store.put(file_name(p.index), p.dumped))
         store.put(REQUEST, canonical_json(request.as_dict()))
         with closing(open_source_store(composed.plan.source)) as source:
+            # Stamps, so that carrying out the plan later can prove that
+            # the source is the one that was planned.
             stamps.save(store, stamps.stamp_files(manifest, source))
         save_head(store, composed.plan)
     except BaseException:
@@ -173,6 +179,7 @@ def load_request(folder: Path) -> Request:
     size = None if os.path.isfile(folder) else store.size(REQUEST)
     if size is None:
         raise UsageError(f"no plan in {folder}", hint="make one with `ckptcore plan SRC DST --save DIR`")
+    # Before the request is read, which decides what is replaced.
     _require_own(home, folder)
     head = load_head(store)
     try:
@@ -192,6 +199,7 @@ def load_request(folder: Path) -> Request:
         )
     with closing(open_source_store(manifest.root)) as source:
         stamps.require_same(stamps.load(store) or {}, source)
+    # The plan's digest covers every option, config file and version that changes the outcome.
     if compose(request, manifest).plan.digest != head.digest:
         raise SourceChanged(
             f"cannot carry out {folder}: another version planned it, or the config files changed "

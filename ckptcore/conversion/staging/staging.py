@@ -107,6 +107,7 @@ class Publication:
             "replaces": self.replaces.as_dict(),
             "puts": {name: list(put) for name, put in self.puts.items()},
             "there": _listed(self.there),
+            # Receipts are part of the record: the files of receipts may be removed before the record is.
             "receipts": [{**r.as_dict(), **r.packed()} for r in self.receipts],
         }
 
@@ -178,6 +179,8 @@ class Staging(ABC):
         if not name:
             raise UsageError(f"cannot write to {destination!r}: it has no name")
         self.destination, self.name, self.parent = destination.rstrip("/") or "/", name, parent
+        # Beside the destination: a rename needs one file system, and a hidden name
+        # is skipped by those who list checkpoints.
         self.url = join_url(parent, f".{name}.ckptcore")
         self.root = self._store()
         self.plan, self.receipts, self.files = map(self._store, PARTS)
@@ -373,11 +376,14 @@ def note(staging: Staging, publication: Publication, before: Publication | None 
     except AlteredInTransit as error:
         if before is None:
             raise
+        # The altered record was removed, or the one before it is still
+        # there: that decides what a rerun can do.
         has_record = _has_record(staging)
         if not has_record:
             with suppress(CkptError):  # the error that is raised says what to do without it
                 note(staging, before)
                 has_record = True
+        # Before the last step the output is not complete: the rerun goes on, whatever is recorded.
         if publication.step != DONE:
             raise
         compare = f"compare it with its source (ckptcore diff SRC {staging.destination}), then remove "
@@ -415,5 +421,6 @@ def _parsed(store: Store, name: str, parse: Callable[[Any], _Record]) -> _Record
         return None
     try:
         return parse(load_json(data))
+    # A damaged record of any form is no record: nothing changes before it is complete.
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
