@@ -94,7 +94,10 @@ class FileStatus:
         """
         if self.ctime is None or self.looked_at is None:
             return self.ctime
+        # A time that is a multiple of 10 ms may come from a file system with
+        # coarse times, so its grain is the coarse one.
         grain = _COARSE_NS if self.ctime % _ROUND_NS == 0 else _FINE_NS
+        # In both directions: a file server's clock may be ahead of this one.
         return YOUNG if -grain <= self.looked_at - self.ctime < grain else self.ctime
 
     @property
@@ -106,6 +109,7 @@ class FileStatus:
 
     def as_list(self) -> list[Any]:
         """Return the JSON form."""
+        # Not when it was looked at: equal files must have equal forms.
         return [getattr(self, name) for name in self.__slots__ if name != "looked_at"]
 
     @classmethod
@@ -144,6 +148,7 @@ def of_stat(
 
 def of_info(info: Mapping[str, Any]) -> FileStatus:
     """Return the status of a file in an fsspec file system. info: what that reports about it."""
+    # The first of these that a file system reports; a digest or an ETag before an id.
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), NO_VERSION)
     time = next((info[key] for key in _TIMES if info.get(key)), None)
     return FileStatus(NameKind.FILE, int(info["size"] or 0), version, _nanoseconds(time))
@@ -162,6 +167,7 @@ def same_content(earlier: FileStatus | None, later: FileStatus | None, *, status
     """
     if earlier is None or later is None:
         return earlier is later
+    # Without the device: after a restart the same disk may have another number.
     alike = (earlier.kind, earlier.nbytes, earlier.version, earlier.mtime, earlier.inode) == (
         later.kind,
         later.nbytes,

@@ -53,6 +53,7 @@ def rename_new(old: DirEntryAt, new: DirEntryAt) -> None:
     """
     if _renamed(old, new):
         return
+    # Not in one step: this is for file systems that cannot refuse, and the window is as short as it gets.
     if new.look() is not None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     host.rename(old.name, new.name, src_dir_fd=old.folder_fd, dst_dir_fd=new.folder_fd)
@@ -72,6 +73,7 @@ def rename_file_new(old: DirEntryAt, new: DirEntryAt) -> None:
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with closing_fd(os.open(new.name, flags, 0o600, dir_fd=new.folder_fd)) as fd:
+        # Between creating it and looking, another process may have replaced the empty file.
         placeholder, status = os.fstat(fd), new.look()
         if status is None or not os.path.samestat(placeholder, status) or status.st_size:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -79,6 +81,7 @@ def rename_file_new(old: DirEntryAt, new: DirEntryAt) -> None:
             host.rename(old.name, new.name, src_dir_fd=old.folder_fd, dst_dir_fd=new.folder_fd)
         except OSError:
             status = new.look()
+            # Only the empty file of this process is removed, and only if nobody wrote to it.
             if status is not None and os.path.samestat(placeholder, status) and not status.st_size:
                 host.unlink(new.name, dir_fd=new.folder_fd)
             raise
@@ -87,6 +90,7 @@ def rename_file_new(old: DirEntryAt, new: DirEntryAt) -> None:
 def _renamed(old: DirEntryAt, new: DirEntryAt) -> bool:
     """Move a name, never over another; return False where the file system's rename cannot refuse to."""
     failed = _renameat2(old, new, _NOREPLACE)
+    # ENOSYS: an old kernel; EINVAL: a file system without the flag.
     if failed not in (0, errno.ENOSYS, errno.EINVAL):
         raise OSError(failed, os.strerror(failed))
     return failed == 0
@@ -94,6 +98,7 @@ def _renamed(old: DirEntryAt, new: DirEntryAt) -> bool:
 
 def exchange(a: DirEntryAt, b: DirEntryAt) -> bool:
     """Swap two names in one step; return False, and change nothing, where the file system cannot."""
+    # Any error means that nothing was changed; the caller has a way in two steps.
     return _renameat2(a, b, _EXCHANGE) == 0
 
 
@@ -201,6 +206,7 @@ def remove_tree(parent_fd: int, name: str, path: str, owners: Owners) -> None:
         owners.require_folder(os.fstat(fd), path)
         _require_one_mount(parent_fd, fd, path)
         # Retry while it fills: a process that waits for a lock file in it may create it once more.
+        # The number of tries bounds a process that keeps creating files.
         for _ in range(_TRIES):
             failed = _remove_owned(fd, path, owners)
             try:
@@ -230,6 +236,7 @@ def _remove_owned(fd: int, folder_path: str, owners: Owners) -> OSError | None:
         except FileNotFoundError:
             continue
         except OSError as error:
+            # The first error is reported, and everything else is removed nevertheless.
             failed = failed or error
     return failed
 

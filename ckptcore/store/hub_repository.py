@@ -92,6 +92,7 @@ def hub_place(url: str) -> HubPlace:
             hint="hf://ORG/NAME@BRANCH",
         )
     revision = parts["revision"] or MAIN
+    # Forty hex digits are read as a commit by the hub, whatever a branch is called.
     if not _REVISION.fullmatch(revision) or _COMMIT.fullmatch(revision) or ".." in revision:
         raise UsageError(
             f"cannot write to {url!r}: {revision!r} cannot name a branch or tag",
@@ -145,6 +146,7 @@ class HubRepository:
         from huggingface_hub.hf_api import RepoFile
 
         with self._call(f"list commit {commit[:8]} of"):
+            # The list is made inside of the block: the library sends requests while it is iterated.
             entries = list(self._api.list_repo_tree(self.repository, revision=commit, recursive=True))
         files = sorted((e for e in entries if isinstance(e, RepoFile)), key=lambda file: file.path)
         return {
@@ -158,6 +160,7 @@ class HubRepository:
     def first_commit(self) -> str:
         """Return the first commit of the repository: what the hub itself makes is empty."""
         with self._call("list the commits of"):
+            # Newest first, as the hub lists them.
             return str(self._api.list_repo_commits(self.repository)[-1].commit_id)
 
     def create_branch(self, name: str, commit: str) -> None:
@@ -174,6 +177,7 @@ class HubRepository:
         """Name a commit by a tag. replace: instead of the one that the tag names now."""
         with self._call(f"tag {name} of"):
             if replace:
+                # Two steps: the hub has no request that moves a tag.
                 self._api.delete_tag(self.repository, tag=name)
             self._api.create_tag(self.repository, tag=name, revision=commit)
 
@@ -268,6 +272,7 @@ def _trouble(action: str, error: Exception) -> CkptError:
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     answer = _cause(error, HfHubHTTPError)
+    # The hub's own answer says more than the library's error about it.
     cause = answer or error.__cause__ or error
     message = _without_token(f"{action}: {' '.join(str(cause or type(cause).__name__).split())}")
     if answer is not None:
@@ -276,6 +281,7 @@ def _trouble(action: str, error: Exception) -> CkptError:
             return StorageTrouble(message)
         if status in _MOVED:
             return Conflict(message, hint="it changed meanwhile: run the command again")
+        # 404 is also what the hub answers for a private repository to those who may not see it.
         return DestinationUnwritable(message, hint=_LOGIN if status in (401, 403, 404) else None)
     if isinstance(error, OfflineModeIsEnabled):
         return DestinationUnwritable(message, hint="unset HF_HUB_OFFLINE")

@@ -67,6 +67,7 @@ def survey_around(
     """
     if not left_out:
         return survey(url, max_files=max_files), frozenset()
+    # Every folder on the way to one that is left out.
     above = {path[:end] for path in left_out for end, letter in enumerate(path) if letter == "/"}
     left_out_there: set[str] = set()
 
@@ -138,6 +139,7 @@ def list_destination_at(dir_entry: DirEntryAt) -> dict[str, FileStatus]:
 def list_settled_destination(url: str) -> dict[str, FileStatus]:
     """Call `list_destination`, and wait a little if needed, until every ctime would reveal a later write."""
     statuses: dict[str, FileStatus] = {}
+    # At most once for each clock; the last look has no wait behind it.
     for wait_s in (*_WAITS_S, 0.0):
         statuses = list_destination(url)
         if all(status.settled_ctime != YOUNG for status in statuses.values()):
@@ -195,6 +197,7 @@ def stamp_of(files: Mapping[str, FileStatus]) -> str:
     """Return one digest of names, sizes and stamps."""
     total = blake3()
     for name in sorted(files):
+        # Names that are not UTF-8 are digested by their bytes.
         total.update(f"{name}\0{files[name].stamp}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
@@ -209,6 +212,7 @@ def require_no_mount(path: str) -> None:
 
     A bind mount of the same file system has the same device number: its files would pass for this folder's.
     """
+    # Compared by real paths, as the kernel lists mounts.
     above = os.path.realpath(path)
     for _, _, point in mounts():
         if point == above or point.startswith(above.rstrip("/") + "/"):
@@ -221,6 +225,7 @@ def _bounded(url: str, files: Iterable[tuple[str, FileStatus]], max_files: int) 
     statuses: dict[str, FileStatus] = {}
     for name, status in files:
         statuses[name] = status
+        # Counted while they are listed: an answer of millions of files would not fit into memory.
         if len(statuses) > max_files:
             raise UsageError(
                 f"cannot list {url}: it holds more than {max_files} files",
@@ -268,6 +273,7 @@ def _remote_contents(url: str) -> dict[str, FileStatus]:
     statuses = _everything_remote(url)
     if not statuses:
         raise SourceUnreadable(f"{url} does not exist or is empty")
+    # Beside other objects it is only a marker; alone it is the object itself.
     if len(statuses) > 1:
         statuses.pop("", None)  # an empty object that some tools create as a folder marker
     for name, status in statuses.items():
@@ -283,6 +289,7 @@ def _local_contents(root: str, follow: bool) -> dict[str, FileStatus]:
         raise SourceUnreadable(f"cannot look at {root}: No such file or directory")
     for name, status in statuses.items():
         if status.kind is NameKind.MOUNT:
+            # Before anything is deleted: what is mounted would go with it.
             raise UsageError(f"cannot delete {root}: another folder is mounted at {root}/{name}".rstrip("/"))
     if statuses[""].kind is NameKind.FOLDER:
         del statuses[""]

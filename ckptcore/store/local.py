@@ -41,6 +41,7 @@ class LocalStore:
         self.observer: ReadObserver | None = None
         self.url = str(root)
         self._root = root
+        # Links in the path of the root itself are the user's.
         self._real = os.path.realpath(root)
         self._linked: str | None = None  # the folder that this one is made of by links; "" without one
         self._lock = threading.Lock()
@@ -60,6 +61,7 @@ class LocalStore:
         except OSError as error:
             raise unreadable(self.url, error) from error
         with opened_parent(self.url) as dir_entry:
+            # Lenient, because files of a running job come and go while they are listed.
             walk = Walk(follow=True, lenient=True)
             entries = everything_in(dir_entry, walk) if dir_entry is not None else ()
             # A link that is left leads to a folder, or nowhere.
@@ -103,6 +105,7 @@ class LocalStore:
         """Return exactly ``length`` bytes."""
         fd, stays_open = self.descriptor(path)
         try:
+            # A short read is continued; only the end of the file, where nothing comes, is an error.
             data = os.pread(fd, length, start)
             # Linux reads at most 2 GiB in one call.
             while 0 < len(data) < length:
@@ -192,6 +195,8 @@ class LocalStore:
     def free_bytes(self) -> int | None:
         """Return the free bytes of the file system, before the folder exists too."""
         folder = self._root.absolute()
+        # The folder may not exist yet: the nearest one above is on the same
+        # file system, if nothing is mounted later.
         while not folder.exists():
             folder = folder.parent
         space = os.statvfs(folder)
@@ -211,6 +216,7 @@ class LocalStore:
 
     def descriptor(self, path: str) -> tuple[int, bool]:
         """Return (descriptor, whether the store keeps it open); the caller closes one that is not kept."""
+        # Without the lock: a dict's `get` is one step, and a descriptor is only added under it.
         fd = self._open.get(path)
         if fd is not None:
             return fd, True
@@ -236,6 +242,7 @@ class LocalStore:
 
     def _open_inside(self, path: str) -> int:
         full = os.path.join(self._root, path)
+        # The path without links decides, not the link: a link inside of the folder is fine.
         real = os.path.realpath(full)
         if not self._is_inside(real):
             raise UnsafeContent(
@@ -249,6 +256,7 @@ class LocalStore:
             fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise unreadable(full, error) from error
+        # By the descriptor, which cannot be exchanged any more.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise SourceUnreadable(f"{full} is not a regular file")
@@ -257,6 +265,7 @@ class LocalStore:
     def _is_inside(self, real: str) -> bool:
         if real.startswith(self._real + os.sep):
             return True
+        # Asked once, and only for a folder with links that leave it: all its files are looked at for it.
         if self._linked is None:
             self._linked = linked_folder(self._real) or ""
         return is_inside(real, self._real) or (self._linked != "" and is_inside(real, self._linked))
@@ -278,6 +287,7 @@ def is_inside(real: str, folder: str) -> bool:
     if folder == os.sep or real.startswith(folder + os.sep):
         return True
     # The checkpoint may be a folder inside of a snapshot.
+    # The hub's cache: snapshots/COMMIT/NAME is a link to blobs/DIGEST of the same repository.
     repository, separator, inside = folder.rpartition(f"{os.sep}snapshots{os.sep}")
     blobs = os.path.join(repository, "blobs") + os.sep
     return bool(separator and inside) and real.startswith(blobs)
@@ -293,6 +303,8 @@ def linked_folder(folder: str) -> str | None:
     linked: str | None = None
     try:
         for count, (path, entry) in enumerate(_entries(folder, "")):
+            # Any file that is no link has content of its own, so the
+            # folder is not another one by another name.
             if count >= _MOST_LINKS or not entry.is_symlink():
                 return None
             target = os.path.normpath(os.path.join(os.path.dirname(entry.path), os.readlink(entry.path)))
@@ -300,6 +312,7 @@ def linked_folder(folder: str) -> str | None:
             if not above or above == target:  # in the root of the file system, or under another name
                 return None
             above = os.path.realpath(above)
+            # All links must lead to one folder, and stay in it.
             if above != (linked or above) or not is_inside(os.path.realpath(target), above):
                 return None
             linked = above

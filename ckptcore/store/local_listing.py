@@ -43,6 +43,7 @@ def everything_in(dir_entry: DirEntryAt, walk: Walk) -> Iterator[tuple[str, File
         UsageError: Folders are nested too deeply.
     """
     try:
+        # Only the top is followed here; each entry decides about its own link.
         top = _behind_links(dir_entry) if walk.follow else look_at(dir_entry)
     except OSError as error:
         raise unreadable(dir_entry.path, error) from error
@@ -50,6 +51,7 @@ def everything_in(dir_entry: DirEntryAt, walk: Walk) -> Iterator[tuple[str, File
         return
     yield "", top
     if top.kind is NameKind.FOLDER:
+        # Mount points are asked for once, not for every name.
         points = () if walk.follow else {point for _, _, point in mounts()}
         real = (
             ""
@@ -104,6 +106,7 @@ def opened_parent(path: str) -> Iterator[DirEntryAt | None]:
     """
     parent, name = os.path.split(path)
     try:
+        # O_PATH: the folder may be one that can be passed, but not listed.
         folder = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         yield None
@@ -127,6 +130,7 @@ def _entries(
     if depth > MAX_DEPTH:
         raise UsageError(f"cannot list {folder.path}: more than {MAX_DEPTH} nested folders")
     try:
+        # A link at the top is the user's own; below it none is followed.
         flags = _FOLDER if walk.follow and not depth else _FOLDER | os.O_NOFOLLOW
         below = os.open(folder.name, flags, dir_fd=folder.folder_fd)
     except FileNotFoundError as error:
@@ -140,6 +144,7 @@ def _entries(
             folder_status, names = os.fstat(below), os.listdir(below)
         except OSError as error:
             raise _unlistable(folder.path, error) from error
+        # The descriptor must be of the folder that was looked at: it may have been exchanged in between.
         if (folder_status.st_dev, folder_status.st_ino) != status.identity:
             raise SourceUnreadable(f"cannot list {folder.path}: it was replaced meanwhile")
         for name in names:
@@ -163,6 +168,7 @@ def _entry(dir_entry: DirEntryAt, device: int, mounted: bool, walk: Walk) -> Fil
                 dir_entry, result, looked_at=looked_at, mounted=mounted or result.st_dev != device
             )
         if stat.S_ISLNK(result.st_mode):
+            # A link to nothing is still a name that a deletion would remove.
             return _followed(dir_entry, looked_at) or status_at(dir_entry, result, looked_at=looked_at)
         return of_stat(result, looked_at=looked_at)
     except FileNotFoundError as error:

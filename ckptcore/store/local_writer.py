@@ -71,6 +71,7 @@ class LocalWriter:
         try:
             fd = os.open(self._name, flags, dir_fd=self._folder)
         except OSError as error:
+            # EINVAL is a file system without it; ENOENT a joint file that another process has just published.
             if error.errno not in (errno.EINVAL, errno.ENOENT):
                 raise
             return -1
@@ -95,6 +96,7 @@ class LocalWriter:
             try:
                 os.posix_fallocate(self._fd, 0, self._nbytes)
             except OSError as error:
+                # Then only the size is set, and a full disk shows while writing.
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                     raise
                 os.ftruncate(self._fd, self._nbytes)
@@ -103,6 +105,7 @@ class LocalWriter:
         """Write ``data`` at byte ``offset``, from any thread."""
         view = memoryview(data).cast("B")
         try:
+            # Whole blocks past the cache; the two ends, which are shorter than a block, through it.
             begin, end = self._write_past_cache(offset, view) if self._past >= 0 else (0, 0)
             for first, last in ((0, begin), (end, len(view))):
                 position = first
@@ -120,9 +123,12 @@ class LocalWriter:
         The device takes them from where they are, so blocks of memory and of the file must begin at the same
         bytes. What is in the cache of them is dropped by the kernel; no two threads write one block.
         """
+        # A buffer that cannot be written to has no address for ctypes, and small pieces are no use.
         if view.readonly or len(view) < _LEAST_PAST:
             return 0, 0
         begin, end = -offset % BLOCK, len(view) - (offset + len(view)) % BLOCK
+        # Memory and file must be at the same place within a block, which is
+        # so only for buffers that were made for it.
         if (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % BLOCK:
             return 0, 0
         position = begin
@@ -149,9 +155,12 @@ class LocalWriter:
                 except OSError as error:
                     if error.errno in _FULL:
                         raise unwritable(str(self._path), error, self._nbytes) from error
+                    # The first call decides: later ones fail for other reasons.
                     if count == 0:  # another file system, or one without the call
                         return False
                     raise unreadable(f"{source.url}/{path}", error) from error
+                # 0 bytes at the beginning: some file systems say so instead of an
+                # error; later it is the end of the file.
                 if not got:
                     if count == 0:
                         return False
@@ -203,6 +212,7 @@ class LocalWriter:
 
     def _close(self) -> None:
         """Close the open descriptors, once."""
+        # Each is replaced before it is closed: a second call closes nothing that has the same number by then.
         (folder, self._folder), (past, self._past) = (self._folder, -1), (self._past, -1)
         for fd in (self._taken(), past, folder):
             if fd >= 0:
@@ -231,10 +241,13 @@ class JointWriter(LocalWriter):
     ) -> None:
         super().__init__(folder, path, nbytes, replaced)
         try:
+            # Shared among those who write ranges; alone for the one who joins them.
             host.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.abort()
             raise Busy(f"another process is writing {path}") from error
+        # The lock is of the file, not of the name: who waited may have
+        # it on a file that was published meanwhile.
         if not self._is_named():
             self.abort()
             raise Busy(f"another process has just published {path}")
@@ -242,6 +255,7 @@ class JointWriter(LocalWriter):
     def name(self, path: str) -> None:
         """Rename it; ``path`` is in the same folder."""
         try:
+            # Synced while the name is still the joint's: a crash leaves a joint that can be finished.
             self._sync()
             self._rename(path.rpartition("/")[2])
         except OSError as error:
@@ -269,6 +283,7 @@ class JointWriter(LocalWriter):
         return name
 
     def _preallocate(self) -> None:
+        # Another process may have set its size already, and its bytes are in it.
         if os.fstat(self._fd).st_size != self._nbytes:
             super()._preallocate()
 
@@ -307,6 +322,7 @@ def _file_system(fd: int) -> int:
     call = _libc_call("fstatfs")
     if call is None or call(fd, buffer) != 0:
         return 0
+    # f_type is the first field of statfs, as long as a word.
     return int.from_bytes(buffer.raw[:8], "little")
 
 
@@ -321,6 +337,7 @@ def short(url: str, path: str, start: int, length: int, got: int) -> SourceUnrea
 
 def unreadable(path: str, error: OSError) -> CkptError:
     """Return the error for a failed read."""
+    # These say that a disk or a server fails at the moment, not that the file is wrong.
     if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR):
         return StorageTrouble(f"cannot read {path}: {error.strerror}")
     return SourceUnreadable(f"cannot read {path}: {error.strerror or error}")
@@ -348,6 +365,7 @@ def _full(path: str, error: OSError, need: str) -> DiskFull:
             "raise `ulimit -f`, choose another file system, or write smaller files (export: --max-file-size)"
         )
         return DiskFull(message, hint=hint, path=path, lacks="size")
+    # Without inodes there are free bytes, and the advice must be another one.
     free, files = free_room(Path(path).parent)
     if files == 0:
         message += "; its file system has no inode left for another file"

@@ -87,7 +87,9 @@ class MergedStore:
         self.url = url.rstrip("/")
         self.local: Path | None = None
         self.roots = roots_of(self.url)
+        # Of one node's folders, absent ones are no error: each node saves only its own ranks.
         self._complete = not split_merged(self.url)[1]
+        # A file in two overlapping folders would be read twice, under two names.
         if overlap := first_overlap(self.roots):
             raise UsageError(
                 f"cannot read {overlap[0]} and {overlap[1]} as one source: they overlap",
@@ -114,6 +116,7 @@ class MergedStore:
         if all(listing is None for listing in listings):
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
         # Last to first: a file belongs to the first folder that has it.
+        # Later updates win in a dict, so the first folder must come last.
         for listing in reversed(listings):
             statuses.update(listing or {})
         return dict(sorted(statuses.items()))
@@ -136,6 +139,7 @@ class MergedStore:
         first: dict[str, int] = {}
         for number, listing in enumerate(listings):
             for path in listing or ():
+                # The first folder that has a name is what readers get; each later one is compared with it.
                 holder = first.setdefault(path, number)
                 if holder != number and not self._alike(path, holder, number):
                     places = f"{self.roots[holder]}/{path} and {self.roots[number]}/{path}"
@@ -250,6 +254,7 @@ class MergedStore:
         """Report whether a file has the same bytes in two folders."""
         first, second = self.stores[first_number], self.stores[second_number]
         nbytes = first.size(path)
+        # Different sizes need no reading.
         if nbytes is None or nbytes != second.size(path):
             return False
         if first.local is not None and second.local is not None:
@@ -283,10 +288,12 @@ class MergedAhead(MergedStore):
         holders = [self._holder(path) for path in reads.paths]
         of = np.array([-1 if holder is None else holder for holder in holders], np.int64)[reads.file]
         numbers = [number for number, _ in self._ahead()]
+        # Memory is shared by the folders that are read at all.
         share = memory // max(1, sum(bool((of == number).any()) for number in numbers))
         parts = []
         for number in numbers:
             rows = of == number
+            # A bare file has no checksum of its own, and its store may have one.
             bare = frozenset(p for p, holder in zip(reads.paths, holders, strict=True) if holder == number)
             part = ExpectedReads(
                 reads.paths,

@@ -110,15 +110,19 @@ def relation(a: Location, b: Location) -> Relation:
     A merged source relates as the first of its places that does.
     """
     if a.parts or b.parts:
+        # One part that overlaps is enough: the merged source is read from all of them.
         part_relations = (relation(x, y) for x in a.parts or (a,) for y in b.parts or (b,))
         return next((r for r in part_relations if r is not Relation.APART), Relation.APART)
+    # Each reading of one spelling against each of the other: a client may take any of them.
     relations = {_of_paths(x[1], y[1]) for x in a.spots for y in b.spots if _may_meet(a, b, x[0], y[0])}
+    # Names say where a place should be, inodes what it is: a bind mount or a second link has another name.
     if a.exists and b.exists and a.trail[0] == b.trail[0]:
         relations.add(Relation.SAME)
     if b.exists and b.trail[0] in a.trail:
         relations.add(Relation.INSIDE)
     if a.exists and a.trail[0] in b.trail:
         relations.add(Relation.AROUND)
+    # The strictest first: to be the same place, or around it, costs most if it is written.
     order = (Relation.SAME, Relation.AROUND, Relation.INSIDE)
     return next((r for r in order if r in relations), Relation.APART)
 
@@ -133,6 +137,7 @@ def first_overlap(urls: Sequence[str]) -> tuple[str, str] | None:
     look = _Look()
     index = _Index([_identified(url, look) for url in urls])
     for n, place in enumerate(index.places):
+        # Of places that share no mark none can overlap, so most pairs are never compared.
         for neighbor in index.near(place):
             # Each pair once.
             if n < neighbor and overlaps(place, index.places[neighbor]):
@@ -172,6 +177,8 @@ class Spellings:
         location, within = _identified(url, self._look), (Relation.SAME, Relation.INSIDE)
         folders: dict[str, list[str]] = {}
         for candidate in self._urls:
+            # The folders above, each once: checkpoints of a run have one
+            # folder, and there may be thousands of them.
             for root in roots_of(candidate) or (candidate,):
                 folders.setdefault(root.rpartition("/")[0], []).append(candidate)
         url_groups = [
@@ -209,6 +216,7 @@ def perhaps_within(places: Iterable[str], urls: Iterable[str]) -> tuple[str, ...
         return real, *look.on_device(real)
 
     def apart(candidate: str) -> bool:
+        # Remote places and chains are few, and are compared one by one.
         if not candidate.startswith("/") or "::" in candidate:
             return False
         above, _, name = candidate.rpartition("/")
@@ -216,17 +224,20 @@ def perhaps_within(places: Iterable[str], urls: Iterable[str]) -> tuple[str, ...
             folders[above] = of_folder(above)
         folder = folders[above]
         if folder is None or name in ("", ".", ".."):
+            # Such a last part is no name of an entry: the path is resolved as a whole.
             return False
         real_above, device, inner_above = folder
         real = os.path.join(real_above, name)
         if ("", real) in paths or (device, os.path.join(inner_above, name)) in paths:
             return False
+        # Something is mounted there, so the path says nothing about the content.
         if real in look.mount_points:
             return False
         try:
             status = os.lstat(candidate)
         except (OSError, ValueError):
             return True  # its path alone is compared then, as `relation` does
+        # A link may lead anywhere, and a file with the same inode is the same file.
         return not stat.S_ISLNK(status.st_mode) and (status.st_dev, status.st_ino) not in inodes
 
     return tuple(candidate for candidate in urls if not apart(candidate))
@@ -259,6 +270,7 @@ class _Index:
             itself, above, anywhere = _marks(place)
             for mark in itself:
                 self._at.setdefault(mark, []).append(n)
+            # A place is also below itself, so that equal places meet.
             for mark in itself | above:
                 self._below.setdefault(mark, []).append(n)
             if anywhere:
@@ -267,6 +279,7 @@ class _Index:
     def near(self, location: Location) -> list[int]:
         """Return the positions of all places that may relate to one, and of few others."""
         itself, above, anywhere = _marks(location)
+        # An alias of a bucket may be any bucket: it is compared with all.
         if anywhere:
             return list(range(len(self.places)))
         numbers = set(self._anywhere)
@@ -315,6 +328,7 @@ class _Look:
 
     def real(self, path: str) -> str:
         """Return the real path, as `os.path.realpath` does."""
+        # A path that is not in its normal form is left to the library: '..' after a link depends on the link.
         if not path.startswith("/") or path.startswith("//") or os.path.normpath(path) != path:
             return os.path.realpath(path)
         for folder in _until(path, self._real):
@@ -364,6 +378,7 @@ def _until(path: str, cache: Mapping[str, object]) -> list[str]:
 def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:
     if a == b:
         return Relation.SAME
+    # Components, not texts: "/a/bc" is not inside of "/a/b".
     if a[: len(b)] == b:
         return Relation.INSIDE
     return Relation.AROUND if b[: len(a)] == a else Relation.APART
@@ -371,7 +386,9 @@ def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:
 
 def _may_meet(a: Location, b: Location, bucket_a: str, bucket_b: str) -> bool:
     families = {a.family, b.family}
+    # An HTTP server may serve any bucket; two other families never have one storage.
     same = len(families) == 1 or ("http" in families and families & _BUCKETS)
+    # Unknown endpoints count as equal: a refused conversion costs less than a replaced source.
     both_endpoints = len(families) == 1 and a.endpoint and b.endpoint
     return (
         bool(same)
@@ -383,6 +400,7 @@ def _may_meet(a: Location, b: Location, bucket_a: str, bucket_b: str) -> bool:
 def _local_location(url: str, path: str, look: _Look) -> Location:
     real = look.real(path)
     device, inner = look.on_device(real)
+    # Twice: by its path, and by device and path on that device, which is the same for all mounts of it.
     spots = {("", _components(real)), (device, _components(inner))}
     trail, exists = look.trail(real)
     return Location(url, "file", "", frozenset(spots), trail, exists)
@@ -400,10 +418,13 @@ def mounts() -> tuple[tuple[str, str, str], ...]:
 @functools.lru_cache(maxsize=2)  # asked for every pair of places, and the same text nearly every time
 def _mounts_of(mountinfo: str) -> tuple[tuple[str, str, str], ...]:
     rows = (line.split(" ") for line in mountinfo.split("\n"))
+    # Fields of a line (proc_pid_mountinfo(5)): 2 is major:minor, 3 the root
+    # within the file system, 4 the mount point.
     return tuple((row[2], _unescaped(row[3]), _unescaped(row[4])) for row in rows if len(row) > 4)
 
 
 def _unescaped(text: str) -> str:
+    # Spaces, tabs, newlines and backslashes in mountinfo are octal escapes.
     return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), text)
 
 
@@ -411,15 +432,19 @@ def _spots(family: str, rest: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     if family == "memory":
         yield from (("", path) for path in _readings(rest))
         return
+    # With and without what some clients read as query or fragment, and others as part of the key.
     bare = re.split(r"[?#]", rest, maxsplit=1)[0]
     for text in {rest, bare}:
         host, _, key = text.lstrip("/").partition("/")
         # abfs://container@account.host/path, but s3://user:password@bucket/key
         bucket = host.partition("@")[0] if family == "az" else host.rpartition("@")[2]
+        # Case is ignored: two spellings that some client could confuse count as one place.
         bucket = unquote(bucket).lower()
         for path in _readings(key):
             if family == "http":
                 yield bucket.partition(":")[0].partition(".")[0], path
+                # The bucket may be in the host name or the first component of the path: both forms are in
+                # use.
                 yield from ((path[0].lower(), path[1:]),) if path else ()
             yield (_ANY if family == "s3" and _ALIAS.match(bucket) else bucket), path
 
@@ -428,6 +453,7 @@ def _readings(key: str) -> set[tuple[str, ...]]:
     """Return the paths that a key may mean: as written, decoded, with its dots resolved."""
     texts = [key]
     for _ in range(_DECODINGS):
+        # Decoded several times over: a proxy and a client may each decode once.
         texts.append(unquote(texts[-1]))
     return {path for text in texts for path in (_components(text), _components(text, dots=True))}
 
@@ -463,5 +489,6 @@ def _endpoint(scheme: str, family: str, rest: str) -> str:
     host, port = (server.hostname or "").lower().rstrip("."), server.port
     if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         return "aws"
+    # All names of this machine are one server.
     host = "localhost" if host in _LOOPBACK or host.startswith("127.") else host
     return f"{host}:{port or (80 if server.scheme == 'http' else 443)}"

@@ -40,6 +40,7 @@ class FsspecStore:
     observer: ReadObserver | None = None
 
     def __init__(self, url: str) -> None:
+        # A bare scheme is the root of a file system, whose slashes are part of its name.
         self.url = url if url.endswith("://") else url.rstrip("/")
         self.local: Path | None = None
         self._fs, self._root = self._opened()
@@ -51,6 +52,7 @@ class FsspecStore:
         url = self.url
         if "::" in url and url.lower().startswith(("s3://", "s3a://")):
             raise UsageError(
+                # The URL may have credentials, and so may the library's message.
                 redacted_of(f"cannot open {url!r}: S3 cannot come first in a chain of file systems", url),
                 hint="a key with two colons in it has no URL: copy the object to another key",
             )
@@ -89,6 +91,7 @@ class FsspecStore:
         """Return what `below` does, and the object of the folder's own name under the empty name."""
 
         def call() -> dict[str, FileStatus]:
+            # Some file systems cache listings whatever they were asked for.
             self._fs.invalidate_cache()
             try:
                 infos = self._fs.find(self._root, detail=True)
@@ -132,6 +135,7 @@ class FsspecStore:
 
     def _sized(self, name: str, info: dict[str, Any]) -> dict[str, Any]:
         """Return what is known of a file, with its size: listings of web servers have none."""
+        # One more request for each: only where the listing had no size.
         if info.get("size") is None:
             info = {**info, **self._fs.info(name)}
         if info.get("size") is None:
@@ -179,6 +183,7 @@ class FsspecStore:
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes, in one request."""
         if not length:
+            # A range of no bytes is no valid request.
             return b""
 
         def call() -> bytes:
@@ -242,6 +247,7 @@ class FsspecStore:
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
         """Copy an object into another folder, server-side."""
+        # Server-side copies are within one file system.
         if not isinstance(target, FsspecStore):
             raise UsageError(f"cannot copy from {self.url} to {target.url} server-side")
         full = target._full(name)
@@ -310,6 +316,7 @@ def retrying(url: str, call: Any, *, writing: bool = False) -> Any:
     """Call a function, up to four times while it fails for a moment; its errors become this package's."""
     policy = Retrying(
         stop=stop_after_attempt(4),
+        # Random, so that workers that failed together do not repeat together.
         wait=wait_random_exponential(multiplier=0.2, max=5),
         retry=retry_if_exception_type(StorageTrouble),
         reraise=True,
@@ -325,10 +332,12 @@ def retrying(url: str, call: Any, *, writing: bool = False) -> Any:
 
 
 def _trouble(url: str, error: Exception, *, writing: bool = False) -> CkptError:
+    # Errors of this package have been explained where they were raised.
     if isinstance(error, CkptError):
         return error
     verb = "write" if writing else "read"
     message = redacted_of(f"cannot {verb} {url}: {error or type(error).__name__}", url)
+    # A client error is an answer about the request: repeating it changes nothing.
     refused = 400 <= getattr(error, "status", 0) < 500 if type(error).__name__ == _ANSWER else False
     if refused or isinstance(error, _FINAL) or type(error).__name__ in _REFUSED:
         return DestinationUnwritable(message) if writing else SourceUnreadable(message)

@@ -46,6 +46,7 @@ class S3Store(FsspecStore):
         super().__init__(url)
         self.client, self._pinned = client_of(self.url), pinned
         key = key_of(self.url)
+        # With its slash, so that "run1" does not include "run10".
         self.prefix = f"{key}/" if key else ""
         self._reader = FolderReader(self.client, self.prefix, self.url, pinned=pinned, versions=versions)
 
@@ -75,6 +76,7 @@ class S3Store(FsspecStore):
 
     def everything(self) -> dict[str, FileStatus]:
         """Return what `below` does, and the object of the folder's own name under the empty name."""
+        # "run1" itself may be an object, beside objects below "run1/".
         key = self.prefix.rstrip("/")
 
         def itself() -> dict[str, FileStatus]:
@@ -116,11 +118,13 @@ class S3Store(FsspecStore):
         if not self._pinned:
             key = self.prefix + path
             if self.records is not None:
+                # Under a lease nobody else writes here, so what was written or read once is still true.
                 return self.records.fetch(key, lambda: self.client.fetch(key, most))
             return self.client.fetch(key, most)
         size = self.size(path)
         if size is None:
             return None
+        # Before it is read: the object may be of any size, and of anybody.
         require_small(f"{self.url}/{path}", size, most)
         return self.read(path, 0, size)
 
@@ -176,6 +180,7 @@ class S3Store(FsspecStore):
         if self.records is not None:
             self.records.forget(key)
         try:
+            # With the ETag of the draft: nothing else is copied, whoever writes below this name.
             self.client.copy(self.prefix + draft, key, match=etag or None)
         except CkptError as error:
             if kind_of(error) not in (Kind.UNSUPPORTED, Kind.DENIED, Kind.INVALID):

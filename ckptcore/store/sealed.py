@@ -68,6 +68,8 @@ class SealedFolder:
             OSError: It cannot be opened.
         """
         with self._lock:
+            # Once: a name may refer to another folder later, but the
+            # descriptor keeps the one that was checked.
             if "folder" not in self._open_fds:
                 try:
                     self._open(make=make)
@@ -87,6 +89,7 @@ class SealedFolder:
             fd = self._open_fds.get("folder")
             if fd is None:
                 return False
+            # The folder is looked up in its open parent, not by its path.
             now = look(self._open_fds["parent"], self.name)
             return now is not None and os.path.samestat(now, os.fstat(fd))
 
@@ -106,6 +109,7 @@ class SealedFolder:
         """Yield a descriptor of the parent and the names in it; (-1, []) when it cannot be listed."""
         parent = self._open_fds.get("parent")
         try:
+            # By the open parent where there is one; through a link in its path only before that.
             fd = os.open(self.parent if parent is None else ".", FOLDER & ~os.O_NOFOLLOW, dir_fd=parent)
         except OSError:  # nothing of ckptcore's can be found there
             yield -1, []
@@ -129,6 +133,7 @@ class SealedFolder:
         with contextlib.suppress(FileNotFoundError):
             host.rename(self.name, gone, src_dir_fd=parent, dst_dir_fd=parent)
         moved = look(parent, gone)
+        # Exactly the folder that was open, else a stranger's folder of that name would be removed.
         if moved is not None and os.path.samestat(moved, os.fstat(fd)):
             path = self.path.with_name(gone)
             try:
@@ -143,6 +148,7 @@ class SealedFolder:
     def below(self, folders: tuple[str, ...], *, make: bool = False) -> Iterator[int | None]:
         """Yield a descriptor of a folder in it, by the names on the way; None when there is none."""
         fd = self.open(make=make)
+        # A descriptor of its own: the walk closes each folder that it leaves.
         folder_fd = os.dup(fd) if fd is not None else None
         path = str(self.path)
         try:
@@ -177,11 +183,13 @@ class SealedFolder:
         assert fd is not None  # the caller has opened it
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
         with contextlib.suppress(PermissionError):
+            # Rights are removed, none is added; set-id and sticky bits stay.
             os.fchmod(fd, mode & (self.owners.folder_mode | 0o7000))
         return not self.strangers_may_write()
 
     def _open(self, *, make: bool) -> None:
         try:
+            # O_PATH: a parent need not be readable, only passable.
             parent = os.open(self.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             if not make:
@@ -207,6 +215,7 @@ class SealedFolder:
         if status is None:
             if not make:
                 return None
+            # Another run may create it at this moment: what is there then is checked like any other.
             with contextlib.suppress(FileExistsError):
                 host.mkdir(self.name, self._mode, dir_fd=parent)
                 is_new = True
@@ -296,6 +305,7 @@ class SealedStore(LocalStore):
 
     def remove(self, path: str) -> None:
         """Remove a trusted user's file; a missing file is no error."""
+        # A descriptor that is kept open would refer to the removed file.
         self._forget(path)
         try:
             with self._at(path) as (fd, name):
@@ -338,6 +348,7 @@ class SealedStore(LocalStore):
                 if fd is None or status is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                 self._home.owners.require_file(status, path_text)
+                # Neither through a link nor waiting for a FIFO that took the name since the look.
                 opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
         except OSError as error:
             raise unreadable(path_text, error) from error

@@ -62,6 +62,7 @@ class SubStore:
     def list(self) -> dict[str, int]:
         """Return every file below: relative path -> size in bytes."""
         sizes = self._store.list()
+        # Filtered from one listing: a subfolder costs no request of its own.
         return {p.removeprefix(self._prefix): n for p, n in sizes.items() if p.startswith(self._prefix)}
 
     def size(self, path: str) -> int | None:
@@ -160,6 +161,7 @@ class FileRange:
 
     def explain(self, spans: Ints) -> None:
         """Record ranges of it in the account of the reading, as `Account.explain`."""
+        # Bytes that a codec made have no place in the file.
         account = None if self.stored else account_of(self.store, self.path)
         if account is not None:  # a decoded item is one range of its file
             account[0].explain(account[1], spans + self.start)
@@ -174,6 +176,8 @@ class FileRange:
             if not any(memoryview(self.content)[start:end]):
                 return
             padding = False
+        # The file has the encoded item as one range: which part of it
+        # is left over cannot be said in its bytes.
         if self.stored:
             description = f"bytes [{start}, {end}) of {description}, as its codec decodes them"
             account[0].leave(account[1], self.start, self.start + self.stored, description)

@@ -101,11 +101,13 @@ def plan_blocks(reads: ExpectedReads, memory: int, gap: int = GAP) -> BlockTable
         table = cut_into_blocks(reads, size, gap)
         if size <= _LEAST_BLOCK or fits(table, memory):
             return table
+        # Halved until each block is fetched once: a block that is given up too early is paid for twice.
         size //= 2
 
 
 def fits(table: BlockTable, memory: int) -> bool:
     """Report whether each block is fetched once within a memory budget, and some of them ahead."""
+    # Beside the blocks in use some must be on their way, else readers wait for each request.
     return table.most_alive + min(memory // 4, _FIRST_IN_FLIGHT * table.size) <= memory
 
 
@@ -124,6 +126,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     stride = int(end.max()) + gap + 1
     base = file * stride
     first, last = base + start, base + end
+    # A read far behind the one before it begins a span of its own, as the bytes between would be wasted.
     fresh = _begins_span(first, last, gap, None if reads.band is None else reads.band[rows])
     reach = np.maximum.accumulate(last)
     span_first = first[fresh]
@@ -184,6 +187,7 @@ def _begins_span(first: Ints, last: Ints, gap: int, band: Ints | None) -> npt.ND
     fresh = np.ones(len(first), bool)
     fresh[1:] = first[1:] > np.maximum.accumulate(last)[:-1] + gap
     if band is not None:
+        # Reads of another band (a later time) are not joined, or early blocks would be kept until late ones.
         fresh[1:] |= (band[1:] != band[:-1]) & (first[1:] > first[:-1])
     return fresh
 
@@ -191,6 +195,7 @@ def _begins_span(first: Ints, last: Ints, gap: int, band: Ints | None) -> npt.ND
 def _holes(first: Ints, reach: Ints, fresh: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """Return what no read of a span wants: from the furthest byte so far to the next first byte."""
     next_one = np.flatnonzero(~fresh)
+    # A hole exists only where the furthest byte so far is before the next first one.
     next_one = next_one[reach[next_one - 1] < first[next_one]]
     return reach[next_one - 1], first[next_one]
 
@@ -222,6 +227,7 @@ def _in_flight(answer_s: float, moving_s: float) -> int:
     >>> _in_flight(0.0, 0.02), _in_flight(0.03, 0.03), _in_flight(1.0, 0.02)
     (4, 8, 32)
     """
+    # While one block arrives, the answers of the others must be under way.
     requests = _FIRST_IN_FLIGHT * (1 + answer_s / moving_s)
     return int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, requests)))
 
@@ -246,6 +252,7 @@ def cover(borders: list[int], start: int, end: int) -> int:
     >>> cover(known, 30, 31), cover(known, 40, 41), known
     (1, 1, [0, 31, 40, 41])
     """
+    # Pairs of borders: an odd position is inside of a range.
     first, last = bisect_left(borders, start), bisect_right(borders, end)
     before, behind = [start] if first % 2 == 0 else [], [end] if last % 2 == 0 else []
     ranges = [*([] if before else [start]), *borders[first:last], *([] if behind else [end])]
@@ -270,6 +277,7 @@ class BlockReader:
         self._table, self._fetch, self._arrived, self._answer_s = table, fetch, arrived, answer_s
         size = int((table.end - table.start).max()) if len(table) else 1
         self._size = size
+        # At least one block, or nothing could be read.
         self._capacity = max(1, min(memory // size, len(table)))
         self._lock = threading.Condition()  # reentrant: a request may end while it is begun
         self._loaded: dict[int, _Loaded] = {}
@@ -297,6 +305,7 @@ class BlockReader:
         starts, ends = self._table.start, self._table.end
         while len(into):
             block = int(np.searchsorted(starts[row[0] : row[1]], start, "right")) - 1 + row[0]
+            # Reads that were not expected (a header that was guessed too short) go to the store directly.
             if block < row[0] or start >= ends[block]:  # before, between or behind the blocks
                 behind = block + 1
                 count = min(len(into), int(starts[behind]) - start) if behind < row[1] else len(into)
@@ -364,6 +373,7 @@ class BlockReader:
                 lambda: block in self._loaded or len(self._loaded) < self._capacity or self._give_up()
             )
             loaded = self._loaded.get(block) or self._begin(block)
+            # Counted before the lock is given back: a block with a user is never given up.
             loaded.users += 1
             self._advance()
             return loaded
@@ -405,6 +415,7 @@ class BlockReader:
             self._in_flight -= 1
             if not future.cancelled() and future.exception() is None:
                 answered, elapsed_s = self._answer_s(), time.perf_counter() - start_time
+                # Of the time until it arrived, what the store took to answer is not the line's.
                 self._window = _in_flight(answered, max(elapsed_s - answered, 1e-3))
             self._advance()
             self._lock.notify_all()
@@ -431,6 +442,7 @@ class BlockReader:
         idle = [block for block, loaded in self._loaded.items() if not loaded.users and loaded.future.done()]
         if not idle:
             return False
+        # The block that is needed latest (Belady's rule).
         self._drop(max(idle, key=self._next_use))
         return True
 

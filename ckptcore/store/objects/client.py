@@ -64,6 +64,7 @@ class RequestThreads:
         # The call asks whether its work has failed, which is in a context variable.
         context = copy_context()
         self._queue.put(lambda: context.run(_settle, future, call))
+        # A thread that waits takes the job, and no other is started.
         if self._idle.acquire(blocking=False):
             return future
         with self._lock:
@@ -79,11 +80,13 @@ class RequestThreads:
         try:
             for item in items:
                 if len(flying) == _AT_ONCE:
+                    # The oldest first: answers are in the order of the items.
                     answers.append(flying.popleft().result())
                 flying.append(self.start(partial(_ignoring, call, item)))
             while flying:
                 answers.append(flying.popleft().result())
         finally:
+            # Calls that have begun may still use the caller's buffers.
             wait(flying)
         return answers
 
@@ -108,6 +111,7 @@ def _settle(future: Future[Any], call: Callable[[GivenUp], Any]) -> None:
     if future.cancelled():
         return
     try:
+        # Work that failed elsewhere needs no more requests.
         answer = call(lambda: future.cancelled() or failed())
     except BaseException as error:  # whoever waits for it raises it
         with suppress(InvalidStateError):  # cancelled meanwhile
@@ -172,6 +176,7 @@ class S3Client:
 
     def unless(self, given_up: GivenUp) -> S3Client:
         """Return this client for requests that are not repeated once ``given_up()``."""
+        # A shallow copy shares connections, counters and threads.
         client = copy.copy(self)
         client._given_up = given_up
         return client
@@ -248,6 +253,7 @@ class S3Client:
             answer = self._send("get_object", {"Key": key, "ChecksumMode": "ENABLED"})
             nbytes = int(answer.get("ContentLength") or 0)
             if nbytes > most:
+                # The connection is given up: the rest of the body would have to be received first.
                 answer["Body"].close()
             require_small(self._name(key), nbytes, most)
             data = bytearray(nbytes)
@@ -257,6 +263,7 @@ class S3Client:
             content, checksums, etag = bytes(data), kept_checksums(answer), answer.get("ETag") or ""
             if checksums and checksum_of(checksums[0].algorithm, content) != checksums[0]:
                 raise ShortBody(f"the response does not match the {checksums[0].algorithm} of the object")
+            # Without a checksum and an ETag that proves it, only a second answer can.
             proven = bool(checksums) or not content or _is_md5(etag, content)
             if not proven and self._md5 and len(etag.strip('"')) == _MD5_HEX and not _is_encrypted(answer):
                 raise ShortBody("the response does not match the ETag of the object")
@@ -312,6 +319,7 @@ class S3Client:
             if self._has(key, etag, data):
                 return etag
             # What was just written is replaced, and nothing else.
+            # With the ETag of what arrived altered: another writer's object in between stays.
             create, asked = False, {**{k: v for k, v in asked.items() if k != "IfNoneMatch"}, "IfMatch": etag}
         raise self._altered(key, etag)
 
@@ -331,11 +339,13 @@ class S3Client:
         The ETag of a plain object is its MD5. Where it is not, and the object reads back as it was sent, this
         store's ETags prove nothing, and are not looked at again.
         """
+        # An ETag of another form, or of a store whose ETags are no MD5, proves nothing.
         if self._md5 is False or len(etag.strip('"')) != _MD5_HEX or not data:
             return True
         if _is_md5(etag, data):
             self._md5 = True
             return True
+        # It is read back once per client: this decides how the store's ETags are to be taken.
         back = bytearray(len(data))
         try:
             self.get(key, 0, etag, memoryview(back))
@@ -502,6 +512,7 @@ class S3Client:
             checksum: That of the complete object, compared by the store.
         """
         rows = []
+        # S3 refuses parts that are not in ascending order.
         for part in sorted(parts, key=lambda uploaded_part: uploaded_part.number):
             row: dict[str, Any] = {"PartNumber": part.number, "ETag": part.etag}
             if part.checksum is not None:
@@ -542,6 +553,7 @@ class S3Client:
 
     def answered(self, seconds: float) -> None:
         """Count the time until an answer began."""
+        # The first answer counts completely: there is no average yet.
         self.answer_s += (seconds - self.answer_s) * (_SMOOTH if self.answer_s else 1.0)
 
     def _pages(self, method: str, prefix: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -610,6 +622,7 @@ class _Body:
         """Receive what is still missing."""
         first, last = self._start + self._filled, self._start + len(self._into) - 1
         asked: dict[str, Any] = {"Key": self._key}
+        # The store's checksum is of the complete object: a range cannot be compared with it.
         if not self._complete or first:
             asked["Range"] = f"bytes={first}-{last}"
         else:
@@ -662,6 +675,7 @@ def _pieces(body: Any, into: Buffer, given_up: GivenUp) -> Iterator[int]:
     """Receive a body piece by piece, and yield how many bytes each has."""
     try:
         while len(into) and not given_up():
+            # In pieces, so that a request nobody waits for ends soon.
             count: int = body.readinto(into[:_RECEIVED])
             if not count:
                 break
@@ -725,6 +739,7 @@ def _sendable(data: Buffer | bytes) -> bytes | bytearray:
     """Return bytes as botocore takes them, which is no view: without a copy if it is of all of an array."""
     if isinstance(data, bytes | bytearray):
         return data
+    # botocore would copy a view; the array below it is the same bytes.
     array = data.obj
     if isinstance(array, bytes | bytearray) and len(array) == data.nbytes and data.contiguous:
         return array

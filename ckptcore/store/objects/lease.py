@@ -55,10 +55,13 @@ class Holder:
 
     def is_alive(self, now: float, host: str) -> bool:
         """Report whether the lease is still valid, as far as a process of ``host`` can see."""
+        # The clock of another machine may be behind this one by as much.
         if now > self.until + _SKEW_S:
             return False
         if self.host == host and processes.is_this(self.process):
             return self.token in _RESERVED  # of this process: it may have been unable to end it
+        # Of a process on this machine it is known whether it has ended;
+        # of another machine only the time counts.
         return self.host != host or not processes.has_ended(self.process)
 
     @property
@@ -102,6 +105,7 @@ class Lease:
         ttl_s: float | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        # Requests of the lease stop being repeated when an error waits (`hurry`).
         self._client, self._key, self._destination = client.unless(self._overdue), key, destination
         self._most_until: float | None = None  # on the clock of `host.monotonic`
         self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock or host.now
@@ -179,6 +183,7 @@ class Lease:
                 return False
             mine, etag = self._decided(holder)
         except BaseException:
+            # Not removed: it may be another's by now, and ends by itself.
             with self._lock:
                 self._mine = None
             _RESERVED.discard(holder.token)
@@ -201,6 +206,7 @@ class Lease:
         """
         if self._stored_holder() is None:
             return
+        # The ETag first, then who has it: if it is renewed in between, the condition fails.
         lease_object = self._client.head(self._key)
         self.require_free()  # looked at between both requests: the condition is about what has ended
         if lease_object is None:
@@ -210,6 +216,7 @@ class Lease:
         except CkptError as error:
             if kind_of(error) is Kind.UNSUPPORTED:
                 self._client.delete(self._key)
+            # Without the right to delete, an entry that has ended takes its place.
             elif kind_of(error) is Kind.DENIED:
                 self._client.put(
                     self._key, _packed(replace(self._new(0), until=0.0)), match=lease_object.etag
@@ -221,9 +228,11 @@ class Lease:
 
     def require(self) -> None:
         """Raise `Busy` unless this process still holds the lease."""
+        # If the proof was postponed, it must be there before anything changes.
         self.prove()
         with self._lock:
             holder = self._mine
+        # Renewals are a quarter of its life apart, so with less than that left one of them is missing.
         if holder is not None and self._clock() < holder.until - self._ttl_s / 4:
             return  # renewed a moment ago
         if self._decides:
@@ -243,6 +252,7 @@ class Lease:
             if holder is None:
                 raise self._lost(None)
             later = replace(holder, until=self._clock() + self._ttl_s)
+            # On stores without conditions the object only informs others; the claim is what counts.
             if self._decides:
                 assert self._arbiter is not None  # it has decided
                 try:
@@ -255,6 +265,7 @@ class Lease:
             except CkptError as error:
                 if kind_of(error) not in (Kind.CHANGED, Kind.MISSING):
                     raise
+                # A refused condition may be the answer to a repeated request, whose first reply was lost.
                 stored_holder = self._stored_holder()
                 if stored_holder is None or stored_holder.token != holder.token:
                     self._mine = None
@@ -328,6 +339,7 @@ class Lease:
             self._client.put(self._key, _packed(mine), create=True)
         except CkptError as error:
             if kind_of(error) is Kind.EXISTS:
+                # Its own object is there, so the second creation was refused: the store knows the condition.
                 return True
             raise
         return False
@@ -339,10 +351,12 @@ class Lease:
         old_holder = self._stored_holder()
         if old_holder is None or lease_object is None:
             raise Busy(f"another process has just finished {self._destination}", hint="run the command again")
+        # Created by this very request, sent twice.
         if old_holder.token == mine.token:
             return old_holder, lease_object.etag  # the reply was lost
         if old_holder.is_alive(self._clock(), mine.host):
             raise self._busy(old_holder)
+        # Each successor has a higher number, so that what the one before wrote late can be recognised.
         mine = replace(mine, fence=old_holder.fence + 1)
         try:
             etag = self._client.put(self._key, _packed(mine), match=lease_object.etag)
@@ -359,6 +373,7 @@ class Lease:
     def _decided(self, mine: Holder) -> tuple[Holder, str]:
         """Take the lease on a store without conditions: the arbiter decides, and the object only informs."""
         if self._arbiter is None:
+            # It was created a moment ago, on a store that would have let anybody create it.
             with suppress(CkptError):  # the refusal says more; without that right the object ends by itself
                 self._remove(mine)
             raise DestinationUnwritable(
@@ -381,6 +396,7 @@ class Lease:
             raise
 
     def _renewing(self) -> None:
+        # Four times in its life: three renewals may fail before it ends.
         while not self._stop.wait(self._ttl_s / 4):
             try:
                 self.renew()
@@ -413,6 +429,7 @@ def _unpacked(data: bytes) -> Holder | None:
     with suppress(InvalidText), parsing("a lease"):
         form = load_json_object(data)
         process = tuple(map(str, form["process"]))
+        # A record of another form is no lease of ours.
         if len(process) == 4:
             return Holder(
                 str(form["token"]), int(form["fence"]), str(form["host"]), process, float(form["until"])

@@ -64,6 +64,8 @@ class PartBuffers:
     def take(self, nbytes: int, *, must: bool) -> Buffer | None:
         """Return a buffer of at least ``nbytes``; None when all are in use, unless ``must``."""
         with self._lock:
+            # A writer with nothing on its way cannot wait for a buffer to come
+            # back: only its own parts would return one.
             if self._left <= 0 and not must:
                 return None
             self._left -= 1
@@ -83,6 +85,7 @@ class PartBuffers:
         """Return a buffer."""
         with self._lock:
             self._left += 1
+            # More buffers than are allowed are not kept.
             if self._left > len(self._free):
                 self._free.append(buffer)
 
@@ -164,6 +167,7 @@ class UploadWriter:
         expected = (
             self._plan.count if self._end == self._entry.nbytes else self._plan.number_at(self._end) - 1
         )
+        # Either a part is not full, or parts are missing.
         if self._buffer is not None or (len(numbers) and numbers[-1] != expected):
             raise OutputMismatch(f"{self._entry.key} was not written to its end")
         rows = [self._done[n] for n in numbers]
@@ -184,6 +188,7 @@ class UploadWriter:
     def abort(self) -> None:
         """Stop. The upload stays open and in the journal: the next run resumes or aborts it."""
         for future, _, _ in self._flying:
+            # Cancelled futures that have begun are waited for: their buffers are still being sent.
             future.cancel()
         for future, buffer, _ in self._flying:
             with suppress(Exception):  # the run ends with the error that came first
@@ -201,6 +206,7 @@ class UploadWriter:
     def _taken(self, size: int) -> Buffer:
         while self._flying and self._flying[0][0].done():
             self._land()
+        # One is about to be filled, so one fewer may be on its way.
         while len(self._flying) > max(self._in_flight - 1, 0):
             self._land()
         while (buffer := self._buffers.take(size, must=not self._flying)) is None:
@@ -216,6 +222,7 @@ class UploadWriter:
         self._digests.append(blake3(data).hexdigest())
         stored_part = self._present.get(number)
         checksum = _CRC32.encoded(crc)
+        # By number, size and checksum: the plan and its bytes are the same, and so must be the part.
         if stored_part is not None and stored_part.nbytes == len(data) and stored_part.checksum == checksum:
             self._done[number] = stored_part.etag, crc
             self._buffers.give_back(buffer)
@@ -280,6 +287,7 @@ class Uploads:
 
     def begun(self, index: int, path: str, nbytes: int) -> tuple[UploadEntry, dict[int, UploadedPart]]:
         """Start or continue the upload of a file; return it, and the parts that the store has."""
+        # Only the first time: a second writer of the file must adopt what the first one began.
         if self._none_begun and index not in self._begun:
             self._begun.add(index)
             ahead = self._ahead.pop(index, None)
@@ -327,6 +335,7 @@ class Uploads:
         if upload_entry is not None:
             if upload_entry.upload_id and upload.fits(upload_entry):
                 return upload_entry
+            # Entries of another plan, or of other parts: what they began can never be completed.
             upload_entry = self._journal.abort(upload_entry)
         return self._journal.begin(upload, upload_entry)
 
@@ -342,6 +351,7 @@ class Uploads:
             if kind_of(error) is not Kind.NO_UPLOAD:
                 raise
             return self.find(uploaded) is not None
+        # The store may have parts that an earlier run sent and this one does not need.
         sent_parts = {(p.number, p.nbytes, _bare(p.etag)) for p in uploaded.parts}
         return sent_parts <= {(p.number, p.nbytes, _bare(p.etag)) for p in stored_parts}
 
@@ -359,12 +369,14 @@ class Uploads:
         if s3_object is None:
             return None
         tokens = {name.casefold(): value for name, value in s3_object.metadata.items()}
+        # Names of metadata may come back in another case.
         if tokens.get(TOKEN) != uploaded.token:
             return None
         try:
             require_checksum(s3_object, uploaded)
         except OutputMismatch as error:
             try:
+                # With its ETag, so that an object that replaced it since is not removed.
                 self.client.delete(uploaded.key, match=s3_object.etag or None)
             except CkptError as second:
                 hint = f"remove it, and run the same command again ({second.message})"
@@ -404,6 +416,7 @@ class Uploads:
         for _ in range(_TRIES):
             # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
             if refused is None:
+                # Only for the first request: after a refusal the loop has looked already.
                 object_at_key = self.client.head(uploaded.key) if look is None else look.s3_object
                 look = None
                 if (own_object := self._own(uploaded, object_at_key)) is not None:
@@ -427,9 +440,11 @@ class Uploads:
             object_at_key = self._looked_at(uploaded, etag if page else "", beside)
             if (own_object := self._own(uploaded, object_at_key)) is not None:
                 return own_object
+            # A refusal for any other reason does not go away by asking again.
             if refused is not None and kind_of(refused) not in _CONDITIONS:
                 break
             if object_at_key is None:
+                # What was to be replaced is gone: from now on nothing may be at the key.
                 create, match = create or match is not None, None  # it was removed meanwhile
             elif create or (match is not None and _bare(object_at_key.etag) != _bare(match)):
                 raise self._exists(uploaded)
