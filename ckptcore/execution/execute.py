@@ -70,18 +70,22 @@ def execute_files(
     Raises:
         CkptError: The first error of any worker; finished files and receipts stay.
     """
+    # One table of records for all files: a record may be read in parts by several of them.
     records = Records(run.source, run.items, settings.verify, run.scratch)
+    # Before anything is written: what an earlier run finished is hashed, and counts as progress.
     old = earlier(run, indices, settings, part)
     # What an interrupted run read over a network was not proven, and cannot be any more.
     remote = isinstance(run.source, ReadsAhead)
     receipts = {index: receipt for index, receipt in old.proven.items() if not (remote and receipt.pending)}
     for index, receipt in receipts.items():
+        # Files of an earlier run may have read a record in part: it is verified when the rest is read.
         if receipt.pending and settings.verify:
             expect(run.load(index), receipt.pending, records)
     meter = ProgressMeter(progress, "write", run.total)
     reused_bytes = sum(receipt.nbytes for receipt in receipts.values())
     if reused_bytes:
         meter.add(reused_bytes)
+    # Doubtful files are computed once more and compared; what is equal need not be written.
     if old.doubted:
         budget, _ = expect_files(replace(run, uploads=None), list(old.doubted), settings, records)
         recomputed, _ = _Run(run, settings, records, meter, (budget, None), compare=True).finish(
@@ -91,15 +95,19 @@ def execute_files(
             receipts[index] = confirmed(old.doubted[index], receipt)
             write_receipt(run.receipts, run.digest, receipts[index])
     todo = [i for i in indices if i not in receipts]
+    # Other processes write complete files; what they read is joined here.
     if todo and run.elsewhere is not None:
         receipts |= run.elsewhere(todo, records, meter)
     elif todo:
         schedule = expect_files(run, todo, settings, records, part)
         receipts |= _Run(run, settings, records, meter, schedule, part=part).finish(todo)[0]
     # The store's checksums last: they also cover what `finish` reads.
+    # Records that only part of was read are read to their end, so that
+    # each has been verified or has no checksum.
     records.finish(settings.threads)
     prove_files(run, indices, records)
     for index, receipt in receipts.items():
+        # Its file was written before all of its records were verified; the receipt says so now.
         if receipt.pending:  # verified now by the reads for other files
             verified_count = sum(map(records.verified, receipt.pending))
             bits = receipt.proven if part is None else proven(run.load(index), records)
@@ -137,6 +145,7 @@ def recompute_files(
         OutputMismatch: A file holds other bytes than the source gives now.
     """
     records = Records(run.source, run.items, settings.verify, run.scratch)
+    # Digests and sums are in the receipts already: only the bytes are compared here.
     means = replace(settings, digest=False, fingerprint=False, stats=False)
     meter = ProgressMeter(progress, "verify", run.total)
     budget, _ = expect_files(replace(run, uploads=None), indices, means, records)  # compared in file order
@@ -173,6 +182,7 @@ class _Run:
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
         self._differing: dict[int, CompareWriter | DigestWriter] = {}
+        # Two for each worker: one is filled while the other waits to be flushed in order.
         self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
 
     def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter | DigestWriter]]:
@@ -219,17 +229,20 @@ class _Run:
                 and (index := next(indices, None)) is not None
             ):
                 work, cut = self._opened(index)
+                # A file that is decoded, streamed or uploaded in parts takes memory of its own.
                 if work.decodes or work.writer.sequential or work.writer.part_size is not None:
                     most = 1
                 turns.append((work, cut, next(cut)))  # every file has a job, even an empty one
             if not turns:
                 return
             work, cut, job = turns.popleft()
+            # Asked ahead, since the worker must know which job is the last before it is done.
             after = next(cut, None)
             if after is None:
                 work.last_is(job.sequence)
             else:
                 turns.append((work, cut, after))
+            # None: an error has closed them, and no further job is begun.
             buffer = self._buffers.take()
             if buffer is None:
                 return
@@ -285,14 +298,17 @@ class _Run:
         workspace = Workspace(
             self._buffer(), self._buffer(), stream_on(self._settings.device, self._budget.tile)
         )
+        # Compressed files use a part of the buffers: the rest of the budget is for decoded items.
         smaller_workspace = workspace.of(self._budget.beside_decoded.tile)
 
         def do(task: _Task) -> None:
             work, job, memory = task
             # Bytes have the same place in a block of memory as in one of the file: see `LocalWriter`.
             skew = (job.start - memory.ctypes.data) % BLOCK
+            # If the skew leaves too little room, the buffer is used as it is.
             buffer = memory[skew:] if skew + job.nbytes <= len(memory) else memory
             work.fill(job, buffer, smaller_workspace if work.decodes else workspace)
+            # The buffer may be given back by another worker, whose turn it is.
             work.flush_in_order(job, buffer, lambda _: self._buffers.give_back(memory))
             self._meter.add(job.nbytes)
             receipt = work.complete()
@@ -307,6 +323,7 @@ class _Run:
         run.require_unchanged(work.plan)
         writer = work.writer
         if isinstance(writer, CompareWriter | DigestWriter):
+            # Equal or not is known only now, when the last byte was compared.
             if writer.differs:
                 with self._lock:
                     self._differing[receipt.index] = writer
@@ -314,6 +331,7 @@ class _Run:
                 return
         else:
             if receipt.uploaded is None:
+                # The stamp of the finished file: it shows later whether this is still that very file.
                 receipt = replace(receipt, stamp=seen_as(run.files, receipt))
             write_receipt(run.receipts, run.digest, receipt)
             _log.info("%s", _described(work, receipt))

@@ -70,6 +70,7 @@ def schedule_reads(
         uploads: Whether the files are uploaded by handles.
         part: The part of the one file that is written.
     """
+    # Half for blocks that are read ahead, half for tiles.
     window = settings.memory // 2
     try:  # parts are cut for all of the memory
         rest = settings.memory - (window if part is None else 0)
@@ -90,6 +91,7 @@ def schedule_reads(
             unordered_reads.append(parts[-1])
     reads = joined(parts)
     schedule = ReadSchedule(budget, reads, window)
+    # Memory is enough for large blocks in file order: nothing would be gained.
     if not pieces or rows > MOST_ROWS or fits(cut_into_blocks(reads, BLOCK), window):
         return schedule
     followed = _following(pieces, unordered_reads, reads.bare, settings)
@@ -149,6 +151,7 @@ def _following(
         budget = Budget.of(settings.within(tiles))
     except (BudgetTooSmall, UsageError):
         return None
+    # Halved until blocks of one band and open parts fit the memory together.
     band = BLOCK
     while band >= _LEAST_BAND:
         order, timed = follow_source(pieces, band)
@@ -156,6 +159,7 @@ def _following(
         if window > 0:
             rows = zip(pieces, timed.begins, timed.ends, timed.band, strict=True)
             piece_reads = merged([_at(p.reads, b.astype(float), e.astype(float), n) for p, b, e, n in rows])
+            # Files that cannot follow come behind all bands.
             last = int(piece_reads.band.max(initial=0)) + 1 if piece_reads.band is not None else 1
             rest = [
                 replace(file_reads, band=np.full(len(file_reads), last)) for file_reads in unordered_reads
@@ -204,8 +208,11 @@ def row_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = 
         keep &= _inside(plan, part)[of]
     start, length = items.start[reads.item], items.length[reads.item]
     first, last, nbytes = _flat(reads.lo, reads.shape, begin, end, width[of])
+    # What an item has beside the elements: headers of unknown place.
     around = length - nbytes
+    # A codec, or too much beside the elements: then the complete item is read.
     plain = (items.codec[reads.item] == _plain_codec(items)) & (around >= 0) & (around <= _MOST_AROUND)
+    # A view has its own first byte, which only the item says.
     if reads.view is not None:
         plain &= reads.view[:, 0] < 0
     first_byte = start + np.where(plain, first, 0)
@@ -243,6 +250,7 @@ def _in_file_order(plan: FilePlan, file_reads: RowReads) -> ExpectedReads:
 def _flat(lo: Ints, shape: Ints, begin: Ints, end: Ints, width: Ints) -> tuple[Ints, Ints, Ints]:
     """Return (first byte, byte behind the last, bytes) of boxes in their row-major chunks."""
     nbytes = np.prod(shape, axis=1) * width
+    # Row-major strides of each chunk, from the last dim on.
     steps = np.ones_like(shape)
     if shape.shape[1] > 1:
         steps[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]

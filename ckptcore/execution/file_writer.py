@@ -39,6 +39,7 @@ def open_writer(run: PlanRun, plan: FilePlan, part: FilePart | None = None) -> F
         UsageError: Several processes cannot write one file of this store.
     """
     files = run.files
+    # Parts of uploads have their budget of parts, which is how they are known.
     if part is not None and part.budget is not None:
         if run.uploads is None:
             raise UsageError(
@@ -46,6 +47,7 @@ def open_writer(run: PlanRun, plan: FilePlan, part: FilePart | None = None) -> F
             )
         return run.uploads.writer(plan.index, plan.path, plan.nbytes, begin=part.begin, end=part.end)
     if part is None:
+        # Files without tensors are small, and are staged.
         if run.uploads is not None and len(plan.columns):
             return run.uploads.writer(plan.index, plan.path, plan.nbytes)
         return files.writer(plan.path, plan.nbytes)
@@ -92,6 +94,7 @@ class FileWork:
         self._digest = blake3() if settings.digest and writer.part_size is None else None
         # When no check needs the bytes, the kernel moves them.
         looked_at = settings.verify or settings.digest or settings.fingerprint or settings.stats
+        # A direct copy never brings the bytes into this process, so nothing that needs them may be on.
         self._direct = not (looked_at or self._patched or writer.sequential)
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Job, Bytes, Callable[[Bytes], None]]] = {}
@@ -102,6 +105,7 @@ class FileWork:
     def fill(self, job: Job, buffer: Bytes, workspace: Workspace) -> None:
         """Put a job's bytes into ``buffer`` and, where the writer allows, into the file."""
         filled = frozenset[int]()
+        # Many small tensors are read with few calls; what is left is filled one by one.
         if not self._direct and len(job.parts) > 1:
             filled = self._tensors.fill_small(job.parts, buffer, workspace, counts=self._counts(job))
         for offset, part in job.parts:
@@ -115,11 +119,13 @@ class FileWork:
                 if part.tensor not in filled:
                     self._tensors.fill(part, target, workspace, counts=self._counts(job))
                 if self._patched:
+                    # Checksums are added up by place: parts of a tensor arrive in any order.
                     crc = crc32(target.data)
                     with self._lock:
                         self._slots.setdefault(part.tensor, Runs()).add(part.offset, part.nbytes, crc)
             if self._direct:
                 self.writer.write(job.start + offset, target.data)
+        # Written here only if no later byte can change it.
         if not (self._direct or self.writer.sequential or self._waits(job)):
             self.writer.write(job.start, buffer[: job.nbytes].data)
 
@@ -139,6 +145,7 @@ class FileWork:
                     return
             # Only one thread gets here at a time, so jobs are flushed in file order.
             oldest, filled, free = ready
+            # Its checksums are known now, as all bytes before it are flushed.
             late = self._waits(oldest)
             if late:
                 self._patch(oldest, filled)
@@ -148,6 +155,7 @@ class FileWork:
                 self.writer.write(oldest.start + first, view)
             if self._digest is not None:
                 self._digest.update(view)
+            # The buffer is free before the next job is looked at: another worker may wait for it.
             free(filled)
             with self._lock:
                 self._next += 1
@@ -160,6 +168,7 @@ class FileWork:
     def complete(self) -> Receipt | None:
         """Make the file, or the part, durable when its last job is flushed; return the receipt, once."""
         with self._lock:
+            # Closed once: several workers may see the last job flushed.
             if self._closed or self._last is None or self._next <= self._last or self._flushing:
                 return None
             self._closed = True
@@ -201,6 +210,7 @@ class FileWork:
 
     def _inside(self, job: Job) -> tuple[int, int]:
         """Return which bytes of a job are written: at the ends of a part of an upload, not all."""
+        # Only uploads are cut at parts; a file of this machine is written as a whole.
         if self.part is None or self.part.budget is None:
             return 0, job.nbytes
         return max(self.part.begin - job.start, 0), min(self.part.end - job.start, job.nbytes)
@@ -217,6 +227,7 @@ class FileWork:
 
     def _copied(self, part: LiteralPart | TensorPart, first_byte: int) -> bool:
         """Report whether the kernel has copied a part from the source to byte ``first_byte`` of the file."""
+        # A literal is in the plan, not in the source.
         if isinstance(part, LiteralPart) or part.nbytes < _RUN:
             return False
         runs = self._tensors.runs(part)
@@ -231,6 +242,8 @@ class FileWork:
             )
             place = first_byte + flat_start(part.box.shape, overlap.common.within(part.box).offset) * itemsize
             nbytes = overlap.common.numel * itemsize
+            # The caller then writes the part through the buffer, over runs that were copied: they are the
+            # same bytes.
             if not self.writer.copy(self._source, payload.path, start, nbytes, place):
                 return False
         self._tensors.copied(part, runs)
@@ -245,6 +258,7 @@ class FileWork:
             target = buffer[first : first + part.nbytes]
             for offset, slot in slots:
                 raw = self._crc(slot).to_bytes(4, "little")
+                # A checksum may be at the border of two jobs.
                 for n in range(4):
                     if part.begin <= offset + n < part.end:
                         target[offset + n - part.begin] = raw[n]

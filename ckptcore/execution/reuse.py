@@ -54,6 +54,7 @@ def earlier(
     earlier_files = Earlier()
     bounds = (part.begin, part.end) if part is not None else None
     for index in indices:
+        # Of this very plan: a receipt of another one says nothing about these bytes.
         receipt = read_receipt(run.receipts, run.digest, index, bounds)
         # A file without sums is written again if fingerprints are on: only its elements give its sums. So it
         # is with statistics.
@@ -72,6 +73,8 @@ def earlier(
             continue
         if receipt.stamp is not None and receipt.stamp == current_stamp:
             earlier_files.proven[index] = replace(receipt, reused=True)
+        # The right bytes, and not the very file: another program may have put it there, so the source
+        # decides.
         elif part is None and settings.digest:
             earlier_files.doubted[index] = replace(receipt, stamp=current_stamp)
     return earlier_files
@@ -105,6 +108,7 @@ class CompareWriter:
 
     def __init__(self, files: Readable, path: str) -> None:
         self._files, self._path = files, path
+        # One block, used again: a comparison needs no memory in the size of the file.
         self._block = memoryview(bytearray(_BLOCK))
         self._first: int | None = None
 
@@ -121,6 +125,7 @@ class CompareWriter:
         """Compare bytes with those at byte ``offset`` of the file, until one differs."""
         content = np.frombuffer(data, np.uint8)
         for begin in range(0, len(content), _BLOCK):
+            # One difference is enough to say that the file is another one.
             if self._first is not None:
                 return
             part = content[begin : begin + _BLOCK]

@@ -141,10 +141,12 @@ def cut_pieces(plan: FilePlan, reads: RowReads) -> FilePieces:
     """Cut the tensors of an output file at the borders of the chunks that they read."""
     columns = plan.columns
     rank = columns.shape.shape[1]
+    # A tensor of rank 0 counts as one row.
     rows = columns.shape[:, 0] if rank else np.ones(len(columns), np.int64)
     rows = np.where(columns.rank > 0, rows, 1)
     nbytes = columns.nbytes
     filled = np.flatnonzero(nbytes > 0)
+    # One number for tensor and row: cuts of all tensors are sorted at once.
     scale = int(rows.max(initial=1)) + 1
     tensor_keys = filled * scale
     cuts = unique(
@@ -158,6 +160,7 @@ def cut_pieces(plan: FilePlan, reads: RowReads) -> FilePieces:
         )
     )
     tensor = cuts // scale
+    # A piece is between two neighbouring cuts of one tensor.
     piece = np.flatnonzero(tensor[1:] == tensor[:-1])
     of, begin, stop = tensor[piece], cuts[piece] % scale, cuts[piece + 1] % scale
     row_bytes = nbytes // np.maximum(rows, 1)
@@ -185,6 +188,7 @@ def follow_source(files: Sequence[FilePieces], band: int) -> tuple[SourceOrder, 
     """
     paths: dict[str, int] = {}
     number = [np.array([paths.setdefault(p, len(paths)) for p in f.reads.paths], np.int64) for f in files]
+    # Files are numbered over all outputs, as each output has its own list.
     path = np.concatenate([n[f.reads.file] for n, f in zip(number, files, strict=True)])
     tensor, kinds = _tensors_of(files)
     begin = np.concatenate([f.reads.begin for f in files])
@@ -194,6 +198,7 @@ def follow_source(files: Sequence[FilePieces], band: int) -> tuple[SourceOrder, 
     bands = _bands(turn, tensor, start, nbytes, kinds, band)
 
     row, piece = _pairs(files)
+    # Ranges that are only compared do not decide when a piece is made.
     places = np.concatenate([f.reads.places for f in files])[row]
     # A piece may read several ranges. Its place in the order is that of the first range, in the order of the
     # source's files: `far` is behind all of them, for pieces that read nothing.
@@ -269,13 +274,16 @@ def _bands(turn: Ints, tensor: Ints, start: Ints, nbytes: Ints, kinds: int, limi
     order = np.lexsort((start, turn, tensor))
     first = np.searchsorted(tensor[order], np.arange(kinds + 1))
     has = np.flatnonzero(first[1:] > first[:-1])
+    # Which is first in the source decides when the tensor's band begins.
     lead = order[first[has]]  # the range of each tensor that comes first in the source
     band = np.zeros(kinds, np.int64)
     filled = np.zeros(int(turn.max(initial=-1)) + 1, np.int64)
     now, empty = 0, True
+    # In the order of the source: a band ends when any file would give it more than a block.
     for n in has[np.lexsort((start[lead], turn[lead]))].tolist():
         rows = order[first[n] : first[n + 1]]
         tensor_bytes = np.bincount(turn[rows], weights=nbytes[rows], minlength=len(filled)).astype(np.int64)
+        # Never an empty band: a tensor larger than the limit has one of its own.
         if not empty and bool((filled + tensor_bytes > limit)[tensor_bytes > 0].any()):
             now, filled = now + 1, np.zeros_like(filled)
         filled, empty = filled + tensor_bytes, False
@@ -305,6 +313,7 @@ def _open_bytes(files: Sequence[FilePieces], owner: Ints, when: Ints, first_byte
     part = np.array([f.part for f in files], np.int64)
     size = part[owner]
     last_byte = np.concatenate([f.last_byte for f in files]) - 1
+    # A piece begins in one part and may end in another; parts of all files are numbered through.
     most = int((last_byte // size).max(initial=0)) + 1
     key = np.concatenate([owner * most + first_byte // size, owner * most + last_byte // size])
     parts, part_row = np.unique(key, return_inverse=True)
@@ -337,6 +346,7 @@ def ordered_jobs(
             *(c[chunk_start : chunk_start + _CHUNK].tolist() for c in columns), strict=True
         ):
             cutter = cutters.get(file)
+            # Plans are loaded when the first piece needs them, and given up behind the last.
             if cutter is None:
                 cutter = cutters[file] = _FileJobs(load(order.indices[file]), budget)
             left[file] -= 1
@@ -344,6 +354,7 @@ def ordered_jobs(
             job: Job | None = next(ahead)
             while job is not None:
                 after = next(ahead, None)
+                # Known only with the next job: the last one of a file closes it.
                 yield order.indices[file], job, after is None and not left[file]
                 job = after
             if not left[file]:
@@ -355,11 +366,13 @@ class _FileJobs:
 
     def __init__(self, plan: FilePlan, budget: Budget) -> None:
         self._plan, self._next = plan, 0
+        # Decoded items take a part of the tiles, as in file order.
         self._budget = budget.beside_decoded if plan.items.codec.any() else budget
         self._literals: dict[int, list[int]] = {}  # known bytes come with the tensor behind them
         starts = [(t.start, n) for n, t in enumerate(plan.tensors) if t.nbytes]
         place = 0
         for number, literal in enumerate(plan.literals):
+            # A literal belongs to the first tensor behind it, or to the last one of the file.
             while place < len(starts) - 1 and starts[place][0] < literal.start:
                 place += 1
             self._literals.setdefault(starts[place][1], []).append(number)

@@ -92,10 +92,12 @@ class TensorFiller:
         changes = tensor.dtype != tensor.source_dtype
         if part.tensor in self._plan.derived:
             self._derive(part, target, workspace)
+        # On a device only what is cast: what is only moved would cross the bus twice.
         elif workspace.stream is not None and changes:
             self._on_device(part, target, workspace, workspace.stream, counts=counts)
             return
         else:
+            # Elements before a cast go into a buffer of their own; others directly to their place.
             tile = tile_view(workspace.cast if changes else target, part.box.shape, tensor.source_dtype)
             self._chunks.read(self._stored(part.tensor), part.box, tile, workspace.scratch)
             if changes:
@@ -137,15 +139,18 @@ class TensorFiller:
         Return None otherwise. `copied` ends their use.
         """
         tensor = self._plan.tensors[part.tensor]
+        # The kernel moves bytes; anything that changes them needs this process.
         if tensor.dtype != tensor.source_dtype or part.tensor in self._plan.derived:
             return None
         stored, chunk_runs = self._stored(part.tensor), []
         for overlap in self._chunks.overlaps(stored, part.box):
             inside = overlap.common.within(overlap.chunk)
+            # Both sides must be one run, in the same order.
             if not is_run(part.box.shape, overlap.common.shape) or not is_run(
                 overlap.chunk.shape, inside.shape
             ):
                 return None
+            # Views with strides or flags, and decoded items, have no run in a file.
             _, payload = self._chunks.find(stored, overlap)
             if payload.path is None or payload.strides is not None or payload.flags:
                 return None
@@ -165,6 +170,7 @@ class TensorFiller:
         """Return a tensor of the plan, or, behind these, an input of derived ones, as it is stored."""
         tensors = self._plan.tensors
         if number < len(tensors):
+            # Each element is read once, so that a record's checksum can be put together from its parts.
             return ChunkedTensor(number, tensors[number].name, tensors[number].source_dtype, once=True)
         tensor = self._plan.inputs[number - len(tensors)]
         once = number - len(tensors) in self._plan.summed_once
@@ -191,10 +197,12 @@ class TensorFiller:
         """Scatter, sum and cast a part on the device; copies are compared here, before the cast."""
         tensor, stored = self._plan.tensors[part.tensor], self._stored(part.tensor)
         tile = stream.tile(part.box.shape, stored.dtype)
+        # Copies are compared before the cast, which may make different values equal.
         copies = self._chunks.fill(stored, part.box, tile, workspace.scratch)
         if self._sums is not None and counts:
             self._add(part, stream.sum(tile, stored.dtype, tensor.full, part.box))
         measured = self._statistics is not None and counts
+        # Statistics and comparisons need the elements here: they are fetched once for both.
         if copies or measured:
             host_tile = tile_view(workspace.cast, part.box.shape, stored.dtype)
             stream.fetch(tile, host_tile.reshape(-1).view(np.uint8))

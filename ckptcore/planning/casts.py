@@ -101,6 +101,7 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
         raise UsageError(f"--dtype {request.dtype} is not a floating-point dtype")
     exceptions = [(g, None if d == "keep" else dtypes.get(d)) for g, d in request.dtype_for]
     tensors = mapped.manifest.tensors
+    # A glob without a match is a misspelt name, whose tensor would be cast or kept silently.
     for glob, _ in exceptions:
         if not any(matches(t.fqn, [glob]) for t in tensors):
             raise UsageError(f"--dtype-for {glob} matches nothing")
@@ -143,6 +144,7 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
         if not is_exception and float32 is not None and spec.fqn in float32 and half_dtype(target_dtype.name):
             wide.append(spec.fqn)
             target_dtype = dtypes.get("float32")
+            # It is stored in float32 already.
             if spec.dtype == target_dtype.name:
                 continue
         cast_dtypes[spec.fqn] = target_dtype.name

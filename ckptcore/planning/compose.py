@@ -165,10 +165,14 @@ def compose(
     export, reshard = request.verb == "export", request.verb == "reshard"
     several = several_models(request, manifest) if request.takes_model else None
     if several is not None:  # each model keeps its names, so that none is searched for
+        # A pipeline of several models stays as it is: each keeps its folder and its names.
         format, request = several.format, replace(request, verb="consolidate", names=STORED)
     beside, adapter = _files_beside(request, manifest) if request.takes_model else (ModelFiles(), None)
+    # What is asked for decides what must be complete: damage outside of it stops nothing.
     selected = _selected(request, manifest, adapter)
     by_config = beside.config is not None
+    # Some defects disappear where a config's class proves names and
+    # shapes: those are asked about again below.
     report = require_complete(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning" or f.code in _OF_AVERAGES]
@@ -200,6 +204,7 @@ def compose(
         warnings += unopened(request, beside, [t.fqn for t in mapped.manifest.tensors])
     # Reads tensors, as nothing else here does: a refusal must come before anything is written.
     require_zero(usable, mapped.dropped)
+    # Behind the map: the globs of exceptions are on the output's names.
     cast = find_casts(request, manifest, mapped, fitted.float32 if several is None else several.float32)
     warnings += cast.findings
     objects, dropped, left_out = _carried_objects(request, usable)
@@ -231,6 +236,7 @@ def compose(
 
         config = None if beside.config is None else beside.config.form
         require_loaded_names(request, writer, [t.fqn for t in mapped.manifest.tensors], config)
+    # Objects alone are an output, too, but an empty one is a mistake of the options.
     if not mapped.manifest.tensors and (manifest.tensors or not objects):
         if not manifest.tensors:
             raise UsageError(
@@ -240,12 +246,14 @@ def compose(
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     # The names of a model part have lost the prefix; rules of a mesh match the names as they are written.
     written_prefix = request.model_prefix if model is None else ""
+    # A layout of a mesh is only for a reshard; elsewhere each tensor is written completely.
     if not reshard:
         topology = None
     else:
         # State that only the ranks which saved it can use is known by its stored name.
         stored = {new: old for old, new in mapped.renamed}
         require_cut(manifest, [stored.get(t.fqn, t.fqn) for t in mapped.manifest.tensors])
+        # Who passes boxes has laid out the mesh; otherwise rules do, and their guesses are reported.
         ruled = topology is None
         if topology is None:
             topology = lay_out(mapped.manifest, request.mesh, request.sharding, written_prefix)
@@ -319,6 +327,7 @@ def map_export(request: Request, manifest: Manifest, exported: Set[str] | None =
     named = _named_tensors(request, free, model, beside.config)
     fitted = None
     names = {t.fqn for t in named.tied(free, ()).manifest.tensors}
+    # Whether names and shapes fit is asked only where it may change the result: it starts transformers.
     if half_dtype(request.dtype) or (exported is not None and not exported <= names):
         with suppress(NameMismatch):  # names and shapes differ from the model's: the caller says which
             fitted = _checked_names(request, free, model, beside.config, class_ties=False)
@@ -341,6 +350,7 @@ def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tup
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
     """Return the files beside the weights, and the LoRA adapter if the model part has one."""
     of_export = request.verb == "export" and request.names in (HUB, PEFT)
+    # Only names are needed to see an adapter; tensors are mapped later.
     names = model_names(request, manifest).values() if of_export else ()
     has_adapter = holds_adapter(names)
     of_trainer: Sequence[str] = ()
@@ -352,11 +362,13 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
         beside = find_adapter_files(request, manifest, lambda base: trainer_form(manifest, base))
         hub = {name: name for name in of_trainer}
         return beside, Adapter("", hub, {}, frozenset(), frozenset(), of_trainer=True)
+    # Asked for by name, so its absence is an error; without that the export is of the model.
     if request.names == PEFT and not has_adapter:
         raise UsageError(
             f"cannot export {request.source} under peft's names: its model has no adapter",
             hint="leave --names out",
         )
+    # Models with LoRA weights of their own are exported like any other: these are not an adapter of it.
     if not has_adapter or has_lora_of_its_own(request):
         return find_files(request, manifest), None
     beside = find_adapter_files(request, manifest)
@@ -401,9 +413,11 @@ def _fitted(
     try:
         return _checked_names(request, manifest, model, config), beside
     except (NameMismatch, UsageError) as error:
+        # Only a config that was found, not one that was named, may be left out.
         of_config = "missing" in error.values or error.message.startswith("--config ")
         if config is None or request.config is not None or not of_config:
             raise
+        # All of the model was asked for: then a config that does not fit is the user's to choose.
         if not (request.include or request.exclude) or not isinstance(error, NameMismatch):
             if error.hint != error.default_hint:
                 raise
@@ -463,6 +477,7 @@ def _require_adapter(names: Sequence[str], form: Mapping[str, Any] | None) -> Ad
 def _output_layout(request: Request, manifest: Manifest, writer: Writer, of_export: Layout | None) -> Layout:
     """Return the layout of the output; raise `UsageError` if the format cannot be written so."""
     layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
+    # Each line may replace the layout of the one before: by the verb, by the source's own form, by the names.
     layout = layouts.get(request.verb, writer.whole)
     if writer.like is not None and request.verb != "export":
         layout = writer.like(manifest) or layout
@@ -534,16 +549,19 @@ def _checked_names(
     class_ties: whether what the model class ties is tied, too, beside the ties of the request.
     """
     try:
+        # First as the names are; only if they do not fit, an attribute in front of all of them is tried.
         return _fitting_names(request, manifest, model, config, class_ties)
     except NameMismatch as error:
         if config is None or model is None or request.names not in (HUB, LIVE):
             raise
         bare = _named_tensors(replace(request, names=STORED), manifest, model, config).bare
         names = {t.fqn: t.shape for t in bare.manifest.tensors}
+        # Prefixes below which names are exactly those of the model: no guess by the looks of a name.
         prefixes = [p for p in exact_prefixes(config, names) if p]
         if not prefixes:
             raise
         wrapper = next((p for p in prefixes if all(name.startswith(p) for name in names)), "")
+        # Several models are below several prefixes: one must be chosen, and the hint names them.
         if not wrapper:
             raise type(error)(error.message, hint=_part_hint(bare, prefixes), **error.values) from error
         unwrapped = replace(request, rename=(*request.rename, (wrapper, "")))
@@ -585,10 +603,13 @@ def _fitting_names(
 
             warnings += require_agreement(request, config, manifest, model_names(request, manifest).values())
         return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request, naming, None, mapped))
+    # A tie of the request may name a tensor that the output does not have: that one is left to the exact
+    # names.
     names = {t.fqn for t in named.tied(manifest, ()).manifest.tensors}
     mapped = named.tied(manifest, [tie for tie in request.tie if names.issuperset(tie)])
     tensors = mapped.manifest.tensors
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
+    # Computed tensors have the shapes of the model; stored ones may be quantised, and have others.
     shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
     from ckptcore.planning.config_agreement import require_agreement  # its tables: where there is a config
 
@@ -597,6 +618,7 @@ def _fitting_names(
     if not config.of_diffusers:  # its fields have other meanings
         warnings += require_agreement(request, config, manifest, model_names(request, manifest).values())
     exact: Mapping[str, str] = {}
+    # Only where every tensor has the shape of the model's: quantised weights have no exact names.
     if request.names == HUB and shapes.keys() == {t.fqn for t in tensors}:
         expected.require_exact(renaming=True)
         exact = expected.names
@@ -609,10 +631,12 @@ def _fitting_names(
     ties = [(a, b) for a, b in expected.ties if class_ties and a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]
     exact_ties = [(exact.get(a, a), exact.get(b, b)) for a, b in ties]
+    # Anything that changes names or ties needs the tensors once more; the usual case keeps what was mapped.
     if exact or ties != list(request.tie) or len(names) - len(present) < len(ties):
         mapped = named.called(exact).tied(manifest, exact_ties)
     if request.names == HUB and expected.unsaved:
         unsaved = [exact.get(name, name) for name in expected.unsaved]
+        # Buffers that the class computes itself: `save_pretrained` does not write them.
         mapped = without_tensors(mapped, unsaved, UNSAVED)
         message = f"{listed(unsaved)}: left out, as save_pretrained of {expected.model} does"
         warnings.append(finding("exact-names", "coverage", message))
@@ -632,6 +656,7 @@ def _first(names: Mapping[str, str]) -> str:
 def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
     """Apply ties, by the names after a map."""
     tied = remap(mapped.manifest, tie=ties)
+    # A tied tensor that a map made of exactly one stored tensor is known by that one's name.
     uses = Counter(source for m in mapped.made for source in m.sources)
     before = {m.name: m.sources[0] for m in mapped.made if len(m.sources) == 1 and uses[m.sources[0]] == 1}
     before |= {new: old for old, new in mapped.renamed}
@@ -707,9 +732,11 @@ def _carried_objects(
     carried_trees: dict[str, Any] = {}
     warnings: list[Finding] = []
     for blob in keep_blobs(manifest.blobs, request.include, request.exclude):
+        # What could not be read is reported by the reader, and has nothing to carry.
         if not blob.known:
             continue
         gone = sorted(set(references(blob.tree)) - names)
+        # Without the references to what is left out, if the object is still one then.
         tree = without(blob.tree, set(gone)) if gone else blob.tree
         if tree is LEFT_OUT:
             warnings.append(
@@ -759,6 +786,7 @@ def _extra(
         files |= beside.config.files(loaded_as(request, mapped.manifest.tensors, target.dtypes), plain=plain)
     files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside, arch)
     for spec in mapped.manifest.tensors:
+        # The card lists the folder's tensors, and the folder has a file for each name: they must not be one.
         if spec.fqn in files:
             raise NameMismatch(f"a tensor is called {spec.fqn}, like a file of the folder")
     return files
@@ -800,6 +828,7 @@ def _is_model(content: Mapping[str, bytes]) -> bool:
 def unused_renames(request: Request, manifest: Manifest) -> Iterator[Finding]:
     """Yield a finding for each rename that applies to no tensor of a conversion."""
     left = list(dict.fromkeys(old for old, _ in request.rename))
+    # As renames see them: one after another, each on the outcome of those before.
     for name in _names(request, manifest) if left else ():
         for old, new in request.rename:
             if applies(name, old):

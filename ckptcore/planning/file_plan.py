@@ -138,8 +138,11 @@ class FilePlan:
         order = self.in_place
         if order is None:
             keys = place_keys(items)
+            # Two keys sort slower than one, but one may overflow.
             order = np.lexsort((items.start, items.file)) if keys is None else np.argsort(keys, kind="stable")
         file, start = items.file[order], items.start[order]
+        # A range begins where the file changes, or a gap is before it; items
+        # of one file that touch are read at once.
         end = start + items.length[order]
         return 1 + int(((file[1:] != file[:-1]) | (start[1:] > end[:-1])).sum())
 
@@ -374,6 +377,7 @@ class Literals:
         """Return the columns of literals."""
         data = [x.data for x in literals]
         text_of_id = {id(d): d for d in data}
+        # By identity first: writers use one object for bytes that recur.
         if (
             len(text_of_id) == 1
         ):  # the metadata of a large job is half a gigabyte, and hashing it takes as long

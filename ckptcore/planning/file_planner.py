@@ -66,6 +66,7 @@ class _Planner:
         self._manifest, self._twins, self._followers = manifest, twins, followers
         self._copies = copies_in(manifest)
         self._repeats = bool(self._copies.any())
+        # Inputs of derived tensors have copies of their own, which are compared as well.
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
         self._input_followers = input_followers_of(manifest, twins, followers)
         self._overlaps = Overlaps(manifest.chunks)
@@ -90,6 +91,7 @@ class _Planner:
         codes = np.array([code[d] for d in spec_dtypes], np.int8)
         self._dtype, self._source_dtype = codes[: len(written)], codes[len(written) :]
         # Names, literals and starts of the last few files are mostly those of the next one.
+        # A few: files of a mesh come in the order of ranks, whose boxes recur.
         self._names: _Recent[int, tuple[str, ...]] = _Recent(self._names_of)
         self._literals: _Recent[Literal, Literals] = _Recent(Literals.of)
         self._starts: _Recent[Slot, Ints] = _Recent(_start)
@@ -99,6 +101,7 @@ class _Planner:
         manifest, form = self._manifest, self._forms.of(layout)
         planned, boxes = self._tensors(layout, form)
         columns, spread, first, op = self._reads(form, boxes)
+        # Derived tensors have no chunks: what they are computed from is read behind the tensors' own reads.
         nodes, used = derived_in(layout.tensors, manifest)
         specs: list[TensorSpec] = []
         if manifest.inputs is not None and used:
@@ -107,6 +110,7 @@ class _Planner:
             columns, op = behind(columns, more), np.concatenate([op, op_of_inputs])
             first = np.concatenate([first, first[-1] + np.cumsum(counts)]).astype(np.int64)
         lo, shape, item, view = columns
+        # Items are numbered for each file, so that a worker needs nothing of the others.
         items, renumbered, number = self._items.of(item, spread.items)
         files, items = subset_files(manifest.files, items)
         keys = place_keys(items)
@@ -164,6 +168,7 @@ class _Planner:
             for n, position in enumerate(form.first_of_group.tolist()):
                 boxes[n] = b = layout.boxes[position]
                 offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
+            # A box of the complete tensor is no box: its reads are those of the tensor.
             for n in np.flatnonzero(all_rows(shape == full)).tolist():
                 boxes[n] = None
         planned = Tensors(
@@ -199,6 +204,7 @@ class _Planner:
         spread = form.spread(np.array([len(rows) for rows in group_rows], np.int64), chunks.first[tensors])
         none = np.zeros(0, np.int64)
         rows = spread.begin + np.concatenate([none, *group_rows])[spread.place]
+        # Twins are read only to compare them, behind the tensor's own chunks.
         if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
             tensor_rows = np.split(rows, spread.first[1:-1]) if len(tensors) else []
             cut = [boxes[n] for n in form.group.tolist()]

@@ -112,10 +112,12 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
     tokenizer = _named_tokenizer(request.tokenizer)
     findings = []
     places = _Places(request, manifest)
+    # A named config was chosen; only without one the places around the checkpoint are searched.
     if config is None and request.config != NONE and not single:
         config = _nearest("config", places.nearest_first())
         if config is not None:
             findings.append(_found_finding("config.json", config))
+    # The config's own folder is the nearest place of a tokenizer.
     config_has_tokenizer = config is not None and config.has_tokenizer()
     if tokenizer is None and request.tokenizer != NONE and not config_has_tokenizer and not single:
         tokenizer = _nearest("tokenizer", places.nearest_first())
@@ -168,6 +170,7 @@ def find_adapter_files(
     named = None if request.config in (None, NONE) else read_named("--config", str(request.config), ADAPTER)
     tokenizer = _option_folder(request.tokenizer, "--tokenizer")
     config = named
+    # A named folder may have the base model's config alone: then the adapter's is searched for.
     if named is None or not named.has_adapter():
         if request.config != NONE:
             config = _nearest("adapter config", places.nearest_first())
@@ -207,6 +210,7 @@ def find_adapter_files(
 
 def _base_config(request: Request, named: HubFolder | None, places: _Places) -> ConfigFolder | None:
     """Return the config.json of the model that an adapter belongs to: the named one, or the nearest."""
+    # The base config is no part of the output: several that differ only mean that nothing is compared.
     if named is None or not named.has_config():
         try:
             named = None if request.config == NONE else _nearest("config", places.nearest_first())
@@ -234,6 +238,7 @@ def _collected(
     folder = None if config is None else ConfigFolder(config.url, config.of(*roles))
     content = folder.content if folder is not None else {}
     beside = (
+        # What the config's folder has under the same name counts: its files belong together.
         {n: d for n, d in tokenizer_folder.of(TOKENIZER, LEGAL).items() if n not in content}
         if tokenizer_folder
         else None
@@ -315,6 +320,7 @@ def _nearest(kind: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
     is_one, role = _IS[kind]
     for place in places:
         candidates = [folder for folder in place if is_one(folder)]
+        # In one place only equal files are one answer; farther places are not asked, even to break a tie.
         if len(candidates) > 1 and not agree(candidates, role):
             urls = ", ".join(folder.url for folder in candidates[:8])
             raise AmbiguousModel(
@@ -330,6 +336,7 @@ def _nearest(kind: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
 def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubFolder]]:
     root, source = manifest.root, request.source
     own = placed(manifest)
+    # An average has the config of its last input.
     if is_average(root):
         root, own = split_average(root)[0][-1], [path for path in own if is_of_last(path)]
     alone = manifest.origin.get("file") is not None
@@ -341,6 +348,7 @@ def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubF
     common = posixpath.commonpath([posixpath.dirname(path) for path in files]) if files else ""
     above = _absolute(join_url(root, common) if common else root)
     yield _folders_in(above, request)
+    # Up to what the user named, and not beyond: folders above belong to others.
     while above.startswith(f"{top}/"):
         above = split_url(above)[0]
         yield _folders_in(above, request)
@@ -366,6 +374,7 @@ def _absolute(url: str) -> str:
 
 def _folders_in(root: str, request: Request) -> list[HubFolder]:
     listing = folder_at(root)
+    # Of a folder with thousands of subfolders, only those with a trainer's name are looked at.
     few = listing.folders if len(listing.folders) <= _MAX_FOLDERS else ()
     nested = [name for name in _KNOWN if "/" in name and name.split("/")[0] in listing.folders]
     trainer_folders = [name for name in _KNOWN if name in listing.folders] + nested
@@ -391,6 +400,7 @@ def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
     """Remove the output of an earlier run, and code that no config uses."""
     target = identify(request.destination)
     usable = [f for f in folders if f.names or f.too_large]
+    # An earlier output would pass for the source's own config.
     usable = [f for f in usable if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
     return [f.without_code() for f in usable]
 

@@ -160,11 +160,14 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
         _require_plain(mapped.manifest, to)
     sizes = {name: int(value) for name, (value, _) in numbers.items() if isinstance(value, int)}
     calls = _calls(request.arch, configs)
+    # The architecture's own maps are few; only if it has none is every map of both worlds tried.
     maps = _maps(world, to, request.generation, calls) or _maps(world, to, request.generation, frozenset())
     if world == HUB:
         _require_one_head(mapped.manifest, to, configs, part=request.part)
+        # Before the search: a head that is tied is missing on the hub, and the trainer's map needs it.
         mapped = _with_tied(mapped, maps, configs)
     search = _MapSearch(mapped.manifest, maps, world, to, configs, sizes, request.part)
+    # Refused maps take part in the choice, so that their reason is what the user reads.
     matched, chosen_by = search.choose(request.arch)
     if matched.map.refused:
         raise UsageError(
@@ -174,6 +177,7 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
     _require_agreed(matched.map, configs)
     if world == HUB:
         _require_tried(matched.map, request.untried)
+    # A tensor that no rule takes would be lost silently: it is an error.
     require_fit(matched, mapped.manifest.tensors, part=request.part, hint=_part_hint(matched, mapped))
     conversion = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
     if to in VOCABULARY_STEP:
@@ -181,6 +185,7 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
     used = {a for of in matched.groups for a in of.sizes} | {
         name for of in matched.groups for name in _axis_names(of.rule.axes)
     }
+    # Only numbers that this map has used, or that no shape shows: the others had no influence.
     used_numbers = {
         name: source_text for name, source_text in numbers.items() if name in used or name in _INVISIBLE
     }
@@ -233,10 +238,12 @@ def _maps(world: str, to: str, generation: str, calls: frozenset[str]) -> tuple[
     order = [generation] if generation else list(GENERATIONS.get(to, ("",)))
     out = []
     for arch in dict.fromkeys(m.arch for m in back):
+        # Of one architecture, the newest generation of names that any of its maps has.
         of_arch = [m for m in back if m.arch == arch]
         first = next((g for g in order if any(g in m.generations or not g for m in of_arch)), None)
         for arch_map in of_arch:
             if arch_map.refused:
+                # A refused map has no inverse; it is listed, so that its reason can be given.
                 out.append(replace(arch_map, world=HUB, to=to, signs=()))
             elif first is not None and (not first or first in arch_map.generations):
                 out.append(arch_map.inverted(first))
@@ -269,6 +276,7 @@ def _with_tied(mapped: Mapped, maps: Sequence[ArchMap], configs: Sequence[Config
         return mapped
     tensors = mapped.manifest.tensors
     index = {t.fqn: row for row, t in enumerate(tensors)}
+    # A tied head is in no file; it is given the rows of the tensor that it is tied to.
     ties = {gone: stays for m in maps for gone, stays in m.ties if gone not in index and stays in index}
     if not ties:
         return mapped
@@ -289,6 +297,7 @@ def _tied_by(configs: Sequence[Config], *, ties: bool = True) -> str:
     ties: False for the config that says there is a head of its own.
     """
     for config in configs:
+        # Fields of the config come before those of its class, which are defaults.
         if config.fields is None:
             continue
         stated = config.fields.get(_TIE)
@@ -383,19 +392,23 @@ class _MapSearch:
                 )
         supported = [m for m in chosen if not m.refused]
         # Where configs contradict every map, one is chosen all the same: `_require_agreed` reports it.
+        # A config may say that this map is for another variant; the others are compared.
         able = [m for m in supported if not _contradicted(m, self.configs)] or supported
         matches = [self._match(m) for m in able]
         if not matches:
             return _nothing(chosen[0]), because
+        # Several maps fit, and their results differ: nothing but the trainer's config can decide.
         if len({_outcome(m) for m in matches if m.fits}) > 1:
             raise UsageError(
                 f"cannot find the layout of {matches[0].map.arch}: several fit its names and shapes",
                 hint="try with the config that the trainer wrote beside the checkpoint",
             )
+        # If none fits, the nearest is reported, with what does not fit.
         return min(matches, key=_distance), because
 
     def _fitting(self) -> tuple[Matched, str]:
         """Return the only map that accounts for every tensor, by names, shapes and configs of modules."""
+        # Maps that share all names with another are only taken by name.
         supported = [m for m in self.maps if not m.refused and not m.by_name]
         able = [m for m in supported if not _contradicted(m, self.configs)] or supported
         if not able:
@@ -410,9 +423,11 @@ class _MapSearch:
             least = min(map(_distance, able_in_part), default=0)
             fitting = [m for m in able_in_part if _distance(m) == least]
         if not fitting:
+            # None fits: a map that is refused by a sign in the names explains more than a distance.
             for refused in (m for m in self.maps if m.refused):
                 if any(sign.search(t.fqn) for sign in refused.signs for t in self.manifest.tensors):
                     return _nothing(refused), "its names"
+            # One that a config contradicts may fit by names: then the contradiction is the error.
             excluded = (m for m in supported if m not in able and _covers(m, self.templates))
             contradicted = (self._match(m) for m in excluded)
             refused_by_config = next((m for m in contradicted if m.fits), None)
@@ -421,6 +436,7 @@ class _MapSearch:
             all_matches = matches or [self._match(m) for m in able]
             return min(all_matches, key=_distance), "the closest by names"
         first = fitting[0]
+        # Maps with one result are one answer, whatever their architectures are called.
         kinds = {_outcome(m) for m in fitting}
         if len(kinds) > 1:
             names = [m.map.arch for m in fitting]
@@ -440,6 +456,7 @@ def _covers(rules: ArchMap, templates: Templates) -> bool:
     names = [term.name for rule in rules.rules for side in rule.spellings for term in side]
     wild = [name for name in names if name.wild]
     left = templates.rows.keys() - _plain_templates(rules)
+    # A name with a wild part fits by pattern; all others must be templates of the map.
     return all(any(name.fits(t) for name in wild) for t in left)
 
 
@@ -473,8 +490,10 @@ def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:
     for config in configs:
         for place, values in required.get(config.world, {}).items():
             value = config.at(place)
+            # A value that must be absent: false, 0, an empty list and a missing field all mean absent.
             if not values and (any(value) if isinstance(value, (list, tuple)) else value):
                 return f"{config.name} says {place} = {short_repr(value)}, the map is for one without it"
+            # Numbers and texts only: a list in its place says nothing about this variant.
             if values and isinstance(value, (str, int, float)) and value not in values:
                 allowed = " or ".join(json.dumps(v) for v in values)
                 return f"{config.name} says {place} = {json.dumps(value)}, the map is for {allowed}"
@@ -523,8 +542,10 @@ def composed(mapped: Mapped, conversion: MappedManifest) -> Mapped:
     earlier = {m.name: m for m in mapped.made}
 
     def stored(name: str) -> tuple[str, ...]:
+        # Of a tensor that an earlier map made, its sources are what is stored.
         return earlier[name].sources if name in earlier else (before.get(name, name),)
 
+    # A tensor that an earlier map split or joined is no renamed tensor, even if this map only renames it.
     moved = {new: old for new, old in conversion.moved.items() if old not in earlier or earlier[old].same}
     renamed = [(*stored(old), new) for new, old in moved.items()]
     gone = [
@@ -554,6 +575,7 @@ def composed(mapped: Mapped, conversion: MappedManifest) -> Mapped:
         renamed=tuple((old, new) for old, new in renamed if old != new),
         dropped=(*mapped.dropped, *gone),
         made=origins,
+        # The digest of two maps is of both, in their order.
         map=blake3(f"{mapped.map} {conversion.map.digest}".encode()).hexdigest()
         if mapped.map
         else conversion.map.digest,

@@ -194,6 +194,7 @@ def make_plan(
     """
     manifest, twins, ties = mapped.manifest, mapped.twins, mapped.ties
     stored = (manifest.chunks, *([manifest.inputs.chunks] if manifest.inputs is not None else []))
+    # A hole: nothing can be planned for elements that are nowhere.
     if any(bool((chunks.item < 0).any()) for chunks in stored):
         raise DamagedCheckpoint(
             "a chunk of the manifest has no place in any file", findings=manifest.findings
@@ -203,6 +204,7 @@ def make_plan(
     plans = FilePlans(lambda: file_plans(layout.arrange(arrangement), manifest, written, twins, followers))
     rows: list[PlannedFile] = []
     digest = blake3()
+    # Begun before the files: it takes as long as they do for a large checkpoint.
     of_source = _digest_beside(source or manifest)
     for p in plans:
         rows.append(PlannedFile(p.index, p.path, p.nbytes, len(p.columns), p.bytes_in, p.requests))
@@ -216,6 +218,7 @@ def make_plan(
     )
     # After the files: the digest of a large manifest is computed beside them.
     origin = of_source()
+    # Extra files and the source are part of the digest: they decide the output's bytes as well.
     digest.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
     plan = Plan(
         manifest.root,
@@ -266,6 +269,7 @@ class FilePlans:
         weight = 0
         for p in self._make():
             weight += p.weight
+            # Too large to be kept: each pass makes them anew, which costs time and no memory.
             if weight > _KEPT_BYTES:
                 plans = None
             if plans is not None:

@@ -67,6 +67,7 @@ def derived_in(tensors: Sequence[int], manifest: Manifest) -> tuple[dict[int, De
     if not manifest.derived or manifest.inputs is None:
         return {}, []
     derived = {n: manifest.derived[t] for n, t in enumerate(tensors) if t in manifest.derived}
+    # Each input once, though several tensors may be computed from it.
     used = list(dict.fromkeys(i for node in derived.values() for i in node.inputs))
     place = {i: n for n, i in enumerate(used)}
     return {n: replace(d, inputs=tuple(place[i] for i in d.inputs)) for n, d in derived.items()}, used

@@ -125,6 +125,7 @@ class Request:
             raise UsageError(message, hint=did_you_mean(self.verb, VERBS, "choose one of them"))
         if self.max_file_size < 1:
             raise UsageError(f"--max-file-size must be at least 1 byte (got {self.max_file_size})")
+        # More than one star could match in several ways, and a rename must have one result.
         if many := next((old for old, _ in self.rename if old.count("*") > 1), None):
             raise UsageError(
                 f"--rename {many}= must have at most one * (got {many.count('*')})",
@@ -186,6 +187,7 @@ class Request:
             raise UsageError(
                 f"the ranks of a mesh do not write one file, {self.destination}", hint="name a folder"
             )
+        # A suffix is how readers choose what opens a file: a wrong one would mislead them.
         if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix] and not _names_any_file(self.to):
             raise UsageError(
                 f"--to {self.to} does not fit the destination {self.destination}",
@@ -219,12 +221,15 @@ class Request:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, without later fields at their defaults."""
         form = {k: _lists(v) for k, v in asdict(self).items()}
+        # Fields that came later are left out at their defaults: digests of
+        # requests must not change with a release.
         usual = {**_LATER, "names": _usual_names(self.verb)}
         return {k: v for k, v in form.items() if k not in usual or v != usual[k]}
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Request:
         """Return the request of `as_dict`'s form; raise `UsageError` for unknown fields."""
+        # A request of a later version may ask for what this one does not do: it is refused, not ignored.
         unknown = set(form) - {f.name for f in fields(cls)}
         if unknown:
             raise UsageError(f"unknown request fields: {', '.join(sorted(unknown))}")

@@ -72,8 +72,10 @@ class Budget:
                 f"memory must be at least {4 * _MIN_TILE * settings.threads} bytes for {settings.threads} "
                 f"workers: each needs 4 tiles of {_MIN_TILE} bytes (got {settings.memory})"
             )
+        # A device has its own bound, which its memory sets.
         if settings.device == "cpu":
             return cls(size, settings.threads)
+        # At least a small tile, even where many threads share a device.
         most = (DEVICE_BYTES // settings.threads - ROOM) // _DEVICE_TILES // 4096 * 4096
         return cls(min(size, max(most, _MIN_TILE)), settings.threads, on_device=True)
 
@@ -105,6 +107,7 @@ class Budget:
             shape: Of the box that is cut into steps.
             width: Bytes of an element.
         """
+        # Chunks side by side share a step: each of them should give it a read of useful size.
         step = min(self.tile, max(self.usual, order.across * max(_READ // self.threads, 64 << 10)))
         if order.strides is None:
             return step
@@ -114,6 +117,7 @@ class Budget:
             return order.run(next(box.tiles(nbytes // width)).shape)
 
         least = min(_RUN // width, run(self.tile))
+        # Twice as large until runs in storage are a page long, or the budget ends it.
         while run(step) < least:
             step = min(2 * step, self.tile)
         return step
@@ -167,11 +171,13 @@ def jobs(plan: FilePlan, budget: Budget, strides: Strides | None = None) -> Iter
         budget = budget.beside_decoded
     usual = budget.usual
     for part in _parts_of_file(plan, budget, strides):
+        # A job is closed before it would be larger than a step; one part alone may be larger.
         if parts and size + part.nbytes > usual:
             yield Job(sequence, start, size, tuple(parts))
             start, sequence, size, parts = start + size, sequence + 1, 0, []
         parts.append((size, part))
         size += part.nbytes
+    # A file without bytes still has a job: its writer must be opened and committed.
     if parts or plan.nbytes == 0:
         yield Job(sequence, start, size, tuple(parts))
 
@@ -188,6 +194,7 @@ def _parts_of_file(
     for piece in order.tolist():
         if piece < count:
             length = len(plan.literals[piece].data)
+            # Literals of a large job may be longer than a step, too.
             for begin in range(0, length, usual):
                 yield LiteralPart(piece, begin, min(begin + usual, length))
             continue
@@ -199,9 +206,11 @@ def _parts_of_file(
             continue
         tensor = plan.tensors[n]
         itemsize = BY_NAME[tensor.dtype].itemsize
+        # The buffer holds the elements before and after the cast: the wider of both counts.
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
         of_item = None if strides is None else partial(strides, n)
         limit = budget.step(stored_order(plan.reads, n, len(tensor.shape), of_item), tensor.shape, widest)
+        # Inputs of computed tensors need room in the same buffer.
         if n in plan.derived:
             limit = min(limit, _computed_elements(plan, budget, n, widest) * widest)
         for box in tensor.box.tiles(limit // widest):

@@ -67,8 +67,10 @@ class DecodedRoom:
     def slot(self) -> tuple[int, int]:
         """Return (file, first byte) of a slot for an item of at most `_IN_MEMORY` bytes."""
         with self._lock:
+            # Unlinked from the beginning: nothing is left after a crash.
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115  open until `__del__`
+            # A slot of an earlier item before a new one: the file does not grow with their number.
             if self._free:
                 return self._file.fileno(), self._free.pop()
             self._slots += 1

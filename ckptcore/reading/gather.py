@@ -55,6 +55,7 @@ def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[
 
 def index_of(box: Box, of: Box) -> Any:
     """Return the index of ``box`` in a tile over ``of``."""
+    # Also nearly all tiles of small tensors: no index has to be made.
     if box == of:  # also every rank 0 tile, which `[()]` would turn into a copy
         return ...
     begins = map(sub, box.offset, of.offset)
@@ -76,6 +77,7 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
     rank = len(want.shape)
     rows: Any = range(first, last)
     index: Any = slice(first, last)
+    # For few chunks a loop is faster than columns.
     if last - first > 8 and rank:
         low = lo[first:last, :rank]
         high = low + shape[first:last, :rank]
@@ -135,6 +137,7 @@ def stored_order(
     first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
     across = 0
     if last - first > 1:
+        # Chunks that begin in one row are side by side there.
         most = int(np.unique(chunks.lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
         across = 0 if most == 1 else most
     if first == last or rank < 2:
@@ -203,6 +206,7 @@ def _copy_box(
     """Copy the elements [offset, offset + shape) of a chunk, cut as far as the buffer requires."""
     payload, strides, itemsize, verify_range = args.payload, args.strides, args.itemsize, args.verify_range
     rows = verify_range is not None and payload.strides is None
+    # Rows as they are stored add up to the record, so its checksum can be computed from what is read.
     read_range = range_of(offset, shape, strides, itemsize, len(args.scratch), rows)
     if read_range is not None:
         begin, end, first = read_range
@@ -213,6 +217,7 @@ def _copy_box(
         _assign(tile, elements, shape, strides, args.dtype, payload.flags)
         return
     span = _span(shape, strides)
+    # Along the widest-strided dim, slices are farthest apart: cutting there leaves the densest ranges.
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
     # As many steps along that dim as fit the buffer, or one by one where gaps are wide.
     inner = span - (shape[dim] - 1) * strides[dim]
@@ -222,6 +227,7 @@ def _copy_box(
         step * strides[dim] + inner, (*shape[:dim], step + 1, *shape[dim + 1 :]), strides, itemsize
     ):
         step = 1
+    # One by one: if each slice is a range, several are read side by side and copied at once.
     if step == 1:
         slice_shape = (*shape[:dim], 1, *shape[dim + 1 :])
         first_slice = range_of(offset, slice_shape, strides, itemsize, len(args.scratch), rows)
@@ -307,6 +313,7 @@ def range_of(
     """
     first = sum(map(mul, offset, strides))
     span = _span(shape, strides)
+    # Too long for the buffer, or too much would be read for nothing.
     if span * itemsize > room or not _is_dense(span, shape, strides, itemsize):
         return None
     if rows and shape:
@@ -327,6 +334,7 @@ def _is_dense(length: int, shape: tuple[int, ...], strides: tuple[int, ...], ite
     inner = 1  # elements from the first to the last of the dims so far, both included
     for stride, n in sorted(zip(strides, shape, strict=True)):
         if n > 1:
+            # A gap of more than a page: reading it touches pages that nothing needs.
             if (stride - inner) * itemsize > _PAGE:
                 return False
             inner += (n - 1) * stride
@@ -358,6 +366,7 @@ def _assign(
 ) -> None:
     itemsize = BY_NAME[dtype].itemsize
     if flags & SWAPPED:
+        # Complex numbers are two parts, and each is swapped by itself.
         part = itemsize // 2 if BY_NAME[dtype].kind == "c" else itemsize
         buffer.view(UNITS[part]).byteswap(inplace=True)
     if not isinstance(tile, np.ndarray):
@@ -384,6 +393,7 @@ def _assign_blocks(tile: npt.NDArray[Any], source: npt.NDArray[Any], itemsize: i
     dims = [d for d in range(tile.ndim) if tile.shape[d] > 1]
     moved = [d for d in dims if source.strides[d]]  # the others repeat what is there
     inner = min(moved, key=lambda d: source.strides[d], default=0)
+    # Both have the same innermost dim: numpy's own loop is as fast as it gets.
     if not moved or inner == moved[-1]:
         tile[...] = source
         return

@@ -114,11 +114,13 @@ class Payload:
         try:
             verify_range(start, len(into), before)
         except DamagedCheckpoint:
+            # Bytes of this machine do not change on the way; of a part of a record nothing can be said.
             if self.forget is None or self.path is None or len(into) != self.record_length:
                 raise
             self.forget(self.path, start, len(into))
             self.read_into(start, into)
             crc = crc32(into)
+            # Twice the same wrong bytes: then the file is damaged, which the verifier says.
             if crc not in (before, self.crc32):
                 raise AlteredInTransit(
                     f"a record of {self.path} came with CRC-32 {before:08x}, and again with {crc:08x} "
@@ -171,6 +173,7 @@ def _resolve_remote(
     assert isinstance(store, ReadsAhead)  # the caller has checked
     try:
         payload = _resolve(chunk, store, scratch, decoded_items)
+    # Once: what is damaged in the store looks damaged twice.
     except MalformedCheckpoint:
         store.forget(chunk.path, chunk.item.start, chunk.item.length)
         payload = _resolve(chunk, store, scratch, decoded_items)
@@ -192,6 +195,7 @@ def _resolve(
         return store.read(path, base + start, count)
 
     if item.envelope is Envelope.RAW:
+        # Row-major needs no strides, and a faster way of reading.
         layout = view or View()
         strides = None if is_row_major(shape, layout.strides) else layout.strides
         end = layout.start + _extent(shape, layout.strides, BY_NAME[dtype].itemsize)
@@ -205,6 +209,7 @@ def _resolve(
             tensor = _view_of_view(tensor, view, chunk)
         else:
             _require_promised(tensor.dtype, tensor.shape, chunk)
+        # A small item was read completely to resolve it: its elements are served from that.
         content = window.content
         return Payload(
             read_into if content is None or item.codec else _from_memory(content, base),
@@ -228,6 +233,7 @@ def _resolve(
         return Payload(
             read_into, where, tensor_start + view.start, strides, view.flags, tensor_start, nbytes, None
         )
+    # A zarr chunk is read by its own reader, as an encoded item.
     raise UnsupportedFormat(f"cannot read {chunk}: its envelope is {item.envelope.name.lower()}")
 
 
@@ -241,6 +247,7 @@ def _in_file(chunk: StoredChunk, unused: Unused) -> UnusedBytes:
     start, end, description, padding = unused
     item = chunk.item
     if not item.codec:
+        # In the file the item is one range; what is left over inside of its decoded form has no place there.
         return UnusedBytes(chunk.path, item.start + start, item.start + end, description, padding)
     description = (
         f"bytes [{start}, {end}) of what {item.codec} decodes{f': {description}' if description else ''}"
@@ -253,6 +260,7 @@ def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
     dtype, shape = chunk.dtype, chunk.shape
     _require_inside(tensor.dtype, tensor.shape, view, chunk)
     start, strides = view.start, view.strides or row_major(shape)
+    # The stored tensor is itself a view: places are translated to its storage.
     if tensor.view.strides is not None:
         itemsize = BY_NAME[dtype].itemsize
         storage_view = _in_storage(tensor.shape, tensor.view.strides, start // itemsize, shape, strides)
@@ -266,6 +274,7 @@ def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
         tensor,
         dtype=dtype,
         shape=shape,
+        # Flags are those of the stored tensor.
         view=View(
             tensor.view.start + start, None if is_row_major(shape, strides) else strides, tensor.view.flags
         ),
@@ -299,6 +308,7 @@ def _in_storage(
         digits = _digits(stride, order) if count > 1 else [0] * len(stored)
         ends = [e + (count - 1) * d for e, d in zip(ends, digits, strict=True)]
         storage_strides.append(sum(d * s for d, s in zip(digits, steps, strict=True)) if count > 1 else 1)
+    # A stride that runs from one row into the next has no single stride in storage.
     if any(e >= n for e, n in zip(ends, stored, strict=True)):
         return None
     return first_element, tuple(storage_strides)
@@ -315,6 +325,7 @@ def _digits(element: int, order: tuple[int, ...]) -> list[int]:
 
 def _require_inside(dtype: str, shape: tuple[int, ...], view: View, chunk: StoredChunk) -> None:
     """Raise `DamagedCheckpoint` unless the file matches the metadata and contains the view."""
+    # Of a shared item the metadata has the shape, so both sides can be compared.
     expected = chunk.item.holds
     if expected is not None and (dtype, shape) != (chunk.dtype, expected):
         raise _damaged(
@@ -370,6 +381,7 @@ def _opened(
         scratch,
         None if decoded_items is None else decoded_items.room,
     )
+    # Only items that several chunks view are worth keeping.
     if decoded_items is None or chunk.view is None:
         decoded = decode()
         return decoded, 0, decoded.length
@@ -389,6 +401,7 @@ def _member_range(read: Callable[[int, int], bytes], length: int, chunk: StoredC
     if length < 8:
         raise MalformedCheckpoint(f"{chunk}: no safetensors blob at the item's range (got {length} bytes)")
     header = int.from_bytes(read(0, 8), "little")
+    # Compared before it is read: eight bytes may claim any length.
     if header > min(length - 8, _MAX_HEADER):
         raise MalformedCheckpoint(f"{chunk}: safetensors header claims {header} bytes (got {length})")
     tensors, _ = _headers(read(8, header), length - 8 - header, str(chunk))
@@ -413,6 +426,7 @@ def _headers(
     if cached is not None and cached[0] == data_length:
         return cached[1]  # type: ignore[return-value]
     parsed = parse_header(raw, data_length, label)
+    # Emptied rather than sorted by age: files come one after another.
     if len(_header_cache) > 64:
         _header_cache.clear()
     _header_cache[raw] = (data_length, parsed)
