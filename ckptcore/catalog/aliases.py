@@ -135,6 +135,7 @@ def objections(
     """
     columns = (Checkpoint.id, Checkpoint.uuid, Checkpoint.uri, Checkpoint.state, Checkpoint.kind)
     query = select(*columns, Checkpoint.verified_at).where(Checkpoint.uuid.in_(list(refs)))
+    # For all checkpoints at once: pages ask for many.
     rows = conn.execute(query).all()
     opens = loadable(conn, [row.id for row in rows])
     alarms = alarms_behind(conn, [row.id for row in rows])
@@ -147,6 +148,7 @@ def objections(
 
 
 def _objection(row: Any, opens: str | None, ref: str) -> Objection | None:
+    # In the order of weight: what is broken comes before what was never proven.
     if row.state != State.PRESENT:
         return Objection(f"{row.uri} is {row.state}", f"`ckptcore catalog show {ref}` shows its findings")
     if row.kind == Kind.SOURCE:
@@ -185,6 +187,7 @@ def history(conn: Connection, name: str) -> tuple[AuditRow, ...]:
         select(AuditRecord)
         .where(
             AuditRecord.action.in_(("alias.set", "alias.remove")),
+            # Found by text in the database, compared exactly in Python: a name may be part of another value.
             AuditRecord.detail.contains(f'"alias":{json.dumps(name)}', autoescape=True),
         )
         .order_by(AuditRecord.id.desc())
@@ -237,6 +240,7 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
     of_name = Alias.name == name
     row = conn.execute(select(Alias.checkpoint_id, Alias.version).where(of_name).with_for_update()).first()
     if expect is not None:
+        # Compared with what is there now, not with a version: callers know checkpoints.
         expected = None if expect == NOTHING else resolve_checkpoint(conn, expect)
         if (row.checkpoint_id if row else None) != expected:
             raise Conflict(
@@ -323,6 +327,7 @@ def _target_text(conn: Connection, name: str) -> str:
 
 
 def _require_name(name: str) -> None:
+    # What looks like an id would hide the checkpoint with that id.
     if not _NAME.fullmatch(name) or PREFIX.fullmatch(name.lower()):
         raise UsageError(
             f"{name!r} cannot be an alias",

@@ -56,8 +56,10 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     row = _same_content(conn, places, manifest, files)
     if row is not None:
         changes = _new_values(conn, now, row, facts)
+        # A derived checkpoint that is read as a source stays a derived one.
         if kind is Kind.DERIVED:
             changes["kind"] = kind.value
+        # A reader without digests adds none, and must not drop those that are there.
         if any(digest for _, _, digest in files):
             changes |= _add_digests(conn, row.id, files)
         _replace_extra(conn, row.id, extra)
@@ -91,6 +93,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         _put_files(conn, checkpoint, files, Role.DATA)
         _put_files(conn, checkpoint, extra, Role.EXTRA)
         _put_tensors(conn, checkpoint, facts)
+    # Only places with several schemes can have rows of the same content under other names.
     if len(places) > 1:
         _keep_ties(conn, checkpoint, places)
     conn.execute(
@@ -120,8 +123,10 @@ def _same_content(
         Checkpoint.run_id,
         Checkpoint.step,
     ).where(Checkpoint.uri.in_(places), Checkpoint.manifest_digest == manifest)
+    # Rows that are not replaced first, then those of this very spelling, then the newest.
     newest = (Checkpoint.replaced_at.is_not(None), Checkpoint.uri != places[0], Checkpoint.id.desc())
     same = conn.execute(same_manifest.order_by(*newest)).all()
+    # Without digests the manifest is all that can be compared.
     digests = {path: digest for path, _, digest in files if digest}
     if digests:
         # Prefer the row of this content, else one whose known digests are not others.
@@ -133,9 +138,11 @@ def _same_content(
 
 def _new_values(conn: Connection, now: datetime, row: Row[Any], facts: CheckpointFacts) -> dict[str, Any]:
     """Return the changes of a row whose content was seen again."""
+    # The content is there now, whatever was recorded of its absence.
     changes: dict[str, Any] = {"replaced_at": None, "deleted_at": None}
     if row.state in (State.REPLACED, State.GONE, State.RETIRED, State.DELETED):
         changes["state"] = State.PRESENT.value
+    # Objects are set aside where they are: seeing them there is no sign that they came back.
     if row.state == State.RETIRED and _stays_in_place(conn, row.id):
         changes["state"] = State.RETIRED.value
     # A run or a step that is recorded stays: those in `facts` may be a guess from the folder's name.
@@ -161,6 +168,7 @@ def _keep_ties(conn: Connection, checkpoint: int, places: Sequence[str]) -> None
     twin_rows = select(Checkpoint.id).where(
         Checkpoint.uri.in_([place for place in places if place != row.uri]),
         Checkpoint.manifest_digest == row.manifest_digest,
+        # Rows whose digests are known must be equal; an unknown one may be of the same content.
         *([Checkpoint.content_digest.in_([row.content_digest, ""])] if row.content_digest else []),
         Checkpoint.state.not_in(_ENDED),
     )
@@ -208,9 +216,11 @@ def note_findings(
     if checkpoint is not None:
         closed = []
         for row in _open_findings(conn, checkpoint):
+            # A check repeats what an earlier one has found: one row, with its first date.
             same = _identity(row.code, row.level, row.message, row.fqn, row.file)
             if same in new and conversion is None:
                 del new[same]
+            # A check closes what it could have seen: findings of deeper levels stay open.
             elif same in new or _depth(row.level) <= _depth(level):
                 closed.append({"row": row.id})
         if closed:
@@ -255,6 +265,7 @@ def set_tag(conn: Connection, now: datetime, checkpoint: int, key: str, value: s
 
 def content_digest(files: Sequence[tuple[str, int, str | None]]) -> str:
     """Return the BLAKE3 digest over sorted (path, size, digest); '' unless all digests are known."""
+    # One unknown digest makes the content unknown.
     if not files or any(digest is None for _, _, digest in files):
         return ""
     import blake3
@@ -271,6 +282,7 @@ def _has_others(conn: Connection, checkpoint: int, digests: Mapping[str, str]) -
     """Report whether the recorded digest of a file says that it has other bytes."""
     recorded = _recorded_digests(conn, checkpoint)
     return any(
+        # Digests of two kinds say nothing about each other.
         path in recorded and recorded[path] != digest and is_crc(recorded[path]) == is_crc(digest)
         for path, digest in digests.items()
     )
@@ -389,6 +401,7 @@ def _settle(conn: Connection, now: datetime, checkpoint: int, level: str | None)
     current_state = select(Checkpoint.verified_level, Checkpoint.state).where(Checkpoint.id == checkpoint)
     before, changes = conn.execute(current_state).one(), dict[str, Any]()
     if codes:
+        # A save that is still written is no damage.
         state = State.INCOMPLETE if "not-complete" in codes else State.DAMAGED
         changes = {"state": state.value, "verified_at": None, "verified_level": None}
     else:

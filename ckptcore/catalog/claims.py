@@ -97,6 +97,7 @@ def take(
         "options_digest": key.options_digest,
         "source_uri": normal_uri(source),
         "state": TAKEN,
+        # With the process, so that another one on this machine can see at once that it has ended.
         "owner": _SIGN.join((storable(owner), " ".join(processes.this_process()))),
         "attempts": 1,
         "taken_at": now,
@@ -114,6 +115,7 @@ def take(
         insert(Claim).values(claim_columns).on_conflict_do_nothing(index_elements=columns).returning(Claim.id)
     ).first()
     mine = (*_is(key), Claim.destination_uri == claim_columns["destination_uri"])
+    # Read under a lock: on PostgreSQL another worker may change it between both statements.
     row = conn.execute(select(Claim.__table__).where(*mine).with_for_update()).one()
     claim = _claim_row(row, mine=inserted is not None)
     if not claim.mine and _is_settled(claim, now, owner, retry=retry):
@@ -126,6 +128,8 @@ def take(
     )
     if claim.mine:
         return claim
+    # A row that ended, or whose owner is gone: the next attempt has a
+    # number of its own, by which `_owned` knows it.
     claim_columns |= {
         "attempts": row.attempts + 1,
         "ended_at": None,
@@ -138,6 +142,7 @@ def take(
 
 def renew(conn: Connection, now: datetime, claim: ClaimRow, *, lease: timedelta = LEASE) -> bool:
     """Renew the lease. Return False if the caller no longer owns the claim."""
+    # By id and attempts: a worker that was stopped too long finds that the row is another's.
     return conn.execute(update(Claim).where(*_owned(claim)).values(due_at=now + lease)).rowcount == 1
 
 
@@ -174,6 +179,7 @@ def follow(conn: Connection, source: str, before: str, after: str) -> None:
         after: that of its content from now on.
     """
     done_of_it = (
+        # Claims that are taken keep their content: their worker is reading what was there.
         Claim.source_digest == before,
         Claim.source_uri.in_(same_places(source)),
         Claim.state == DONE,
@@ -183,6 +189,7 @@ def follow(conn: Connection, source: str, before: str, after: str) -> None:
 
 def current(conn: Connection, key: Key) -> ClaimRow | None:
     """Return a claim, or None if it was never taken."""
+    # Several rows may be of one place; the last one that was taken is what is happening.
     row = conn.execute(select(Claim.__table__).where(*_is(key)).order_by(Claim.taken_at.desc())).first()
     return None if row is None else _claim_row(row)
 

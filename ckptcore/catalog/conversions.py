@@ -76,6 +76,7 @@ def begin_conversion(
 
 def of_machine(process: Sequence[str]) -> tuple[ColumnElement[bool]]:
     """Return the condition that a conversion runs on the machine of a process, since its last boot."""
+    # The boot id is in the process's mark: numbers of processes begin anew with each boot.
     boot = process[3].partition(":")[0]
     return (ConversionProcess.process.contains(f" {boot}:", autoescape=True) if boot else false(),)
 
@@ -89,6 +90,7 @@ def end_interrupted(conn: Connection, now: datetime, *conditions: ColumnElement[
         conditions: Conditions on the conversions, and on their processes.
     """
     ended = interrupted(conn, *conditions)
+    # In parts: statements have a limit of values.
     for start in range(0, len(ended), _AT_ONCE):
         batch = Conversion.uuid.in_(ended[start : start + _AT_ONCE])
         _end(conn, now, batch, "the process ended unexpectedly")
@@ -139,6 +141,7 @@ def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
         select(Conversion.uuid, Conversion.id)
         .outerjoin(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
         .where(Conversion.uuid.in_(conversions), Conversion.state == Outcome.RUNNING.value)
+        # By the database's clock on both sides: clocks of machines differ.
         .where(func.coalesce(ConversionProcess.renewed_at, Conversion.started_at) >= now - LEASE)
     )
     rows = conn.execute(mine).all()
@@ -161,6 +164,7 @@ def unfinished_requests(conn: Connection, verb: str, destination: str) -> tuple[
 
 def _recorded(conn: Connection, *conditions: ColumnElement[bool]) -> Sequence[Any]:
     """Return the conversions that are recorded as running: ids, places, process and whether it was silent."""
+    # One that never renewed counts from its start.
     last = func.coalesce(ConversionProcess.renewed_at, Conversion.started_at)
     rows = conn.execute(
         select(
@@ -203,14 +207,17 @@ def succeed(
         The public id of the derived checkpoint.
     """
     row = _conversion(conn, conversion)
+    # A task that is repeated after the commit must not record the conversion a second time.
     if row.state == Outcome.SUCCEEDED:
         return _output_of(conn, row.id)
     source_id, _ = put_checkpoint(conn, now, source, Kind.SOURCE)
     derived_id, derived_uuid = put_checkpoint(
         conn, now, _of_the_same_run(conn, source_id, derived), Kind.DERIVED
     )
+    # The stamp is of the folder as it was published, and so only of the output.
     put_stamp(conn, derived_id, derived.stamp)
     _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
+    # What is wrong with the output is no defect of its source, and the other way round.
     of_source = [f for f in facts.findings if f.code not in _OF_OUTPUT]
     of_output = [f for f in facts.findings if f.code in _OF_OUTPUT]
     note_findings(conn, now, of_source, checkpoint=source_id, conversion=row.id, level=source.verified)
@@ -243,6 +250,7 @@ def succeed(
     # published there: an earlier one that still "runs" is gone, unless its process is seen to run. That one
     # reads its source, and its turn is yet to come.
     same_destination = Conversion.destination_uri.in_(same_places(row.destination_uri))
+    # Earlier ones only: a later one has not begun to publish while this one had the destination.
     before = and_(same_destination, Conversion.id < row.id)
     alive = [
         running.id for running in _recorded(conn, before) if processes.is_running(running.process.split(" "))
@@ -280,6 +288,7 @@ def thinned(
     facts = replace(facts, run=before.run, step=before.step)
     derived, public = put_checkpoint(conn, now, facts, Kind(before.kind))
     put_stamp(conn, derived, facts.stamp)
+    # Nothing changed if the thinned content was recorded before.
     if derived != source:
         _link(conn, row.id, {(source, Direction.IN), (derived, Direction.OUT)})
         _inherit(conn, now, source, derived)
@@ -334,6 +343,7 @@ def fail(
 ) -> None:
     """Record the end of a conversion that published nothing."""
     row = _conversion(conn, conversion)
+    # The output is published: a failure that arrives late must not take it back.
     if row.state == Outcome.SUCCEEDED:
         raise CatalogError(
             f"cannot fail conversion {conversion}: it is recorded as succeeded",
@@ -380,6 +390,7 @@ def adopt(
     same = Checkpoint.manifest_digest == hex_digest(source_digest)
     at_source_uri = Checkpoint.uri.in_(same_places(source_uri))
     source = conn.execute(
+        # The same content may be recorded at several places: the named one comes first.
         select(Checkpoint.id, Checkpoint.uri)
         .where(same, Checkpoint.id != output.id)
         .order_by(at_source_uri.desc(), *current_first())
@@ -401,6 +412,7 @@ def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: 
     sources = (Checkpoint.kind == Kind.SOURCE.value, Checkpoint.state == State.PRESENT.value)
     same = Checkpoint.fingerprint == output.fingerprint  # never true of an unknown one
     candidates = conn.execute(columns.where(same, Checkpoint.id != output.id, *sources)).all()
+    # Equal content under several steps: only the step of the output's name can decide.
     if len(candidates) > 1:
         candidates = [row for row in candidates if row.step is not None and row.step == output.step]
     if len(candidates) != 1:
@@ -425,6 +437,7 @@ def _record_average(
     writers = select(ConversionIO.conversion_id).where(
         ConversionIO.checkpoint_id == average, ConversionIO.direction == Direction.OUT.value
     )
+    # A second conversion of the same average adds no second origin.
     if conn.execute(writers).first() is not None:
         return
     uri = conn.execute(select(Checkpoint.uri).where(Checkpoint.id == average)).scalar_one()
@@ -445,6 +458,7 @@ def _adopted(
     writers = select(ConversionIO.conversion_id).where(
         ConversionIO.checkpoint_id == output.id, ConversionIO.direction == Direction.OUT.value
     )
+    # An output has one origin; one that is known is not guessed again.
     if conn.execute(writers).first() is not None:
         return None
     start = ConversionStart({"rebuilt": True}, source.uri, output.uri, verb, version)
@@ -465,6 +479,7 @@ def _adopted(
 def _end(conn: Connection, now: datetime, which: ColumnElement[bool], why: str) -> None:
     """End conversions that run, as interrupted."""
     running = and_(which, Conversion.state == Outcome.RUNNING.value)
+    # Before the state changes: the condition is about conversions that run.
     _forget_process(conn, running)
     values = {"state": Outcome.FAILED.value, "ended_at": now}
     conn.execute(

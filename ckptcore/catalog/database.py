@@ -124,6 +124,7 @@ def connect(url: str, *, create: bool) -> Engine:
     path = sqlite_path(parsed)
     public_url = parsed.render_as_string(hide_password=True)
     if path is not None:
+        # Asked before an engine is made: SQLite would create the file by opening it.
         if not create and not os.path.exists(path):  # also False for a name that no file can have
             raise CatalogError(
                 f"there is no catalog at {path}",
@@ -133,6 +134,7 @@ def connect(url: str, *, create: bool) -> Engine:
             )
         if create:
             make_folder(path.parent)
+    # From here on errors may name the URL: it is written without its password.
     engine = engine_for(parsed)
     try:
         with translated(public_url):
@@ -154,6 +156,7 @@ def clock(connection: Connection) -> datetime:
 def parse(url: str) -> URL:
     """Return the URL of the catalog. A bare path means a SQLite file. Raises `CatalogError`."""
     if "://" not in url:
+        # Absolute at once: a process may change its folder later.
         return URL.create("sqlite", database=os.path.abspath(os.path.expanduser(url)))
     try:
         parsed = make_url(url)
@@ -237,6 +240,7 @@ def _new_engine(url: URL, foreign_keys: bool) -> Engine:
 
         @event.listens_for(engine, "connect")
         def _habits(connection: Any, _record: Any) -> None:
+            # The folder's device, because the file may not exist yet.
             journal = "WAL" if path is None else _journal_of(path, os.stat(path.parent).st_dev)
             connection.isolation_level = None  # or the driver would begin transactions on its own
             connection.text_factory = _text
@@ -264,6 +268,7 @@ def _new_engine(url: URL, foreign_keys: bool) -> Engine:
             # A sender does not repeat an event that was accepted: not even a power cut may lose it, nor the
             # row of an output whose staging folder is removed.
             connection.exec_driver_sql("PRAGMA synchronous=FULL")
+        # After the durability is set: it cannot be changed inside of a transaction.
         if statement:
             connection.exec_driver_sql(statement)
 
@@ -312,6 +317,7 @@ def translated(url: str) -> Iterator[None]:
     except OverflowError as error:  # SQLite's driver, for a number beyond 64 bits
         raise UsageError(f"the catalog cannot store this number: {error}", hint=_PLAIN_NUMBER) from error
     except exc.SQLAlchemyError as error:
+        # The driver's own message: SQLAlchemy's has the statement and its parameters, which may be private.
         message = str(getattr(error, "orig", None) or error).strip()
         if _passes(error):
             raise CatalogUnavailable(f"the catalog does not answer: {message}", url=url) from error
@@ -323,6 +329,7 @@ def translated(url: str) -> Iterator[None]:
 def _refused(error: exc.SQLAlchemyError, message: str, url: str) -> CatalogError:
     """Return the error for what the database refuses, with its next step."""
     origin = getattr(error, "orig", None)
+    # Only SQLite has a file to look at.
     if not url.startswith("sqlite"):
         hint = _OF_STATE.get(str(getattr(origin, "sqlstate", "")), _ACCESS_OF_SERVER)
         return CatalogError(f"cannot use the catalog: {message}", hint=hint, url=url)
@@ -341,9 +348,11 @@ def _refused(error: exc.SQLAlchemyError, message: str, url: str) -> CatalogError
 def _passes(error: exc.SQLAlchemyError) -> bool:
     """Return whether waiting helps: the server is away, stopping or starting, or others keep the lock."""
     if not isinstance(error, exc.DBAPIError):
+        # A full pool is a lock of this process: others of it will give connections back.
         return isinstance(error, exc.TimeoutError)
     message, state = str(error.orig), getattr(error.orig, "sqlstate", None)
     if isinstance(error.orig, sqlite3.OperationalError):
+        # "database is locked" and "database table is locked".
         return "locked" in message
     if state is not None:
         return str(state).startswith(PASSING_STATES)
@@ -370,6 +379,8 @@ def journal_mode(path: Path, mounts: str | None = None) -> str:
         mounts = table.read_text(errors="replace") if table.exists() else ""
     folder = os.path.realpath(path.parent)
     best, kind = "", ""
+    # Mount points may be nested: the longest that contains the folder is the one it is on; a later
+    # one of equal length covers an earlier one.
     for line in mounts.splitlines():
         fields = line.split()
         if len(fields) < 3:
@@ -406,6 +417,7 @@ def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
         schema = revision(connection)
     if schema == HEAD:
         return
+    # Only SQLite: on a server, a user decides which database gets tables.
     if schema is None and engine.dialect.name == "sqlite" and create:
         with engine.begin() as connection:
             # Another process may have been faster: check once more under the writer's lock.
@@ -421,6 +433,7 @@ def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
             hint="run `ckptcore catalog upgrade` once",
             url=public_url,
         )
+    # A schema of a known revision can be upgraded; any other one has an error of its own.
     require_known(schema, public_url)
     raise CatalogError(
         f"the catalog's schema is {schema}, this version needs {HEAD}",
@@ -449,6 +462,7 @@ def require_known(schema: str, public_url: str) -> None:
 def _set_journal(connection: Any, mode: str) -> None:
     """Switch the journal mode once per file. Processes that open a fresh file together take turns."""
     deadline = host.monotonic() + WAIT_MS / 1000
+    # Asked each time: another process may have switched it meanwhile.
     while connection.execute("PRAGMA journal_mode").fetchone()[0].upper() not in (mode, "MEMORY"):
         try:
             connection.execute(f"PRAGMA journal_mode={mode}")

@@ -70,11 +70,13 @@ def release(conn: Connection, now: datetime, ref: str) -> str:
 
     A second call changes nothing. Raises `UsageError` for an unknown id.
     """
+    # An empty beginning would match every hold.
     ids = conn.execute(select(Hold.uuid).where(Hold.uuid.startswith(ref, autoescape=True))).scalars().all()
     if len(ids) != 1 or not ref:
         reason = f"{ref!r} is the beginning of several holds" if ids else f"there is no hold {ref}"
         raise UsageError(reason, hint="`ckptcore catalog hold list` lists all holds")
     (hold,) = ids
+    # The first time counts: a second call does not move it.
     conn.execute(update(Hold).where(Hold.uuid == hold, Hold.released_at.is_(None)).values(released_at=now))
     return hold
 

@@ -50,6 +50,7 @@ def which(conn: Connection, place_or_digest: str) -> list[Origin]:
     """Find origins by digest if the text looks like a known one, else by URI, else by the containing URI."""
     origins: list[Origin] = []
     if is_digest(place_or_digest):
+        # Digits may be a folder's name, too: the place is asked if no file has the digest.
         origins = _by_digest(conn, hex_digest(place_or_digest))
     return origins or _by_place(conn, same_places(place_or_digest))
 
@@ -61,6 +62,7 @@ def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
         (Checkpoint.fingerprint, select(Checkpoint.id)),
         (Tensor.fingerprint, select(Checkpoint.id).join(Tensor, Tensor.checkpoint_id == Checkpoint.id)),
     ):
+        # A part of a digest is a prefix, which an index serves; a complete one is compared.
         complete = len(digits) == _DIGEST_LENGTH
         same = column == digits if complete else begins(column, digits)
         row_ids = dict.fromkeys(conn.execute(rows.where(same).order_by(*current_first())).scalars())
@@ -81,6 +83,7 @@ def kinds_of(conn: Connection, path: str) -> list[str]:
     """
     if not os.path.isfile(path):
         return []
+    # Only of files of this size: other kinds of digests need not be computed.
     rows = select(CheckpointFile.digest).where(CheckpointFile.nbytes == os.path.getsize(path)).distinct()
     kinds = {digest.rpartition(":")[0]: digest for (digest,) in conn.execute(rows) if digest}
     return list(({"": ""} | kinds).values())
@@ -92,6 +95,7 @@ def digests_of_file(path: str, kinds: Iterable[str]) -> list[str]:
     if not hashers:
         return []
     try:
+        # Unbuffered: the buffer is this function's own.
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 for hasher in hashers:
@@ -127,6 +131,7 @@ def _by_place(conn: Connection, uris: Sequence[str]) -> list[Origin]:
     exact = conn.execute(query.where(Checkpoint.uri.in_(uris))).first()
     if exact is not None:
         return [_origin_of(conn, exact.id, _only_file(conn, exact.id, exact.uri))]
+    # Every folder above may be a checkpoint, with the file's path inside of it.
     path = {above: uri[len(above) :].lstrip("/") for uri in uris for above in parents(uri)}
     enclosing = conn.execute(query.where(Checkpoint.uri.in_(path))).all()
     # The innermost folder first; within it, the current checkpoint before replaced ones.
@@ -147,6 +152,7 @@ def _only_file(conn: Connection, checkpoint: int, uri: str) -> FileRow | None:
     files = conn.execute(
         select(CheckpointFile).where(CheckpointFile.checkpoint_id == checkpoint).limit(2)
     ).all()
+    # One file whose name is the checkpoint's: else the file is one of several.
     if len(files) != 1 or files[0].path != uri.rpartition("/")[2]:
         return None
     return file_row(files[0])
@@ -180,6 +186,7 @@ def _steps(conn: Connection, start: int, near: Direction, far: Direction) -> tup
     steps = []
     for edge in edges:
         ends = rows[edge.near_row], rows[edge.far_row]
+        # Which end is nearer depends on the direction; a step always goes from source to output.
         derived, source = ends if near is Direction.OUT else ends[::-1]
         steps.append(LineageStep(edge.depth, source, conversions[edge.conversion], derived))
     return tuple(sorted(steps, key=lambda step: (step.depth, step.conversion.started_at)))

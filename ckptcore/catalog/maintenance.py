@@ -52,6 +52,7 @@ class Ties:
 
 def due(conn: Connection) -> tuple[CheckpointRow, ...]:
     """Return the checkpoints that should exist, the longest unverified first."""
+    # Never checked comes first: NULL is sorted by the first term.
     last = func.coalesce(Checkpoint.checked_at, Checkpoint.verified_at)
     alive = checkpoint_rows().where(Checkpoint.state.in_(_ALIVE))
     ordered = alive.order_by(last.is_not(None), last, Checkpoint.id)
@@ -68,6 +69,7 @@ def checked(conn: Connection, now: datetime, public: str, level: str, findings: 
 def gone(conn: Connection, now: datetime, public: str) -> None:
     """Record that nothing is at the checkpoint's URI any more. The row stays."""
     changes = {"state": State.GONE.value, "verified_at": None, "verified_level": None, "checked_at": now}
+    # Only rows that should exist: what was deleted on purpose stays deleted.
     still_alive = (Checkpoint.uuid == public, Checkpoint.state.in_(_ALIVE))
     conn.execute(update(Checkpoint).where(*still_alive).values(changes))
 
@@ -113,6 +115,7 @@ def sources(
     if after is not None:
         row = resolve_checkpoint(conn, after)
         uri = conn.execute(select(Checkpoint.uri).where(Checkpoint.id == row)).scalar_one()
+        # By URI, then by id, as the list is ordered: several rows may have one URI.
         behind = or_(Checkpoint.uri > uri, Checkpoint.id > row)
         query = query.where(Checkpoint.uri >= uri, behind)
     order = (Checkpoint.id,) if limit is None else (Checkpoint.uri, Checkpoint.id)
@@ -146,13 +149,16 @@ def newest_steps(
         named = select(Checkpoint.step).where(Checkpoint.run_id == run, *present_sources)
         newest = named.distinct().order_by(Checkpoint.step.desc()).limit(count)
         steps = {step for step in conn.execute(newest).scalars() if step is not None}
+        # A run of a folder's path: sources that no run names belong to it by their place.
         if "/" in key:
             bare = select(Checkpoint.uri, Checkpoint.step).where(
                 Checkpoint.run_id.is_(None), *present_sources
             )
             for uri, step in conn.execute(bare.where(_below(conn, key))):
+                # Directly in the folder: one in a deeper folder is of another run.
                 if step is not None and uri.rpartition("/")[0] == key.rstrip("/"):
                     steps.add(step)
+        # Both kinds together may be more than were asked for.
         steps_by_run[key] = tuple(sorted(steps)[-count:])
     return steps_by_run
 
@@ -185,6 +191,7 @@ def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, Checkp
             ConversionIO.conversion_id.in_(list(conversions)),
             ConversionIO.direction == Direction.OUT.value,
             Checkpoint.state == State.PRESENT.value,
+            # A checkpoint that was converted onto itself is no copy of itself.
             Checkpoint.id != row,
         )
         .order_by(Checkpoint.id.desc())
@@ -264,6 +271,7 @@ def aliases_below(conn: Connection, publics: Sequence[str]) -> dict[str, tuple[s
         new: dict[int, set[str]] = {}
         for parent_ids in _parts(level):
             for parent, child in conn.execute(children.where(read.c.checkpoint_id.in_(parent_ids))):
+                # Only what is new for a child is passed on, so that loops in the lineage end.
                 if sources := level[parent] - below.get(child, set()):
                     new.setdefault(child, set()).update(sources)
         for child, sources in new.items():
@@ -305,6 +313,7 @@ def ties_at(conn: Connection, now: datetime, uris: Sequence[str]) -> dict[str, T
         batch = uris[start : start + _AT_ONCE]
         alive_here = Checkpoint.uri.in_(batch), Checkpoint.state.in_(_ALIVE)
         rows = conn.execute(
+            # Several rows may be at one URI: all of their ties count.
             select(Checkpoint.uuid, Checkpoint.uri).where(*alive_here).order_by(Checkpoint.id)
         )
         uri_of = {row.uuid: row.uri for row in rows}
@@ -338,6 +347,7 @@ def _at_work(owners: Iterable[str]) -> Iterator[str]:
 
 def replacing(conn: Connection, uri: str) -> tuple[str, ...]:
     """Return the ids of conversions that are now writing to a URI, or to a folder around it."""
+    # A conversion to a folder around it replaces it as well.
     targets = {place for spelling in same_places(uri) for place in (spelling, *parents(spelling))}
     return tuple(conversion.id for conversion in running(conn) if conversion.destination_uri in targets)
 
@@ -350,6 +360,7 @@ def destinations(conn: Connection) -> dict[str, str]:
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
     """Return the URIs of other existing checkpoints with files inside this one's folder."""
     top = uri.rstrip("/") + "/"
+    # Merged sources have their folders inside of their URL: the database cannot compare those.
     below, merged = _below(conn, uri), _below(conn, "merged:")
     rows = conn.execute(
         select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))

@@ -103,6 +103,7 @@ def contents_of(conn: Connection, public: str) -> bytes:
 
 def put(conn: Connection, row: ObligationRow, contents: bytes) -> None:
     """Record an obligation, or replace the one of its id."""
+    # None in another catalog: the obligation is kept nevertheless, since it is about contents.
     source = conn.execute(select(Checkpoint.id).where(Checkpoint.uuid == row.checkpoint)).scalar()
     values = {
         "checkpoint_id": source,
@@ -124,10 +125,12 @@ def move(conn: Connection, public: str, place: str) -> None:
 
 def note_lost(conn: Connection, now: datetime, row: ObligationRow, names: Sequence[str]) -> None:
     """Record as a finding on what was deleted which contents no recorded checkpoint holds."""
+    # The count is for lists; the finding names what is lost.
     conn.execute(update(Obligation).where(Obligation.uuid == row.id).values(lost=len(names)))
     source = conn.execute(select(Checkpoint.id).where(Checkpoint.uuid == row.checkpoint)).scalar()
     mine = (FindingRecord.code == LOST, FindingRecord.checkpoint_id == source)
     still = FindingRecord.resolved_at.is_(None)
+    # One finding at a time: an earlier one is closed, whether or not a new one follows.
     conn.execute(update(FindingRecord).where(*mine, still).values(resolved_at=now))
     if not names or source is None:
         return
@@ -152,6 +155,7 @@ def reduce(
 def end(conn: Connection, now: datetime, public: str, why: str, names: Sequence[str] = ()) -> None:
     """End an obligation, with an audit row. why: for people. names: contents that a user gave up."""
     source = conn.execute(select(Obligation.source).where(Obligation.uuid == public)).scalar()
+    # Ended already, perhaps by another process: nothing more is recorded.
     if source is not None:
         audit.note(
             conn, now, "obligation.end", public, {"source": source, "why": why, "names": list(names[:_MOST])}

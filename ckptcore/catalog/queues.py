@@ -217,14 +217,17 @@ class Queue(Generic[Row]):
         """
         table = self._table
         chosen = () if only is None else (getattr(table, self._key[0]).in_(only),)
+        # Taken rows whose lease ran out are due as well: their worker has ended.
         due = conn.execute(
             select(table.id)
             .where(table.state.in_((Stage.WAITING.value, Stage.TAKEN.value)), table.due_at <= now, *chosen)
             .order_by(table.due_at, table.id)
             .limit(limit)
+            # Rows that another worker has locked are its own: nobody waits for them.
             .with_for_update(skip_locked=True)
         ).scalars()
         mine = table.id.in_(list(due))
+        # Counted before anything is done: a row that kills its worker must not be tried for ever.
         conn.execute(
             update(table)
             .where(mine)
@@ -264,6 +267,7 @@ class Queue(Generic[Row]):
         failed = table.state == Stage.FAILED.value
         chosen = failed if ref is None else failed & table.uuid.startswith(ref, autoescape=True)
         rows = conn.execute(select(table.id, table.uuid).where(chosen).order_by(table.id)).all()
+        # An empty text would be the beginning of every id.
         if ref is not None and (len(rows) != 1 or not ref):
             name = table.__tablename__
             why = "is a prefix of several ids" if rows else f"is not a failed row of the {name}"
@@ -273,8 +277,10 @@ class Queue(Generic[Row]):
         reset_columns = {"state": Stage.WAITING.value, "due_at": now, "ended_at": None, **self._on_retry}
         for row in rows:
             conn.execute(
+                # Failed still: another process may have reopened the row at this moment.
                 update(table)
                 .where(table.id == row.id, failed)
+                # Tries count from here, and the key of the row changes with it.
                 .values(attempts_before=table.attempts, **reset_columns)
             )
         return tuple(row.uuid for row in rows)
@@ -315,6 +321,7 @@ class Queue(Generic[Row]):
         inserted = conn.execute(
             insert(table).values(**row).on_conflict_do_nothing(index_elements=columns).returning(table.id)
         ).first()
+        # Read after the insert: either the new row, or the one that was faster.
         same = [column == row[name] for name, column in zip(self._key, columns, strict=True)]
         return self._read(conn.execute(select(table.__table__).where(*same)).one()), inserted is not None
 
@@ -332,6 +339,7 @@ class Queue(Generic[Row]):
         table = self._table
         message = None if error is None else clean(error)
         values = {"state": stage.value, "ended_at": ended_at, "error_message": message, **columns}
+        # Attempts identify who took the row: its number is in the row that the worker has.
         taken = (table.id == row.row, table.attempts == row.attempts, table.state == Stage.TAKEN.value)
         return conn.execute(update(table).where(*taken).values(values)).rowcount == 1
 
@@ -364,8 +372,11 @@ class _Inbox(Queue[InboxEvent]):
         row, new = self._insert(conn, now, values)
         if new:
             return row, new
+        # With an id of the sender: repeated for the same place it is
+        # the same event, for another one a mistake.
         if event.has_id:
             return (row, new) if self._is_same(row, values) else self._refuse(conn, now, row, values)
+        # Nothing has looked at the place yet, so the waiting event covers this one as well.
         if row.state not in (Stage.DONE, Stage.FAILED) and row.flow_run_id is None:
             return row, new
         # The id becomes free. Of two receivers, the second changes nothing here, and repeats the first one's.
@@ -387,6 +398,7 @@ class _Inbox(Queue[InboxEvent]):
         )
         id = values["event_id"]
         why = f"the id {short_repr(id)} belongs to another event ({before}); not started: {after}"
+        # A digest of both, so that the same refusal is one row, however often it is repeated.
         digest = hashlib.sha256(f"{id}\n{after}".encode()).hexdigest()
         failed = {"event_id": f"refused:{digest}", "state": Stage.FAILED.value, "ended_at": now}
         refused, _ = self._insert(conn, now, {**values, **failed, "error_message": clean(why)})
@@ -409,6 +421,7 @@ class _Inbox(Queue[InboxEvent]):
             ),  # a run that waits for its checkpoint is no trouble
             table.received_at <= now - PATIENCE,
         )
+        # Grouped by reason: a thousand events that wait for one server are one line.
         number = func.count()
         reasons = conn.execute(
             select(table.error_message, number, func.min(table.received_at), func.min(table.due_at))

@@ -73,9 +73,11 @@ def note(
 ) -> None:
     """Record a deletion, with an audit row, in the transaction that marks the source as deleted."""
     row = _row_id(conn, public)
+    # A source that was brought back and retired once more has one record, the last one.
     withdraw(conn, public)
     values = {"child": record.child, "proof": record.proof, "fingerprint": record.fingerprint}
     conn.execute(insert(RetirementRow).values(checkpoint_id=row, freed=record.freed, at=now, **values))
+    # By name and kind: one name may be a tensor and a file.
     named = {(clean(g.name), g.kind): g.nbytes for g in record.given_up}
     if named:
         rows = [
@@ -84,6 +86,7 @@ def note(
         ]
         conn.execute(insert(GivenUpRow), rows)
     detail: dict[str, Any] = {**values, "freed": record.freed, "totals": totals(record.given_up)}
+    # An audit row has a bound; the table has every name.
     detail["given_up"] = [g.as_dict() for g in record.given_up[:_MOST]]
     if len(record.given_up) > _MOST:
         detail["more"] = len(record.given_up) - _MOST

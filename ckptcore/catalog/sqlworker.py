@@ -94,6 +94,7 @@ class _Failed(Exception):
 def main() -> None:
     """Read one query from standard input and write its answer."""
     asked: Asked = json.load(sys.stdin)
+    # Before anything is read from the database: also for a process whose parent was killed.
     _bound(asked["seconds"] + asked["patience"] + GRACE, asked["heap"] + OWN)
     ask = _sqlite if isinstance(asked["place"], str) else _postgresql
     try:
@@ -111,10 +112,12 @@ def _error(text: str, kind: str = REFUSED) -> dict[str, str]:
 
 def _sqlite(asked: Asked) -> dict[str, Any]:
     """Return column names and rows of `_packed` values. Raises `_Failed`, `MemoryError`."""
+    # The clock of the statement, beside the alarm of the process: an interrupted statement has a message.
     end = time.monotonic() + asked["seconds"]
     statement = f"EXPLAIN QUERY PLAN {asked['statement']}" if asked["explain"] else asked["statement"]
     connection = sqlite3.connect(str(asked["place"]), uri=True, isolation_level=None)
     try:
+        # Bytes that are no UTF-8 must not hide the other rows.
         connection.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
         # Sorting and grouping use memory, not files, within the same limits.
         connection.execute("PRAGMA temp_store=MEMORY")
@@ -122,6 +125,7 @@ def _sqlite(asked: Asked) -> dict[str, Any]:
         connection.execute("PRAGMA query_only=ON")
         for limit, most in LIMITS.items():
             connection.setlimit(limit, most)
+        # Last: the settings above are statements themselves.
         connection.set_authorizer(_authorise)
         connection.set_progress_handler(lambda: time.monotonic() > end, STEPS)
         cursor = connection.execute(statement)
@@ -151,6 +155,7 @@ def _postgresql(asked: Asked) -> dict[str, Any]:
         connection = psycopg.connect(**asked["place"])
     except psycopg.Error as error:
         raise _Failed(str(error), AWAY) from error
+    # Set anew: the time for connecting was given beside that of the statement.
     signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE)  # connecting does not count
     _read_all_times(connection)
     try:
@@ -195,11 +200,13 @@ def _read_all_times(connection: Any) -> None:
 def _in_transaction(connection: Any, asked: Asked) -> dict[str, Any]:
     with connection.cursor() as cursor:
         _require_plain_role(cursor)
+        # The look at the role has begun a transaction, whose isolation can no longer be set.
         connection.rollback()
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         milliseconds = str(int(asked["seconds"] * 1000))
         cursor.execute("SELECT set_config('statement_timeout', %s, true)", (milliseconds,))
         # Only queries can be declared as a cursor. Prepared, because that accepts one statement only.
+        # A semicolon at the end is common, and DECLARE takes none.
         query = asked["statement"].strip().rstrip(";")
         if asked["explain"]:
             cursor.execute(f"EXPLAIN {query}".encode(), prepare=True)
@@ -245,6 +252,7 @@ def _packed_rows(fetched: Iterable[Any], rows: int) -> list[list[Any]]:
     for row in fetched:
         packed = [_packed(value) for value in row]
         size += sum(map(_packed_size, row, packed))
+        # Counted row by row, so that too large an answer is never held completely.
         if size > ANSWER:
             raise _Failed(TOO_LARGE)
         packed_rows.append(packed)
@@ -295,6 +303,7 @@ def _bound(seconds: float, nbytes: int) -> None:
     # The default action of this signal ends the process even in the middle of a call.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
+    # No core file: it would have the database's values in it.
     most = {resource.RLIMIT_AS: nbytes, resource.RLIMIT_CORE: 0}
     for kind, value in most.items():
         with contextlib.suppress(ValueError, OSError):  # a lower limit is set already

@@ -79,6 +79,7 @@ def put(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, 
     if not facts:
         return
     _put_one(conn, now, checkpoint, facts, source)
+    # Outputs inherit, directly or over several conversions: facts may arrive after them.
     for derived in _made_from(conn, checkpoint):
         _put_one(conn, now, derived, facts, INHERITED)
 
@@ -155,6 +156,7 @@ def names_of_metrics(conn: Connection, limit: int = 200) -> tuple[str, ...]:
     # One probe of the index for each name; DISTINCT would read every row.
     names: list[str] = []
     last = ""
+    # Each name is larger than the last one, so the loop ends.
     while len(names) < limit:
         next_name = conn.execute(
             select(Metric.name).where(Metric.name > last).order_by(Metric.name).limit(1)
@@ -192,6 +194,7 @@ def over_steps(
     query = select(*columns).join(newest, newest.c.id == Metric.checkpoint_id)
     if names:
         query = query.where(Metric.name.in_([storable(name) for name in names]))
+    # Rows come by id, so the oldest checkpoint of a step sets its value.
     series: dict[str, dict[int, float | None]] = {}
     for name, value, own_step, of_step in conn.execute(query.order_by(Metric.checkpoint_id)):
         step = of_step if own_step is None else own_step
@@ -238,6 +241,7 @@ def best(
     while True:
         rows = _best_rows(conn, metric, goal, of_these, number, of_run=run is not None)
         ranked = rows if kind is not None else _one_of_each_step(rows)
+        # Fewer rows than asked for: there are no more.
         if len(ranked) >= limit or len(rows) < number:
             break
         # Outputs inherit metrics: many of the best rows may be of one step. Read until enough steps differ.
@@ -268,6 +272,7 @@ def _best_rows(
     of_run: bool,
 ) -> tuple[Ranked, ...]:
     """Return the best rows of checkpoints, then those with an odd value, at most ``limit`` of each."""
+    # Infinite values are stored as the largest numbers, and belong to no order of quality.
     order = Metric.value if goal == "min" else Metric.value.desc()
     conditions = [*of_these, Metric.value >= -_LARGEST, Metric.value <= _LARGEST]
     if not of_run:
@@ -327,6 +332,7 @@ def _put_columns(
         wins = _rank(source) <= _rank(sources.get(name))
         old = None if row is None else _value(name, getattr(row, column))
         if name in _JSON:
+            # The new value wins key by key; keys of the other one stay.
             merged = {**(old or {}), **value} if wins else {**value, **(old or {})}
             changes[column] = clean_json(bounded(name, merged, []))
         elif wins or old is None:
@@ -356,12 +362,14 @@ def _put_metrics(
         r.name: r.source for r in conn.execute(select(Metric.name, Metric.source).where(of_checkpoint))
     }
     accepted = {n: m for n, m in metrics.items() if _rank(source) <= _rank(stored_sources.get(n))}
+    # Bounded for each checkpoint: a log of metrics may name any number.
     free = MAX_METRICS - len(stored_sources)
     new = [n for n in accepted if n not in stored_sources]
     for name in new[max(free, 0) :]:
         del accepted[name]
     if not accepted:
         return
+    # Replaced as a whole: a metric has one value, with its step and origin.
     conn.execute(delete(Metric).where(of_checkpoint, Metric.name.in_(list(accepted))))
     conn.execute(
         insert(Metric),

@@ -233,7 +233,6 @@ def _resolve(
         return Payload(
             read_into, where, tensor_start + view.start, strides, view.flags, tensor_start, nbytes, None
         )
-    # A zarr chunk is read by its own reader, as an encoded item.
     raise UnsupportedFormat(f"cannot read {chunk}: its envelope is {item.envelope.name.lower()}")
 
 
@@ -247,7 +246,6 @@ def _in_file(chunk: StoredChunk, unused: Unused) -> UnusedBytes:
     start, end, description, padding = unused
     item = chunk.item
     if not item.codec:
-        # In the file the item is one range; what is left over inside of its decoded form has no place there.
         return UnusedBytes(chunk.path, item.start + start, item.start + end, description, padding)
     description = (
         f"bytes [{start}, {end}) of what {item.codec} decodes{f': {description}' if description else ''}"
@@ -274,7 +272,6 @@ def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
         tensor,
         dtype=dtype,
         shape=shape,
-        # Flags are those of the stored tensor.
         view=View(
             tensor.view.start + start, None if is_row_major(shape, strides) else strides, tensor.view.flags
         ),
