@@ -140,6 +140,7 @@ def sweep(
         else:
             items = convert_ready(catalog, items, convert, who, on_item=on_item, convert_each=convert_each)
         yield from items
+        # After the conversions: what a step was converted to is proven before the step loses anything.
         thinned = thin_swept(
             catalog,
             root,
@@ -188,6 +189,7 @@ def of_root(root: RootRow, items: Iterable[SweepItem], on_item: OnItem | None = 
 
 def _root_in_trouble(root: RootRow, error: Exception) -> SweepItem:
     ended = error_of(error)
+    # Exit code 2 is a mistake of the root's own settings: the next sweep would refuse it in the same way.
     standing = SweepState.UNREAD if ended.transient or ended.exit_code != 2 else SweepState.REFUSED
     return SweepItem(root.name, root.uri, None, standing, ended.message)
 
@@ -224,9 +226,11 @@ def look_through(
     try:
         targets = targets_of(root)
         with catalog.reading() as conn:
+            # Outputs may be below the root as well, and are no sources.
             before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
             # Objects cannot be moved: what is retired stays in sight until it is purged.
             outputs |= {row.uri for row in set_aside.every(conn) if local_path(row.uri) is None}
+            # Of all recorded outputs, the few that may be below this root under another name.
             written = perhaps_within([root.uri], sightings.outputs(conn)) if local_path(root.uri) else ()
         remembered = () if settings.relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=remembered)
@@ -240,6 +244,7 @@ def look_through(
         if candidate.step is not None:
             steps.setdefault(candidate.run, {})[candidate.step] = candidate.uri
     planned = [(c, _requests(targets, c, steps.get(c.run, {}))) for c in candidates]
+    # The folders of all checkpoints are compared at once: a destination that is one of them leads back.
     places = [["" if r is None else r.destination for r, _ in requests] for _, requests in planned]
     sources, back = sources_among([c.uri for c, _ in planned], places)
     planned = [
@@ -354,6 +359,7 @@ class _LookThrough:
         for request, why in requests:
             item = _item(self.root, candidate, request, why, looks[_recovers(request)])
             if request is not None and item.standing is SweepState.READY:
+                # Only what is ready is compared with its target: any other state says why nothing is done.
                 item = _compared_with_target(
                     self.catalog, item, request, self.now, self.settings.retry_failed
                 )
@@ -371,6 +377,8 @@ class _LookThrough:
             retry_failed=self.settings.retry_failed,
         )
         if not self.settings.dry_run:
+            # In memory until there are some: a transaction for each of
+            # thousands would wait for the disk each time.
             self.unrecorded.append(_sighting(self.root, candidate, readiness, self.now))
             if readiness.manifest is not None and readiness.state is Condition.BROKEN:
                 # Recorded like the findings of conversions, where users search for damaged checkpoints.
@@ -389,6 +397,7 @@ class _LookThrough:
         except CatalogUnavailable:
             raise
         except Exception as error:
+            # One row that cannot be stored must not keep the others from being recorded.
             if len(rows) == 1:
                 self.failures[rows[0].uri] = error_of(error)
             for row in rows if len(rows) > 1 else ():
@@ -483,6 +492,7 @@ def work_each(
     except Exception as error:
         ended = error_of(error)
         any_made = any(item.standing is SweepState.MADE for item in by_position.values())
+        # Nothing was made, so each can be tried alone without doing anything twice.
         if len(items) > 1 and not any_made and not ended.transient:
             # One of them may be at fault, such as by a name that the catalog cannot store. What was published
             # is registered now.
@@ -551,6 +561,7 @@ def _requests(
         try:
             requests.append((target.request(source, place), ""))
         except Exception as error:
+            # A template may need a field that this checkpoint does not have: only its own target is refused.
             requests.append((None, error_of(error).message))
     return requests
 
@@ -591,8 +602,10 @@ def _compared_with_target(
     with catalog.reading() as conn:
         claim = claims.current(conn, key_of(request, item.source_digest))
     if claim is not None:
+        # A claim that is done or in use decides, whatever is at the destination.
         if claim.state == DONE or claim.is_in_use(now):
             return _with_claim(item, claim)
+        # The wait doubles with each attempt, up to a day.
         if claim.state == FAILED and not retry_failed and (due := _due(claim)) > now:
             why = f"{claim.error_code}: {claim.error}; retried after {due:%Y-%m-%d %H:%M} UTC"
             return replace(item, standing=SweepState.FAILED, why=why)
@@ -604,6 +617,7 @@ def _compared_with_target(
             why=f"{request.destination} was made from an earlier checkpoint here; remove it, or set "
             '"overwrite": true in the target',
         )
+    # Without a claim, such as in a new catalog, the output itself says what it was made from.
     if not _outdated(catalog, item) and made_from(
         catalog, request.destination, item.source, item.manifest_digest
     ):
@@ -625,6 +639,7 @@ def _with_claim(item: SweepItem, claim: ClaimRow) -> SweepItem:
 
 def _due(claim: ClaimRow) -> datetime:
     first, most = _PATIENCE
+    # Bounded before it is shifted: attempts may be any number.
     return (claim.ended_at or claim.taken_at) + min(first * (1 << min(claim.attempts - 1, 20)), most)
 
 
@@ -659,6 +674,7 @@ def batches(items: Sequence[SweepItem], ready: Sequence[int], most: int = MOST) 
     places: list[str] = []
     for n in ready:
         place = _place(items[n])
+        # Two conversions of which one writes inside of the other's destination must follow each other.
         meets = place is None or any(_is_inside(place, p) or _is_inside(p, place) for p in places)
         if batch and (meets or len(batch) >= most):
             yield batch

@@ -278,6 +278,7 @@ def _push_apart(
 ) -> Pushed:
     """Send one of several outputs, to a place that no other one has had. places: folder -> its URL."""
     place = _place_of(_export(catalog, folder, rules), url).url
+    # Places are known only with each step: two outputs may turn out to have one.
     sent = next((name for name, taken in places.items() if taken == place), None)
     if sent is not None:
         raise UsageError(f"{folder} and {sent} cannot both go to {place}", hint="push one of them alone")
@@ -310,6 +311,7 @@ def push(
         UsageError: The URL names no branch or tag of a model repository, or the output is no local folder.
     """
     export = _export(catalog, folder, rules)
+    # Before the hub is asked: a wrong URL or output sends no request.
     place = _place_of(export, url)
     repository = HubRepository(place.repository)
     named = _named_files(export, rules.card)
@@ -318,14 +320,18 @@ def push(
     _require_own_branch(target, named, rules)
     request: dict[str, Any] = {"repository": place.repository, "revision": place.revision, "tag": rules.tag}
     if target.parent is None:
+        # Recorded before the branch exists, so that the next run knows it as its own.
         request[_BEGINS] = target.start
     recording = recorded_run(catalog, VERB, export.uri, place.url, request)
+    # A dry run records nothing, and a push is on record before it reads: nothing purges the files meanwhile.
     with nullcontext("") if rules.dry_run else recording as conversion, closing(open_store(folder)) as store:
         unchanged = UnchangedFiles(
             store, [name for name, file in named.items() if isinstance(file.content, Path)]
         )
         local = _read(export, store, named, progress)
+        # Digests are of files that did not change while they were read.
         unchanged.require()
+        # Asked a second time, now with digests instead of sizes.
         _require_free(target, local, rules)
         _require_own_branch(target, local, rules)
         commit = target.commit if _is_equal(local, target.files) else None  # that has all of it
@@ -334,7 +340,9 @@ def push(
         if rules.dry_run:
             return Pushed(export.uri, place.url, outcome, commit, files)
         if commit is None:
+            # The last look at the files is right before the commit.
             outcome, commit = PushOutcome.PUSHED, _send(repository, target, local, files, unchanged)
+            # What the hub lists is compared: an answer alone proves nothing.
             _require_listed(repository, target, commit, local)
         if rules.tag:
             _tag(repository, target, commit)

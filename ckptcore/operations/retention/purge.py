@@ -130,8 +130,10 @@ def _purged_each(
     with catalog.reading() as conn:
         rows = set_aside.every(conn)
         above = roots.every(conn)
+        # Known places as well: a record beside one of them may be of a catalog that was lost.
         source_uris = {uri for root in above for uri in maintenance.known_below(conn, root.uri)}
     listed = {row.record: row for row in rows if row.record}
+    # A row without a record cannot be purged, only reported.
     for odd in (row for row in rows if not row.record):
         if places is None or _is_below(odd.uri, places):
             yield Purged(odd.uri, "", KEPT, odd.trouble, odd.nbytes, odd.due_at)
@@ -185,6 +187,7 @@ def purge_one(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> t
         CkptError: It is not proven elsewhere any more, or a user wants to keep it. It stays aside.
     """
     record = aside.record
+    # A removal that had begun goes on: what is left of it can no longer be compared with the record.
     is_resumed = partly_gone(aside)
     if not is_resumed:
         aside.require_approved()
@@ -192,16 +195,21 @@ def purge_one(catalog: Catalog, aside: SetAside, verify_settings: Settings) -> t
         _give_to_child(catalog, aside, verify_settings)
     else:
         expected = _expected(aside)
+        # What was replaced has no child: the gate asks where each of its contents is now.
         judged = judge(catalog, aside.place, verify_settings, at_rest, record.uri, counted=expected)
+        # Obligations and the decision are in one transaction: no other process can count on what goes.
         with moving_obligations(catalog, aside.place, judged, at_rest, expected) as conn:
             _decide(conn, aside)
+    # Once more: reading took long, and a file may have been written to since.
     if not is_resumed:
         aside.require_approved()
+    # Files are removed as recorded, so what was written meanwhile is left.
     left, trouble = aside.remove()
     if trouble:
         return (
             f"cannot remove all of it: {trouble}; the rest is in {aside.place}, and the next run resumes",
         )
+    # The row goes last: while it is there, the next run goes on.
     with catalog.writing() as conn:
         set_aside.drop(conn, aside.home)
     return _restore_rest(aside, left) if left else ()
@@ -231,6 +239,8 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
     if aside is None or not aside.holds:
         with catalog.reading() as conn:
             row = set_aside.get(conn, home)
+        # A run that was killed after it had restored: nothing is left
+        # aside, and the checkpoint is at its place.
         if row is not None and row.checkpoint and _settle(catalog, home, row) == State.PRESENT:
             return row.uri  # a run that restored it could not say so
         raise UsageError(f"nothing is set aside in {home}", hint="see ckptcore retire --purge --dry-run")
@@ -238,10 +248,12 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
         if partly_gone(aside):
             raise UsageError(f"cannot restore {uri}: its removal had begun, and a part of it is gone")
         target = join_url(split_url(uri)[0], os.path.basename(to.rstrip("/"))) if to else ""
+        # Objects stay where they are: another program may have written to them.
         if local_path(home) is None:
             aside.require_approved()
         with catalog.writing() as conn:
             row = set_aside.get(conn, home)
+            # The decision to remove is on record, and its obligations count on it.
             if row is not None and row.purging:
                 raise UsageError(f"cannot restore {uri}: its removal is decided, and the next purge ends it")
             set_aside.drop(conn, home)
@@ -250,6 +262,7 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
             if back:
                 set_aside.restored(conn, aside.record.checkpoint, target or None)
             aside.restore(target)  # last in the transaction: a purge sees nothing of it, or all
+        # A replaced checkpoint has no row that says it is back: it is recorded like a new one.
         if not back and target:
             catalog.record_validation(facts(inspect(target), target), level="files")
     return target or uri
@@ -274,6 +287,7 @@ def _purged(
     """
     require_sound(row)
     home = item.record
+    # The folder is opened below its root, so that a link on the way leads nowhere else.
     try:
         aside = _opened(home, above)
     except Busy:
@@ -289,12 +303,14 @@ def _purged(
             return None
         if row is None:
             return _unlisted(item, aside, source)
+        # The conversion that prepared this folder has not moved anything yet.
         if not aside.holds and record.why == REPLACED and _is_awaited(home, record.uri):
             return None
         if not aside.holds:  # all of it was removed
             aside.restore()
             _settle(catalog, home, row)
             return None
+        # A record that was edited could name other files.
         if record.digest != row.digest:
             raise UsageError("its record is not the one that the catalog knows")
         if row.purging or record.due_at <= due:
@@ -305,6 +321,7 @@ def _purged(
 
 def _unlisted(item: Purged, aside: SetAside, source: CheckpointRow | None) -> Purged | None:
     """Restore what a run set aside that was killed before its transaction ended; report anything else."""
+    # Only a source that this catalog has as present can be restored to its place.
     if aside.holds and (source is None or source.state != State.PRESENT.value or partly_gone(aside)):
         return replace(item, why="this catalog does not know that it was set aside")
     aside.restore()
@@ -365,6 +382,7 @@ def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) ->
         detail = catalog.show(public, tensors=False)
         assert isinstance(detail, CheckpointDetail)
         try:
+            # The same manifest at the place means that an earlier run restored it.
             back = same_manifest(row.uri, detail.checkpoint.manifest_digest) is not None
         except SourceUnreadable:
             _log.warning("nothing of %s is left, and no run of retire removed it", row.uri)
@@ -452,6 +470,7 @@ def files_now(detail: CheckpointDetail) -> dict[str, FileStatus]:
     registered_paths = {file.path for file in detail.files if file.digest}
     name = manifest.origin.get("file")
     missing = sorted(used(manifest).data - registered_paths - {name}) if registered_paths else []
+    # Files with tensors whose digests nobody recorded are no proof.
     if missing:
         raise UsageError(f"{child.uri}: the catalog has no digest of {missing[0]}")
     return files_of(child.uri, manifest, [file.path for file in detail.files])
@@ -466,10 +485,12 @@ def _read_child(
         UsageError: It does not hold what it must.
     """
     uri = detail.checkpoint.uri
+    # What was read of the child a moment ago may be remembered: the proof reads it now.
     forget_small_reads()
     manifest = same_manifest(uri, detail.checkpoint.manifest_digest)
     if manifest is None:
         raise UsageError(f"another checkpoint is at {uri} now")
+    # Without expected contents only digests of all files can prove it.
     if not expects:
         _require_proven(uri, prove(detail))
     sizes = {holding.nbytes for holding in expects if holding.kind == FILE}
@@ -490,6 +511,7 @@ def _read_child(
         is_recorded = numbered_ids(tensor_ids or b"") == ids_of(tensors)
         unchanged = stamp if is_recorded and stamp == published_stamp(manifest) else None
         recorded.keep(conn, detail.checkpoint.id, pack_ids(child_ids), unchanged)
+    # Only what replaces the source is put under the obligation; other contents are the child's own.
     replacing_ids = ids_of(expects) if expects else child_ids
     return tuple(holding for holding in child_holdings if holding.id in replacing_ids)
 
@@ -524,6 +546,7 @@ def _home_of(catalog: Catalog, ref: str) -> str:
     with catalog.reading() as conn:
         rows = set_aside.every(conn)
     homes = [row.record for row in rows if ref == row.record or uri == row.uri]
+    # By place first, then by id: an id's beginning is the less exact name.
     homes = homes or [row.record for row in rows if row.checkpoint and row.checkpoint.startswith(ref)]
     if not homes:  # the catalog may be lost
         homes = [ref] if place_of(ref) else [h for h in homes_in(split_url(uri)[0]) if place_of(h) == uri]

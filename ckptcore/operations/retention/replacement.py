@@ -95,6 +95,7 @@ class Allowed:
         """Return whether one loss is allowed."""
         if loss.kind == CAST:
             return self.cast
+        # A part of the model is never accepted, whatever glob matches its name.
         if loss.kind == MODEL:
             return False
         return (self.optimizer and loss.kind in TRAINING_STATE) or accepted(loss.name, self.loss)
@@ -149,6 +150,7 @@ def find_replacement(
     Raises:
         CkptError: The source cannot be read.
     """
+    # Only recorded children count: what is beside a source by chance replaces nothing.
     with catalog.reading() as conn:
         children = maintenance.children(conn, source.id)
     if not children:
@@ -157,9 +159,11 @@ def find_replacement(
     if manifest.digest.rpartition(":")[2].lower() != source.manifest_digest:
         return Replacement(None, "another checkpoint is there now")
     exports = [allowed.optimizer and conversion.verb == "export" for conversion, _ in children]
+    # An export proves the model part alone, so the source's other tensors need not be read for it.
     side = _Side(catalog, source, manifest, things, None if all(exports) else fingerprint_settings)
     if not any(exports) and side.tensors is None:
         return Replacement(None, _UNKNOWN)
+    # Bytes that were read must be those that the catalog recorded for this row.
     require_as_recorded(manifest, digests_read(manifest), catalog.at(source.uri))
     rejected: Replacement | None = None
     # A child with everything comes first.
@@ -178,6 +182,7 @@ def find_replacement(
             replacement = Replacement(None, error_of(error).message)
         if replacement.child is not None:
             return replacement
+        # The first reason is of the most complete child, which is the one to mend.
         rejected = rejected or replacement
     assert rejected is not None
     return rejected
@@ -256,6 +261,7 @@ class _Side:
 
     def _tensors(self, fingerprint_settings: Settings | None) -> tuple[Holding, ...] | None:
         if fingerprint_settings is not None:
+            # Read now, and recorded, so that the next run need not read it.
             sums = fingerprint(self.manifest, fingerprint_settings).tensors
             self.record(sums)
             self.fingerprint = checkpoint_fingerprint(sums)
@@ -300,6 +306,7 @@ def _judged(
     if manifest is None:
         raise UsageError(f"another checkpoint is at {child.uri} now")
     files = files_of(child.uri, manifest, [row.path for row in detail.files])
+    # By inode: a child that shares files with its source proves nothing of them.
     require_apart(source.row.uri, source.things, child.uri, files)
     if fingerprint_settings is None:
         require_as_converted(source.manifest, conversion)
@@ -323,8 +330,10 @@ def _judged(
     missing = tuple(loss for loss in losses if not allowed.accepts(loss))
     if missing:
         # What was read of a source that is being written is of two states: it says nothing about the child.
+        # Listed anew: a source that changed meanwhile is reported as that.
         require_files(source.row.uri, source.things, contents(source.row.uri))
         return Replacement(None, _why_not(child, missing), losses=missing)
+    # What describes the checkpoint goes last, so that a removal that is killed can still be read.
     order = descriptions_last(source.manifest, source.row.uri, source.things)
     things = {name: source.things[name] for name in order}
     expects = (*relied_tensors, *relied_rest) if relied_tensors else ()
@@ -345,6 +354,7 @@ def _tensor_losses(
     if source.tensors is None:
         raise UsageError(_UNKNOWN)
     casts = bool(conversion.request.get("dtype") or conversion.request.get("dtype_for"))
+    # A cast child has other sums; the sums of what was read before the cast must be the source's.
     if casts and conversion.fingerprint == source.fingerprint != child.fingerprint:
         stored = {t.fqn: t for t in source.manifest.tensors}
         cast = [
@@ -355,6 +365,7 @@ def _tensor_losses(
         return cast, child.tensors or ()
     if child.tensors is None:
         raise UsageError(f"the fingerprint of {child.row.uri} is not known; --fingerprint computes it")
+    # Contents, not names: a renamed tensor is still there.
     if not ids_of(source.tensors) <= ids_of(child.tensors):
         why = f"{child.row.uri} has other tensors"
         if conversion.verb == "export":
@@ -371,6 +382,7 @@ def _beside(
 
     classify: find out which training state objects are.
     """
+    # Only files whose sizes meet can be equal: others are not read.
     sizes = {row.nbytes for row in detail.files}
     mine = (*source.objects, *rest_of(source.manifest, source.row.uri, source.things, sizes))
     files = _recorded_files(detail, child, {holding.nbytes for holding in mine if holding.kind == FILE})
@@ -390,6 +402,7 @@ def _recorded_files(
 ) -> tuple[Holding, ...]:
     """Return the holdings of a child's files of these sizes by recorded digests; one of parts is none."""
     if not all(row.digest for row in detail.files):
+        # One missing digest: nothing is known of its files then.
         return ()
     rows = [row for row in detail.files if row.nbytes in sizes]
     parts = {name: child.things[name] for row in rows if ":" in (row.digest or "") for name in (row.path,)}

@@ -283,9 +283,11 @@ def plan(
     with catalog.reading() as conn:
         now = clock(conn)
         above = roots.every(conn)
+        # A scope is the name of a root, or else of a run below any of them.
         below, run = _scope(above, scope)
         rows = maintenance.sources(conn, below, run, after=after, limit=limit) if below else ()
         if not rows and run is not None and after is None:
+            # An empty answer to a misspelt name would look like nothing to do.
             raise UsageError(
                 f"there is no watched root or run {run} with checkpoints below a watched root",
                 hint=did_you_mean(
@@ -295,6 +297,7 @@ def plan(
                 ),
             )
         policy, _ = rules_of(None)
+        # Rules of a root may be odd: then its sources are unsafe, and all others are planned.
         rules = {row.id: attempt(_rules, row, above, rules_of) for row in rows}
         ties = ties_of_places(conn, now, rows)
         promoted = maintenance.aliases_below(conn, [row.id for row in rows])
@@ -305,6 +308,7 @@ def plan(
         policies = {
             public: policy if isinstance(rule, CkptError) else rule[0] for public, rule in rules.items()
         }
+        # Asked once for each run and rule, not for each of its steps.
         best = {
             (entry.run, rule): _best_steps(conn, entry.run, rule)
             for entry in {entry.run: entry for entry in entries}.values()
@@ -319,6 +323,7 @@ def plan(
             for entry in entries:
                 most[entry.run] = max(most.get(entry.run, 0), policies[entry.id].keep_last)
             steps = maintenance.newest_steps(conn, most, below)
+    # Pure, from entries alone: the same for a part of the list as for all of it.
     verdicts = decide(entries, policy, policies, steps, best)
     for row, verdict in zip(rows, verdicts, strict=True):
         if verdict.keep:
@@ -342,6 +347,7 @@ def _best_steps(conn: Any, run: str, rule: KeepBest) -> frozenset[int]:
         ranked = training_rows.best(conn, rule.metric, rule.goal, run=run, limit=_RANKED)
     except UsageError:  # no checkpoint has it
         return frozenset()
+    # Of sound rows as many as the rule says; odd ones are beside them.
     sound_rows = [row for row in ranked if not row.trouble][: rule.count]
     odd_rows = [row for row in ranked if row.trouble]
     return frozenset(
@@ -362,6 +368,7 @@ def _planned(
     if isinstance(rule, CkptError):
         raise rule
     require_sound(row)
+    # By its real place: a link below a root may lead out of it.
     root_above(above, row.uri)
     if local_path(row.uri) is not None:
         require_no_mount(row.uri)
@@ -370,6 +377,7 @@ def _planned(
     )
     if replacement.child is None:
         return RetireDecision(row, Fate.UNSAFE, (replacement.why,), replacement)
+    # After the child, which takes longer: what is inside is asked as late as possible.
     with catalog.reading() as conn:
         inside = inside_of(conn, row)
     if inside:
@@ -406,6 +414,7 @@ def _carried_out(
     """Set a source aside, and purge it without a grace period. Raises `CkptError`: it stays."""
     replacement = item.replacement
     assert replacement is not None
+    # The plan may be hours old.
     if same_manifest(item.source.uri, item.source.manifest_digest) is None:
         raise UsageError("another checkpoint is there now")
     with closing(put_aside(catalog, item.source, replacement, item.freed, grace)) as aside:
@@ -414,6 +423,7 @@ def _carried_out(
             return replace(item, fate=Fate.RETIRED, why=(*item.why, until))
         try:
             left = purge_one(catalog, aside, verify_settings)
+        # Nothing was decided: it goes back to its place, as if it had not been touched.
         except BaseException:
             put_back(catalog, aside)
             raise
@@ -428,6 +438,7 @@ def _earlier(
         places, run = _scope(roots.every(conn), scope) if scope is not None else (None, None)
     if not yes and not purging:
         return tuple(waiting(catalog, places, run))
+    # Without `purging` only what a killed run had decided is ended: no date is due by then.
     due = catalog.now() if purging else datetime.min.replace(tzinfo=UTC)
     return tuple(purge(catalog, verify_settings, places, due=due, run=run))
 
@@ -443,6 +454,7 @@ def _rules(
 ) -> Rules:
     """Return the policy and the allowed losses of the innermost root above a source, or the default."""
     around = [root for root in above if row.uri.startswith(root.uri.rstrip("/") + "/")]
+    # The innermost root, as its rules are the most particular.
     return rules_of(max(around, key=lambda root: len(root.uri), default=None))
 
 

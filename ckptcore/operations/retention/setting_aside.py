@@ -74,6 +74,7 @@ def put_aside(
     )
     _require_same(source.uri, replacement.things)
     aside = begin(record, open_above(root, source.uri) if local else -1)
+    # Which folder it is in: later it shows whether its disk is the same one.
     folder = folder_of(aside.home)
     try:
         with catalog.writing() as conn:
@@ -90,10 +91,13 @@ def put_aside(
     except BaseException:
         # The reply to a commit may be lost: what the catalog says now is what happened.
         listed = row_of(catalog, aside.home)
+        # The transaction was committed: only its reply was lost.
         if isinstance(listed, set_aside.SetAsideEntry) and aside.holds:
             return aside
+        # Neither recorded nor known to be: it returns to its place.
         if listed is None:
             _restore(aside)
+        # Why the catalog does not answer is unknown: it stays aside, and the next run looks.
         aside.close()
         raise
     try:
@@ -124,6 +128,7 @@ def put_back(catalog: Catalog, aside: SetAside) -> None:
     """
     try:
         row = row_of(catalog, aside.home)
+        # A removal that was decided goes on, since contents may count on it.
         if isinstance(row, set_aside.SetAsideEntry) and not row.purging:
             aside.restore()
             with catalog.writing() as conn:
@@ -159,6 +164,7 @@ def root_above(above: Iterable[roots.RootRow], uri: str) -> str:
         if not uri.startswith(root.uri.rstrip("/") + "/"):
             continue
         if local_path(uri) is None:
+            # A key may hold "..", which no store resolves, but a client might.
             if ".." not in uri.split("/"):
                 return root.uri
             continue
@@ -174,6 +180,7 @@ def root_above(above: Iterable[roots.RootRow], uri: str) -> str:
 def retention_entry(row: CheckpointRow, ties: maintenance.Ties) -> RetentionEntry:
     """Return a source as a retention policy sees it."""
     readers = tuple(f"{reader} reads it" for reader in ties.readers)
+    # Sources without a run belong to the run of their folder.
     run = row.run or os.path.dirname(row.uri)
     return RetentionEntry(row.id, run, row.step, ties.tags, ties.aliases, (*ties.holds, *readers))
 
@@ -186,6 +193,7 @@ def inside_of(conn: Any, source: CheckpointRow) -> str:
 
 def require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
     """Raise `Conflict` if a user wants to keep it now, or it is not below a watched root."""
+    # Asked inside of the transaction: ties that are set from here on see the row as retired.
     require_untied(conn, now, source)
     if inside := inside_of(conn, source):
         raise Conflict(inside)
@@ -218,6 +226,7 @@ def freed_bytes(things: Mapping[str, FileStatus]) -> int:
     for thing in things.values():
         if thing.kind is not NameKind.FILE:
             continue
+        # Objects, and files with one name: nothing else can keep their bytes.
         if thing.links in (None, 1) or thing.device is None or thing.inode is None:
             total += thing.nbytes
             continue
