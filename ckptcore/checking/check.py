@@ -108,6 +108,7 @@ def check(
         raise UsageError(
             f"level must be one of {', '.join(LEVELS)} (got {level!r})", hint="choose one of them"
         )
+    # Findings of the reader are filtered by their level, too: a check of files does not report coverage.
     depth = LEVELS.index(level)
     findings = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
     for rule_level, rule in RULES:
@@ -117,8 +118,11 @@ def check(
     if depth >= LEVELS.index("bytes"):
         if store is None:
             raise UsageError(f"level {level!r} reads files and needs a store")
+        # Only these levels read bytes: the others start without the code that does.
         from ckptcore.checking.scan import SHA256, mismatches, scan
 
+        # Files that cannot be read to their end have a finding already;
+        # a second one for each item says no more.
         broken = {f.file for f in findings if f.severity == "error" and f.code in _UNREADABLE}
         scan_findings, unverified, bare = scan(
             manifest, store, skip_files=broken, values=level == "values", workers=workers, progress=progress
@@ -128,6 +132,7 @@ def check(
         unproven = tuple(sorted((bare | {f.path for f in manifest.beside}) - set(summed)))
         findings += unproven_finding(unproven)
     order = {name: i for i, name in enumerate(LEVELS)}
+    # The same damage may be found by the reader and by a rule; the first of equal findings stays.
     unique = tuple(dict.fromkeys(sorted(findings, key=lambda f: order[f.level])))
     return Report(level, manifest.format, manifest.num_tensors, manifest.nbytes, unique, unverified, unproven)
 
@@ -163,6 +168,7 @@ def require_complete(
     report = check(manifest, None, "coverage")
     errors = [f for f in report.findings if f.severity == "error" and f.code not in later]
     if errors:
+        # Files are only looked at if an error names no tensor: it needs the chunks of all.
         unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
         used = _used_by(manifest)
         errors = [f for f in errors if not _of_others(f, lambda name: any(map(selected, used(name))), unused)]
@@ -187,6 +193,7 @@ def _used_by(manifest: Manifest) -> Callable[[str], Sequence[str]]:
 def _of_others(error: Finding, selected: Callable[[str], bool], unused: frozenset[str]) -> bool:
     """Return whether a finding is only about parts that are not selected."""
     if error.fqn is not None:
+        # A code that is not about a part is about all of it, and cannot be left out.
         return error.code in PART_CODES and not selected(error.fqn)
     return error.code in _OF_FILES and error.file in unused
 
@@ -194,6 +201,7 @@ def _of_others(error: Finding, selected: Callable[[str], bool], unused: frozense
 def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozenset[str]:
     """Return the files with stored items of which none belongs to a selected part."""
     items, chunks = manifest.items, manifest.chunks
+    # By columns, since a checkpoint of hundreds of ranks has millions of chunks.
     mask = np.array([selected(t.fqn) for t in manifest.tensors], np.bool_)
     needed = chunks.item[mask[chunks.tensor] & (chunks.item >= 0)]
     used = set(items.file[needed].tolist())
@@ -206,6 +214,7 @@ def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozen
 def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
     """Return the hint: globs that exclude exactly the unreadable parts."""
     names = list(dict.fromkeys(f.fqn for f in errors if f.fqn is not None))
+    # A glob must not match what can be read, or the hint would leave out too much.
     tensors = {t.fqn for t in manifest.tensors} - set(names)
     readable_names = tensors | {b.key for b in manifest.blobs} - set(names)
     return leave_out(names, readable_names, left=bool(tensors)) if names else errors[0].hint
@@ -221,6 +230,7 @@ _OF_FILES = _UNREADABLE | {"oversized-file", "item-overlap"}
 
 def _unread(manifest: Manifest) -> Iterable[Finding]:
     """Report tensors of an unsupported kind; readers report tensors that need refused globals."""
+    # A tensor that needs a refused global has the reader's finding, which names the global.
     needs = {b.key for b in manifest.blobs if b.refused}
     for name, why in manifest.unread.items():
         if name in needs:
@@ -234,12 +244,14 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
     """Report files that are missing, too short or too long for what the metadata places in them."""
     items = manifest.items
     need = np.zeros(len(manifest.files), np.int64)
+    # The last byte that the metadata places in each file.
     if len(items):
         np.maximum.at(need, items.file, items.start + items.length)
     used = np.zeros(len(manifest.files), np.bool_)
     used[items.file] = True
     exact = ending(manifest)
     for i, file in enumerate(manifest.files):
+        # A file that nothing is placed in is a reader's matter: it may be a log, or stray.
         if not used[i]:
             continue
         if file.size is None:
@@ -253,6 +265,7 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
                 f"{file.path} has {file.size} bytes, the metadata places data up to {need[i]}",
                 file=file.path,
             )
+        # Only formats whose files end with their last item: others append an index or padding.
         elif file.size > need[i] and exact[i]:
             yield finding(
                 "oversized-file",
@@ -275,6 +288,7 @@ def _emptied(manifest: Manifest) -> Iterable[Finding]:
     with ``use_orig_params`` on each rank that has no element of it. A state dict that one rank saved without
     gathering them has nothing else.
     """
+    # A weight of shape [0] is no layer's; a buffer may be.
     empty = [t for t in manifest.tensors if t.shape == (0,) and BY_NAME[t.dtype].is_float]
     if any(t.fqn.rpartition(".")[2] == "weight" for t in empty):
         for spec in empty:
@@ -289,6 +303,7 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
     chunks, items = manifest.chunks, manifest.items
     if not len(chunks) or not len(items):
         return
+    # float64: sizes that a damaged file claims must not overflow to a small number.
     width = np.array([BY_NAME[t.dtype].itemsize for t in manifest.tensors], np.float64)
     nbytes = width[chunks.tensor] * prod_rows(chunks.shape.astype(np.float64))
     placed = chunks.item >= 0
@@ -297,6 +312,7 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
     # A zstd block of 128 KiB takes at least 4 bytes.
     room = np.where(items.codec[item] == 0, 1.0, 32768.0) * items.length[item]
     short = zips & (room < nbytes)
+    # Bounded, as a metadata file of another save makes all items too short.
     for row in np.flatnonzero(short)[:100].tolist():
         stored_item = items[int(chunks.item[row])]
         fqn = manifest.tensors[int(chunks.tensor[row])].fqn

@@ -74,6 +74,7 @@ class DiffRules:
 
     def dropped(self, *names: str) -> str:
         """Return the rule that excludes a tensor or value with these names; empty if none does."""
+        # A name is as compared or as stored: either may be what the user saw in a listing.
         if self.include and not any(matches(n, self.include) for n in names):
             return "matches no --include"
         hit = next((g for g in self.exclude for n in names if matches(n, [g])), None)
@@ -103,6 +104,7 @@ def diff(
         The differences; see `ckptcore.diff`.
     """
     urls = urls or (a.root, b.root)
+    # Names that the user states must not be changed once more by what the forms of trainers have in common.
     named_by_user = rules.model or rules.rename  # then the user says which names are equal
     forms = (AS_STORED, AS_STORED) if named_by_user else common_names(a, b)
     sides = (_prepare(a, "A", urls[0], rules, 0, forms[0]), _prepare(b, "B", urls[1], rules, 1, forms[1]))
@@ -116,12 +118,15 @@ def diff(
         tensors, pairs = _match(*sides)
         compared = walk(opened[0], opened[1], pairs, settings, progress)
     finally:
+        # Both are closed even if only one failed, and what was read without a checksum is recorded of both.
         for side, reading in zip(sides, opened, strict=True):
             side.unverified = reading.unverified
             reading.store.close()
     differences = {d.name: d for d in [*tensors, *compared]}
+    # Names in the order of A; what only B has comes after it, in B's order.
     order = [*sides[0].rows, *(n for n in sides[1].rows if n not in sides[0].rows)]
     gone = _dropped([differences[name] for name in order if name in differences], different, sides, rules)
+    # Equal tensors are named only if others moved: then they are the frozen ones.
     trained = any(difference.has_moved for difference in compared)
     return Difference(
         sides[0].result(),
@@ -149,14 +154,18 @@ def model_alone(a: Manifest, b: Manifest) -> tuple[str, Pairs]:
         the export states, of names that the other side has.
     """
     for training, export, label in ((a, b, "B"), (b, a, "A")):
+        # Two exports, or two training checkpoints, have equal parts: then all of both is compared.
         if export.format != "safetensors" or training.format == "safetensors":
             continue
         names = {t.fqn for t in export.tensors}
         stored = {t.fqn for t in training.tensors}
+        # An export has nothing beside its model; a safetensors file with optimizer state is no export.
         if names == stored or _model_names(export) != names:
             continue
         trained = _model_names(training)
         if 2 * len(names & trained) >= len(names):
+            # Only a tie whose kept name is exported and whose gone name
+            # is in the model is a tie of these two.
             ties = tuple(tie for tie in stated_ties(export) if tie[0] in trained - names and tie[1] in names)
             reason = f"{label} is a model alone, so only the model parts are compared, as with --model"
             spelled = "".join(f", --tie {gone}={kept}" for gone, kept in ties)
@@ -213,6 +222,7 @@ def _prepare(
     rename = rules.rename if number == 0 else ()
     prefix = rules.prefixes[number] if number < len(rules.prefixes) else None
 
+    # Without --model a name is what it is stored as.
     inside = in_model(manifest, prefix) if rules.model else str
 
     def compared(name: str) -> str | None:
@@ -227,6 +237,7 @@ def _prepare(
         return compared_name is not None and not rules.dropped(compared_name)
 
     with labelled(f"{label} ({url})"):
+        # Only errors of what is compared count: a damaged optimizer is no reason against comparing weights.
         report = require_complete(manifest, selected)
         model = find_model(manifest, prefix) if rules.model else None
         mapped = remap(manifest, model=model, rename=rename)
@@ -248,6 +259,7 @@ def _prepare(
         warnings,
         frozenset(n for name in manifest.unread if (n := compared(name)) is not None),
         {}
+        # With --model only tensors are compared: plain values are no part of a model.
         if rules.model
         else leaves(manifest.blobs, lambda path: form.name(apply_renames(path, rename)), form.value),
         form=form.because,
@@ -256,6 +268,8 @@ def _prepare(
 
 def _without_objects(sides: tuple[_Side, _Side], rules: DiffRules) -> list[tuple[str, str]]:
     """Drop the objects if one side's format cannot store any; return (name, reason)."""
+    # A format without plain values lacks all of them by design, so
+    # each would be a difference without meaning.
     without = [s for s in sides if not by_name(s.source.format).abilities.objects]
     if rules.model or not without or not any(s.objects for s in sides):
         return []
@@ -271,9 +285,11 @@ def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
     for tied_name, stored_name in ties:
         for name in (tied_name, stored_name):
             if not any(name in side.rows for side in sides):
+                # A typo in a tie would otherwise pass as a side that has the tensor anyway.
                 raise UsageError(f"--tie names {name}, which neither side has")
         for side in sides:
             if tied_name not in side.rows and stored_name in side.rows:
+                # The same bytes under a second name; the row of the first stays as it is.
                 names = [t.fqn for t in side.named.tensors]
                 row = side.rows[stored_name]
                 side.named = select(side.named, [*range(len(names)), row], [*names, tied_name])
@@ -282,11 +298,13 @@ def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
 
 def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
     """Apply the globs; raise `UsageError` for a glob that matches nothing, and if nothing is left."""
+    # Roots of objects count: a glob may name the dict, while its leaves are what is compared.
     names = {
         n for s in sides for n in (*s.rows, *s.unread, *s.objects, *(o.root for o in s.objects.values()))
     }
     for option, globs in (("--include", rules.include), ("--exclude", rules.exclude)):
         for glob in globs:
+            # A glob without a hit is a typo, and would silently compare too much or too little.
             if not any(matches(name, [glob]) for name in names):
                 raise UsageError(
                     f"{option} {glob} matches nothing on either side",
@@ -312,12 +330,14 @@ def _arrays(object_side: _Side, tensor_side: _Side, opened: OpenSide) -> int:
 
     A ``.pt`` that `torch.load` opens with ``weights_only`` has such arrays. Return how many were dropped.
     """
+    # Only names that one side has as a value and the other as a tensor; in any other case kinds differ.
     equal = 0
     for name in [n for n in object_side.objects if n in tensor_side.rows and n not in object_side.rows]:
         spec, values = tensor_side.spec(name), object_side.objects[name].values
         array = as_tensor(values[0]) if len(values) == 1 else None
         if array is None or array[:2] != (spec.dtype, spec.shape):
             continue
+        # Compared bit by bit: the dtypes are equal, and NaN is then equal to itself.
         if opened.read(tensor_side.rows[name]) == array[2]:
             del object_side.objects[name], tensor_side.rows[name]
             equal += 1
@@ -331,6 +351,7 @@ def _dropped(
     rules: DiffRules,
 ) -> dict[str, DroppedName]:
     """Return what one side lacks because a conversion leaves it out, by compared name."""
+    # Only what one side lacks can have been left out; a value that differs is a difference.
     by_kind = {ONLY_A: sides[0], ONLY_B: sides[1]}
     missing = [
         OneSided(t.name, t.what[0], by_kind[t.what[0]].stored[t.name])
@@ -363,6 +384,7 @@ def _match(a: _Side, b: _Side) -> tuple[list[TensorDifference], list[Pair]]:
         if name not in b.rows:
             continue
         spec_a, spec_b = a.spec(name), b.spec(name)
+        # Tensors of two float dtypes are compared by value: a conversion to bfloat16 is no other model.
         kinds = ((DTYPE, spec_a.dtype != spec_b.dtype), (SHAPE, spec_a.shape != spec_b.shape))
         differing_kinds = tuple(kind for kind, differs in kinds if differs)
         floats = all(BY_NAME[spec.dtype].is_float for spec in (spec_a, spec_b))

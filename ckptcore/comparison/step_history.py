@@ -76,6 +76,7 @@ class JudgedStep:
     def has_same(self, fqn: str, step: JudgedStep) -> bool:
         """Report whether another step has the same values of a tensor, which both have."""
         mine, theirs = self.prints.get(fqn), step.prints.get(fqn)
+        # Fingerprints are exact where both have one; measured steps of old versions have statistics alone.
         if mine is not None and theirs is not None:
             return mine == theirs
         return _is_close(self.points[fqn], step.points[fqn])
@@ -99,6 +100,8 @@ class Series:
 
     def is_frozen(self, fqn: str) -> bool:
         """Report whether a tensor is known to be frozen at this step and at the last one."""
+        # A run's own statement counts, even where the stored roles differ: an
+        # optimizer may have states of a frozen weight.
         if self.frozen_globs and matches(fqn, self.frozen_globs):
             return True
         return all(judged.points[fqn].role == FROZEN for judged in (self.this, *self.before[:1]))
@@ -119,6 +122,8 @@ def judge(series: Series) -> list[Finding]:
 
 def _first(alarms: Iterable[Finding]) -> Iterator[Finding]:
     """Yield the first alarms of a rule; the last one says how many more there are."""
+    # A step that broke altogether has an alarm for each tensor: the
+    # number is enough, and the rows are bounded.
     listed = list(alarms)
     yield from listed[:_MOST]
     if len(listed) > _MOST:
@@ -138,6 +143,7 @@ def _repeated(series: Series) -> Iterator[Finding]:
 
 def _not_finite(series: Series) -> Iterator[Finding]:
     points = series.this.points.values()
+    # Roles are only known where the optimizer was stored; without any, every weight counts.
     knows_roles = any(point.role == TRAINED for point in points)
     for point in points:
         counted = point.role in (TRAINED, FROZEN) if knows_roles else point.role != STATE
@@ -150,6 +156,8 @@ def _frozen_changed(series: Series) -> Iterator[Finding]:
     for point in series.shared():
         if point.role == STATE or not series.is_frozen(point.fqn):
             continue
+        # Both steps before, since the last one may be the odd one:
+        # then this step is back at the frozen values.
         earlier = [judged for judged in series.before if point.fqn in judged.points]
         if not any(series.this.has_same(point.fqn, judged) for judged in earlier):
             text = f"{point.fqn} is frozen, and is not what it was at step {series.before[0].step}"
@@ -174,6 +182,7 @@ def _trainable_unchanged(series: Series) -> Iterator[Finding]:
 
 def _dead_experts(series: Series) -> Iterator[Finding]:
     weights: dict[str, dict[str, list[TensorPoint]]] = defaultdict(lambda: defaultdict(list))
+    # Alarms of an expert compare it with the others of its layer, so both tables are by layer first.
     moments: dict[str, dict[str, list[TensorPoint]]] = defaultdict(lambda: defaultdict(list))
     for point in series.this.points.values():
         state = state_of(point.fqn) if point.role == STATE else None
@@ -195,10 +204,12 @@ def _dead_experts(series: Series) -> Iterator[Finding]:
             for number, points in moments.get(layer, {}).items()
         }
         for number, points in sorted(experts.items(), key=lambda item: int(item[0])):
+            # A new layer has nothing to be compared with.
             comparable = all(point.fqn in shared for point in points)
             if not any(point.norm or point.nan or point.inf for point in points):
                 reason = "all its weights are zero"
             elif comparable and not moved[number] and any(moved.values()):
+                # If none of the layer moved, the layer was not trained: a matter for another rule.
                 reason = f"its weights are those of step {series.before[0].step}, and others moved"
             elif not learning.get(number, True) and any(learning.values()):
                 reason = "its first moments are zero, and those of others are not"
@@ -208,13 +219,16 @@ def _dead_experts(series: Series) -> Iterator[Finding]:
 
 
 def _norm_jumped(series: Series) -> Iterator[Finding]:
+    # Two steps are needed to know that a norm is settled.
     if len(series.before) < BEFORE:
         return
     last, second = (judged.points for judged in series.before[:BEFORE])
     for point in series.shared():
+        # The norm of a single element is its value, which may well pass zero.
         if point.role == STATE or point.numel < 2 or point.fqn not in second:
             continue
         norms = last[point.fqn].norm, second[point.fqn].norm
+        # A norm that still doubles from step to step tells nothing by a jump.
         if min(norms) <= 0 or max(norms) > _SETTLED * min(norms):
             continue
         if point.norm >= _JUMP * max(norms) or point.norm <= min(norms) / _JUMP:
@@ -253,6 +267,7 @@ def statistics_row(
     points = []
     for fqn, dtype, _, statistics in measured:
         change = changed.get(fqn)
+        # NaN for a change that was not measured: the columns have no other absent value.
         numbers = (math.nan, math.nan)
         if change is not None:
             numbers = change.relative, math.nan if change.cosine is None else change.cosine
@@ -275,6 +290,8 @@ def statistics_row(
     weights = [point for point in points if point.role != STATE]
     compared = [changed[point.fqn] for point in weights if point.fqn in changed]
     length = math.hypot(*(change.before.norm for change in compared))
+    # Of all weights together, as the norm of one long vector: a tensor
+    # that was not compared adds to neither side.
     relative = math.hypot(*(change.norm for change in compared)) / length if length else None
     return StatisticsRow(
         pack_points(points),
@@ -306,10 +323,12 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
     from ckptcore.catalog import history
     from ckptcore.catalog.database import clock
 
+    # One transaction: a step that is measured meanwhile is judged after this one, with its statistics.
     with catalog.writing() as conn:
         step = history.at(conn, ref)
         if step is None:
             return []
+        # A row is unpacked once, though it is a neighbour of several steps.
         loaded: dict[str, JudgedStep | None] = {}
 
         def judged(rows: Sequence[MeasuredStep]) -> list[JudgedStep]:
@@ -332,6 +351,8 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
         behind = history.beside(conn, step, BEFORE)[1]
         twins = history.like(conn, step)
         alarms: list[Finding] = []
+        # Steps behind are judged again, because this one is now what they are
+        # compared with; twins, because they repeat it.
         for measured in (step, *behind, *twins):
             before = judged(history.beside(conn, measured, BEFORE)[0])
             for this in judged([measured]):
@@ -356,12 +377,14 @@ def _tensors(step: MeasuredStep) -> StepColumns | None:
 
 def _have_same_weights(first: JudgedStep, second: JudgedStep) -> bool:
     """Report whether two steps have the same weights, but for those that are frozen."""
+    # Frozen weights are equal in all steps of a run, and so they prove no repetition.
     names = {fqn for fqn, point in first.points.items() if point.role not in (STATE, FROZEN)}
     theirs = {fqn for fqn, point in second.points.items() if point.role not in (STATE, FROZEN)}
     return bool(names) and names == theirs and all(first.has_same(fqn, second) for fqn in names)
 
 
 def _is_close(first: TensorPoint, second: TensorPoint) -> bool:
+    # Counts first: they are exact, and differ in most pairs of steps.
     if (first.numel, first.nan, first.inf, first.zeros) != (
         second.numel,
         second.nan,
@@ -411,6 +434,7 @@ class RunHistory:
 
     def tensor(self, fqn: str) -> list[tuple[MeasuredStep, TensorPoint]]:
         """Return a tensor at each step that has it; raise `UsageError` if none does."""
+        # Names are searched per step, since tensors may appear or vanish within a run.
         pairs = list(zip(self.steps, self.tensors, strict=True))
         rows = [(step, own.point(own.names.index(fqn))) for step, own in pairs if fqn in own.names]
         if not rows:
@@ -445,6 +469,7 @@ class RunHistory:
         """
         table = _Table(self.tensors)
         moved: dict[str, list[float | None]] = {name: [] for name in table.layers}
+        # The step before a block's first is the last of the block before; nothing precedes the run's first.
         last = _Block.of(1, table.columns)
         for start in table.blocks():
             block = table.block(start)
@@ -505,6 +530,7 @@ class _Table:
 
     def blocks(self) -> range:
         """Return the numbers of the steps that a block begins with."""
+        # Steps are taken in blocks of a bounded table, however many tensors a step has.
         return range(0, len(self._steps) if self.columns else 0, max(_BLOCK // max(self.columns, 1), 1))
 
     def block(self, start: int) -> _Block:
@@ -527,6 +553,7 @@ class _Table:
         self, norms: npt.NDArray[np.float64], chosen: npt.NDArray[np.bool_]
     ) -> tuple[list[list[float]], list[list[bool]]]:
         """Return of each step the Euclidean norms of the layers' chosen norms, and which layers have any."""
+        # Columns are ordered by layer, so a layer is a range and the sum is one reduction.
         starts, sizes = self._starts, np.diff(self._starts, append=self.columns)
         norms = np.where(chosen, norms, 0.0)
         # Squares of the largest norms are infinite, and of small ones 0.
@@ -575,6 +602,7 @@ def read_history(
     from ckptcore.catalog import history
 
     most = history.MOST_STEPS if limit is None else limit
+    # Alarms and steps from one snapshot: an alarm of a step that is not listed would have no row.
     with catalog.reading() as conn:
         steps = history.steps(conn, run, columns=tensors, limit=most, before=before)
         alarms = history.alarms_of(conn, run)
@@ -584,6 +612,7 @@ def read_history(
             hint="`ckptcore stats SRC` measures a step, and so does --stats of a conversion",
         )
     columns = [_tensors(step) for step in steps] if tensors else []
+    # Damaged ones are listed too, so that a gap in a chart can be explained.
     damaged = [step.step for step, own in zip(steps, columns, strict=False) if own is None]
     return RunHistory(run, steps, alarms, [own or NOTHING for own in columns], damaged)
 

@@ -137,26 +137,32 @@ def verify_export(
         The proof. Damage of the export is a failed check, not an error.
 
     """
+    # A process that verifies twice must see what is stored now, not what it read before.
     forget_small_reads()
     found_by = source.by if source is not None else ""
     place = source.request.source if source is not None else None
     try:
         export = OpenExport.open(url)
+    # Not yet complete is an answer for the caller, who may wait; damage is a verdict on the export.
     except NotComplete:
         raise
     except DamagedCheckpoint as error:
         return ExportProof(url, "", place, found_by, tuple(_of_unread(url, error, optional_checks)))
+    # Before any bytes are read: a wrong path for --near must not end an hour of comparing.
     base = inspect(optional_checks.near) if optional_checks.near is not None else None
     if optional_checks.logits is not None:
         folders = {url: export.values}
         if optional_checks.logits.reference is not None:
             folders[optional_checks.logits.reference] = inspect(optional_checks.logits.reference)
+        # The same for logits: a folder that is missing, or memory that
+        # is too small, is known before the reads.
         for folder in folders:
             require_folder(folder)
         require_memory(optional_checks.logits, folders)
     reference = None if optional_checks.logits is None else optional_checks.logits.reference
     config = check_config(export, source, reference)
     try:
+        # Without a source the other checks are still done, and each says what it lacks.
         mapped = map_source(source, export) if source is not None else UnmappedSource(missing)
     except (CkptError, OSError) as error:
         # A config.json that contradicts the source explains why names do not fit: the failed check
@@ -171,6 +177,7 @@ def verify_export(
         checks = [_unmapped_elements(export, mapped.reason), _check_names(export, source)[0], *config_checks]
         checks.append(
             not_done(VALUES, mapped.reason)
+            # A catalog's record proves less than a source: only that nothing changed since.
             if record is None
             else against_record(record, export.stored, mapped.reason, progress)
         )
@@ -179,6 +186,7 @@ def verify_export(
     else:
         elements = _elements(export, mapped)
         names, ties, float32 = _check_names(export, source)
+        # Ties and float32 names come from the model class, so the check of names precedes that of values.
         values, finite, pair_results = _values(export, mapped, ties, float32, settings, progress)
         checks = [elements, names, *config_checks, values, finite]
     if base is not None:
@@ -233,6 +241,7 @@ def compare_part(url: str, source: ExportSource, settings: Settings | None) -> P
     if isinstance(mapped, UnmappedSource):
         raise UsageError(mapped.reason)
     mapped_tensors, export_rows = mapped.export.mapped, export.stored.index
+    # The same checks as of an export, but no model class: a part need not be a model.
     checks = [_elements(export, mapped)]
     pair_results: tuple[PairResult, ...] = ()
     if settings is not None:
@@ -245,6 +254,7 @@ def compare_part(url: str, source: ExportSource, settings: Settings | None) -> P
     )
     problems = [str(p) for c in checks for p in c.problems]
     problems += [c.summary for c in checks if c.verdict != OK and not c.problems]
+    # An empty list of problems would claim more than was compared.
     if settings is not None and _fingerprint(export, pair_results) is None and not problems:
         problems.append("not every tensor of it was compared")
     return PartProof(
@@ -259,8 +269,10 @@ def compare_part(url: str, source: ExportSource, settings: Settings | None) -> P
 
 def _is_callers(error: Exception, source: ExportSource) -> bool:
     """Return whether to raise an error of reading the source: the user named it, or a retry may succeed."""
+    # A transient error says nothing about the export.
     if not isinstance(error, CkptError) or error.transient:
         return True
+    # A source that the user named must be readable; one that a record names may be gone.
     return source.asked and not isinstance(error, DamagedCheckpoint)
 
 
@@ -280,11 +292,13 @@ def _defects(export: OpenExport) -> list[Problem]:
     """Return the problems of an export by itself: missing or truncated files, holes."""
     report = check(export.stored, None, "coverage")
     problems = [Problem(f.fqn or f.file or "", f.message) for f in report.findings if f.severity == "error"]
+    # A single file was named: what else is in its folder is not part of it.
     if export.stored.origin.get("file"):
         return problems
     used = {file.path for file in export.stored.files}
     folder_files = folder_at(export.stored.root).files
     several_files = not _of_several(export) and sum(name.endswith(".safetensors") for name in used) > 1
+    # transformers opens one file without an index, and several only with it.
     if INDEX not in folder_files and several_files:
         problems.append(Problem(INDEX, "is missing, and loaders open no model of several files without it"))
     beside = [n for n in folder_files if n.endswith(".safetensors") and n not in used]
@@ -300,6 +314,7 @@ def _unmapped_elements(export: OpenExport, reason: str) -> Check:
 
 def _elements(export: OpenExport, mapped: MappedSource) -> Check:
     mapped_tensors = mapped.export.mapped
+    # Messages have the source's own name beside the export's, as nobody looks for a renamed tensor.
     stored = {new: old for old, new in mapped_tensors.renamed}
     source_specs = {t.fqn: t for t in mapped_tensors.manifest.tensors}
     export_specs = {t.fqn: t for t in export.stored.tensors}
@@ -320,6 +335,7 @@ def _elements(export: OpenExport, mapped: MappedSource) -> Check:
         if name not in source_specs
     ]
     problems += element_problems(mapped.manifest, mapped_tensors)
+    # Rules that drop only zeros are held to it: the bytes are read, as no metadata shows them.
     nonzero, unread = zero_problems(mapped.manifest, mapped_tensors)
     problems += nonzero
     rules = Counter(d.rule for d in mapped_tensors.dropped)
@@ -337,6 +353,7 @@ def _adapter_names(export: OpenExport, content: bytes) -> Check:
     """Check an adapter's names, shapes and ranks against its own config; its base model is not available."""
     try:
         form = load_json_object(content)
+        # Only shapes: the names of an adapter depend on its own config and on no model class.
         shapes = export.shapes()
         adapter = find_adapter(shapes, form)
         if adapter is None:
@@ -356,6 +373,7 @@ def _check_names(
 
     Names are exact, unless others were requested, or quantised weights were copied as they are stored.
     """
+    # Without a config.json the model class is unknown; folders of several models have one in each.
     if export.config is None:
         if export.adapter is not None:
             return _adapter_names(export, export.adapter), (), {}
@@ -371,6 +389,7 @@ def _check_names(
             expected = expected_of(export.stored)
         else:
             expected = check_names(export.config, export.shapes())
+        # What the user renamed is expected to differ from the names that transformers writes.
         if not export.values.derived and (source is None or source.request.names == HUB):
             expected.require_exact(renaming=False)
     except NameMismatch as error:
@@ -380,11 +399,13 @@ def _check_names(
         return failed(NAMES, problems or [Problem("", error.message)], message=error.message), (), {}
     except UsageError as error:
         return failed(NAMES, [Problem("config.json", error.message)]), (), {}
+    # A class that could not be asked leaves the names unproven, which is neither passed nor failed.
     unasked = [f for f in expected.warnings if f.code == "names-unchecked"]
     if unasked:
         return not_done(NAMES, f"{unasked[0].message}; {unasked[0].hint}"), (), {}
     notes = "; ".join(f.message for f in (*expected.warnings, *expected.kept_names()))
     export_rows = export.stored.index
+    # A tie of which one name is stored has nothing to compare.
     ties = tuple((a, b) for a, b in expected.ties if a in export_rows and b in export_rows)
     return passed(NAMES, f"they fit{f': {notes}' if notes else ''}"), ties, expected.float32 or {}
 
@@ -417,6 +438,7 @@ def _values(
     tied: pairs that the model class ties: if both are stored, transformers loads one of them. float32: 16-bit
     dtype -> names of what models of that dtype have in float32.
     """
+    # The source is mapped and cast as the conversion did it, and nothing is written.
     mapped_tensors = mapped.export.mapped
     source_side = OpenSide(f"source ({mapped.manifest.root})", mapped_tensors.manifest)
     export_side = OpenSide(export.url, export.stored)
@@ -437,6 +459,7 @@ def _values(
         stored = export.stored
         for a, b in tied:
             first, second = (stored.tensors[stored.index[n]] for n in (a, b))
+            # Named as a problem here, since the comparison below needs equal shapes.
             if (first.shape, first.dtype) != (second.shape, second.dtype):
                 problems.append(
                     Problem(a, f"has another shape or dtype than {b}, to which config.json ties it")
@@ -450,14 +473,17 @@ def _values(
             )
         pair_results = read_pairs([*pairs, *ties], settings, progress)
         ends = [finish(side, SOURCE if side is not export_side else EXPORT) for side in sides]
+    # A problem has the name of its tensor already.
     damage = [(s.name, side, why.removeprefix(f"{s.name}: ")) for s in pair_results for side, why in s.damage]
     # The end of a side repeats, behind the side's label, damage that a box has reported.
     damage += [
         ("", *end) for end in ends if end is not None and not any(end[1].endswith(d[2]) for d in damage)
     ]
+    # Damage of the source is no fault of the export, and is kept apart.
     of_source = [Problem(name, why) for name, side, why in damage if side == SOURCE]
     problems += [Problem(name, why) for name, side, why in damage if side == EXPORT]
     problems += [Problem(s.name, _differing(s)) for s in pair_results if s.differing]
+    # Twins are compared, but are no tensors of the export, and so are no part of its fingerprint.
     export_results = tuple(s for s, p in zip(pair_results, [*pairs, *ties], strict=True) if p.is_summed)
     cast = Counter(
         f"{s.specs[0].dtype} to {s.specs[1].dtype}"
@@ -488,13 +514,16 @@ def _comparable(
     in_float32 = {dtype: {*names} for dtype, names in float32.items()}
     for row, spec in enumerate(source_side.manifest.tensors):
         export_row = export_rows.get(spec.fqn)
+        # What has no counterpart, or another shape, cannot be read side by side.
         if export_row is None or export.stored.tensors[export_row].shape != spec.shape:
             continue  # the check of elements reports it
         got, right = export.stored.tensors[export_row].dtype, dtypes.get(spec.fqn, spec.dtype)
         both_float = BY_NAME[got].is_float and BY_NAME[spec.dtype].is_float
+        # A cast between float dtypes is what an export may do; any other change of dtype is a fault.
         if got != right and (exact or not both_float):
             problems.append(Problem(spec.fqn, f"is {got}, the source gives {right}"))
             continue
+        # Rounding is allowed, except of what the model class keeps in float32 while it loads a 16-bit model.
         if not exact and spec.dtype in _WIDE and spec.fqn in in_float32.get(got, ()):
             text = f"is rounded from {spec.dtype} to {got}; the model class keeps it in float32"
             problems.append(Problem(spec.fqn, text))
@@ -522,6 +551,7 @@ def _finite(pair_results: Sequence[PairResult], of_source: Sequence[Problem]) ->
     problems = [
         Problem(s.name, f"{s.nan[1]} NaN and {s.inf[1]} Inf, the source has {s.nan[0]} and {s.inf[0]}")
         for s in pair_results
+        # More than the source has: a NaN that was trained in is the source's, and is reported as such.
         if not s.damage and (s.nan[1] > s.nan[0] or s.inf[1] > s.inf[0])
     ]
     not_finite = [(s.name, s.nan[1], s.inf[1]) for s in pair_results if s.nan[1] or s.inf[1]]
@@ -530,6 +560,7 @@ def _finite(pair_results: Sequence[PairResult], of_source: Sequence[Problem]) ->
     }
     if problems:
         return failed(FINITE, problems, **values)
+    # A tensor that could not be read may hold any number of them.
     if of_source or any(s.damage for s in pair_results):
         return not_done(FINITE, "not every tensor could be read")
     if not not_finite:
@@ -544,12 +575,15 @@ def _finite(pair_results: Sequence[PairResult], of_source: Sequence[Problem]) ->
 def _near(
     export: OpenExport, base: Manifest, optional_checks: Wanted, settings: Settings, progress: Progress | None
 ) -> Check:
+    # Quantized weights are compared as the values that they mean: the related folder has another form, or
+    # none.
     export_side, base_side = OpenSide(export.url, export.values), OpenSide(str(optional_checks.near), base)
     with _closing([export_side, base_side]):
         try:
             nearness = near(export_side, base_side, settings, progress)
         except DamagedCheckpoint as error:
             return not_done(NEAR, error.message)
+    # NaN sorts nowhere: cosines that are not finite are problems of their own.
     low = sorted((c, n) for n, c in nearness.cosines if math.isfinite(c))
     far = [Problem(n, "an element is NaN or Inf") for n, c in nearness.cosines if not math.isfinite(c)]
     far += [
@@ -581,6 +615,7 @@ def _near(
 
 def _fingerprint(export: OpenExport, pair_results: Sequence[PairResult]) -> str | None:
     """Return the fingerprint of the export, or None unless each of its tensors was read."""
+    # A fingerprint of some of the tensors would look like that of another checkpoint.
     if len(pair_results) != len(export.stored.tensors) or any(s.damage for s in pair_results):
         return None
     return checkpoint_fingerprint(s.fingerprinted for s in pair_results)
@@ -597,6 +632,7 @@ def element_problems(source: Manifest, mapped_tensors: Mapped) -> list[Problem]:
         A problem for each tensor of which elements are lost, more or fewer are dropped than its rule says, or
         elements are in the export twice.
     """
+    # A name that is dropped as such needs no count of elements; others lose exactly what their rule states.
     gone = {d.fqn for d in mapped_tensors.dropped if d.part is None}
     parts = Counter[str]()
     for dropped in mapped_tensors.dropped:
@@ -651,6 +687,7 @@ def check_config(export: OpenExport, source: ExportSource | None, reference: str
         export_config = Config("the export's config.json", HUB, export.config.form)
     except InvalidText:
         return None
+    # Every other config that is known: each may contradict a field that the others do not have.
     model_configs = [*_of_source(source), *_of_reference(reference)]
     try:
         agreement = agreement_of(export_config, model_configs)
@@ -677,6 +714,7 @@ def _of_source(source: ExportSource | None) -> Iterable[Config]:
         manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
         names = model_names(request, manifest).values()
     except (CkptError, OSError):
+        # Other checks report a source that cannot be read; here it only means fewer configs to compare with.
         return
     if source.digest is not None and manifest.digest != source.digest and not source.asked:
         return  # another checkpoint
@@ -706,11 +744,13 @@ def against_record(
     Returns:
         The check of values: failed where a file is another one; else not done, with what is proven.
     """
+    # Only files of tensors decide; a card or a tokenizer may be edited after the export.
     data = [name for name in placed(export) if name in record.files]
     lacking = sum(name not in record.files for name in placed(export))
     meter = ProgressMeter(progress, "compare", sum(nbytes for nbytes, _ in record.files.values()))
     changed, beside = list[Problem](), list[str]()
     with closing(open_store(export.root)) as store:
+        # Sizes are asked first: a file of another size is another file, and is not read.
         right_size = {name: file for name, file in record.files.items() if store.size(name) == file[0]}
         digests = digests_like(store, right_size, meter.add)
     for name, (_, digest) in sorted(record.files.items()):
@@ -734,6 +774,7 @@ def against_record(
     )
     if changed:
         return failed(VALUES, changed, **dict(values))
+    # No digest proves nothing, even if no file is known to have changed.
     if lacking or not data:
         return Check(VALUES, NOT_DONE, f"{reason}; the catalog has no digest of its files", (), values)
     of = "1 file of tensors is" if len(data) == 1 else f"{len(data)} files of tensors are"
@@ -743,6 +784,7 @@ def against_record(
         f"{reason}. Proven by the catalog: {of} what was written{when}{changed_text}. "
         f"Not proven again: that it is what the source held ({verified})"
     )
+    # Never passed: it is compared with what was written, and not with the source.
     return Check(VALUES, NOT_DONE, summary, (), values)
 
 
@@ -765,6 +807,7 @@ def check_reference(
         pair_results = read_pairs(pairs, settings, progress)
         ends = [end for end in (finish(theirs, SOURCE), finish(mine, "export")) if end is not None]
     damage = [(side, why) for s in pair_results for side, why in s.damage] + ends
+    # An unreadable reference proves nothing about the export.
     if unread := [why for side, why in damage if side == SOURCE]:
         return not_done(REFERENCE, f"the reference cannot be read: {unread[0]}")
     problems += [Problem("", why) for _, why in damage]
@@ -777,6 +820,7 @@ def check_reference(
         if s.differing
     ]
     values = {"compared": len(pair_results), "differing": [p.name for p in differing]}
+    # Without a tolerance every difference counts; with one the logits decide how much a difference matters.
     if problems or (differing and not tolerance):
         return failed(REFERENCE, [*problems, *differing], **values)
     if differing:
@@ -797,11 +841,13 @@ def _pairs(export: OpenExport, mine: OpenSide, theirs: OpenSide) -> tuple[list[P
     """Return (names and shapes that differ, tensors to read side by side)."""
     export_rows, reference_rows = mine.manifest.index, theirs.manifest.index
     problems, pairs = [], []
+    # Names of one side alone may be ties, and the class is asked for those only where there are any.
     only = {*export_rows} ^ {*reference_rows}
     ties = dict(_ties(export, theirs.manifest)) if only else {}
     for name in [*export_rows, *(n for n in reference_rows if n not in export_rows)]:
         side = "is not in the reference" if name in export_rows else "is only in the reference"
         twin = name if name not in only else ties.get(name, "")
+        # Under the name of its twin where a side stores only one of two tied names.
         export_row, reference_row = (of.get(name, of.get(twin)) for of in (export_rows, reference_rows))
         if export_row is None or reference_row is None:
             problems.append(Problem(name, side))

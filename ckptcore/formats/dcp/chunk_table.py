@@ -40,6 +40,8 @@ class Table:
 
     def extend(self, *columns: Ints) -> None:
         """Add a row per element of the columns."""
+        # Rows that came one by one precede these; the order decides
+        # which of two places with one index counts.
         self._flush()
         self._parts.append(np.stack(columns, axis=1))
 
@@ -82,6 +84,7 @@ class Ragged:
         if self._rank:
             rank = np.array(self._rank, np.int64)
             dims = np.zeros((len(rank), max(int(rank.max()), 0)), np.int64)
+            # A mask in row order takes the flat sizes in exactly the order in which they were added.
             dims[np.arange(dims.shape[1]) < rank[:, None]] = np.array(self._flat, np.int64)
             self._parts.append((dims, rank.astype(np.int8)))
             self._flat, self._rank = array("q"), array("q")
@@ -124,6 +127,8 @@ class StringIds:
             unset = np.full(len(names.values) - len(table), -1, np.int64)
             table = np.concatenate([table, unset])
         rows = np.flatnonzero(table[names.ids] < 0)
+        # Only texts that occur in these rows get a number, in the order of
+        # their first use, as `of` would give them.
         if len(rows):
             new, first = np.unique(names.ids[rows], return_index=True)
             for n in new[np.argsort(first)].tolist():
@@ -166,6 +171,8 @@ class ChunkRows:
         Raises:
             MalformedCheckpoint: There is something else, or more than the file has room for.
         """
+        # One list in the memo that is claimed a million times costs a few megabytes of pickle, and gigabytes
+        # here.
         self._require_room(self._count + len(chunks))  # before any is copied; columns are not
         count = 0
         for chunk in chunks:
@@ -179,6 +186,7 @@ class ChunkRows:
                 continue
             # Tensors of one shape share the state of their chunk.
             state = chunk.state if type(chunk) is Record and chunk.kind == _CHUNKS[0] else None
+            # By identity, which is enough: equal states that are not shared are checked again.
             if state is None or state is not self._checked:
                 state = row(chunk, _CHUNKS[0], self._file)
                 dims(state[0], self._file)
@@ -190,6 +198,7 @@ class ChunkRows:
         self._names.append(name)
         self._counts.append(count)
         self._count += count
+        # Again, since a run of columns counts as one element of the list above and holds many.
         self._require_room(self._count)
 
     def _require_room(self, count: int) -> None:
@@ -204,6 +213,7 @@ class ChunkRows:
         offset, rank = self._offsets.done()
         shape, shape_rank = self._shapes.done()
         name = np.repeat(np.array(self._names, np.int64), np.array(self._counts, np.int64))
+        # Found here and not per row, where one comparison per chunk would be most of the time.
         if (rank != shape_rank).any():
             fqn = names[int(name[(rank != shape_rank).argmax()])]
             raise MalformedCheckpoint(
@@ -319,6 +329,7 @@ class Join:
         """
         width = max(places.offset.shape[1], chunks.offset.shape[1], shapes.shape[1])
         keys = _Keys(widened(shapes, width), ranks)
+        # One integer per name and offset: sorting integers is far cheaper than sorting rows.
         stored = keys.of(places.name, widened(places.offset, width), places.rank)
         listed = keys.of(chunks.name, widened(chunks.offset, width), chunks.rank)
         order = order_in_groups(stored, places.name)
@@ -328,9 +339,11 @@ class Join:
         self._counts = np.zeros(len(order), np.bool_)  # places that no later one replaces
         self._counts[order] = last
         self.place = np.full(len(listed), -1, np.int64)
+        # Folders that torch wrote list chunks and places in one order: then nothing has to be searched.
         if np.array_equal(ordered, listed) and last.all() and (ordered[:1] >= 0).all():
             self.place = order  # each chunk in order, and its place
         elif len(order):
+            # Of equal keys the last: that is the place that counts, as in a dict that is written twice.
             matches = np.maximum(np.searchsorted(ordered, listed, side="right") - 1, 0)
             same = (ordered[matches] == listed) & (listed >= 0)
             self.place[same] = order[matches[same]]
@@ -342,6 +355,7 @@ class Join:
         for n in np.flatnonzero(listed < 0).tolist():
             rank = int(chunks.rank[n])
             self.place[n] = self._odd.get((int(chunks.name[n]), tuple(chunks.offset[n, :rank].tolist())), -1)
+        # Both sides of the match are columns: what no chunk asked for is found without a set of all items.
         self._hit = np.zeros(len(order), np.bool_)
         self._hit[self.place[self.place >= 0]] = True
 

@@ -100,8 +100,10 @@ def metadata_pickle(
     p = _Pickle()
     p.begin(META, "Metadata")
     p.text("state_dict_metadata")
+    # The order of the fields is that of torch's dataclass; readers take them by name.
     _state_dict(p, tensors, objects)
     p.text("planner_data")
+    # From this `_EmptyStateDictLoadPlanner` builds the nested state dict: without it names stay flat.
     p.none() if paths is None else _planner(p, tensors, objects, paths)
     p.text("storage_data")
     _write_storage(p, tensors, objects)
@@ -131,6 +133,7 @@ def _write_shapes(p: _Pickle, shapes: Mapping[str, Mapping[str, tuple[int, ...]]
 
 def _state_dict(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace]) -> None:
     p.open_dict()
+    # Objects before tensors, in all three tables: an order of our own, the same in each.
     for name in objects:
         p.text(name)
         p.instance(META, "BytesStorageMetadata")
@@ -163,9 +166,12 @@ def _properties(p: _Pickle, dtype: str) -> None:
 def _write_chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.open_list()
     for n, (offset, sizes) in enumerate(tensor.chunks):
+        # The first chunk is written in full: it puts texts and globals into the
+        # memo, to which the rest refer by number.
         if p.has_written(_CHUNK):
             key = id(tensor.chunks), n
             if key not in p.chunks:
+                # The value holds the tuple itself, since another tuple might get the id of one that is freed.
                 p.chunks[key] = tensor.chunks, *_chunks_alike(p, tensor.chunks[n:])
             p.add(*p.chunks[key][1:])
             break
@@ -210,6 +216,7 @@ def _planner(
 
 def _write_storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace]) -> None:
     p.open_dict()
+    # An object has neither offset nor index, and so no row in common with others.
     for name, place in objects.items():
         _write_index(p, name, None, None, place)
     for t in tensors:
@@ -234,6 +241,7 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     _, _, heads, memoized = p.places[key]
     name, places = p.reference(tensor.fqn), tensor.places[first:]
     like, last = likeness(name, places), p.rows.get(key)
+    # Equal likeness: every number has the width that it had in the last tensor's rows, so that nothing moves.
     if last is not None and last.likeness == like:
         p.add(last.filled(name, places[:, 0]), memoized)
         return
@@ -253,6 +261,8 @@ def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     begin = p.reference(META, "MetadataIndex") + _BEGIN + p.reference("fqn") + p.reference(tensor.fqn)
     end_of = _place_ends(p)
     for n in range(first, len(tensor.chunks)):
+        # A text's reference exists once it was written, at a position that
+        # the memo decides: row by row until then.
         path = tensor.paths[n]
         if path in p.paths:
             head, memoized = _place_head(p, tensor, n)
@@ -331,6 +341,7 @@ class _Pickle:
 
     def finish(self) -> bytes:
         """Return the complete pickle, in one frame."""
+        # The length is known only now, and the frame's header has 8 bytes for it from the start.
         self._out += b"."
         parts, self._parts = [*self._parts, self._out], []
         length = sum(map(len, parts)) - len(_START)
@@ -356,6 +367,8 @@ class _Pickle:
 
     def add(self, data: bytes | memoryview, memoized: int) -> None:
         """Add finished opcodes, which memoize this many values."""
+        # Small pieces are joined as they come; copying a large one into
+        # the growing buffer would double its memory.
         if len(data) < _LARGE:
             self._out += data
         else:
@@ -391,6 +404,8 @@ class _Pickle:
     def text(self, value: str) -> None:
         if self._wrote_reference(value):
             return
+        # A name may hold a lone surrogate, from a file system's name that is no
+        # UTF-8; CPython's pickler passes it, too.
         raw = value.encode("utf-8", "surrogatepass")
         short = len(raw) < 256
         self._out += (b"\x8c" + bytes([len(raw)]) if short else b"X" + len(raw).to_bytes(4, "little")) + raw
@@ -410,6 +425,8 @@ class _Pickle:
         key = module, name, argument
         if self._wrote_reference(key):
             return
+        # CPython memoizes the argument, the tuple and the result, in
+        # this order; a reader's numbers depend on it.
         self.glob(module, name)
         self.plain(argument)
         self._out += b"\x85"
@@ -480,12 +497,14 @@ def number(value: int) -> bytes:
         return b"M" + value.to_bytes(2, "little")
     if value < 1 << 31:
         return b"J" + value.to_bytes(4, "little", signed=True)
+    # Two's complement, little-endian, with room for the sign, as pickle's `encode_long`.
     n = value.bit_length() // 8 + 1
     return b"\x8a" + bytes((n,)) + value.to_bytes(n, "little", signed=True)
 
 
 def _size_tuple(dims: tuple[int, ...]) -> bytes:
     """Return the opcodes of the tuple that follows torch.Size."""
+    # Up to three elements have opcodes of their own without a mark; the empty tuple is never memoized.
     end = {0: b")", 1: b"\x85\x94", 2: b"\x86\x94", 3: b"\x87\x94"}.get(len(dims), b"t\x94")
     return b"".join((b"(" if len(dims) > 3 else b"", *map(number, dims), end, b"\x85\x94R\x94"))
 
@@ -546,6 +565,7 @@ class PlaceRows:
         before = len(begin) + len(name) + np.fromiter(map(len, heads), np.int64, len(heads))
         nbytes = before + np.fromiter(map(len, ends), np.int64, len(ends))
         row = np.cumsum(nbytes) - nbytes
+        # Numbers of one class have one width, so that a numpy write per byte fills all rows of it at once.
         kinds = np.frombuffer(like[1], np.int8)
         starts = []
         for kind in np.unique(kinds).tolist():
@@ -562,6 +582,7 @@ class PlaceRows:
             starts: First byte of each item, int64 [n].
         """
         data = self.opcodes.copy()
+        # The name's reference has one length in all rows of a likeness, and a few bytes at most.
         for n, byte in enumerate(name):
             data[self.names + n] = byte
         start_bytes = starts.astype("<i8").view(np.uint8).reshape(-1, 8)

@@ -54,6 +54,8 @@ class ObjectRules:
 def _without_refused(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
     """Leave out the attributes of a namespace that need refused globals; other objects stay complete."""
     tree = objects.tree
+    # Only a namespace: its attributes are apart from each other, while a dict with a part left
+    # out could be taken for all of what was saved.
     if not objects.refused or not isinstance(tree, Named) or tree.kind not in _NAMESPACE_KINDS:
         return objects, ()
     lost = {name for name, value in tree.value.items() if _has_refused(value)}
@@ -65,6 +67,7 @@ def _without_refused(key: str, objects: Objects, read: Reader) -> tuple[Objects,
 
 def _has_refused(tree: Any) -> bool:
     queue, visited = [tree], set[int]()
+    # Without recursion, and each container once: the tree may be deep, and may contain itself.
     while queue:
         value = queue.pop()
         if isinstance(value, Refused):
@@ -103,6 +106,7 @@ def add_blobs(
     _require_apart(names, sizes, [*blobs.values(), *(item for _, item in rank_copies)])
     complete = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
     for key, item in blobs.items():
+        # Without the bytes the object is still listed: a checkpoint that loses one must not look complete.
         if key not in complete:  # `check` reports the missing or short file
             builder.blobs.append(Blob(key, builder.item(item), known=False))
     for key, item, data in _read_all(store, names, complete):
@@ -112,6 +116,8 @@ def add_blobs(
         try:
             if isinstance(data, CkptError):
                 raise data
+            # A failure of this object is a finding below; only what
+            # concerns the process, such as memory, passes.
             with passing():
                 content = _content(store, names[item.file], item, data)
                 objects = rules.parse(content, label)
@@ -134,6 +140,7 @@ def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Seq
     """Raise `MalformedCheckpoint` when items claim the same bytes many times over, as each item is read."""
     claimed: dict[int, int] = {}
     for item in items:
+        # Those beyond the end of their file are not read, and so may claim what they like.
         if item.start + item.length <= (sizes[item.file] or 0):  # others are not read
             claimed[item.file] = claimed.get(item.file, 0) + item.length
     for file, length in claimed.items():
@@ -167,6 +174,7 @@ def kept(
         finding("refused-global", "files", f"object {key} needs {named}{lost}", fqn=key, file=file)
     )
     used = storages_in(objects.tree)
+    # Bytes of tensors that only a refused value can hold: the size of what the manifest does not show.
     hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
     if hidden:
         message = f"cannot read {hidden} bytes of tensors inside object {key}"
@@ -197,6 +205,7 @@ def _compare_ranks(
         builder.item(item)  # its range belongs to the checkpoint
         if any(i.start + i.length > (sizes[i.file] or 0) for i in pair):
             continue  # `check` reports the missing or short file
+        # Equal bytes are the usual case, and are compared without parsing either.
         with passing():
             first, second = (_in_memory(store, names[i.file], i) for i in pair)
             if first.content != second.content and _values(first) != _values(second):
@@ -228,6 +237,7 @@ def _read_all(
     store: Readable, names: list[str], blobs: Mapping[str, Item]
 ) -> Iterator[tuple[str, Item, Any]]:
     """Yield (key, item, its bytes, None for a large one, or the error) in file order."""
+    # In file order, so that neighbours share a request; the names' order would be one request for each.
     rows = sorted(blobs.items(), key=lambda row: (row[1].file, row[1].start))
     position = 0
     while position < len(rows):
@@ -236,6 +246,8 @@ def _read_all(
         while stop < len(rows):
             item = rows[stop][1]
             new_end = max(end, item.start + item.length)
+            # A gap below 64 KiB is cheaper to read than a request is to send;
+            # a range is bounded by what memory holds.
             if item.file != first.file or item.start > end + _GAP or new_end - first.start > _RANGE:
                 break
             stop, end = stop + 1, new_end
@@ -243,6 +255,7 @@ def _read_all(
             yield (*rows[position], None)
             position += 1
             continue
+        # Damage of one range is a finding for each object in it, while the rest of the folder is read.
         try:
             data: Any = store.read(names[first.file], first.start, end - first.start)
         except UnsafeContent as error:
@@ -279,6 +292,8 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, label: str) 
     tensors: list[tuple[TensorSpec, Item, View]] = []
 
     def walk(value: Any, path: str, depth: int) -> Any:
+        # 200 levels are far below Python's limit, which a walk of three
+        # functions for each level would reach first.
         if depth > 200:
             raise MalformedCheckpoint(f"{label} nests deeper than 200 levels")
         if isinstance(value, StoredView):
@@ -286,6 +301,8 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, label: str) 
                 raise MalformedCheckpoint(f"{label} has no storage {value.key!r}")
             start, length, crc = objects.storages[value.key]
             view = check_view(value, length, 0, label, objects.swapped)
+            # Behind a codec no byte of the tensor has a place of its own: the item is all of it, and
+            # the view a place in what it expands to.
             if item.codec:
                 place = Item(item.file, item.start, item.length, Envelope.RAW, item.codec)
                 view = View(view.start + start, view.strides, view.flags)
@@ -297,6 +314,7 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, label: str) 
             return TensorRef(path)
         if type(value) in SCALARS:
             return value
+        # Most containers hold scalars alone, such as lists of steps: no copy of them is made.
         if isinstance(value, (dict, list, tuple)):
             inside = value.values() if isinstance(value, dict) else value
             if set(map(type, inside)) <= SCALARS:
@@ -310,6 +328,7 @@ def adopt(builder: Builder, key: str, item: Item, objects: Objects, label: str) 
             return Named(value.kind, walk(value.value, path, depth + 1))
         return value
 
+    # Only `encode` knows which values have a JSON form.
     try:
         tree = encode(walk(objects.tree, key, 0))
     except TypeError as error:

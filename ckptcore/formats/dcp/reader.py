@@ -87,12 +87,16 @@ def read_folder(
     )
     for metadata in parsed:
         origin |= metadata.origin()
+        # The union of the ranks' files: an object that several of them saved is listed once, and the copies
+        # are compared, since a rank's generator, say, may differ from another's.
         for key, item in state.add(metadata).items():
             if key in blobs:
                 rank_copies.append((key, item))
             else:
                 blobs[key] = item
     state.flush()
+    # A single coordinator wrote the usual file; only names that say something are recorded, so that
+    # the origin of most manifests stays as it was.
     if names[0] != ".metadata":
         origin["metadata"] = names
     _note_files(builder, source, names)
@@ -116,6 +120,8 @@ def _saved_order(
     if type(paths) is not dict:
         return ()
     saved = iter(paths)
+    # `in` consumes the iterator up to its hit: all names are found
+    # only if they follow the order of the paths.
     if all(spec.fqn in saved for spec in manifest.tensors):  # reads the paths once
         return ()
     names = {spec.fqn for spec in manifest.tensors}
@@ -137,6 +143,8 @@ def _paths(parsed: Iterable[Metadata], wrapped: Mapping[str, str]) -> Paths:
     for metadata in parsed:
         recorded_paths = metadata.paths if type(metadata.paths) is dict else {}
         for name in metadata.tensors:
+            # The first rank's path counts. Ranks agree on them where they agree on
+            # the name, since one comes from the other.
             if name in recorded_paths and name not in paths:
                 paths.add(name, recorded_paths[name])
     for name, outer in wrapped.items():
@@ -184,6 +192,7 @@ class _Columns:
         chunks = ChunkRows(metadata)
         for fqn, entry in metadata.tensors.items():
             if type(fqn) is not str or not isinstance(entry, Record):
+                # Names were chosen by the pickle: a message has an excerpt, not megabytes of it.
                 raise MalformedCheckpoint(
                     f"{name}: entry {short_repr(fqn)} is not tensor metadata", file=name
                 )
@@ -236,6 +245,8 @@ class _Columns:
 
     @staticmethod
     def _require_ranks(chunks: MetadataChunks, ranks: Ints, fqns: list[str]) -> None:
+        # Caught here, while the name is at hand: columns of another
+        # width would be read as a box of other dims.
         wrong = chunks.rank != ranks[chunks.name]
         if wrong.any():
             n = int(wrong.argmax())
@@ -260,6 +271,7 @@ class _Columns:
 
     def _unlisted(self, metadata: Metadata, fqns: list[str], join: Join) -> None:
         """Add findings for what is stored, or was saved by name, but is not listed: entries were removed."""
+        # Bounded: a metadata file whose entries were removed altogether may store millions of items.
         stored = [(fqns[n], offset) for n, offset in islice(join.unlisted(), _MAX_LISTED)]
         for fqn, offset in stored:
             chunk_name = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
@@ -283,6 +295,8 @@ class _Columns:
         path, start, length, transforms = fields
         if type(path) is not str or type(start) is not int or type(length) is not int:
             raise MalformedCheckpoint(f"{name} has a storage entry without a place", file=name)
+        # 2**62 leaves room for the sum of two of these in int64, in
+        # which all places are computed from here on.
         if min(start, length) < 0 or start + length >= 1 << 62:
             raise MalformedCheckpoint(f"{name} places {length} bytes at {start} of {path!r}", file=name)
         return self._files.of(path), start, length, _codec(transforms, name)
@@ -296,6 +310,8 @@ class _Columns:
         dtype = _dtype(state.get("properties"), fqn, name)
         earlier = self._specs.get(fqn)
         if earlier is None:
+            # Strided is what nearly all have; a sparse or a quantized layout
+            # has no elements one after another to read.
             layout = _layout(state.get("properties"))
             if layout == _STRIDED:
                 number = self._builder.tensor(TensorSpec(fqn, dtype, shape), name)
@@ -315,6 +331,8 @@ class _Columns:
 
     def flush(self) -> None:
         """Add the chunks, once all items of every file are known."""
+        # Only with all files' items at hand: one item that is a zip
+        # decides the form of the whole of its file.
         sizes = self._safetensors_files()
         first_offsets: dict[tuple[int, int], tuple[int, ...]] = {}
         specs = self._builder.tensors
@@ -365,11 +383,15 @@ class _Columns:
         if not zips.any():
             return
         width = np.array([BY_NAME[t.dtype].itemsize for t in builder.tensors], np.float64)
+        # float64 is exact enough for a comparison with a length, and cannot
+        # overflow for sizes that a damaged file claims.
         extent = np.where(np.arange(chunks.shape.shape[1]) < chunks.rank[:, None], chunks.shape, 1)
         nbytes = width[np.where(zips, tensor, 0)] * extent.astype(np.float64).prod(axis=1)
         plain = zips & (where[:, 3] == 0)
         short = plain & (where[:, 2] < nbytes)
         if self._wrapped is None:
+            # The ordinary case ends here: no item is opened, and the
+            # module of wrapped tensors is not imported.
             if not short.any():
                 return
             from ckptcore.formats.dcp.wrapped_tensors import WrappedTensors
@@ -378,6 +400,8 @@ class _Columns:
         wrapped = self._wrapped
         to_open = short | np.isin(tensor, wrapped.tensors)
         self._open_wrapped(wrapped, np.unique(tensor[to_open]), tensor, chunks, where, plain)
+        # Small items are opened only now: without a wrapped tensor in this
+        # checkpoint, one request for each is waste.
         if wrapped.tensors:
             small = np.unique(tensor[plain & (nbytes < _SMALL)])
             small = small[~np.isin(small, tensor[to_open])]
@@ -401,6 +425,8 @@ class _Columns:
             for n in order[a:b].tolist():
                 rank, (file, start, length, _) = int(chunks.rank[n]), where[n].tolist()
                 box = Box(tuple(chunks.offset[n, :rank].tolist()), tuple(chunks.shape[n, :rank].tolist()))
+                # One part that is not wrapped makes the tensor an ordinary one,
+                # and what was collected of it is dropped.
                 if not plain[n] or not wrapped.add(number, box, (file, start, length)):
                     wrapped.leave(number)
                     break
@@ -447,6 +473,7 @@ def _metadata_files(source: Source) -> list[str]:
     if ranks:
         return [p for _, p in ranks]
     if ".metadata.tmp" in listing:
+        # The writer renames it as its last step: with it alone, files of data may be incomplete, too.
         if source.recover:
             return [".metadata.tmp"]
         raise NotComplete(
@@ -465,9 +492,12 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
     """Add findings about files that the metadata does not name."""
     named = set(builder.file_names())
     for path, size in source.listing.items():
+        # Files in folders below belong to whoever wrote those: formats that contain a DCP folder note them.
         if path in named or path in metadata or "/" in path:
             continue
         if DATA.search(path):
+            # An empty file comes from a rank that had nothing to write, which is
+            # usual; bytes that nothing names are not.
             if size:
                 builder.findings.append(
                     finding(
@@ -484,6 +514,8 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
             )
     if metadata[0] not in (".metadata", ".metadata.tmp"):
         ranks = [int(m[1]) for p in metadata if (m := RANK_METADATA.match(p))]
+        # Only ranks up to the highest that wrote are known; whether more
+        # ran is not recorded in any of the files.
         for rank in absent(ranks, max(ranks), _MAX_LISTED):
             builder.findings.append(
                 finding(
@@ -526,11 +558,13 @@ def _layout(properties: Any) -> str:
 def _codec(descriptors: Any, name: str) -> int:
     """Return the position of an item's codec in `_CODEC_NAMES`."""
     if descriptors in (None, [], ()):
+        # Versions of torch before extensions have no field, and later ones an empty list.
         return 0
     if type(descriptors) in (list, tuple) and len(descriptors) == 1 and type(descriptors[0]) is str:
         # form: name[@domain][/version]
         name_of, _, version = descriptors[0].partition("/")
         codec = _CODECS.get(name_of.split("@")[0])
+        # A later version of the codec might frame its stream differently: refused, not tried.
         if codec is not None and version in ("", _CODEC_VERSION):
             return codec
     raise UnsupportedFormat(

@@ -101,6 +101,8 @@ class Assembly:
         """
         value = stored.value
         placement = same(value.shape) if placement is None else placement
+        # A shard that does not fit is still noted: its bytes are read by
+        # nobody, but belong to a file of the save.
         if not self._placed(name, stored.file.path, value.dtype, value.shape, placement):
             self.place(stored, name)
             return
@@ -108,6 +110,8 @@ class Assembly:
         steps = view.strides if view.strides is not None else row_major(value.shape)
         width = BY_NAME[value.dtype].itemsize
         before = list(dict.fromkeys(self._boxes(name))) if value.shape else []
+        # Each piece is compared with each chunk: a crafted file with a
+        # thousand times a thousand would take hours.
         if len(before) * len(placement.pieces) > _MAX_CUTS:
             raise MalformedCheckpoint(
                 f"{stored.file.path}: {name} is cut into too many pieces", file=stored.file.path
@@ -117,6 +121,8 @@ class Assembly:
                 inside = box.within(Box(piece.offset, piece.local.shape)).offset
                 index = (i + o for i, o in zip(inside, piece.local.offset, strict=True))
                 first_element = sum(i * s for i, s in zip(index, steps, strict=True))
+                # A box that is one run needs no strides; most boxes are, and a chunk without a view costs
+                # less.
                 plain = view.strides is None and is_run(value.shape, box.shape)
                 place = View(view.start + first_element * width, None if plain else steps, view.flags)
                 self._chunk(name, box, item, place)
@@ -147,6 +153,7 @@ class Assembly:
         sums = {self.builder.item_crc32(p.item) for p in placed}
         complete = all(p.value.storage_bytes <= _CRC_BYTES and p.value.shape == () for p in placed)
         same_form = len({(p.dtype, p.view, p.value.storage_bytes) for p in placed}) == 1
+        # Without checksums, or with more bytes than a CRC-32 tells apart, every name has all copies.
         equal = complete and same_form and len(sums) == 1 and None not in sums
         for place, name in enumerate(names):
             for tensor in stored[:1] if equal and place else stored:
@@ -179,6 +186,7 @@ class Assembly:
         value, view = buffer.value, buffer.view
         if not self._placed(name, buffer.path, value.dtype, shape, placement):
             return
+        # A partition is one flat buffer by ZeRO's own definition; anything else was not written by it.
         if len(value.shape) != 1 or view.strides is not None:
             raise MalformedCheckpoint(
                 f"{buffer.path}: the buffer with {name} must be flat (got shape {list(value.shape)})",
@@ -197,6 +205,7 @@ class Assembly:
         """Add a tensor that has the bytes of another, which is there; False where it is not."""
         if owner not in self._tensors or name in self._tensors:
             return owner in self._tensors
+        # Marked, so that a later copy under this name does not become a tensor either.
         if self._tensors[owner] < 0:  # its dtype is not read: neither is the alias
             self._tensors[name] = -1
             self.unread(name, f"it is {owner}, which cannot be read", "")
@@ -219,6 +228,7 @@ class Assembly:
 
     def odd(self, name: str, value: Any, path: str) -> None:
         """Add a value that is no tensor where one belongs, as a part that cannot be read."""
+        # Its storages are left out once, though many names are without a value because of it.
         if (path, id(value)) not in self._odd:  # one value may be in the place of many tensors
             self._odd.add((path, id(value)))
             self._left_out.setdefault(path, set()).update(storages_in(value, refused=True))
@@ -227,6 +237,8 @@ class Assembly:
                 self._refused.setdefault(path, {})[name] = value
             add_odd_piece(self.builder, name, value, path)
             if isinstance(value, RefusedTensor):
+                # Reserved: a copy of another rank must not become the
+                # tensor while this one's part is missing.
                 self._tensors.setdefault(name, -1)
         else:
             self.builder.withdraw(name, Unread(f"it is a {kind_of(value)} in {path}", file=path))
@@ -252,6 +264,7 @@ class Assembly:
                 self._refused.setdefault(path, {})[name] = value
             return
         first, where = self._objects[name]
+        # Values that compare as different, such as NaN with itself, may still have one form in the manifest.
         if first != value and _comparable(first) != _comparable(value):
             message = f"{name} of {path} is not that of {where}"
             self.builder.findings.append(finding("rank-object", "files", message, fqn=name, file=path))
@@ -268,6 +281,7 @@ class Assembly:
             (self.builder.item_crc32(self.builder.chunk_item(row)), self.builder.chunk_view(row) or View())
             for row in self._rows.get(name, ())
         ]
+        # A checksum that is missing says nothing: only two that differ are a difference.
         return crc is None or not chunk_sums or (crc, view) in chunk_sums
 
     def add_unused(self, files: Iterable[StatesFile]) -> None:
@@ -279,6 +293,7 @@ class Assembly:
         for file in files:
             tree = self.tree(file)
             tree.refused |= self._refused.get(file.path, {})
+            # After all names: only then is it known which storages no tensor uses.
             tree.leave_out(self._left_out.get(file.path, ()))
             tree.require_all()
 
@@ -303,6 +318,8 @@ class Assembly:
         key = shape, start, stop, placement
         cuts = self._cuts.get(key)
         if cuts is None:
+            # Cleared as a unit: which shapes recur is decided by layers in
+            # sequence, and recent ones come again soon.
             if len(self._cuts) >= _MAX_CUT_SHAPES:
                 self._cuts.clear()
             cuts = self._cuts[key] = tuple(_cut_run(shape, start, stop, placement))
@@ -327,6 +344,7 @@ class Assembly:
         return True
 
     def _chunk(self, name: str, box: Box, item: int, view: View) -> None:
+        # No element, no bytes; a scalar has the shape () and is one.
         if prod(box.shape) == 0 and box.shape:
             return
         self._rows.setdefault(name, array("q")).append(self.builder.chunk_count)
@@ -351,6 +369,7 @@ def _cut_run(shape: tuple[int, ...], start: int, stop: int, placement: ShardPlac
 def _cut_like(box: Box, boxes: Sequence[Box]) -> list[Box]:
     """Cut a box into those of ``boxes`` that are inside it, and what is left."""
     inside = [b for b in boxes if box.contains(b) and b.numel]
+    # Equal cuts, the usual case of copies, need no subtraction.
     if not inside or inside == [box]:
         return [box]
     left = [box]
@@ -363,6 +382,8 @@ def _as_dict(value: Any) -> Any:
     """Return an instance of a class of DeepSpeed as the dict of its fields, which every writer can store."""
     if isinstance(value, Named) and value.kind == "record":
         name, fields = value.value
+        # The class stays as text beside the fields, as the formats that
+        # are written to have no place for a class.
         return {"class": name, **fields}
     return value
 

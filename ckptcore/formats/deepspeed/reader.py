@@ -111,6 +111,8 @@ class _Reader:
         self._source, self._files, self._states, self._trees = source, files, states, shared
         self._builder = Builder()
         self._assembly = Assembly(self._builder)
+        # Of each model-parallel rank the first file: what it records of parameters is
+        # the same for all its data-parallel ranks.
         self._ranks = states.firsts()
         self._trained = {mp: _merged(parameter_shapes(f)) for mp, f in self._ranks.items()}
         self._frozen = {mp: _frozen_shapes(f) for mp, f in self._ranks.items()}
@@ -123,6 +125,7 @@ class _Reader:
         self._layers: dict[tuple[int, int], LayerFile] = {}
         self._expert_keys: dict[tuple[int, int, int], tuple[str, list[str]]] = {}
         self._placeholders: dict[str, str] = {}
+        # Filled once the shapes of all ranks are known.
         self._neox: NeoxRanks | None = None
         # A folder that was converted in place keeps the buffers, which are the save itself.
         self._universal = bool(files.universal) and not files.optim
@@ -136,9 +139,11 @@ class _Reader:
         builder.findings += [*states.findings, *self._missing_experts()]
         parts = list(self._parts())
         for name, message in lacking(n for part in parts for n in part.values):
+            # With recovery, parts are expected to be missing; otherwise a tensor with a hole is damage.
             code = "missing-part" if self._source.recover else "hole"
             builder.findings.append(finding(code, "coverage", message, fqn=MODEL + name))
         builder.findings += misplaced_experts(self._expert_keys)
+        # A universal folder may leave out layer files, because its weights are in `zero/`.
         if not self._files.universal or self._files.layers:
             builder.findings += missing_layers(states, self._files, self._trained)
             builder.findings += missing_tied_layers(self._trained, self._layers)
@@ -156,6 +161,7 @@ class _Reader:
             suffix = f" and {len(means) - 1} more" if means[1:] else ""
             message = f"the copies of {MODEL}{means[0]}{suffix} differ between ranks: their mean is taken"
             builder.findings.append(finding("averaged-copies", "coverage", message, fqn=MODEL + means[0]))
+        # The rules for copies that differ between ranks are of the weights as stored, not of their masters.
         preferred = "master" if partitioned and not computed else "module"
         chosen = preferred if self._source.weights == "auto" else self._source.weights
         if self._source.weights == "master" and not masters:
@@ -200,6 +206,7 @@ class _Reader:
         world = self._states.world
         for (dp, mp), file in self._states.files.items():
             module = file.tree.get("module")
+            # Files above 0 hold placeholders for partitioned weights, but buffers in full.
             if isinstance(module, dict) and dp > 0:
                 self._compare_buffers(file, module)
             elif isinstance(module, dict):
@@ -224,6 +231,7 @@ class _Reader:
                 yield _Part(file, mp % world.tp, values)
 
     def _has_rank(self, in_job: bool, path: str) -> bool:
+        # A file of a rank beyond the job's size is left over from another save with more ranks.
         if not in_job:
             world = self._states.world
             message = f"{path} is of no rank of {world.tp} tensor-parallel x {world.pp} pipeline ranks"
@@ -235,6 +243,7 @@ class _Reader:
         self._copies += [
             (f"{MODEL}{name}", FileTensor(file, value))
             for name, value in _flat(module, file.path).items()
+            # A placeholder has no element, and nothing to compare.
             if isinstance(value, StoredView) and 0 not in value.shape
         ]
 
@@ -244,6 +253,8 @@ class _Reader:
         for layer, expert, _ in self._files.experts:
             experts_by_layer.setdefault(layer, set()).add(expert)
         stored = self._states.sample.tree.get("num_experts")
+        # Before MoE layers were counted nothing says how many experts
+        # there are: the highest number found decides.
         counts = stored if isinstance(stored, list) else []
         # Before MoE layers had numbers (-1), one file had the experts of all of them.
         if len(counts) > len(experts_by_layer) and -1 not in experts_by_layer:
@@ -275,10 +286,14 @@ class _Reader:
         for part in parts:
             for name, value in part.values.items():
                 if isinstance(value, StoredView) and _is_placeholder(part, value):
+                    # A placeholder's shape says nothing about the
+                    # parameter; `param_shapes` or the fragments do.
                     self._placeholders.setdefault(name, part.file.path)
                 elif isinstance(value, StoredView):
                     shapes.setdefault(name, {}).setdefault(part.tp, value.shape)
         tree = self._states.sample.tree
+        # Checkpoints with `universal_checkpoint_info` say how each tensor is
+        # cut; in others the trainer's rules decide.
         if INFO not in tree:
             first = {name: next(iter(shards.values())) for name, shards in shapes.items()}
             self._neox = neox_ranks(self._source, tree, first, tp, _sums(parts))
@@ -287,10 +302,13 @@ class _Reader:
         for name, shard_shapes in shapes.items():
             try:
                 if name in self._buffers and len(set(shard_shapes.values())) == 1:
+                    # Buffers of equal shapes on all ranks are copies; only
+                    # rules for parameters would join them.
                     placements[name] = {rank: same(shape) for rank, shape in shard_shapes.items()}
                 else:
                     placements[name] = rules.place(name, shard_shapes)
             except Unmerged as error:
+                # One tensor that cannot be joined leaves the others readable.
                 self._assembly.unread(MODEL + name, f"its shards cannot be joined: {error}", "")
                 message = f"cannot join the tensor-parallel shards of {name}: {error}"
                 self._builder.findings.append(finding("unmerged-tensor", "files", message, fqn=MODEL + name))
@@ -302,6 +320,7 @@ class _Reader:
         tp = self._states.world.tp
         target = {name: MODEL + name for name in self._master_names()} if use_masters else {}
         if self._universal:
+            # Only trained parameters have masters; the others of a universal folder are its weights.
             trained = {n for shapes in self._trained.values() for n in shapes}
             shapes = self._merged_shapes(placements)
             add_universal(self._source, self._files, self._assembly, shapes, trained, target)
@@ -315,6 +334,7 @@ class _Reader:
         for mp, model in self._ranks.items():
             of_rank = {dp: file for (dp, m), file in partitions.items() if m == mp}
             if of_rank and not self._named:
+                # Without names only the buffers themselves can be kept.
                 self._add_unnamed(of_rank)
             elif of_rank:
                 own_placements = {n: placements.get(n, {}).get(mp % tp) for n in self._trained[mp]}
@@ -328,6 +348,8 @@ class _Reader:
                 add_unpartitioned(
                     self._assembly, self._source, model, weights, of_rank_placed, use_masters, several=several
                 )
+        # A parameter that several pipeline stages hold, a tied embedding, is cut by each stage's partitions:
+        # all are cut alike, so that copies can be compared box by box.
         often = Counter(name for shapes in self._trained.values() for name in shapes)
         shared = {name for name, n in often.items() if n > 1}
         starts = {row for rank in partitions_of_ranks for row in rank.starts(shared)} if shared else set()
@@ -335,6 +357,7 @@ class _Reader:
             cuts.setdefault(name, []).append(start)
         for rank_partitions in partitions_of_ranks:
             rank_partitions.add()
+        # Experts' optimizer states in files of their own are kept as each rank has them.
         for path in self._files.expert_optim.values():
             file = self._open(path)
             for key, value in file.tree.items():
@@ -388,6 +411,8 @@ class _Reader:
         stored = {n: v.shape for p in parts if p.partitioned is False for n, v in _tensors(p)}
         tp = self._states.world.tp
         ties = {
+            # With several tensor-parallel ranks a stored shape is that of a shard, and is not compared with
+            # the merged one.
             a: o
             for a, o in self._shared.items()
             if tp > 1 or a not in stored or o not in shapes or stored[a] == shapes[o]
@@ -399,6 +424,7 @@ class _Reader:
                 tied.setdefault(match["rest"], []).append(name)
         for name in self._layer_names - listed - self._buffers:
             owners = tied.get(name.partition(".")[2], [])
+            # Several tied modules with a parameter of this name: which of them it is cannot be known.
             if len(owners) == 1 and shapes.get(name) == shapes.get(owners[0]):
                 ties.setdefault(name, owners[0])
         for part in parts:
@@ -424,9 +450,12 @@ class _Reader:
                 continue
             placement = placements.get(name, {}).get(part.tp)
             if placement is None or _is_placeholder(part, value):
+                # Its bytes belong to the checkpoint, though no tensor has
+                # them: `check` must not call them unused.
                 self._assembly.place(FileTensor(part.file, value), name)  # not joined, or empty
                 continue
             has_master = use_masters and self._assembly.has(MODEL + name)
+            # A weight of another dtype than its master's, as in mixed precision, is a tensor of its own.
             low = has_master and not self._assembly.fits(MODEL + name, value.dtype, placement)
             target = f"{LOW_PRECISION if low else MODEL}{name}"
             if self._neox is not None and name in self._neox.computed:
@@ -451,6 +480,7 @@ class _Reader:
                 elif dp < 0:
                     self._assembly.tensor(target, FileTensor(file, value), placement)
                 else:
+                    # ZeRO-3 cuts a frozen parameter into parts of one size, and pads the last ones.
                     size = -(-prod(shape) // world.dp)
                     if value.shape != (size,):
                         message = f"{file.path} has {list(value.shape)} elements of {name}, a rank has {size}"
@@ -460,6 +490,8 @@ class _Reader:
                         self._assembly.unread(target, "a rank's part of it has another size", file.path)
                         self._assembly.place(FileTensor(file, value), target)
                         continue
+                    # The last ranks' parts may reach beyond the parameter, or
+                    # begin there: padding is no element of it.
                     start, stop = (min(n * size, prod(shape)) for n in (dp, dp + 1))
                     buffer = self._assembly.place(FileTensor(file, value), target)
                     self._assembly.run(target, buffer, 0, shape, start, stop, placement)
@@ -473,6 +505,7 @@ class _Reader:
                 )
 
     def _add_objects(self, file: StatesFile) -> None:
+        # With one file its keys need no file name; with several, each rank may have other values.
         several = len(self._states.files) > 1
         for key, value in file.tree.items():
             if key in LAYOUT_KEYS or value is None:
@@ -484,6 +517,8 @@ class _Reader:
     ) -> Iterator[Finding]:
         """Findings for rank files in the place of others; tensor ranks that share everything may be equal."""
         tp, models = self._states.world.tp, self._states.files
+        # Without a cut all tensor ranks may be equal, since all have the same shards: only
+        # within one rank are equal files misplaced.
         cut = any(len(set(shards.values())) > 1 for shards in placements.values())
         listed = self._master_names()
         yield from misplaced_layers(self._layers, listed)
@@ -510,6 +545,7 @@ class _Reader:
     def _note_stray(self) -> None:
         read = set(self._builder.file_names())
         for path in self._source.listing:
+            # Other files in the folder, a tokenizer or a log, are nobody's mistake.
             ours = path.endswith((".pt",)) and "_states" in path.rsplit("/", 1)[-1]
             if ours and path not in read:
                 self._builder.findings.append(
