@@ -20,6 +20,7 @@ import httpx
 import postgres as postgresql
 import pytest
 import torch
+import warm
 from kills import family
 
 from deployments.local.system import pids
@@ -203,7 +204,7 @@ def running_stack(prefix: str, *, keep: bool = False) -> Iterator[Stack]:
 def query(stack: Stack, statement: str) -> list[dict[str, Any]]:
     """What `ckptcore catalog sql` answers."""
     done = subprocess.run(
-        [sys.executable, "-m", "ckptcore", "catalog", "sql", "--output", "json", statement],
+        [*warm.command(), "catalog", "sql", "--output", "json", statement],
         env=os.environ | stack.env,
         capture_output=True,
         text=True,

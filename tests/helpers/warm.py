@@ -46,6 +46,11 @@ def python(server: str = TESTS) -> list[str]:
     return [sys.executable, "-S", "-E", __file__, CLIENT, address] if address else [sys.executable]
 
 
+def command() -> list[str]:
+    """How a command line of `ckptcore` begins, in a test that is about its answer and not about its start."""
+    return [*python(COMMANDS), "-m", "ckptcore"]
+
+
 def prepare(config: pytest.Config, specs: list[Any]) -> None:
     """Let all local workers of `specs` be forks of a server, which ends with `config`."""
     import shlex
@@ -285,6 +290,7 @@ def _become(request: dict[str, Any], settled: dict[str, str], streams: list[int]
         exec(rest[0], main.__dict__)
     elif kind == "-m":
         sys.argv, sys.path[0] = rest, os.getcwd()
+        sys.modules.pop(f"{rest[0]}.__main__", None)  # runpy warns of what is imported already
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif kind.startswith("-"):
         raise ValueError(f"a fork takes no option {kind!r}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from export_results import REAL
 from safetensors.torch import load_file
 from samples import FIXTURES, unpack
@@ -81,7 +81,7 @@ def test_a_plan_shows_the_map_and_its_numbers(truths: Path, tmp_path: Path) -> N
     source = truths / "gpt_llama_tp2pp2_0.19.2/ckpt"
     argv = ["plan", str(source), str(tmp_path / "out"), "--verb", "export", "--output", "json"]
     argv += ["--save", str(tmp_path / "plan")]
-    done = subprocess.run([sys.executable, "-m", "ckptcore", *argv], capture_output=True, text=True)
+    done = subprocess.run([*warm.command(), *argv], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)["map"]
     assert (plan["from"], plan["to"], plan["arch"]) == ("megatron", "hf-hub", "llama")
@@ -95,7 +95,7 @@ def test_a_plan_shows_the_map_and_its_numbers(truths: Path, tmp_path: Path) -> N
     saved = json.loads((tmp_path / "plan/head.json").read_text())
     assert {m[0]: m[1] for m in saved["made"]} == {m["name"]: m["rule"] for m in plan["tensors"]}
     apply = ["apply", str(tmp_path / "plan"), "--no-catalog"]
-    assert subprocess.run([sys.executable, "-m", "ckptcore", *apply], capture_output=True).returncode == 0
+    assert subprocess.run([*warm.command(), *apply], capture_output=True).returncode == 0
     assert bits(weights(tmp_path / "out")) == bits(weights(truths / "hf_llama"))
 
 

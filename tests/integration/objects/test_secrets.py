@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from fault_s3 import FaultyS3, Stored
 from paths import FIXTURES, ROOT
 
@@ -70,7 +71,7 @@ class Left:
 
     def run(self, *argv: str, code: int | None = 0, module: str = "ckptcore") -> str:
         done = subprocess.run(
-            [sys.executable, "-m", module, *argv],
+            [*(warm.command() if module == "ckptcore" else [sys.executable, "-m", module]), *argv],
             env=self.environment,
             cwd=ROOT,
             capture_output=True,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer.core
 import typer.main
+import warm
 
 import ckptcore
 from ckptcore.cli.main import COMMANDS, program
@@ -238,9 +239,7 @@ def test_no_command_line_waits_for_pydantic_to_know_its_options() -> None:
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ckptcore", *argv], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([*warm.command(), *argv], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,11 @@ def _shell(folder: Path, arguments: str, redirection: str) -> subprocess.Complet
 
 @pytest.mark.parametrize(
     ("form", "redirection"),
-    [("text", to) for to in ("| true", ">&-", "2>&-", "<&-", "<&- >&- 2>&-")]
-    + [("json", to) for to in ("| true", "2>&1 | true")],
+    [("text", "| true"), ("text", "<&- >&- 2>&-"), ("json", "2>&1 | true")]
+    + [
+        pytest.param(form, to, marks=pytest.mark.soak)
+        for form, to in (("text", ">&-"), ("text", "2>&-"), ("text", "<&-"), ("json", "| true"))
+    ],
 )
 def test_streams_that_nobody_reads_leave_a_command_as_it_is(
     checkpoints: Path, form: str, redirection: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from ckptcore import Settings, api
 from ckptcore.catalog import open_catalog
@@ -102,9 +102,7 @@ def test_a_source_that_changed_has_another(source: Path, tmp_path: Path, state: 
 
 def run(*argv: object) -> subprocess.CompletedProcess[str]:
     arguments = [str(a) for a in argv]
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptcore", *arguments], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*warm.command(), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done
 

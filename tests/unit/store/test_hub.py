@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from fake_hub import TOKEN, Answer, Asked, FakeHub, fake_hub
 from paths import FIXTURES, ROOT
 
@@ -35,7 +35,7 @@ def local(files: dict[str, bytes], folder: Path) -> bytes:
 
 def run(hub: FakeHub, home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | hub.environment(str(home))
-    command = [sys.executable, "-m", "ckptcore", *argv]
+    command = [*warm.command(), *argv]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
