@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,21 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine of 64 cores without quotas; the folder of its control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(workers, "_GROUPS", tmp_path)
     monkeypatch.setattr(workers, "_OWN_GROUPS", tmp_path / "own")
-    return tmp_path
+    workers._quota.cache_clear()
+    yield tmp_path
+    workers._quota.cache_clear()
 
 
 def put(path: Path, text: str) -> None:
+    """Write a file of a machine; a process that starts then reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+    workers._quota.cache_clear()
 
 
 def test_without_a_quota_the_affinity_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
