@@ -30,7 +30,7 @@ from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.plain_yaml import MAX_YAML, load_yaml
 
 _LAYER = re.compile(r"^(?P<prefix>sequential\.)?(?P<number>\d{1,6})\.(?P<rest>[a-z].*)$", re.DOTALL)
-_FIRST_BLOCK, _MAX_LISTED = 2, 20
+_FIRST_BLOCK, _MAX_LISTED, _MOST_BLOCKS = 2, 20, 1 << 16
 # What is behind the layer's number -> how ranks hold it; the first pattern that matches decides.
 _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern))
@@ -50,7 +50,7 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 )
 _MARK = re.compile(r"attention\.(?:query_key_value|qkv)\.weight")
 _FINAL_NORM = re.compile(r"\d\.norm\.\w+$")
-_RESIDUAL = ("gpt-j-residual", "gpt_j_residual")
+_HEAD = "final_linear.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,15 @@ def kind_of_name(name: str) -> str | None:
     return next((kind for kind, pattern in _KINDS if pattern.fullmatch(rest)), None)
 
 
-def lacking(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def lacking(source: Source, tree: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield (FQN, message) of layers that are not there, and of tensors that a block lacks.
 
     Blocks have the numbers from 2 without a gap, and the final norm is 2 behind the last one. Embeddings are
-    layer 0. A head that is missing is seen by its trainer's config alone: the embeddings may be tied.
+    layer 0. A head that is missing is seen by its trainer's settings alone: the embeddings may be tied.
 
     Args:
+        source: The folder of the step.
+        tree: A model-state file's dict.
         names: Tensors of all ranks; nothing is found in those of another trainer.
     """
     layers: dict[int, set[str]] = {}
@@ -133,6 +135,10 @@ def lacking(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         (n for n, parts in layers.items() if any(rest.startswith("norm.") for rest in parts)), default=None
     )
     last = max(blocks) if norm is None else max(norm - 2, max(blocks))
+    settings = _all_settings(source, tree)
+    counts = _stated(settings, "num-layers")
+    if len(counts) == 1 and type(counts[0]) is int:
+        last = max(last, min(counts[0], _MOST_BLOCKS) + 1)
     absent = [n for n in range(_FIRST_BLOCK, last + 1) if n not in blocks]
     for number in absent[:_MAX_LISTED]:
         yield (
@@ -143,6 +149,9 @@ def lacking(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield f"{prefix}0.word_embeddings.weight", "layer 0, the embeddings, is in no file"
     if norm is None:
         yield f"{prefix}{last + 2}.norm.weight", f"layer {last + 2}, the final norm, is in no file"
+    is_untied = _stated(settings, "no-weight-tying") == [True]
+    if is_untied and not any(_HEAD in parts for parts in layers.values()):
+        yield f"{prefix}{last + 3}.{_HEAD}", f"layer {last + 3}, the output weights, is in no file"
     for number, rest in islice(torn_layers(blocks), _MAX_LISTED):
         name = f"{prefix}{number}.{rest}"
         yield name, f"{name} is in no file, and other layers have it"
@@ -179,6 +188,21 @@ def neox_ranks(
 
 def _residual(source: Source, tree: Mapping[str, Any]) -> bool | None:
     """Return whether each rank adds a bias of its own; False, its default, where settings lack the flag."""
+    settings = _all_settings(source, tree)
+    flags = _stated(settings, "gpt-j-residual") or [False]
+    return flags[0] if settings and flags in ([True], [False]) else None
+
+
+def _stated(settings: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
+    """Return the different values of a setting, in the spelling of files or of arguments."""
+    values: list[Any] = []
+    for mapping in settings:
+        values += [mapping[k] for k in (key, key.replace("-", "_")) if k in mapping]
+    return [value for n, value in enumerate(values) if value not in values[:n]]
+
+
+def _all_settings(source: Source, tree: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the arguments in a model-state file, and the content of each file of settings."""
     stored = tree.get("args")
     stored = stored.value if isinstance(stored, Named) and stored.kind == "namespace" else stored
     settings: list[Mapping[str, Any]] = [stored] if isinstance(stored, dict) else []
@@ -186,10 +210,7 @@ def _residual(source: Source, tree: Mapping[str, Any]) -> bool | None:
         if path.startswith("configs/") and path.endswith((".yml", ".yaml")) and path.count("/") == 1:
             content = _settings(source, path)
             settings += [content] if content is not None else []
-    flags = [mapping[key] for mapping in settings for key in _RESIDUAL if key in mapping]
-    if not settings or any(type(flag) is not bool for flag in flags) or len(set(flags)) > 1:
-        return None
-    return flags[0] if flags else False
+    return settings
 
 
 def _settings(source: Source, path: str) -> Mapping[str, Any] | None:

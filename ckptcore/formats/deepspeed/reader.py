@@ -138,7 +138,8 @@ class _Reader:
         builder, states = self._builder, self._states
         builder.findings += [*states.findings, *self._missing_experts()]
         parts = list(self._parts())
-        for name, message in lacking(n for part in parts for n in part.values):
+        names = (name for part in parts for name in part.values)
+        for name, message in lacking(self._source, states.sample.tree, names):
             # With recovery, parts are expected to be missing; otherwise a tensor with a hole is damage.
             code = "missing-part" if self._source.recover else "hole"
             builder.findings.append(finding(code, "coverage", message, fqn=MODEL + name))

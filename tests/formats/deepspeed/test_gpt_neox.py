@@ -182,6 +182,19 @@ def test_a_layer_of_all_ranks(layer: str, tp: int, tmp_path: Path) -> None:
     assert joined(tmp_path / "step") is None
 
 
+@pytest.mark.parametrize(("setting", "lost"), [("no-weight-tying: true", 6), ("num_layers: 3", None)])
+def test_what_settings_say_is_needed(setting: str, lost: int | None, tmp_path: Path) -> None:
+    """Embeddings may be tied, and a model may end where its last files do: settings decide."""
+    _, parts = ranks(2)
+    save(tmp_path / "step", parts)
+    for path in (tmp_path / "step").glob(f"layer_{lost or 99:02d}-*"):
+        path.unlink()
+    assert not codes(tmp_path / "step")
+    with (tmp_path / "step/configs/small.yml").open("a") as settings:
+        settings.write(f"{setting}\n")
+    assert codes(tmp_path / "step") == {"hole"}
+
+
 def test_a_tensor_of_all_ranks(tmp_path: Path) -> None:
     _, parts = ranks(2)
     for part in parts:
