@@ -52,6 +52,7 @@ _OF_A_LAYER = {
     "post_attention_layernorm.": True,
     "mlp.": True,
 }
+_OF_AN_MLP = frozenset({"mlp.gate_up_proj.", "mlp.down_proj."})  # each needs the other one
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +307,9 @@ def _lacking(source: Source, names: Mapping[str, list[_File]]) -> Iterator[Findi
                 rest.startswith(part) for rest in layer_names
             ):
                 lost.add((number, f"{start}{number}.pp_block.{part}weight"))
+        mlp = {part for part in _OF_AN_MLP if any(rest.startswith(part) for rest in layer_names)}
+        if mlp:
+            lost |= {(number, f"{start}{number}.pp_block.{part}weight") for part in _OF_AN_MLP - mlp}
     ends = ["token_embedding.", "final_layer_norm."]
     if config.get("tie_word_embeddings") is False:
         ends.append("lm_head.")

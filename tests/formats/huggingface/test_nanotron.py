@@ -97,6 +97,10 @@ def save(root: Path, tp: int = 2, pp: int = 2, experts: int = 2) -> Tensors:
         put(f"{layer}.attn.qkv_proj.bias", (32,), 0, n % pp, (16, 8, 8))
         put(f"{layer}.attn.o_proj.weight", (8, 16), 1, n % pp)
         put(f"{layer}.post_attention_layernorm.weight", (8,), None, n % pp)
+        if experts == 1:
+            put(f"{layer}.mlp.gate_up_proj.weight", (32, 8), 0, n % pp, (16, 16))
+            put(f"{layer}.mlp.down_proj.weight", (8, 16), 1, n % pp)
+            continue
         put(f"{layer}.mlp.experts.0.down_proj.weight", (8, 16), 1, n % pp)
         put(f"{layer}.mlp.router.weight", (2, 8), None, n % pp)
     put("model.final_layer_norm.pp_block.weight", (8,), None, pp - 1)
@@ -143,10 +147,14 @@ def test_every_file_is_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["decoder/1", "decoder/0", "decoder", "decoder/*/pp_block/mlp", "lm_head", "final_layer_norm"]
+    "pattern",
+    [
+        *("decoder/1", "decoder/0", "decoder", "decoder/*/pp_block/mlp", "decoder/*/pp_block/mlp/down_proj"),
+        *("lm_head", "final_layer_norm"),
+    ],
 )
 def test_every_folder_is_needed(pattern: str, tmp_path: Path) -> None:
-    save(tmp_path / "20")
+    save(tmp_path / "20", experts=1)
     for folder in (tmp_path / "20/model/model").glob(pattern):
         shutil.rmtree(folder)
     assert "missing-file" in errors(tmp_path / "20")
