@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -24,10 +25,12 @@ from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.model_layers import ModelLayers, layers_of
 from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
+from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.naming.peft import adapter_fit
 from ckptcore.utils.foreign_text import InvalidText
 
 Shape = tuple[int, ...]
+PARAMS = "params.json"  # of Meta and Mistral
 _MAX_LISTED = 100  # missing files that are named
 _MAX_CONFIG = 1 << 20
 _ALONE = "name their folder to read all of them, or read this one with --allow-incomplete"
@@ -37,6 +40,7 @@ _UNPROVEN = (
     "with --allow-incomplete"
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+_META_LAYER = re.compile(r"^layers\.(\d{1,6})\.(.+)$", re.DOTALL)
 _LORA = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.|$)")
 # Composer's state (composer/core/state.py, `State.state_dict`): of the job, and of the models that it wraps.
 _METADATA = re.compile(r"(?:^|\.)state\.metadata$")
@@ -69,6 +73,10 @@ def part_findings(
         else:
             for part in parts:
                 findings += _of_one(source, part, shapes, count, blobs)
+    # Ranks are not compared here: Meta's reader has the names of all of them.
+    is_full = len(paths) == 1 or all(path.endswith(".safetensors") for path in paths)
+    if not findings and is_full and all(path.startswith("consolidated") for path in paths):
+        findings += lacking_by_params(source, json_beside(source, PARAMS), shapes)
     if not findings:
         findings += _half_pairs(source, shapes) or _unlike_adapted(source, paths, shapes)
     if not findings:
@@ -304,7 +312,7 @@ def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: 
     if count is not None:
         return count
     if part.path.startswith("consolidated."):
-        return ranks_by_params(json_beside(source, "params.json"), shapes)
+        return ranks_by_params(json_beside(source, PARAMS), shapes)
     mapping = json_beside(source, "config.json").get("mapping")
     if isinstance(mapping, dict):  # TensorRT-LLM: cp ranks share a file
         sizes = [mapping.get(key, 1) for key in ("tp_size", "pp_size")]
@@ -332,6 +340,29 @@ def ranks_by_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> i
     if len(cuts) != 1 or not (cut := cuts.pop()) or rows % cut:
         return None
     return rows // cut if shapes.get("norm.weight") == (width,) else None
+
+
+def lacking_by_params(source: Source, params: Mapping[str, Any], names: Iterable[str]) -> Iterator[Finding]:
+    """Yield findings for layers that are not there by params.json, or that lack a tensor of others.
+
+    Args:
+        source: The folder or file.
+        params: Content of params.json; {} without one.
+        names: Tensors of all files, in the names of Meta and Mistral; nothing is expected of others.
+    """
+    layers: dict[int, set[str]] = {}
+    for name in names:
+        if match := _META_LAYER.match(name):
+            layers.setdefault(int(match[1]), set()).add(match[2])
+    stated = params.get("n_layers")
+    count = stated if type(stated) is int and layers else 0
+    for number in islice((n for n in range(count) if n not in layers), _MAX_LISTED):
+        message = f"layers.{number} is in no file, and {PARAMS} has {count} layers"
+        yield finding("missing-part" if source.recover else "missing-file", "files", message)
+    for number, rest in islice(torn_layers(layers), _MAX_LISTED):
+        name = f"layers.{number}.{rest}"
+        code = "missing-part" if source.recover else "hole"
+        yield finding(code, "coverage", f"{name} is in no file, and other layers have it", fqn=name)
 
 
 def _rank_heads(shapes: Mapping[str, Shape], attention: str) -> int:

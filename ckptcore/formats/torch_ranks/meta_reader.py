@@ -5,8 +5,7 @@ No file says how many there are. params.json does, with the rows of a rank's hea
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,16 +19,19 @@ from ckptcore.encodings.torchzip.reader import Objects, Storages, read_objects
 from ckptcore.errors import Finding, UnsupportedFormat, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.equal_files import equal_files
-from ckptcore.formats.common.part_proof import json_beside, part_findings, ranks_by_params
+from ckptcore.formats.common.part_proof import (
+    PARAMS,
+    json_beside,
+    lacking_by_params,
+    part_findings,
+    ranks_by_params,
+)
 from ckptcore.formats.common.shard_pieces import Shape, ShardPlacement, Unmerged, same
-from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.torch_ranks.meta_cuts import Cuts
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
 from ckptcore.store.subfolder import FileRange
 
-PARAMS = "params.json"
-_LAYER = re.compile(r"^layers\.(\d{1,6})\.(.+)$", re.DOTALL)
 _MAX_LISTED = 20
 
 
@@ -65,10 +67,7 @@ def read_ranks(source: Source, paths: Mapping[int, str], name: str) -> Manifest:
     assert ranks is not None  # there are several files, or `detect` finds none
     builder.findings += part_findings(source, paths.values(), ranks.shapes, blobs=builder.blobs)
     builder.findings += ranks.unequal()
-    layers = params.get("n_layers")
-    builder.findings += lacking(
-        ranks.names, layers if type(layers) is int else 0, allow_incomplete=source.recover
-    )
+    builder.findings += lacking_by_params(source, params, ranks.names)
     # Files of ranks that only replicate are equal rightly.
     if ranks.is_cut:
         builder.findings += equal_files(source, ranks.storages)
@@ -170,24 +169,3 @@ class _Ranks:
             for name in islice(sorted(everywhere - names, key=natural), _MAX_LISTED):
                 message = f"{path} lacks {name}, which other ranks have"
                 yield finding("mixed-saves", "files", message, fqn=name, file=path)
-
-
-def lacking(names: Set[str], count: int, *, allow_incomplete: bool) -> Iterator[Finding]:
-    """Yield findings for layers that are not there, and for those that lack a tensor of others.
-
-    Args:
-        names: Tensors of all ranks.
-        count: Number of layers by params.json, 0 without it.
-        allow_incomplete: Whether an incomplete checkpoint may be read.
-    """
-    layers: dict[int, set[str]] = {}
-    for name in names:
-        if match := _LAYER.match(name):
-            layers.setdefault(int(match[1]), set()).add(match[2])
-    missing = (n for n in range(min(count, 1 << 20)) if n not in layers)
-    for number in islice(missing, _MAX_LISTED):
-        message = f"layers.{number} is in no file, and {PARAMS} has {count} layers"
-        yield finding("missing-part" if allow_incomplete else "missing-file", "files", message)
-    for number, rest in islice(torn_layers(layers), _MAX_LISTED):
-        name = f"layers.{number}.{rest}"
-        yield finding("hole", "coverage", f"{name} is in no file, and other layers have it", fqn=name)

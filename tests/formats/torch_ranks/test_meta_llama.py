@@ -12,12 +12,13 @@ import meta_llama
 import pytest
 import torch
 from meta_llama import Tensors, llama, llama4
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptcore
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import validate
 
+PARTS = ("consolidated-00001-of-00002.safetensors", "consolidated-00002-of-00002.safetensors")
 GENERATIONS: dict[str, tuple[Callable[[], Tensors], int, dict[str, object]]] = {
     "Llama 2": (llama, 2, {"vocab_size": -1}),
     "Llama 3": (llama, 3, {}),
@@ -163,6 +164,25 @@ def test_copies_of_the_heads_of_keys_are_not_joined(tmp_path: Path) -> None:
             tensors[name] = tensors[name].repeat(2, 1)
         torch.save(tensors, path)
     assert codes(tmp_path / "run") == {"unmerged-tensor"}
+
+
+@pytest.mark.parametrize("lost", ["layers.1.", "layers.1.feed_forward.w2."])
+@pytest.mark.parametrize("files", [("consolidated.safetensors",), ("consolidated.00.pth",), PARTS])
+def test_a_complete_file_has_all_layers_of_its_params(
+    files: tuple[str, ...], lost: str, tmp_path: Path
+) -> None:
+    """Mistral's files, and those of one rank: nothing but params.json says which layers there are."""
+    tensors, run_folder = llama(), tmp_path / "run"
+    meta_llama.save(run_folder, tensors, 1)
+    (run_folder / "consolidated.00.pth").unlink()
+    for is_damaged in (False, True):
+        kept = {n: t for n, t in tensors.items() if not (is_damaged and n.startswith(lost))}
+        middle = len(kept) // 2 if files[1:] else len(kept)
+        for path, names in zip(files, (list(kept)[:middle], list(kept)[middle:]), strict=False):
+            part = {name: kept[name] for name in names}
+            (save_file if path.endswith("safetensors") else torch.save)(part, run_folder / path)
+        assert bool(codes(run_folder)) is is_damaged
+    assert joined(run_folder) is None
 
 
 def test_embeddings_that_the_head_contradicts(tmp_path: Path) -> None:

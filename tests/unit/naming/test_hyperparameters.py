@@ -56,6 +56,23 @@ def test_a_share_of_the_heads_that_is_rotated() -> None:
         agreed(configs)
 
 
+PARAMS = {"n_heads": 4, "norm_eps": 1e-05, "rope_theta": 500000.0, "sliding_window": None}
+
+
+def test_params_of_meta_without_heads_of_keys() -> None:
+    """Llama 1 and 2 leave them out where each head of queries has its own."""
+    of_meta = Config("params.json", "params", PARAMS)
+    assert agreed([of_meta])["kv_heads"][0] == 4
+    with pytest.raises(NameMismatch, match=r"num_key_value_heads = 2, params.json says n_heads = 4"):
+        agreed([Config("hub", "hf-hub", {"num_attention_heads": 4, "num_key_value_heads": 2}), of_meta])
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps", "sliding_window"])
+def test_params_of_meta_and_a_config_of_another_model(key: str) -> None:
+    with pytest.raises(NameMismatch, match=key):
+        agreed([Config("hub", "hf-hub", {key: 4096}), Config("params.json", "params", PARAMS)])
+
+
 ROUTER = {"num_experts": 8, "moe_router_topk": 2, "moe_router_topk_scaling_factor": 2.5}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 HUB_ROUTER = {"num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
@@ -160,7 +177,7 @@ def test_what_params_of_meta_and_mistral_say() -> None:
     """Llama 2 leaves the size of the vocabulary to its tokenizer, and says -1."""
     form = {"dim": 32, "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5, "vocab_size": -1}
     numbers = {name: value for name, (value, _) in Config("params.json", "params", form).numbers.items()}
-    assert numbers == {"hidden": 32, "layer": 2, "heads": 4}
+    assert numbers == {"hidden": 32, "layer": 2, "heads": 4, "kv_heads": 4, "norm_eps": 1e-5}
     form = {"vocab_size": 40, "moe": {"num_experts": 8, "num_experts_per_tok": 2}}
     numbers = {name: value for name, (value, _) in Config("params.json", "params", form).numbers.items()}
     assert numbers == {"vocab": 40, "experts": 8, "experts_of_token": 2}
