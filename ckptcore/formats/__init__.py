@@ -57,7 +57,7 @@ from ckptcore.formats.base import (
     possible_formats,
 )
 from ckptcore.formats.common.carried_values import with_carried
-from ckptcore.formats.common.rank_file_names import unread
+from ckptcore.formats.common.unread_files import unread_weights
 from ckptcore.formats.dcp.format import FORMAT as DCP
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
 from ckptcore.formats.deepspeed.universal_format import STAGE2, STAGE3
@@ -323,13 +323,6 @@ def _of_format(root: Source, source: Source, way: tuple[str, ...]) -> Manifest:
     copied = _require_notes_only(root, source) if source is not root else None
     detected, evidence = detect(source)
     manifest = read_as(detected, source) if copied is None else read_as(copied, root)
-    if source.name is None and (stray_paths := unread(source.listing, {f.path for f in manifest.files})):
-        suffix = f" and {len(stray_paths) - 1} more" if stray_paths[1:] else ""
-        message = (
-            f"files named by rank, like those of another checkpoint, are not read: {stray_paths[0]}{suffix}"
-        )
-        stray = finding("stray-file", "files", message, file=stray_paths[0])
-        manifest = replace(manifest, findings=(*manifest.findings, stray))
     absent = root.store.absent if isinstance(root.store, MergedStore) and not root.recover else ()
     if absent:
         suffix = f" and {len(absent) - 1} more" if absent[1:] else ""
@@ -337,8 +330,7 @@ def _of_format(root: Source, source: Source, way: tuple[str, ...]) -> Manifest:
         lacks = finding("not-complete", "files", message, hint="name the folder of every node")
         manifest = replace(manifest, findings=(*manifest.findings, lacks))
     origin = {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name}
-    manifest = replace(manifest, origin=origin)
-    return _as_listed(root, manifest)
+    return _as_listed(root, replace(manifest, origin=origin))
 
 
 def read_as(format: Format, source: Source) -> Manifest:
@@ -382,7 +374,8 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
     other_files = [StoredFile(path, status.nbytes) for path, status in statuses.items() if path not in files]
     described = tuple(file for file in other_files if file.path in read)
     beside = tuple(file for file in other_files if file.path not in read)
-    return replace(manifest, stamps=stamps, described=described, beside=beside)
+    manifest = replace(manifest, stamps=stamps, described=described, beside=beside)
+    return replace(manifest, findings=(*manifest.findings, *unread_weights(root, prefix, manifest)))
 
 
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:

@@ -10,7 +10,7 @@ items, and nanotron's of tensors, which their own readers sort.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -111,12 +111,6 @@ def _require_one_save(kinds: Mapping[tuple[str, int | None], Mapping[int, str]])
                 hint=f"name one, such as {files[-1]}, or move the files of one into a folder of its own",
                 candidates=files,
             )
-
-
-def unread(listing: Iterable[str], used: Collection[str]) -> tuple[str, ...]:
-    """Return the files named by rank if none of them was read: they may belong to another checkpoint."""
-    rank_paths = tuple(p for p in sorted(listing) if is_rank_file(p))
-    return () if any(p in used for p in rank_paths) else rank_paths
 
 
 def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:

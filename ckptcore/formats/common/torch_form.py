@@ -17,7 +17,6 @@ from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_proof import is_complete_model, json_beside
-from ckptcore.formats.common.trainer_files import TORCH_SUFFIXES, is_state
 from ckptcore.formats.common.weight_index import indexes_of, read_index
 from ckptcore.store.subfolder import FileRange, unnoted
 
@@ -28,7 +27,6 @@ _TORCH_FORMS = {
     "diffusion_pytorch_model": "diffusion_pytorch_model.bin",
 }
 _STEM = re.compile(r"^(?P<stem>[^/]+?)(?:-\d+-of-\d+)?\.safetensors$")
-_TORCH_NAME = re.compile(r"^(?:pytorch_model|adapter_model|diffusion_pytorch_model)\b[^/]*\.bin$")
 _PARAMETERS = (".weight", ".bias")  # of floats: a mask may have such a name, too
 _HINT = (
     "name the file that is meant, or accept what is there with --allow-incomplete; a config.json that the "
@@ -49,12 +47,12 @@ def fuller_torch_form(
         paths: The safetensors files that are read.
         shapes: Shape of every tensor in them.
     """
-    torch_form = _torch_form(source, paths)
-    if not torch_form or is_complete_model(json_beside(source, "config.json"), shapes):
+    torch_paths = torch_form(source, paths)
+    if not torch_paths or is_complete_model(json_beside(source, "config.json"), shapes):
         return []
     by_storage: dict[tuple[str, str], list[str]] = {}
     findings = list[Finding]()
-    for path in torch_form:
+    for path in torch_paths:
         try:
             for name, key in _parameters(source, path):
                 by_storage.setdefault((path, key), []).append(name)
@@ -77,22 +75,7 @@ def fuller_torch_form(
     return findings
 
 
-def other_torch_files(source: Source) -> list[Finding]:
-    """Return the finding that torch files are beside safetensors and are neither read nor their torch form.
-
-    They may be a projector, a value head or the trained part of a base model: no other copy is known.
-    """
-    torch_paths = [p for p in source.listing if p.endswith(TORCH_SUFFIXES) and "/" not in p]
-    unnamed = [p for p in torch_paths if not is_state(p) and not _TORCH_NAME.match(p)]
-    others = sorted(p for p in unnamed if source.listing[p])
-    if not others:
-        return []
-    suffix = f" and {len(others) - 1} more" if others[1:] else ""
-    message = f"{others[0]}{suffix} beside the safetensors is not read"
-    return [finding("stray-file", "files", message, file=others[0])]
-
-
-def _torch_form(source: Source, paths: Collection[str]) -> list[str]:
+def torch_form(source: Source, paths: Collection[str]) -> list[str]:
     """Return the torch files of the same model that are there."""
     stems = {match["stem"] for path in paths if (match := _STEM.match(path)) is not None}
     single = _TORCH_FORMS.get(stems.pop()) if len(stems) == 1 and source.name is None else None

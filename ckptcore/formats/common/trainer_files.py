@@ -1,6 +1,7 @@
 """Recognise what the Hugging Face Trainer and Accelerate keep beside the weights, by name.
 
-Sources: transformers/trainer.py, accelerate/checkpointing.py, accelerate/utils/constants.py; torchtune.
+Sources: transformers/trainer.py, accelerate/checkpointing.py, accelerate/utils/constants.py; torchtune;
+Megatron-Bridge (training/utils/checkpoint_utils.py).
 Accelerate numbers the prepared models: ``model_1.safetensors`` is a second model, and no part of the first.
 Composer and others keep ``latest-rank0.pt`` as a link to the newest save: a link to a sibling is the sibling.
 """
@@ -15,7 +16,7 @@ from ckptcore.formats.base import Source, natural
 
 _STATE = re.compile(
     r"^(?:(?:optimizer|scheduler)(?:_\d+)?\.(?:bin|pt)|(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scaler\.pt"
-    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin|recipe_state\.pt)$"
+    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin|recipe_state\.pt|(?:latest_)?train_state\.pt)$"
 )
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _OPTIMIZER = re.compile(r"^optimizer(?:_\d+)?\.(?:bin|pt)$")
@@ -83,15 +84,6 @@ def unread_optimizers(source: Source, paths: Iterable[str]) -> list[Finding]:
     suffix = f" and {len(beside) - 1} more" if beside[1:] else ""
     message = f"the optimizer's state in {beside[0]}{suffix} is not read with the model"
     return [finding("unread-state", "files", message, file=beside[0])]
-
-
-def unread_adapters(source: Source, paths: Iterable[str]) -> list[Finding]:
-    """Return the finding that an adapter beside the weights is not read with them."""
-    beside = sorted(p for p in _ADAPTERS if p in source.listing and p not in set(paths))
-    if source.name is not None or not beside:
-        return []
-    message = f"the adapter in {beside[0]} is not read with the model"
-    return [finding("stray-file", "files", message, file=beside[0])]
 
 
 def without_links(source: Source, paths: Iterable[str]) -> list[str]:

@@ -154,10 +154,9 @@ def read_folder(source: Source, format: str) -> Manifest:
         take_index(source, listed, index, builder.tensors)
         builder.findings += [*unlike_total(builder, index, listed), *unlisted_parts(index, listed)]
     if source.name is None and any(path.endswith(TORCH_SUFFIXES) for path in source.listing):
-        from ckptcore.formats.common.torch_form import fuller_torch_form, other_torch_files
+        from ckptcore.formats.common.torch_form import fuller_torch_form
 
         builder.findings += fuller_torch_form(source, files, shapes)
-        builder.findings += other_torch_files(source)
     builder.findings += unread_optimizers(source, files)
     return builder.build(format, source.store.url, origin)
 

@@ -43,7 +43,6 @@ from ckptcore.formats.common.trainer_files import (
     is_state,
     numbered_model,
     require_one_model,
-    unread_adapters,
     unread_optimizers,
     without_links,
 )
@@ -210,7 +209,6 @@ def read(source: Source) -> Manifest:
         take_index(source, path, index, builder.tensors)
         builder.findings += [*unlike_total(builder, index, path), *unlisted_parts(index, path)]
     builder.findings += unread_optimizers(source, names)
-    builder.findings += unread_adapters(source, names)
     # A flat dict has none: names are its keys.
     form = (
         paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs]) if paths.nest else None

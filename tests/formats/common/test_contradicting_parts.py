@@ -105,6 +105,31 @@ def test_rank_files_beside_the_files_that_are_read(tmp_path: Path) -> None:
     assert reported(tmp_path) == {("stray-file", "model_rank_0.pt")}
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "best.ckpt"])
+@pytest.mark.parametrize(
+    "place",
+    ["dcp_zstd_2r/ckpt", "hf_sharded_4r/ckpt", "v01_dtensor_ws4/ckpt", "root_torch_dist_llama_0.19.2"],
+)
+@pytest.mark.grid
+def test_a_torch_file_beside_another_format(place: str, name: str, zipped: bool, copy: Copy) -> None:
+    """Its values are in no output: nothing about a file depends on which format is beside it."""
+    root = copy(place.partition("/")[0])
+    (root / "expected.safetensors").unlink()
+    folder = root / place.partition("/")[2]
+    assert "stray-file" not in {code for code, _ in reported(folder)}
+    torch.save({"own.weight": torch.ones(2)}, folder / name, _use_new_zipfile_serialization=zipped)
+    torch.save({"step": 5}, folder / "latest_train_state.pt")  # of Megatron-Bridge, without a weight
+    messages = [f.message for f in ckptcore.open(str(folder)).findings if f.code == "stray-file"]
+    assert messages == [f"{name} beside the checkpoint is not read"]
+
+
+def test_a_link_to_what_is_read_is_no_file_beside_it(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "newest.pt").symlink_to("model.safetensors")
+    assert not reported(tmp_path)
+
+
 @pytest.mark.parametrize(("says", "code"), [(False, "stray-file"), (True, "mixed-saves")])
 def test_common_state_in_a_file_and_inside(says: bool, code: str, copy: Copy) -> None:
     """0.19 keeps the common state inside, and does not open the file of an earlier release."""
