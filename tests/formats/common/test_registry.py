@@ -15,10 +15,10 @@ from npy_plugin import PLUGIN
 from paths import ROOT
 from samples import FIXTURES
 
-from ckptcore.errors import UsageError
+from ckptcore.errors import UnsupportedFormat, UsageError
 from ckptcore.formats import FORMATS, registry
 from ckptcore.formats.plugins import entry_points, register
-from ckptcore.testing import CASES, DAMAGES, Case, Sample
+from ckptcore.testing import CASES, DAMAGES, Case, Sample, written_and_read_back
 
 
 def install(folder: Path, entries: str) -> None:
@@ -138,6 +138,8 @@ def test_our_own_formats_keep_the_shipped_conformance(case: Case, name: str, tmp
 UNDETECTABLE = {"hf_bugs_0d_4r": frozenset(DAMAGES)}
 # The cases open the folder that they are given, and not one that it names.
 ROOTS = {"legacy_llama_tp2pp2_0.15.3": "iter_0000100", "legacy_mixtral_ep2pp2_0.15.3": "iter_0000100"}
+# What is written is a step that a run begins from, with the model's config, which the sample has not.
+WITHOUT_CONFIG = {"nanotron_tp2"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -160,8 +162,13 @@ def test_samples_keep_the_shipped_conformance(case: Case, kept: samples.Sample, 
     """The sample of a new format is among them as soon as it is in `tests/fixtures`."""
     source = kept.root / "ckpt" / ROOTS.get(kept.name, "")
     lost = UNDETECTABLE.get(kept.name, frozenset())
+    sample = Sample(source, kept.root / "expected.safetensors", undetectable=lost)
+    if case is written_and_read_back and kept.name in WITHOUT_CONFIG:
+        with pytest.raises(UnsupportedFormat, match="without the config of its model"):
+            case(sample, tmp_path)
+        return
     try:
-        case(Sample(source, kept.root / "expected.safetensors", undetectable=lost), tmp_path)
+        case(sample, tmp_path)
     except SkipTest as skip:
         pytest.skip(str(skip))
 
