@@ -292,7 +292,10 @@ def _lacking(source: Source, names: Mapping[str, list[_File]]) -> Iterator[Findi
             layers.setdefault(int(match[2]), set()).add(match[3])
     stated = count if type(count) is int and 0 < count <= 1 << 16 else None
     needed = stated if stated is not None else max(layers, default=0) + 1
-    why = f"{_CONFIG} has {needed} layers" if stated is not None else f"{start}{needed - 1} is there"
+    if stated is not None:
+        why = f"{_CONFIG} has {needed} layers"
+    else:
+        why = f"{start}{needed - 1} is there" if layers else "every such model has it"
     for number in islice((n for n in range(needed) if n not in layers), _MAX_LISTED):
         yield _missing(source, f"{start}{number} is in no file, and {why}")
     if layers and max(layers) >= needed:

@@ -162,6 +162,14 @@ def test_every_folder_is_needed(pattern: str, tmp_path: Path) -> None:
     assert joined(tmp_path / "20", "--allow-incomplete") is not None
 
 
+def test_layers_of_which_nothing_states_a_number(tmp_path: Path) -> None:
+    save(tmp_path / "20")
+    (tmp_path / "20/model_config.json").unlink()
+    shutil.rmtree(tmp_path / "20/model/model/decoder")
+    messages = [f.message for f in ckptcore.open(str(tmp_path / "20")).findings]
+    assert "decoder.0 is in no file, and every such model has it" in messages
+
+
 def test_a_file_of_another_rank(tmp_path: Path) -> None:
     save(tmp_path / "20")
     for path in sorted((tmp_path / "20").rglob("*_tp-rank-1-of-2*.safetensors")):
