@@ -18,5 +18,5 @@ def downgrade() -> None:
 
 
 def _recreate():
-    # A column that SQLite adds in place stands behind the constraints: another schema, to whoever reads it.
+    # A column that SQLite adds in place comes behind the constraints: another schema, to whoever reads it.
     return "always" if op.get_context().dialect.name == "sqlite" else "never"
