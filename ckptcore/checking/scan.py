@@ -77,6 +77,7 @@ def scan(
     Returns:
         The findings, the number of items without a checksum, and the files that contain such items.
     """
+    # Inputs of derived tensors are a manifest of their own, with the stored bytes.
     manifests = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
     num_chunks, unverified = sum(len(m.chunks) for m in manifests), 0
     total = sum(t.nbytes for m in manifests for n, t in enumerate(m.tensors) if n not in m.derived)
@@ -95,8 +96,10 @@ def scan(
         findings += _merged(
             part, [difference for pair_differences in by_pair for difference in pair_differences]
         )
+        # Bytes that no chunk has: nobody else reads them, and each may have been damaged.
         left = [*state.unused, *unused_in_blobs(part, store, skip_files)]
         left += unread_padding(manifest) if part is manifest else ()
+        # A file that a finding reports already is not read, so its bytes are no further news.
         readable = [span for span in left if span.file not in skip_files]
         findings += unused_findings(without_padding(readable, store), "bytes")
         if isinstance(store, ReadsAhead):  # the store may keep checksums where the format has none
@@ -128,6 +131,7 @@ def mismatches(manifest: Manifest, store: Store) -> Iterator[Finding]:
         if size is None:
             continue
         total = hashlib.sha256()
+        # In blocks, since a file may be larger than memory.
         for offset in range(0, size, _BLOCK):
             total.update(store.read(path, offset, min(_BLOCK, size - offset)))
         if total.hexdigest() != recorded:

@@ -66,6 +66,7 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
             hint="try consolidate or reshard, which write plain values, too",
             candidates=[],
         )
+    # What the user names is not judged, only looked up.
     if prefix is not None:
         return _part_below(stored, prefix)
     part = _part_by_evidence(stored)
@@ -77,6 +78,7 @@ def _part_by_evidence(stored: _Stored) -> ModelPart:
     """Return the part that the evidence names."""
     manifest = stored.manifest
     recorded_part = manifest.origin.get("model")
+    # Only if it holds something: a format records its usual place, and a save may lack a model there.
     if recorded_part and any(n.startswith(recorded_part["prefix"]) for n in stored.names):
         return ModelPart(recorded_part["prefix"], recorded_part["because"])
     _require_shapes(stored.names)
@@ -97,6 +99,7 @@ def _part_by_evidence(stored: _Stored) -> ModelPart:
     usual_root = _usual_root([r for r, _ in candidates])
     if usual_root is not None:
         other_roots = tuple(r for r, _ in candidates if r != usual_root)
+        # What is not chosen is still recorded: an export reports it.
         return ModelPart(
             usual_root, f"{usual_root[:-1]} is what trainers call the model", other_prefixes=other_roots
         )
@@ -132,6 +135,7 @@ def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | No
     part: list[ModelPart | None] = []
 
     def inside(name: str) -> str | None:
+        # Once, and only when asked: most commands never need the model.
         if not part:
             try:
                 part.append(find_model(manifest, prefix))
@@ -165,6 +169,7 @@ class _Stored:
     @cached_property
     def states(self) -> dict[str, set[str]]:
         """Optimizer -> names of the parameters that it has state for."""
+        # A number names no parameter, so it cannot be searched for in names.
         named = {
             root: {p for p in parameters if not p.isdigit()} for root, parameters in self.numbered.items()
         }
@@ -248,6 +253,7 @@ def _by_optimizer(stored: _Stored) -> ModelPart | None:
     one_model = len(parameters) == sum(map(len, stored.states.values()))  # no parameter has two optimizers
     shared = set.intersection(*places.values()) if one_model else set()
     union = set().union(*places.values())
+    # The top level counts only if nothing else does: an empty prefix fits every name.
     candidates = sorted(shared or (union - {""} or union))
     usual_root = _usual_root(candidates) if len(candidates) > 1 else None
     if len(candidates) > 1 and usual_root is None:
@@ -295,6 +301,7 @@ def _places(stored: _Stored) -> tuple[dict[str, set[str]], Counter[str]]:
         outside = {p: n for p, n in counts.items() if not any(_is_inside(p, r) for r in stored.states)}
         best = max(outside.values(), default=0)
         full = [p for p, n in outside.items() if n == best]
+        # Half of the parameters at least: a few common names, such as a norm's, are found anywhere.
         if full and best * 2 >= len(stored.states[root]):
             # "model." and "model._orig_mod." are one place: they differ by wrappers only.
             places[root] = {p for p in full if not any(_wraps(s, p) for s in full)}
@@ -331,9 +338,11 @@ def _containers(stored: _Stored) -> list[tuple[str, int]]:
     """Return (prefix, tensors) of each part that may be the model, most tensors first."""
     recorded = Paths.of(stored.manifest)
     roots = [recorded.container(name) for name in stored.names]
+    # States of an optimizer are in containers of their own.
     optimizer_prefixes = tuple(f"{o}." for o in stored.numbered if o)
     count = Counter(roots)
     top = count.pop("", 0)
+    # What the trainer keeps beside the model is no candidate.
     for root in list(count):
         if root.startswith(optimizer_prefixes) or root in stored.states or stored.is_trainers(root):
             del count[root]
@@ -371,6 +380,7 @@ def _find_strays(
         part: The model part.
         states: Optimizer -> names of its parameters.
     """
+    # At the top level everything belongs to the model, and only shapes can show a stray.
     strays = _strays_by_name(kinds, names, part, states) if part.prefix else set()
     strays |= _strays_by_shape(kinds, names, part)
     return tuple(name for name in names if name in strays)
@@ -415,6 +425,7 @@ def _strays_by_shape(kinds: StoredKinds, names: Sequence[str], part: ModelPart) 
         if state is None or state.key not in SHAPED or not spec.numel > 1:
             continue
         if not state.parameter.isdigit():
+            # One parameter with a name: then names decide, and shapes would only guess.
             return set()  # names tell more: `_strays_by_name`
         moments[state.root, state.parameter] = spec.shape
     if not moments:

@@ -126,6 +126,7 @@ def holds_adapter(names: Iterable[str]) -> bool:
     prompts = [name for name in tensor_names if name.startswith("prompt_encoder.")]
     if prompts and all(_PROMPT.match(name) for name in prompts):
         return True
+    # Only with peft's own prefix: a model may have modules with such names.
     odd = next((name for name in tensor_names if _REFUSED.search(name) and name.startswith(PREFIX)), None)
     if odd is None and prompts and all(map(_ENCODER.match, prompts)):
         odd = next(name for name in prompts if not _PROMPT.match(name))
@@ -139,6 +140,7 @@ def holds_adapter(names: Iterable[str]) -> bool:
 
 
 def _of_other_kind(name: str) -> re.Match[str] | None:
+    # A cheap test first: of a large model every name comes by here.
     match = _OTHER.match(name) if any(part in name for part in _OTHER_PARTS) else None
     if match is not None and match["part"].startswith("lora_") and match["end"] is not None:
         return None  # of LoRA
@@ -168,6 +170,7 @@ def _find_other(tensor_names: Sequence[str]) -> Adapter:
             hub[name] = f"{PREFIX}{module}.{hit[1]['end']}"
             saved.add(module)
             adapter_names.add(hit[1]["name"] or "")
+    # One adapter at a time, since peft saves each into a folder of its own.
     _require_one(sorted(adapter_names))
     base_names = (
         n.removeprefix(PREFIX) for n in tensor_names if n not in hub and ".original_module" not in n
@@ -219,6 +222,7 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
     by_config = _named_by_config(unmatched_names, modules, form or {}, live=adapter_names != [""])
     hub |= {name: PREFIX + name.removeprefix(PREFIX) for name in by_config}
     saved |= {n.removeprefix(PREFIX).rpartition(".")[0] for n in by_config if not n.endswith(".bias")}
+    # Without `.base_layer`, so that base and adapter name a module alike.
     base = {n.removeprefix(PREFIX).rpartition(".")[0] for n in unmatched_names if n not in by_config}
     base = {b.removesuffix(".base_layer") for b in base if ".original_module" not in b}
     return Adapter(adapter_names[0], hub, modules, frozenset(saved), frozenset(base))
@@ -264,6 +268,7 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
         NameMismatch: Names or shapes contradict the config.
         UsageError: It is no LoRA config, or lacks ``lora_alpha``.
     """
+    # Kinds other than LoRA have no rank that shapes could be compared by.
     if adapter.is_other_kind:
         is_prompt = _PROMPT_HUB in adapter.hub.values()
         return _prompt_config(adapter, shapes, form) if is_prompt else _other_config(adapter, form)
@@ -271,11 +276,13 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
         raise UsageError(
             f"cannot use an adapter_config.json of the type {form.get('peft_type')!r}: only LORA is exported"
         )
+    # Required, because no shape shows it: a wrong scale would pass every other check.
     if type(form.get("lora_alpha")) not in (int, float):
         raise UsageError(
             f"cannot export the adapter: its config must record lora_alpha (got {form.get('lora_alpha')!r})",
             hint="name the adapter_config.json of the training run: --config FILE",
         )
+    # Other layouts store pairs whose shapes are not those of one module.
     ranks = _ranks(adapter, shapes) if not any(form.get(k) for k in _OTHER_LAYOUTS) else {}
     out = dict(form)
     if form.get("r") is None:
@@ -284,11 +291,13 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
                 f"cannot find r of the adapter: its shapes differ (got {_few(ranks)})",
                 hint="name a config that records it",
             )
+        # Only where all modules agree; otherwise peft needs a rank_pattern, which shapes do not give.
         out["r"] = next(iter(ranks.values()))
     if form.get("target_modules") is None and not form.get("target_parameters"):
         out["target_modules"] = sorted(m for m, parts in adapter.modules.items() if _is_lora(parts))
     sizes = _adapted_sizes(adapter, shapes)
     problems = [*_odd_ranks(ranks, out), *_odd_parts(adapter, out), *_odd_targets(adapter, out)]
+    # Without ranks the pairs have another layout, and sizes would say nothing.
     if ranks:
         problems += [*_unlike_base(sizes, _base_sizes(adapter, shapes)), *_unlike_beside(sizes)]
     if problems:
@@ -309,6 +318,7 @@ def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
             f"the adapter has {_few_parts(adapter)}, and its config is of the type {kind!r}",
             hint="name the adapter_config.json of this training run: --config FILE",
         )
+    # peft cuts rows by the pattern when it saves: the tensors here are not the ones that it would store.
     if kind == "ADALORA" and form.get("rank_pattern"):
         raise UsageError(
             "cannot export the AdaLoRA adapter: its config has a rank_pattern, by which peft leaves out rows",
@@ -328,6 +338,7 @@ def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
         ]
         problems += [f"{module} has {part}, which is not of {kind}" for part in odd]
     shared = {new for new in adapter.hub.values() if new.startswith("base_model.vera_")}
+    # peft leaves out the two shared projections only if the config says so.
     if kind == "VERA" and form.get("save_projection", True) and len(shared) != 2:
         problems.append("save_projection is set, and vera_A and vera_B are not both there")
     saved = form.get("modules_to_save") or []
@@ -335,6 +346,7 @@ def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
         f"{m} is saved, and is not in modules_to_save" for m in adapter.saved if not _is_inside(m, saved)
     ]
     missing = [m for m in saved if not any(_is_inside(saved_module, [m]) for saved_module in adapter.saved)]
+    # A head that peft names by default may not be in the model.
     problems += [f"modules_to_save names {m}, of which nothing is there" for m in missing if m not in _HEADS]
     if kind != "TRAINABLE_TOKENS":
         problems += _odd_targets(adapter, form)
@@ -393,6 +405,7 @@ def adapter_fit(
         form: adapter_config.json; {} where it is not there.
         known_sizes: End of a module's name -> shape of its weight.
     """
+    # Nothing is claimed of a layout that this comparison does not know.
     if any(form.get(key) for key in _OTHER_LAYOUTS) or form.get("peft_type", "LORA") != "LORA":
         return AdapterFit()
     try:
@@ -451,6 +464,8 @@ def _named_by_config(
 ) -> list[str]:
     """Return names that only the config identifies: biases, and saved modules outside of a live module."""
     bias, saved = form.get("bias", "none"), form.get("modules_to_save")
+    # Without an adapter's name and with peft's prefix on all names, it is a file
+    # that peft saved: all of it is the adapter's.
     if not live and all(name.startswith(PREFIX) for name in names):
         return list(names)  # the adapter's own file
     config_names = []
@@ -501,6 +516,7 @@ def _odd_ranks(ranks: Mapping[str, int], form: Mapping[str, Any]) -> Iterable[st
 
 def _unlike_base(sizes: Mapping[str, Shape], base: Mapping[str, Shape]) -> Iterable[str]:
     """Yield the pairs that do not fit the base weight; a Conv1D has it transposed."""
+    # Only modules whose base weight is there can be compared; an adapter's own file has none.
     for module, size in sizes.items():
         if module in base and base[module] not in (size, size[::-1]):
             yield f"{module} is adapted as {list(size)}, and its weight is {list(base[module])}"
@@ -552,6 +568,8 @@ def _odd_targets(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     lora = {m for m, parts in adapter.modules.items() if _adapts(parts)}
     if form.get("target_parameters"):
         return
+    # Each of these takes modules away from the targets by rules of
+    # the model's layers, which names do not show.
     if any(form.get(k) for k in _NARROWED):
         return
     bare = sorted(adapter.base - set(adapter.modules))
