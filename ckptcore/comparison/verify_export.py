@@ -154,8 +154,7 @@ def verify_export(
         folders = {url: export.values}
         if optional_checks.logits.reference is not None:
             folders[optional_checks.logits.reference] = inspect(optional_checks.logits.reference)
-        # The same for logits: a folder that is missing, or memory that
-        # is too small, is known before the reads.
+        # The same for logits: folders and memory that are missing are known before the reads.
         for folder in folders:
             require_folder(folder)
         require_memory(optional_checks.logits, folders)
