@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -42,12 +43,18 @@ VARIABLES = {
 def interpreter(release: str) -> str:
     """Return the interpreter of a release of ai2-olmo-core; skip where there is none."""
     python = os.environ.get(VARIABLES[release], sys.executable)
-    probe = f"import importlib.metadata as m; raise SystemExit(m.version('ai2-olmo-core') != {release!r})"
-    if subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode:
+    if _installed(python) != release:
         pytest.skip(
             f"no ai2-olmo-core {release} in {python}; {VARIABLES[release]} can name another interpreter"
         )
     return python
+
+
+@cache
+def _installed(python: str) -> str:
+    """Return the release of ai2-olmo-core of an interpreter, or nothing."""
+    probe = "import importlib.metadata as m; print(m.version('ai2-olmo-core'))"
+    return subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False).stdout.strip()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -251,6 +251,7 @@ def test_what_cannot_be_mapped_is_refused_by_name(tmp_path: Path) -> None:
     _refused(folder, "nothing says which architecture this is")
 
 
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
     ("names", "head", "embeddings"),
     [

@@ -100,6 +100,7 @@ def test_what_nanotron_does_not_compute_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -36,6 +36,7 @@ def stated(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
     ("family", "names", "block", "norms"),
     [
