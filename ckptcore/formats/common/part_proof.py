@@ -41,6 +41,19 @@ _UNPROVEN = (
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _META_LAYER = re.compile(r"^layers\.(\d{1,6})\.(.+)$", re.DOTALL)
+_FLATTENED = re.compile(r"(?:^|\.)flat_param$")  # torch/distributed/fsdp/_flat_param.py
+# Of a model's layers: the embedding, whose columns no writer of slices cuts, and what adds to its width.
+_RESIDUAL = (
+    ("embed_tokens.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight"),
+    ("tok_embeddings.weight", "attention.wo.weight", "feed_forward.w2.weight"),
+)
+# The dim of each that tensor parallelism cuts.
+_TENSOR_PARALLEL = {
+    "self_attn.q_proj.weight": 0,
+    "self_attn.o_proj.weight": 1,
+    "mlp.up_proj.weight": 0,
+    "mlp.down_proj.weight": 1,
+}
 _LORA = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.|$)")
 # Composer's state (composer/core/state.py, `State.state_dict`): of the job, and of the models that it wraps.
 _METADATA = re.compile(r"(?:^|\.)state\.metadata$")
@@ -78,7 +91,11 @@ def part_findings(
     if not findings and is_full and all(path.startswith("consolidated") for path in paths):
         findings += lacking_by_params(source, json_beside(source, PARAMS), shapes)
     if not findings:
-        findings += _half_pairs(source, shapes) or _unlike_adapted(source, paths, shapes)
+        findings += (
+            _half_pairs(source, shapes)
+            or _unlike_adapted(source, paths, shapes)
+            or _slices(source, paths, shapes)
+        )
     if not findings:
         findings += (
             unless_torn(source, files or {}, shapes)
@@ -153,6 +170,23 @@ def _unlike_adapted(source: Source, paths: Collection[str], shapes: Mapping[str,
         return []
     message = f"nothing states the rows of {fit.unknown[0]}: a rank's rows of its lora_B would look like all"
     return [finding("unproven-whole", "coverage", message, file=path)]
+
+
+def _slices(source: Source, paths: Collection[str], shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the finding that tensors are one rank's slices, whatever their file is called."""
+    for name in shapes:
+        if _FLATTENED.search(name):
+            message = (
+                f"{name} holds a rank's parameters in a row, without their names: it may be one of several"
+            )
+            return [finding("unproven-whole", "files", message, file=min(paths))]
+    sliced = slicing_ranks(json_beside(source, "config.json"), shapes)
+    if sliced is None:
+        return []
+    name, ranks = sliced
+    shape = list(shapes[name])
+    message = f"{name} {shape} is cut, as its siblings are: {min(paths)} is one of {ranks} ranks' parts"
+    return [_missing(source, message, min(paths))]
 
 
 def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:
@@ -380,6 +414,10 @@ class _Expected:
     outside: Mapping[str, Shape]
     inside: Mapping[str, Shape]
 
+    @property
+    def width(self) -> Shape:
+        return self.outside["norm.weight"]
+
 
 def _expected(config: Mapping[str, Any]) -> _Expected | None:
     """Return the shapes that Llama and its relatives have by a config; None where it lacks a size."""
@@ -439,6 +477,55 @@ def is_complete_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) ->
         return False
     ends = expected.outside.items()
     return all(any(n.endswith(end) and s == shape for n, s in outside.items()) for end, shape in ends)
+
+
+def slicing_ranks(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[str, int] | None:
+    """Return a tensor that is one rank's slice, and how many ranks there are; None where nothing shows it.
+
+    Slices of rows (FSDP2, DTensor) leave less than the embedding's columns in what is added to them. Those of
+    tensor parallelism show against a config alone: rows of ``q_proj`` and ``up_proj``, and columns of
+    ``o_proj`` and ``down_proj``, are cut by one number. Packed weights are cut in columns only.
+
+    >>> shapes = {"embed_tokens.weight": (40, 16), "layers.0.self_attn.o_proj.weight": (4, 16)}
+    >>> slicing_ranks({}, {**shapes, "layers.0.mlp.down_proj.weight": (4, 24)})
+    ('layers.0.self_attn.o_proj.weight', 4)
+    """
+    models: dict[str, dict[str, set[Shape]]] = {}
+    names: dict[tuple[str, str], str] = {}
+    for name, shape in shapes.items():
+        match = _LAYER.search(name)
+        if match and len(shape) == 2:
+            model = name[: match.start(1) - len("layers.")]
+            models.setdefault(model, {}).setdefault(match[2], set()).add(shape)
+            names.setdefault((model, match[2]), name)
+    expected = _expected(config)
+    for model, inside in models.items():
+        for embedding, attention, mlp in _RESIDUAL:
+            width = shapes.get(f"{model}{embedding}", ())[1:]
+            added = inside.get(attention, set()) | inside.get(mlp, set())
+            rows = {shape[:1] for shape in added}
+            if len(width) != 1 or len(rows) != 1 or attention not in inside:
+                continue
+            ((kept,),) = rows
+            if expected is not None and expected.width == (kept,):
+                continue  # an embedding that is wider than the model
+            if 0 < kept < width[0] and width[0] % kept == 0:
+                return names[model, attention], width[0] // kept
+        if expected is not None and shapes.get(f"{model}embed_tokens.weight", ())[1:] == expected.width:
+            cuts = {
+                _cut(shape, expected.inside[name], dim)
+                for name, dim in _TENSOR_PARALLEL.items()
+                for shape in inside.get(name, {(0, 0)})
+            }
+            if len(cuts) == 1 and (ranks := cuts.pop()) > 1:
+                return names[model, "self_attn.o_proj.weight"], ranks
+    return None
+
+
+def _cut(shape: Shape, full: Shape, dim: int) -> int:
+    """Return how often a shape is in a full one that is cut along a dim; 0 if it is not."""
+    size, length = shape[dim], full[dim]
+    return length // size if size and length % size == 0 and shape[1 - dim] == full[1 - dim] else 0
 
 
 def lacking_tensor(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:

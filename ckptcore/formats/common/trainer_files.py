@@ -105,6 +105,12 @@ def without_links(source: Source, paths: Iterable[str]) -> list[str]:
     return sorted(by_stamp.values(), key=natural)
 
 
+def unlinked(source: Source, paths: Iterable[str], read_paths: Iterable[str]) -> list[str]:
+    """Return the paths that are no other name of a file that is read: links of both kinds are."""
+    identities = {source.seen[path].identity for path in read_paths if path in source.seen} - {None}
+    return [p for p in paths if p not in source.seen or source.seen[p].identity not in identities]
+
+
 def _stem(path: str) -> str:
     """Return a name up to the number of its rank."""
     return path.rsplit("/", 1)[-1].partition("rank")[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.trainer_files import TORCH_SUFFIXES, is_state
+from ckptcore.formats.common.trainer_files import TORCH_SUFFIXES, is_state, unlinked
 
 _WEIGHTS = (*TORCH_SUFFIXES, ".safetensors")
 
@@ -44,12 +44,7 @@ def unread_weights(root: Source, folder: str, manifest: Manifest) -> list[Findin
 
     source = root.below(folder[:-1]) if folder else root
     compared_paths = {folder + path for path in torch_form(source, read_paths)}
-    identities = {root.seen[path].identity for path in passed_paths if path in root.seen} - {None}
-    stray_paths = sorted(
-        path
-        for path in unread_paths
-        if path not in compared_paths and root.seen[path].identity not in identities
-    )
+    stray_paths = sorted(set(unlinked(root, unread_paths, passed_paths)) - compared_paths)
     if not stray_paths:
         return []
     suffix = f" and {len(stray_paths) - 1} more" if stray_paths[1:] else ""

@@ -26,6 +26,7 @@ from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.trainer_files import (
     TORCH_SUFFIXES,
     require_one_model,
+    unlinked,
     unread_optimizers,
     without_links,
 )
@@ -130,7 +131,7 @@ def read_folder(source: Source, format: str) -> Manifest:
         require_one_model(source, next(iter(files)))
         builder.findings += [
             finding("stray-file", "files", f"{path} is not part of {', '.join(files)}", file=path)
-            for path in _loose(source)
+            for path in unlinked(source, _loose(source), files)
             if path not in files
         ]
     file_of: dict[str, str] = {}
@@ -172,8 +173,8 @@ def _indexed(source: Source, builder: Builder, index: WeightIndex, listed: str) 
                 file=SINGLE,
             )
         )
-    for path in source.listing:
-        if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
+    for path in unlinked(source, _loose(source), files):
+        if path not in files and path != SINGLE:
             builder.findings.append(finding("stray-file", "files", f"{path} is not in {listed}", file=path))
     return files
 

@@ -126,7 +126,15 @@ def test_a_torch_file_beside_another_format(place: str, name: str, zipped: bool,
 
 def test_a_link_to_what_is_read_is_no_file_beside_it(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "newest.pt").symlink_to("model.safetensors")
+    for path in ("newest.pt", "newest.safetensors"):
+        (tmp_path / path).symlink_to("model.safetensors")
+    assert not reported(tmp_path)
+    rows = {"weight_map": {"w": "part.safetensors"}}
+    (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(rows))
+    for path in ("newest.pt", "newest.safetensors"):
+        (tmp_path / path).unlink()
+        (tmp_path / path).hardlink_to(tmp_path / "part.safetensors")
     assert not reported(tmp_path)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from part_series import CONFIG, DAMAGES, SERIES, WIDTH, N, model, numbered, write
+from part_series import CONFIG, DAMAGES, SERIES, WIDTH, N, Tensors, model, numbered, write
 from safetensors.torch import load_file
 
 import ckptcore
@@ -430,6 +431,63 @@ def test_torch_files_beside_safetensors(tmp_path: Path) -> None:
     write(tmp_path / "mm_projector.bin", {"w": torch.ones(2)})
     stray = [f.file for f in findings(tmp_path) if f.code == "stray-file"]
     assert stray == ["mm_projector.bin"]
+
+
+def rows(tensors: Tensors) -> Tensors:
+    """Return a rank's rows of each tensor, as FSDP2 keeps them."""
+    return {name: t.chunk(2)[1].clone() for name, t in tensors.items()}
+
+
+def tensor_parallel(tensors: Tensors) -> Tensors:
+    """Return a tensor-parallel rank's part of each tensor, as Megatron and vLLM cut them."""
+    dims = {"o_proj": 1, "down_proj": 1, "norm": None}
+    return {
+        name: t if dim is None else t.chunk(2, dim)[1].clone()
+        for name, t in tensors.items()
+        for dim in [next((d for word, d in dims.items() if word in name), 0)]
+    }
+
+
+def packed(tensors: Tensors) -> Tensors:
+    """Return weights of which a byte holds two: a column is half of one."""
+    return {n: t[:, ::2].to(torch.uint8) if "_proj" in n else t for n, t in tensors.items()}
+
+
+def meta_names(tensors: Tensors) -> Tensors:
+    renames = {"model.": "", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo"}
+    for old, new in (renames | {"mlp.down_proj": "feed_forward.w2"}).items():
+        tensors = {name.replace(old, new): t for name, t in tensors.items()}
+    return tensors
+
+
+@pytest.mark.parametrize("path", ["model.safetensors", "model.pt"])
+@pytest.mark.parametrize(
+    ("cut", "config", "code"),
+    [
+        (rows, {}, "missing-file"),
+        (lambda t: rows(meta_names(t)), {}, "missing-file"),
+        (rows, CONFIG, "missing-file"),
+        (tensor_parallel, CONFIG, "missing-file"),
+        (packed, CONFIG, None),
+        (dict, CONFIG, None),
+        (lambda t: t | {"model.embed_tokens.weight": torch.ones(16, 16)}, CONFIG, None),
+        (lambda t: {"flat_param": torch.ones(9)}, {}, "unproven-whole"),
+    ],
+    ids=["rows", "Meta's rows", "rows, a config", "columns", "packed", "complete", "wide embedding", "flat"],
+)
+@pytest.mark.grid
+def test_a_ranks_slices_under_any_name(
+    cut: Callable[[Tensors], Tensors], config: dict[str, Any], code: str | None, path: str, tmp_path: Path
+) -> None:
+    """What is left of a renamed file is its shapes: each adds to the width of the model, or is cut."""
+    write(tmp_path / path, cut(model()))
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    codes = {f.code for f in findings(tmp_path) if f.severity != "info"}
+    assert codes == ({code} if code else set())
+    if code == "missing-file":
+        manifest = ckptcore.open(str(tmp_path), allow_incomplete=True)
+        assert {f.code for f in manifest.findings} == {"missing-part"}
 
 
 def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
