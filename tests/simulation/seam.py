@@ -7,6 +7,7 @@ runs at a time, and whatever the product caches, locks or holds open is its own,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -19,21 +20,26 @@ import struct
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from botocore.exceptions import ClientError, ConnectionClosedError
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.engine.default import DefaultDialect
 
-from ckptcore.catalog.heartbeats import RUNNING
+from ckptcore.catalog.heartbeats import Heartbeats
+from ckptcore.operations import claims
 from ckptcore.store import file_status
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.local_writer import LocalWriter
+from ckptcore.store.objects.client import RequestThreads
+from ckptcore.store.objects.lease import Lease
+from ckptcore.store.objects.session import S3Session
 from ckptcore.utils import host, processes
 
 DIED = 9  # exit status of a process that was killed
@@ -159,8 +165,6 @@ class Seam:
         uuid.uuid4 = lambda: uuid.UUID(int=draw.getrandbits(128), version=4)
         os.getpid = lambda: self.number
         socket.gethostname = lambda: f"host-{self.home}"
-        # A renewer that never gets a turn is a process that was stopped for too long: the hardest case.
-        RUNNING._thread = threading.current_thread()
         for call in ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "flock", "renameat2"):
             setattr(host, call, self._file_call(call, getattr(host, call)))
         for call in ("now", "now_ns", "monotonic", "uptime", "sleep"):
@@ -171,8 +175,7 @@ class Seam:
         self._put("of_stat", lambda *given, **more: self._as_before(real(*given, **more)))
         self._install_writes()
         self._install_commits()
-        if "ckptcore.store.objects.client" in sys.modules:
-            self._install_requests()
+        self._install_requests()
 
     def _put(self, name: str, simulated: Any) -> None:
         """Put a function in place of another one, wherever it was imported."""
@@ -317,11 +320,7 @@ class Seam:
     # Requests to an object store.
 
     def _install_requests(self) -> None:
-        """Send requests in turn, each when the scheduler says so: no thread overtakes another."""
-        from ckptcore.store.objects.client import RequestThreads
-        from ckptcore.store.objects.lease import Lease
-        from ckptcore.store.objects.session import S3Session
-
+        """Send each request when the scheduler says so."""
         real = S3Session.ask
 
         def ask(session: S3Session, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,10 +337,36 @@ class Seam:
             return done
 
         S3Session.ask = ask  # type: ignore[method-assign]
-        RequestThreads.start = lambda _, call: _ended(call)  # type: ignore[method-assign]
-        RequestThreads.each = lambda _, call, items: [call(item) for item in items]  # type: ignore[method-assign]
-        # As `RUNNING` above: a lease is renewed only by who asks whether it is held.
-        Lease._renewing = lambda _: None  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def on_simulated_time(shared: Shared) -> Iterator[None]:
+    """Let this process and its forks live by the clock of the world alone, and its threads in turn.
+
+    What a real clock wakes looks at that of the world, whose time is in names. So rows, claims and leases are
+    renewed only by who asks whether they are held: a renewer that never gets a turn is a process that was
+    stopped for too long, the hardest case. And no request overtakes another.
+    """
+
+    def passed_s() -> float:
+        return (shared.world_ns() - shared.epoch_ns) / 1e9
+
+    simulated: list[tuple[Any, str, Callable[..., Any]]] = [
+        (host, "now", lambda: shared.world_ns() / 1e9),
+        (host, "now_ns", shared.world_ns),
+        (host, "monotonic", passed_s),
+        (host, "uptime", passed_s),
+        (host, "sleep", shared.advance),
+        (Heartbeats, "_run", lambda _: None),
+        (claims, "_keep", lambda *_: None),
+        (Lease, "_renewing", lambda _: None),
+        (RequestThreads, "start", lambda _, call: _ended(call)),
+        (RequestThreads, "each", lambda _, call, items: [call(item) for item in items]),
+    ]
+    with contextlib.ExitStack() as replaced:
+        for owner, name, call in simulated:
+            replaced.enter_context(mock.patch.object(owner, name, call))
+        yield
 
 
 def _ended(call: Callable[[Callable[[], bool]], Any]) -> Future[Any]:
