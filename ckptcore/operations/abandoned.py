@@ -186,12 +186,12 @@ def _staging(
 def _removed(
     staging: Staging, left: Callable[[LeftFate, str], Left], *, has_record: bool, dry_run: bool
 ) -> Left:
+    partly = left(
+        LeftFate.PUBLISHING, "its output is partly published; run the same command again to complete it"
+    )
     publication = noted(staging) if has_record else None
     if publication is not None and publication.step != DONE:
-        return left(
-            LeftFate.PUBLISHING,
-            "its output is partly published; run the same conversion again to complete it",
-        )
+        return partly
     origin = (
         "left by a run that published its output"
         if publication is not None
@@ -201,6 +201,9 @@ def _removed(
         with staging.lock(shared=True):
             return left(LeftFate.WOULD_REMOVE, origin)
     with staging.lock():
+        publication = noted(staging)  # another run may have begun one since the list, and ended early
+        if publication is not None and publication.step != DONE:
+            return partly
         staging.remove()
     return left(LeftFate.REMOVED, origin)
 

@@ -12,8 +12,17 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ckptcore.conversion.staging.remote_publication import Destination, is_published, publish_remote
 from ckptcore.conversion.staging.staged_plan import put_extra
-from ckptcore.conversion.staging.staging import DONE, RECORDS, Publication, Staging
-from ckptcore.errors import DestinationUnwritable
+from ckptcore.conversion.staging.staging import (
+    DONE,
+    PUTTING,
+    RECORDS,
+    REMOVING,
+    THINNING,
+    Publication,
+    Staging,
+    noted,
+)
+from ckptcore.errors import Busy, Conflict, DestinationUnwritable
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed
 from ckptcore.planning.plan import Plan
@@ -89,14 +98,32 @@ class ObjectStaging(Staging):
         """Write the small files anew that an earlier run's staging prefix lacks."""
         put_extra(self, composed)
 
+    def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
+        """Remove everything from the prefix, unless a step is half thinned."""
+        self._require_none_half_thinned()
+        super().clear(publication=publication, names=names)
+
     def remove(self) -> None:
-        """Remove the staging prefix, if these credentials may: its output does not need it any more."""
+        """Remove the staging prefix, if these credentials may: its output does not need it any more.
+
+        It stays where another run has taken over the destination by now. Raises `Conflict` as `clear` does.
+        """
         try:
             self._remove()
-        except DestinationUnwritable as error:
+        except (Busy, DestinationUnwritable) as error:
             _log.warning("%s is kept: %s", self.url, error.message)
 
+    def _require_none_half_thinned(self) -> None:
+        """Raise `Conflict` if the place is complete only with what is staged: it was being thinned."""
+        record = noted(self)
+        if record is not None and record.plan.startswith(THINNING) and record.step in (REMOVING, PUTTING):
+            raise Conflict(
+                f"{self.destination} is half thinned, by a run that ended early",
+                hint=f"run it again, and it ends that: ckptcore thin {self.destination}",
+            )
+
     def _remove(self) -> None:
+        self._require_none_half_thinned()
         for part in (self.files, self.plan, self.receipts):
             part.remove_all()
         for name in RECORDS:  # the record of the publication last: while it exists, the next run resumes

@@ -263,6 +263,7 @@ def _begin(destination: Destination, publication: Publication, names: Sequence[s
         names: What is put into place first, if it is uploaded.
         alone: Require that only its own objects are there, because nothing is changed before that is asked.
     """
+    destination.staging.require_lease()
     calls: list[Callable[[], object]] = [
         partial(note, destination.staging, publication),
         *destination.looks(names),

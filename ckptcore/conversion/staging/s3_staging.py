@@ -570,7 +570,8 @@ class S3Staging(ObjectStaging):
         }
 
     def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
-        """Remove everything but the lease from the prefix, and abort its uploads."""
+        """Remove everything but the lease from the prefix, and abort its uploads, as `ObjectStaging` does."""
+        self._require_none_half_thinned()
         listed = self.places.staged_names() if names is None else names
         # Uploads are no objects: removing the journal's entries alone would leave them open, and paid for.
         if any(name.startswith(f"{UPLOADS}/") for name in listed):
@@ -593,6 +594,9 @@ class S3Staging(ObjectStaging):
 
     def _remove(self) -> None:
         """Remove what a conversion writes below the staging prefix; what others put there is kept."""
+        if self._lease is not None:
+            self._lease.require()
+        self._require_none_half_thinned()
         # While the first is there, the next run resumes; while the second is, no other run works here.
         last = (PUBLISHING, LEASE)
 

@@ -40,6 +40,7 @@ REPLACES = "replaces.json"
 ITSELF = ""  # the name, below the destination, of a destination that is one file
 # Steps of a publication, in order. REMOVING, PUTTING: on an object store; MOVING: on this machine.
 MOVING, REMOVING, PUTTING, DONE = "moving", "removing", "putting", "done"
+THINNING = "thin-"  # of the plan of a publication that only leaves things out of what is at its place
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.registration import facts, with_fingerprints
 from ckptcore.conversion.staging.open_staging import at_rest, open_staging
-from ckptcore.conversion.staging.staging import Publication, Replaced, Staging, noted
+from ckptcore.conversion.staging.staging import THINNING, Publication, Replaced, Staging, noted
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
@@ -58,7 +58,6 @@ from ckptcore.operations.retention.root_retention import optimizers_kept
 from ckptcore.operations.retention.setting_aside import retention_entry
 from ckptcore.operations.retention.thin_plan import (
     OPTIMIZER,
-    PREFIX,
     ProvenThin,
     ThinPlan,
     names_to_drop,
@@ -572,7 +571,7 @@ def _end_killed_run(catalog: Catalog, uri: str, rules: ThinRules, settings: Sett
     """Finish what a killed run began at a step: what it published is recorded, anything else removed."""
     staging = open_staging(uri, catalog)
     record, data = noted(staging), fetch(staging.plan, _BEGUN)
-    if data is None or (record is not None and not record.plan.startswith(PREFIX)):
+    if data is None or (record is not None and not record.plan.startswith(THINNING)):
         return
     begun = _Begun.load(data)
     with staging.lock():

@@ -17,6 +17,7 @@ from ckptcore.catalog.retirements import GivenUp
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.checking.verdicts import UNREADABLE_CODES
 from ckptcore.comparison.fingerprint import fingerprint
+from ckptcore.conversion.staging.staging import THINNING
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
@@ -45,7 +46,6 @@ from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import some
 
 OPTIMIZER = "optimizer"
-PREFIX = "thin-"  # of the digest of a change, as a publication records it
 _BLOCK = 8 << 20
 _TORCH_FILES = (".pt", ".pth", ".bin")
 
@@ -103,7 +103,7 @@ class ThinPlan:
             for path, pieces in self.files.items()
         ]
         form = {"thin": self.manifest.digest, "files": rows}
-        return f"{PREFIX}{blake3(canonical_json(form)).hexdigest()}"
+        return f"{THINNING}{blake3(canonical_json(form)).hexdigest()}"
 
 
 @dataclass(frozen=True)
