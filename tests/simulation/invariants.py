@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from custody_model import HOME, Contents, Tree, folders_above, ids_in, is_hidden, logical
+from custody_model import Contents, Tree, folders_above, ids_in, is_hidden, logical
 from sqlalchemy import select, text
 
 from ckptcore.catalog.claims import TAKEN, read_owner
@@ -51,6 +51,7 @@ class Act:
         retires: Whether it sets sources aside.
         claim: What only one process may do at a time; "" for anything.
         reads: The place that it converts; "" for none.
+        restores: What is set aside that it restores; None for nothing.
     """
 
     act: Callable[[Any], object]
@@ -61,6 +62,7 @@ class Act:
     retires: bool = False
     claim: str = ""
     reads: str = ""
+    restores: Contents | None = None
 
 
 class Check:
@@ -86,11 +88,6 @@ class Check:
         self.inodes = self._inodes()
         self.claims = self._claims() if self.watches_claims else {}
         self.leases = self._leases() if run.disk.kind == "bucket" else {}
-        self.aside = {
-            act.target: [c for p, c in self.there.items() if c and HOME.search(p) and _is_of(p, act.target)]
-            for act in group
-            if act.made is None and act.target
-        }
 
     @property
     def watches_claims(self) -> bool:
@@ -121,7 +118,8 @@ class Check:
             self._require_listed(tree)
         if all(o in FAILING for o in outcomes) and self._recorded()[1] > self.succeeded and not run.world.cut:
             raise Broken("a conversion failed that the catalog has recorded as succeeded")
-        new = {run.disk.url(each[0]) for each in run.owed - self.owed if each[2] not in _at_sources(there)}
+        ids_there = _at_sources(there) | self._ids_between(there)
+        new = {run.disk.url(each[0]) for each in run.owed - self.owed if each[2] not in ids_there}
         forgotten = new - self._recorded()[0] if new and self.strict and not run.world.cut else ()
         if forgotten:
             raise Broken(f"the catalog has no obligation of {sorted(forgotten)}")
@@ -243,7 +241,7 @@ class Check:
         self.changed()
         self._require_old_outputs(there)
         self._note_deleted(there)
-        self._require_owed(tree)
+        self._require_owed(tree, there)
         if run.disk.kind == "local":
             torn = [home for home, record in homes(tree).items() if record is None]
             if torn:
@@ -331,8 +329,9 @@ class Check:
         """What a killed run moved away from a place is kept beside it until the new output is there."""
         between = self.run.between
         for place, old in list(between.items()):
-            if place in there:
-                if there[place] != old and old in beside(place, there):
+            local = self.run.disk.kind == "local"
+            if there.get(place) is not None or (place in there and local):
+                if local and there[place] != old and old in beside(place, there):
                     continue  # the next run sets it aside, whoever wrote there meanwhile
                 del between[place]
                 if place.startswith("runs/"):
@@ -341,22 +340,42 @@ class Check:
                 raise Broken(f"{place} has neither the old output nor a new one: {old} is gone")
 
     def _note_between(self, there: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
-        """Note the old outputs of places from which runs that came to no end moved them away."""
+        """Note what runs that came to no end have moved away from places, or have not moved there yet."""
         for act, outcome in zip(self.group, outcomes, strict=True):
-            old = self.there.get(act.target)
-            moved_away = act.made is not None and outcome != "done" and act.target not in there
-            if moved_away and old and old in beside(act.target, there):
-                self.run.between[act.target] = old
+            hidden = self._hidden_between(act, there)
+            if outcome != "done" and hidden is not None:
+                self.run.between[act.target] = hidden
+
+    def _hidden_between(self, act: Act, there: dict[str, Contents | None]) -> Contents | None:
+        """Return what is hidden beside a place that an act has begun to replace, until it is complete.
+
+        On a disk that is what was moved away. In a bucket it is what a step is thinned to, as a whole: the
+        step itself is replaced object by object.
+        """
+        if act.made is None:
+            return None
+        if self.run.disk.kind == "local":
+            hidden = None if act.target in there else self.there.get(act.target)
+        else:
+            hidden = act.made if act.target.startswith("runs/") and there.get(act.target) is None else None
+        return hidden if hidden and hidden in beside(act.target, there) else None
+
+    def _ids_between(self, there: dict[str, Contents | None]) -> set[str]:
+        """Return the content ids of what is hidden beside sources, until these are complete."""
+        hidden = [self._hidden_between(act, there) for act in self.group if act.target.startswith("runs/")]
+        earlier = (contents for place, contents in self.run.between.items() if place.startswith("runs/"))
+        return {each for contents in (*hidden, *earlier) for each in (contents or {}).values()}
 
     def _require_restored(self, there: dict[str, Contents | None], outcomes: Sequence[str]) -> None:
-        """What was reported as restored is in its place."""
-        if any(act.retires for act in self.group):
-            return
+        """What was reported as restored is in its place, unless it was retired or thinned there since."""
         for act, outcome in zip(self.group, outcomes, strict=True):
-            aside = self.aside.get(act.target)
+            if act.restores is None or outcome != "done":
+                continue
             now = there.get(act.target)
-            if outcome == "done" and aside and now not in aside:
-                raise Broken(f"{act.target} was restored, and is {now}, not one of {aside}")
+            since = [other.made for other in self.group if other.target == act.target and other is not act]
+            retired = act.target not in there and any(other.retires for other in self.group)
+            if now not in (act.restores, *filter(None, since)) and not retired:
+                raise Broken(f"{act.target} was restored, and is {now}, not {act.restores}")
 
     def _require_listed(self, tree: Tree) -> None:
         """What processes that have ended left in a bucket is listed by `gc`."""
@@ -386,11 +405,11 @@ class Check:
             if place.endswith("-back"):
                 restored[place.removesuffix("-back"), rows] = count
         for place, rows in self.sources - sources - restored:
-            thinned = any(act.target == place and act.made is not None for act in self.group)
-            hidden = {frozenset(contents.items()) for contents in beside(place, there)}
-            if thinned and not self.run.world.exchanges and rows in hidden:
-                continue  # of two steps the first is done: see `_require_old_outputs` for the second
-            self._owe(place, rows)
+            # Of two steps, or of many, the first is done: see `_require_old_outputs` for the others.
+            two_steps = self.run.disk.kind == "bucket" or not self.run.world.exchanges
+            acts = [act for act in self.group if act.target == place and two_steps]
+            begun = (self._hidden_between(act, there) for act in acts)
+            self._owe(place, rows.difference(*(hidden.items() for hidden in begun if hidden)))
 
     def _owe(self, place: str, rows: Collection[tuple[str, str]]) -> None:
         """Note what a source had: some place must hold it from now on, unless a user said its name."""
@@ -401,7 +420,7 @@ class Check:
             if not any(fnmatchcase(name.removeprefix("file "), g) for g in accepted)
         }
 
-    def _require_owed(self, tree: Tree) -> None:
+    def _require_owed(self, tree: Tree, there: dict[str, Contents | None]) -> None:
         run, ids = self.run, ids_in(tree)
         lost = {each for each in run.owed if each[2] not in ids}
         missing = {
@@ -412,7 +431,7 @@ class Check:
         if missing:
             raise Broken(f"lost: {sorted(missing)}")
         run.owed -= lost  # a catalog that knew was lost, and there is no record
-        seen, sure = ids_in_sight(tree), vouched(tree)
+        seen, sure = ids_in_sight(tree), vouched(tree) | self._ids_between(there)
         unseen = {each for each in run.owed - run.unseen if each[2] not in seen}
         if unseen:
             raise Broken(f"in sight of nobody: {sorted(unseen)}")
@@ -449,12 +468,6 @@ class Check:
         above = {act.target, *folders_above(act.target)}
         records = {one.source for one in obligations(self.before) if one.place in above}
         return (self.listed if act.catalog else frozenset()) | records
-
-
-def _is_of(place: str, target: str) -> bool:
-    """Return whether what is set aside at a place is of a target, or of what was restored under its name."""
-    own = logical(place)
-    return target == own or target.rpartition("/")[0] == own.rpartition("/")[0]
 
 
 def _at_sources(there: dict[str, Contents | None]) -> set[str]:

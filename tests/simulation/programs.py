@@ -103,7 +103,7 @@ class Run:
         self.saved = 0
         self.backup: dict[str, list[dict[str, Any]]] | None = None
         self.replaced: list[tuple[str, Contents]] = []  # what can be restored: its place, and it
-        self.between: dict[str, Contents] = {}  # place -> old output that a killed run moved away from it
+        self.between: dict[str, Contents] = {}  # place -> what a killed run moved away, or not yet there
         self.killed: Conversion | None = None  # the last one that was
         self.rotten = False  # whether something was altered by no program
         self.forgot = False  # whether a catalog was lost, or restored from a backup
@@ -260,6 +260,8 @@ class Run:
             return
         if self.disk.exists(place):
             self.disk.remove(place)
+        if self.disk.kind == "bucket":  # objects of the step were the rest of what is staged
+            self.between.pop(place, None)
         self._save(place)
         self._excuse()
 
@@ -584,7 +586,7 @@ class Run:
     def _thin(self, which: str = "") -> None:
         """A step loses what a user names, in its place; what stays as it is, is refused."""
         place = place_of(which) if which else self._pick(self._steps())
-        contents = self._visible("runs/").get(place)
+        contents = self._visible("runs/").get(place) or self.between.get(place)
         if contents is None or not self._is_up(place):
             return
         drop = tuple(n for n in ("note", "tokenizer.json") if n in contents or f"file {n}" in contents)
@@ -621,7 +623,8 @@ class Run:
         self._note(f"{place} {to}")
         url = self.disk.url(homes[home] + home)
         target = f"{place.rpartition('/')[0]}/{to}" if to else place
-        self._product(lambda catalog: restore(catalog, url, to), target, None)
+        aside = self._all().get(f"{homes[home]}{home}/{place.rpartition('/')[2]}")
+        self._product(lambda catalog: restore(catalog, url, to), target, None, restores=aside)
 
     def _scrub(self) -> None:
         self._product(lambda catalog: scrub(catalog, share=1))
@@ -637,14 +640,15 @@ class Run:
         retires: bool = False,
         claim: str = "",
         reads: str = "",
+        restores: Contents | None = None,
     ) -> str:
         """Run a verb in a simulated process, at once or together with others; return how it ended.
 
         target: the place that may change. made: what is there afterwards; None for anything that is complete.
         purges: it removes what is set aside. retires: it sets sources aside. claim: what only one may do.
-        reads: the place that it converts.
+        reads: the place that it converts. restores: what is set aside that it restores.
         """
-        self.group.append(Act(act, target, made, catalog, purges, retires, claim, reads))
+        self.group.append(Act(act, target, made, catalog, purges, retires, claim, reads, restores))
         return self._run_group()[0] if self.together is None else LATER
 
     def _together(self) -> None:

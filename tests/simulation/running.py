@@ -28,7 +28,7 @@ from sqlalchemy.util import LRUCache
 from ckptcore.catalog import heartbeats, open_catalog
 from tests.simulation.invariants import Broken
 from tests.simulation.mutants import MUTANTS, mutate
-from tests.simulation.once_failed import ONCE_FAILED
+from tests.simulation.once_failed import ONCE_FAILED, ONCE_FAILED_IN_A_BUCKET
 from tests.simulation.programs import PRODUCT, Run
 from tests.simulation.scheduler import World
 from tests.simulation.seam import Shared, on_simulated_time
@@ -241,13 +241,15 @@ def _run_suite(count: int, jobs: int) -> int:
     local = [("local", program(seed)) for seed in range(count - len(bucket))]
     programs = [
         *(("bucket", program(seed, theme=theme)) for seed, theme in bucket),
+        *(("bucket", steps) for steps in ONCE_FAILED_IN_A_BUCKET.values()),
         *local,
         *(("local", steps) for steps in ONCE_FAILED.values()),
     ]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         outcomes = pool.starmap(_of_disk, programs, chunksize=1)
         repeated = pool.starmap(_of_disk, [(*one, 0.001) for one in local[:2]], chunksize=1)
-    differ = [one.digest for one in repeated] != [one.digest for one in outcomes[len(bucket) :][:2]]
+    first = [outcome for outcome, steps in zip(outcomes, programs, strict=True) if steps in local[:2]]
+    differ = [one.digest for one in repeated] != [one.digest for one in first]
     failed = [outcome for outcome in outcomes if outcome.broken]
     for outcome in failed:
         print(*outcome.trace, outcome.broken, sep="\n")
