@@ -558,10 +558,11 @@ def _size(source: Source, path: str) -> int | None:
 
 def json_beside(source: Source, path: str) -> Mapping[str, Any]:
     """Return the JSON object of a file beside the parts; {} if there is none, or it proves nothing."""
-    size = _size(source, path)
-    if size is None or not 0 < size <= _MAX_CONFIG:
-        return {}
     try:
+        # Without the right to list, a store denies whoever asks for an object that is not there.
+        size = _size(source, path)
+        if size is None or not 0 < size <= _MAX_CONFIG:
+            return {}
         form = parse(source.store.read(path, 0, size), path)
     except (CkptError, InvalidText):
         return {}
