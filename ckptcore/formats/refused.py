@@ -17,7 +17,7 @@ from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, TEXT_HINT, TEXT_R
 from ckptcore.errors import CkptError, MalformedCheckpoint
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural, suffixes_of
-from ckptcore.formats.common.part_proof import json_beside
+from ckptcore.formats.common.part_proof import evidence_beside
 from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface import nanotron
@@ -216,7 +216,7 @@ def _tensorrt(source: Source) -> tuple[str, ...] | None:
     files = _files_like(source, "rank", _TENSORRT)
     if source.name is not None and _TENSORRT.match(source.name):
         files = (f"{source.name} is beside its config.json",)
-    return files if files and "mapping" in json_beside(source, "config.json") else None
+    return files if files and "mapping" in evidence_beside(source, "config.json") else None
 
 
 KNOWN: tuple[KnownFormat, ...] = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from ckptcore.formats.common.model_layers import ModelLayers, layers_of
 from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
 from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.naming.peft import adapter_fit
+from ckptcore.store.subfolder import unnoted
 from ckptcore.utils.foreign_text import InvalidText
 
 Shape = tuple[int, ...]
@@ -89,7 +90,7 @@ def part_findings(
     # Ranks are not compared here: Meta's reader has the names of all of them.
     is_full = len(paths) == 1 or all(path.endswith(".safetensors") for path in paths)
     if not findings and is_full and all(path.startswith("consolidated") for path in paths):
-        findings += lacking_by_params(source, json_beside(source, PARAMS), shapes)
+        findings += lacking_by_params(source, evidence_beside(source, PARAMS), shapes)
     if not findings:
         findings += (
             _half_pairs(source, shapes)
@@ -114,7 +115,7 @@ def _unless_complete(source: Source, path: str, shapes: Mapping[str, Shape]) -> 
     reason = f"{gap} is not there, and other layers have it" if (gap := layers.gap()) is not None else None
     # Where the name states a number, what proves it has proven the ends.
     if part_name(path) is None and layers.are_several:
-        config = json_beside(source, "config.json")
+        config = evidence_beside(source, "config.json")
         if (layer := layers.stated_beyond(config)) is not None:
             code = "missing-part" if source.recover else "unproven-parts"
             message = f"config.json states more layers than {path} has: {layer} is not there"
@@ -157,7 +158,7 @@ def _unlike_adapted(source: Source, paths: Collection[str], shapes: Mapping[str,
     """
     if not any(_LORA.search(name) for name in shapes):
         return []
-    expected = _expected(json_beside(source, "config.json"))
+    expected = _expected(evidence_beside(source, "config.json"))
     inside = expected.inside.items() if expected is not None else ()
     sizes = {name.removesuffix(".weight"): size for name, size in inside}
     fit = adapter_fit(shapes, json_beside(source, "adapter_config.json"), sizes)
@@ -180,7 +181,7 @@ def _slices(source: Source, paths: Collection[str], shapes: Mapping[str, Shape])
                 f"{name} holds a rank's parameters in a row, without their names: it may be one of several"
             )
             return [finding("unproven-whole", "files", message, file=min(paths))]
-    sliced = slicing_ranks(json_beside(source, "config.json"), shapes)
+    sliced = slicing_ranks(evidence_beside(source, "config.json"), shapes)
     if sliced is None:
         return []
     name, ranks = sliced
@@ -198,7 +199,7 @@ def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, S
         shapes: Shape of every tensor.
     """
     torn = torn_layer(files)
-    if torn is None or is_complete_model(json_beside(source, "config.json"), shapes):
+    if torn is None or is_complete_model(evidence_beside(source, "config.json"), shapes):
         return []
     name, file = torn
     message = f"{name} is in no file, and other layers have it: {file} may be of another save"
@@ -289,7 +290,7 @@ def unless_proven(
         blobs: The plain values in them.
     """
     ranks, config = recorded(blobs)
-    if is_complete_model(json_beside(source, "config.json"), shapes) or ranks == len(parts):
+    if is_complete_model(evidence_beside(source, "config.json"), shapes) or ranks == len(parts):
         return []
     if len(parts) == 1 and (parts[0].sole or ranks is not None):
         return _of_sole(source, parts[0], shapes, ranks, config)
@@ -347,7 +348,7 @@ def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: 
         return count
     if part.path.startswith("consolidated."):
         return ranks_by_params(json_beside(source, PARAMS), shapes)
-    mapping = json_beside(source, "config.json").get("mapping")
+    mapping = evidence_beside(source, "config.json").get("mapping")
     if isinstance(mapping, dict):  # TensorRT-LLM: cp ranks share a file
         sizes = [mapping.get(key, 1) for key in ("tp_size", "pp_size")]
         if all(type(n) is int and n > 0 for n in sizes):
@@ -554,6 +555,14 @@ def lacking_tensor(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> st
 def _size(source: Source, path: str) -> int | None:
     size = source.listing.get(path)
     return source.store.size(path) if size is None and source.name is not None else size
+
+
+def evidence_beside(source: Source, path: str) -> Mapping[str, Any]:
+    """Return the JSON object of a file that is asked for evidence only; {} as `json_beside`.
+
+    The reader takes nothing from it: it stays a file beside the checkpoint, to be carried or accounted for.
+    """
+    return json_beside(replace(source, store=unnoted(source.store)), path)
 
 
 def json_beside(source: Source, path: str) -> Mapping[str, Any]:

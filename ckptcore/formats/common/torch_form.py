@@ -16,7 +16,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.part_proof import is_complete_model, json_beside
+from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model
 from ckptcore.formats.common.weight_index import indexes_of, read_index
 from ckptcore.store.subfolder import FileRange, unnoted
 
@@ -48,7 +48,7 @@ def fuller_torch_form(
         shapes: Shape of every tensor in them.
     """
     torch_paths = torch_form(source, paths)
-    if not torch_paths or is_complete_model(json_beside(source, "config.json"), shapes):
+    if not torch_paths or is_complete_model(evidence_beside(source, "config.json"), shapes):
         return []
     by_storage: dict[tuple[str, str], list[str]] = {}
     findings = list[Finding]()

@@ -16,7 +16,7 @@ from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.errors import Finding, NameMismatch, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part, join, joined_paths
-from ckptcore.formats.common.part_proof import is_complete_model, json_beside
+from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model
 from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.utils.step_names import stage_of
 
@@ -55,7 +55,7 @@ def read_stages(source: Source) -> Manifest:
     if any(m.order for m in stages.values()):
         manifest = replace(manifest, order=tuple(n for m in stages.values() for n in m.order or _names(m)))
     form = joined_paths(parts).form(_names(manifest), [blob.key for blob in manifest.blobs])
-    config = json_beside(source, "config.json")
+    config = evidence_beside(source, "config.json")
     proof = _unproven(source, manifest, max(folders), len(folders), folders[max(folders)], config)
     return replace(
         manifest, origin={"paths": form} if form else {}, findings=(*manifest.findings, *findings, *proof)
@@ -68,7 +68,7 @@ def named_alone(source: Source, manifest: Manifest) -> list[Finding]:
     number = stage_of(folder)
     if number is None:
         return []
-    config = json_beside(source, "config.json")
+    config = evidence_beside(source, "config.json")
     return _unproven(source, manifest, number, 1, folder, config)
 
 

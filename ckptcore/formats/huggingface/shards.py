@@ -29,7 +29,7 @@ from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join, joined_paths
-from ckptcore.formats.common.part_proof import is_complete_model, json_beside
+from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model
 from ckptcore.formats.common.weight_index import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.formats.huggingface.consolidated_files import ConsolidatedTensor, consolidated_tensors, differs
@@ -201,7 +201,7 @@ def _incomplete(
         )
     shapes = {fqn: extent(parts) for fqn, parts in shards.parts.items()}
     proven = proven or any(  # not looked at where nothing is to be proven
-        is_complete_model(json_beside(beside, "config.json"), shapes) for beside in (folder, source)
+        is_complete_model(evidence_beside(beside, "config.json"), shapes) for beside in (folder, source)
     )
     names = () if proven else unproven(shards, known_shapes([folder, source], shards))
     if names:
