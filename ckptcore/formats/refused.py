@@ -85,8 +85,8 @@ def _olmo_steps(source: Source) -> tuple[str, ...] | None:
 def _rank_alone(source: Source) -> tuple[str, ...] | None:
     """Recognise one rank's part, named alone: its shards look like complete tensors."""
     folder = source.store.url.rstrip("/").rsplit("/", 1)[-1]
-    name = source.name or next((p for p in source.listing if p in _MEGATRON), None)
-    if name in _MEGATRON and _MP_RANK.match(folder):
+    name = source.name or next((p for p in source.listing if p in (*_MEGATRON, _NEMO)), None)
+    if (name in _MEGATRON and _MP_RANK.match(folder)) or (name == _NEMO and _NEMO_RANK.match(folder)):
         return (f"{folder}/{name} is one model-parallel rank's file",)
     if source.name is not None and ITEM.match(source.name) and source.store.size(METADATA):
         return (f"{source.name} is beside {METADATA}, and is one rank's item",)
@@ -106,6 +106,8 @@ _COMPRESSED = {
 }
 _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
 _MP_RANK = re.compile(r"^mp_rank_\d{2}")
+_NEMO = "model_weights.ckpt"  # a model of one rank has it beside model_config.yaml, in no folder of ranks
+_NEMO_RANK = re.compile(r"^(?:mp_rank_\d{2}|tp_rank_\d{2}_pp_rank_\d{3})$")
 _STEP = re.compile(r"^step\d+(-unsharded)?/")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar")
 _TORCH_SUFFIXES = suffixes_of(_TORCH)
@@ -298,7 +300,7 @@ KNOWN: tuple[KnownFormat, ...] = (
         "one rank's part of a checkpoint",
         _rank_alone,
         "name the folder of all ranks",
-        frozenset({"pt"}),
+        frozenset({"pt", "ckpt"}),
     ),
     KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),
     KnownFormat(

@@ -76,6 +76,18 @@ def test_an_item_of_one_rank(tmp_path: Path) -> None:
         ckptcore.open(str(tmp_path))
 
 
+@pytest.mark.parametrize("folder", ["mp_rank_01", "tp_rank_00_pp_rank_001"])
+def test_a_rank_of_nemo_is_not_the_model(folder: str, tmp_path: Path) -> None:
+    """NeMo 1 unpacked: a model of one rank has its weights in no folder of ranks."""
+    part = tmp_path / folder / "model_weights.ckpt"
+    part.parent.mkdir()
+    torch.save({"model.w": torch.ones(2, 2)}, part)
+    for place in (part, part.parent):
+        assert refused(place).values["format"] == "rank-alone"
+    part.rename(tmp_path / part.name)
+    assert ckptcore.open(str(tmp_path / part.name)).tensors
+
+
 def test_a_model_beside_its_optimizer_is_of_one_rank(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model_0.pt")
     torch.save({"state": {}}, tmp_path / "optimizer_0.pt")
