@@ -206,25 +206,27 @@ def test_both_copies_rotted_and_one_is_read_in_part(moved, copies):
     assert refusal.values["contents"] == ["weight"]
 
 
-@on_some
-def test_both_copies_rotted_and_one_does_not_open(copies):
-    """Nothing of it is read, and it may be what is left: its lineage says what of."""
+def unopened_beside_counted_on(copies):
+    """The source is deleted because of its copy; another one, which does not open any more, is returned."""
     second = copies.out / "x.pt"
     copies.convert(copies.source, second, to="torch_save")
     copies.convert(copies.source, copies.copy, overwrite=True)
     flip(second, second.read_bytes().index(b"archive/data/0"))
     copies.counted_on()
+    return second
+
+
+@on_some
+def test_both_copies_rotted_and_one_does_not_open(copies):
+    """Nothing of it is read, and it may be what is left: its lineage says what of."""
+    second = unopened_beside_counted_on(copies)
     flip(*tensor_bytes(copies.copy, torch.arange(12.0) + 100))
     copies.refuses(second, overwrite_foreign=True)
 
 
 @on_some
 def test_a_copy_that_does_not_open_is_replaced_while_another_is_intact(copies):
-    second = copies.out / "x.pt"
-    copies.convert(copies.source, second, to="torch_save")
-    copies.convert(copies.source, copies.copy, overwrite=True)
-    flip(second, second.read_bytes().index(b"archive/data/0"))
-    copies.counted_on()
+    second = unopened_beside_counted_on(copies)
     copies.overwrite(second, overwrite_foreign=True)
     assert torch.load(second)["weight"][0, 0] == 300
 
