@@ -282,8 +282,12 @@ def _run_child(request: dict[str, Any]) -> None:
             os.chdir(request["cwd"])
         if request["within"] is not None:
             confined.confine(request["within"])
+        import torch
+
         from ckptcore.__main__ import main
 
+        # torch renews its pool of threads at the first use after a fork, which no two threads may be at once.
+        torch.set_num_threads(torch.get_num_threads())
         code = _exit_code(main)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -21,15 +21,18 @@ def begin(
 
     def do(job: int) -> tuple[int, int]:
         act = setup.get(str(job))
-        if act == "full":
+        if act == "full":  # once the other worker waits: one that ends before its job leaves nothing
+            until = time.monotonic() + 60
+            while not (folder / "waits").exists() and time.monotonic() < until:
+                time.sleep(0.01)
             raise DiskFull("no room", path="there", free=7)
         if act == "defect":
             raise KeyError("a defect")
         if act == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if act == "waits":
-            (folder / "waits").write_text(str(os.getpid()))
             try:
+                (folder / "waits").write_text(str(os.getpid()))
                 time.sleep(60)
             except KeyboardInterrupt:
                 (folder / "cleaned").touch()
