@@ -2,7 +2,8 @@
 
 1. The obligations are those of the catalog, and those in records beside the place, in it and around it.
 2. The place is looked through: every checkpoint that opens there, and its contents. What cannot be read
-   counts as everything that an obligation counts on there, that was recorded there, and that its sources had.
+   counts as everything that an obligation counts on there, that was recorded there, and that its sources had;
+   and as each copy under an obligation that is not where it was: somebody may have moved it here.
 3. Contents under an obligation must be proven elsewhere: read now, in files that are not those of the place,
    where no conversion writes. Everything else is named by ``--overwrite``.
 
@@ -24,6 +25,7 @@ from ckptcore.catalog import holdings, obligations
 from ckptcore.catalog.holdings import NOWHERE
 from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow
+from ckptcore.checking.examine import inspect
 from ckptcore.core.manifest import Manifest
 from ckptcore.custody.distinct import require_apart
 from ckptcore.custody.judged import AtRest, Judged, digest_of_files
@@ -170,7 +172,7 @@ def judge(
     specs = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
     read_contents = contents_at(place, things, specs, settings, catalog)
     unread = None if read_contents.readable else _unread_at(catalog, place)
-    matched = {duty.row.id: _matched(duty, read_contents.ids, place, unread) for duty in duties}
+    matched = {duty.row.id: _matched(catalog, duty, read_contents.ids, place, unread) for duty in duties}
     if staying:
         matched = {key: ids - staying for key, ids in matched.items()}
     missing = in_one(matched.values())
@@ -288,10 +290,11 @@ def _unread_at(catalog: Catalog | None, place: str) -> _Unread:
     return _Unread(in_one(ids_of_rows), frozenset(sources))
 
 
-def _matched(duty: Duty, read_ids: Ids, place: str, unread: _Unread | None) -> Ids:
+def _matched(catalog: Catalog | None, duty: Duty, read_ids: Ids, place: str, unread: _Unread | None) -> Ids:
     """Return the contents of an obligation that a place holds, or may hold where it cannot be read.
 
     Args:
+        catalog: The catalog, or None.
         duty: The obligation.
         read_ids: Content ids that were read there.
         place: The place.
@@ -302,9 +305,18 @@ def _matched(duty: Duty, read_ids: Ids, place: str, unread: _Unread | None) -> I
         return common(duty_ids, read_ids)
     # What cannot be read may be the very copy that the obligation counts on, or another of the same source.
     is_on_it = relation(identify(duty.row.place), identify(place)) is not Relation.APART
-    if is_on_it or duty.row.checkpoint in unread.sources:
+    if is_on_it or duty.row.checkpoint in unread.sources or not _is_where_it_was(catalog, duty.row.place):
         return duty_ids
     return common(duty_ids, in_one([read_ids, unread.ids]))
+
+
+def _is_where_it_was(catalog: Catalog | None, place: str) -> bool:
+    """Return whether a checkpoint opens at a place that is the recorded one there, if one is recorded."""
+    opened = attempt(inspect, place)
+    if isinstance(opened, CkptError):
+        return False
+    recorded_row = catalog.at(place) if catalog is not None else None
+    return recorded_row is None or recorded_row[0].manifest_digest == hex_digest(opened.digest)
 
 
 def _around(place: str) -> Iterator[str]:

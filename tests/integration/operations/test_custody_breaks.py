@@ -225,6 +225,26 @@ def test_both_copies_rotted_and_one_does_not_open(copies):
 
 
 @on_some
+def test_a_moved_copy_that_does_not_open(copies):
+    """Nothing of it is read, nobody recorded it there, and the copy that counts is not where it was."""
+    copies.convert(copies.source, copies.copy, to="torch_save", overwrite=True)
+    copies.counted_on()
+    moved = copies.copy.rename(copies.tmp / "moved")
+    (file,) = moved.glob("*.pt")
+    flip(file, file.read_bytes().index(b"archive/data/0"))
+    copies.refuses(moved, overwrite_foreign=True)
+
+
+@on_some
+def test_what_does_not_open_is_replaced_while_the_copy_is_where_it_was(copies):
+    copies.counted_on()
+    foreign = copies.tmp / "foreign.pt"
+    torch.save({"weight": torch.zeros(3)}, foreign)
+    flip(foreign, foreign.read_bytes().index(b"foreign/data/0"))
+    copies.overwrite(foreign, overwrite_foreign=True)
+
+
+@on_some
 def test_a_copy_that_does_not_open_is_replaced_while_another_is_intact(copies):
     second = unopened_beside_counted_on(copies)
     copies.overwrite(second, overwrite_foreign=True)
