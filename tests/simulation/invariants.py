@@ -52,6 +52,7 @@ class Act:
         claim: What only one process may do at a time; "" for anything.
         reads: The place that it converts; "" for none.
         restores: What is set aside that it restores; None for nothing.
+        torn: Whether that is torn where it is set aside.
     """
 
     act: Callable[[Any], object]
@@ -63,6 +64,7 @@ class Act:
     claim: str = ""
     reads: str = ""
     restores: Contents | None = None
+    torn: bool = False
 
 
 class Check:
@@ -264,7 +266,7 @@ class Check:
                 if new is None or set(new.values()) not in wanted:
                     raise Broken(f"{place} is not the new output: {new}, not {wanted}")
                 continue
-            torn = place in after and new is None and place not in before
+            torn = place in after and new is None and place not in before and not any(a.torn for a, _ in acts)
             if is_hidden(place) or (old == new and not torn):
                 continue
             halves = bucket and new is None  # objects are replaced one at a time

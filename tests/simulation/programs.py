@@ -623,8 +623,14 @@ class Run:
         self._note(f"{place} {to}")
         url = self.disk.url(homes[home] + home)
         target = f"{place.rpartition('/')[0]}/{to}" if to else place
-        aside = self._all().get(f"{homes[home]}{home}/{place.rpartition('/')[2]}")
-        self._product(lambda catalog: restore(catalog, url, to), target, None, restores=aside)
+        aside = self._all().get(f"{homes[home]}{home}/{place.rpartition('/')[2]}", {})
+        self._product(
+            lambda catalog: restore(catalog, url, to),
+            target,
+            None,
+            restores=aside or None,
+            torn=aside is None,
+        )
 
     def _scrub(self) -> None:
         self._product(lambda catalog: scrub(catalog, share=1))
@@ -641,14 +647,16 @@ class Run:
         claim: str = "",
         reads: str = "",
         restores: Contents | None = None,
+        torn: bool = False,
     ) -> str:
         """Run a verb in a simulated process, at once or together with others; return how it ended.
 
         target: the place that may change. made: what is there afterwards; None for anything that is complete.
         purges: it removes what is set aside. retires: it sets sources aside. claim: what only one may do.
-        reads: the place that it converts. restores: what is set aside that it restores.
+        reads: the place that it converts. restores: what is set aside that it restores. torn: whether
+        that is torn.
         """
-        self.group.append(Act(act, target, made, catalog, purges, retires, claim, reads, restores))
+        self.group.append(Act(act, target, made, catalog, purges, retires, claim, reads, restores, torn))
         return self._run_group()[0] if self.together is None else LATER
 
     def _together(self) -> None:
