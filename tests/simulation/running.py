@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -26,6 +27,8 @@ from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 from sqlalchemy.util import LRUCache
 
 from ckptcore.catalog import heartbeats, open_catalog
+from ckptcore.operations.readiness import readers_digest
+from ckptcore.store import listing, local_listing, place
 from tests.simulation.invariants import Broken
 from tests.simulation.mutants import MUTANTS, mutate
 from tests.simulation.once_failed import ONCE_FAILED, ONCE_FAILED_IN_A_BUCKET
@@ -36,6 +39,8 @@ from tests.simulation.themes import program
 
 LENGTH = 0  # of a program: its own
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+OWN_MEMORY = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0 *(\[heap\])?$")
+LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
 EPOCH_NS = 2_208_988_800 * 10**9  # 2040: behind the times of all files, so that no decision depends on today
 
 Steps = Sequence[tuple[str, int]]
@@ -114,14 +119,38 @@ def _share_statements() -> None:
     SQLiteDialect_pysqlite.__hash__ = lambda one: hash(type(one))  # type: ignore[method-assign]
 
 
+def _mount_nothing() -> None:
+    """Let this process and its forks ask once what is mounted: a conversion asks a hundred times."""
+    mounts = functools.cache(place.mounts)
+    for module in (place, listing, local_listing):
+        module.mounts = mounts  # type: ignore[attr-defined]
+
+
 @functools.cache
 def warm_up() -> None:
-    """Import what processes of a simulation use, and keep the collector from touching it in each of them."""
+    """Import, and compute, what processes of a simulation use, so that none of them does again."""
     _share_statements()
+    _mount_nothing()
+    readers_digest()
     verbs = ("save", "save", "save", "make", "make", "make", *PRODUCT, "lose", "scrub")
     run_steps([(verb, number) for number, verb in enumerate(verbs)], inline=True)
+    make_forks_cheap()
+
+
+def make_forks_cheap() -> None:
+    """Keep the collector from touching the memory of this process in each of its forks, and map little of it.
+
+    A fork costs as much as its pages are many, and a large one counts as one. A kernel without large pages
+    (before Linux 6.1) refuses, and forks only cost more.
+    """
     gc.collect()
     gc.freeze()
+    gc.disable()
+    madvise = ctypes.CDLL(None).madvise
+    for matched in filter(None, map(OWN_MEMORY.match, Path("/proc/self/maps").read_text().splitlines())):
+        first, end = int(matched[1], 16), int(matched[2], 16)
+        for start in range(-(-first // LARGE_PAGE) * LARGE_PAGE, end - LARGE_PAGE + 1, LARGE_PAGE):
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(LARGE_PAGE), MADV_COLLAPSE)
 
 
 def run_steps(steps: Steps, *, disk: str = "local", url: str = "", inline: bool = False) -> Outcome:
@@ -139,10 +168,10 @@ def run_steps(steps: Steps, *, disk: str = "local", url: str = "", inline: bool 
         catalog = top / "catalog.sqlite"
         catalog.write_bytes(_empty_catalog())
         shared, calls = Shared(EPOCH_NS), list[str]()
-        with _disk(disk, top / "disk", shared) as place, on_simulated_time(shared):
+        with _disk(disk, top / "disk", shared) as storage, on_simulated_time(shared):
             root = top / "disk" if disk == "local" else None
             world = World(shared, root, None if url else catalog, top / "grave", calls, inline)
-            run = Run(place, url or str(catalog), top / "made", world)
+            run = Run(storage, url or str(catalog), top / "made", world)
             broken = ""
             try:
                 run.run(steps)
@@ -151,6 +180,7 @@ def run_steps(steps: Steps, *, disk: str = "local", url: str = "", inline: bool 
                 broken = str(error.args[0])
             finally:
                 run.close()
+                gc.collect()  # it does not run by itself: see `make_forks_cheap`
         calls = [line.replace(str(top), "") for line in calls]
         trace = [line.replace(str(top), "") for line in run.trace]
         digest = hashlib.blake2b(
@@ -197,7 +227,7 @@ def hunt(
     if jobs == 1:
         yield from map(one, seeds)
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs, make_forks_cheap) as pool:
         yield from pool.imap_unordered(one, seeds)
 
 
@@ -245,7 +275,7 @@ def _run_suite(count: int, jobs: int) -> int:
         *local,
         *(("local", steps) for steps in ONCE_FAILED.values()),
     ]
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs, make_forks_cheap) as pool:
         outcomes = pool.starmap(_of_disk, programs, chunksize=1)
         repeated = pool.starmap(_of_disk, [(*one, 0.001) for one in local[:2]], chunksize=1)
     first = [outcome for outcome, steps in zip(outcomes, programs, strict=True) if steps in local[:2]]
