@@ -301,11 +301,11 @@ def _purged(
         source = _source_of(catalog, record)
         if run is not None and (source is None or source.run != run):
             return None
-        if row is None:
-            return _unlisted(item, aside, source)
-        # The conversion that prepared this folder has not moved anything yet.
+        # The conversion that prepared this folder has not moved anything yet; a power cut may undo its row.
         if not aside.holds and record.why == REPLACED and _is_awaited(home, record.uri):
             return None
+        if row is None:
+            return _unlisted(item, aside, source)
         if not aside.holds:  # all of it was removed
             aside.restore()
             _settle(catalog, home, row)
