@@ -269,6 +269,26 @@ def _thin(draw: Draw) -> Steps:
     return [*steps, "thin=1/calm", draw.choice(["purge/calm", "restore/calm", "retire=now/calm"])]
 
 
+def _collected(draw: Draw) -> Steps:
+    """`gc` runs beside thins, restores and conversions, and behind those that were killed."""
+    made = draw.random() < 0.6
+    steps = _start("save", *(["make=1>a"] if made else []))
+    if draw.random() < 0.3:
+        steps.insert(0, "plain/setup")
+    thin, convert = f"thin={draw.choice('112')}", f"{'overwrite' if made else 'make'}={draw.choice('12')}>a"
+    if draw.random() < 0.3:
+        steps.append("retire=week/calm")
+    first = draw.choice([thin, thin, convert])
+    ways = [f"{first}/kill", _at(draw, f"{first}/kill", "shows", "shows", "records")]
+    ways.append(f"{thin}+{convert}/{draw.choice(['race', 'race', 'chaos'])}")
+    steps.append(draw.choice(ways))
+    beside = ["gc", *draw.sample([thin, convert, "restore"], draw.choice([1, 2]))]
+    draw.shuffle(beside)
+    pauses = [_fault(draw, "pause", "shows", "records"), _fault(draw, "pause", "shows", process=1)]
+    steps.append(f"{'+'.join(beside)}/{draw.choice(['race', 'race', 'chaos', 'store', 'slow', *pauses])}")
+    return [*steps, draw.choice(["gc/calm", "resume/calm"]), draw.choice([f"{thin}/calm", "gc/calm"])]
+
+
 def _repeated(draw: Draw) -> Steps:
     """A run ends in the midst of a publication, and so does the one that resumes it."""
     place = draw.choice("aap")
@@ -420,7 +440,8 @@ def _deciding(draw: Draw) -> Steps:
 
 # Which theme a seed is of depends on the sum of those before: seeds of known faults are of programs of these.
 THEMES = {
-    "anywhere": Theme(6, "any steps", _anywhere),
+    "anywhere": Theme(3, "any steps", _anywhere),
+    "gc": Theme(3, str(_collected.__doc__), _collected),
     "thin": Theme(4, str(_thin.__doc__), _thin),
     "again": Theme(3, str(_repeated.__doc__), _repeated),
     "replace": Theme(15, str(_replace.__doc__), _replace),
