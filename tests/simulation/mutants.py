@@ -28,6 +28,7 @@ class Mutant:
             was run did.
         disk: Where that program runs.
         also: (where, old, new) of other guards that are left out with it, so that it shows.
+        only: A piece of what the one check reports that finds it in this program; "" if others would, too.
     """
 
     what: str
@@ -37,6 +38,7 @@ class Mutant:
     seed: int | None = None
     disk: str = "local"
     also: tuple[tuple[str, str, str], ...] = ()
+    only: str = ""
 
 
 STAGING = "conversion.staging.local_staging"
@@ -192,6 +194,25 @@ MUTANTS = {
         "if False:",
         seed=27,
     ),
+    "plan-of-another": Mutant(
+        "a run goes on with whatever plan is staged for its destination, of the same source or not",
+        "conversion.pipeline:_resume",
+        "same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps",
+        "same = saved_digest(staging) is not None",
+        also=(("conversion.pipeline:_resume", "staging.check_staged_plan(composed, stamps)", "pass"),),
+        seed=3,
+        only="is not the new output",
+    ),
+    "row-asked-for-too-late": Mutant(
+        "a conversion asks behind its publication whether the catalog counts it as ended, and not before",
+        "conversion.publish:_publish_staged",
+        "    staging.publish(publishing.publication(), commit, single=plan.target.single is not None)\n",
+        "    staging.publish(publishing.publication(), commit, single=plan.target.single is not None)\n"
+        "    from ckptcore.custody.replacing import require_row; require_row(publishing.writer)\n",
+        also=((f"{REPLACING}:admit", "    require_row(writer)\n", ""),),
+        seed=40,
+        only="was refused, and changed",
+    ),
     # Custody.
     "gate-open": Mutant("an only copy may be replaced", f"{GATE}:judge", "if missing:", "if False:", seed=38),
     "gate-trusts-rows": Mutant(
@@ -294,6 +315,7 @@ MUTANTS = {
         "obligations.put(conn, row, duty.packed)",
         "drop_duties(child.uri, [row.id])",
         seed=5,
+        only="no record of an obligation is beside",
     ),
     "child-not-read": Mutant(
         "a purge does not compare what the copy holds with what it must",
@@ -378,6 +400,14 @@ MUTANTS = {
         "rename_new(self.inside, DirEntryAt(self._parent_fd, name, uri or self.record.uri))",
         "host.rename(self._name, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._parent_fd)",
         seed=27,
+    ),
+    "restored-in-name-only": Mutant(
+        "what is set aside is recorded as restored, and stays aside",
+        f"{PURGE}:restore",
+        "aside.restore(target)",
+        "pass",
+        seed=12,
+        only="was restored, and is",
     ),
     "writer-asked-before-the-record": Mutant(
         "who counts on a copy asks for writers before the record is beside it, not within the transaction",

@@ -303,8 +303,8 @@ def _run_mutants(nth: int) -> int:
         if not child:
             mutant = MUTANTS[name]
             mutate(name)
-            outcome = run_steps(program(mutant.seed or 0), disk=mutant.disk)
-            os._exit(0 if outcome.broken else 1)
+            broken = run_steps(program(mutant.seed or 0), disk=mutant.disk).broken
+            os._exit(0 if broken and mutant.only in broken.splitlines()[-1] else 1)
         if os.waitpid(child, 0)[1]:
             missed.append(name)
     print(f"missed: {missed}")
