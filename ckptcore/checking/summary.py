@@ -31,6 +31,7 @@ _RANKS = (
     re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$"),
     re.compile(r"(?:^|/)(?:zero_pp_rank|bf16_zero_pp_rank)_(\d{1,6})_"),
     re.compile(r"(?:^|/)mp_rank_(\d{1,3}(?:_\d{3})*)/"),
+    re.compile(r"(?:^|/)tp_rank_(\d{2,6}_pp_rank_\d{3,6})/"),
     re.compile(r"(?:^|[/_.-])rank[_-]?(\d{1,6})(?:[._/-]|$)"),
     re.compile(r"(?:^|/)model_world_size_\d+_rank_(\d{1,6})\."),
 )

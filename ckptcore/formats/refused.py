@@ -107,7 +107,8 @@ _COMPRESSED = {
 _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
 _MP_RANK = re.compile(r"^mp_rank_\d{2}")
 _NEMO = "model_weights.ckpt"  # a model of one rank has it beside model_config.yaml, in no folder of ranks
-_NEMO_RANK = re.compile(r"^(?:mp_rank_\d{2}|tp_rank_\d{2}_pp_rank_\d{3})$")
+_NEMO_RANK = re.compile(r"^(?:mp_rank_\d{2}(?:_fsdp_shard_\d+)?|tp_rank_\d{2}_pp_rank_\d{3})$")
+_NEMO_FSDP = re.compile(r"^mp_rank_\d+_fsdp_shard_\d+/model_weights\.ckpt$")
 _STEP = re.compile(r"^step\d+(-unsharded)?/")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar")
 _TORCH_SUFFIXES = suffixes_of(_TORCH)
@@ -264,6 +265,13 @@ KNOWN: tuple[KnownFormat, ...] = (
         _nemo_archive,
         "unpack it with tar -xf FILE -C DIR, and name the folder",
         frozenset({"nemo"}),
+    ),
+    KnownFormat(
+        "nemo-fsdp",
+        "the FSDP shards of an unpacked NeMo model",
+        lambda source: _files_like(source, "mp_rank_", _NEMO_FSDP),
+        "save it with the NeMo that wrote it, as a distributed checkpoint",
+        frozenset({"ckpt"}),
     ),
     KnownFormat(
         "archive",

@@ -39,7 +39,11 @@ TRIED: dict[str, Tried] = {
     "zarr": Tried("Megatron-Core 0.12.3", "tensors and objects", "other releases"),
     "fsdp_dtensor": Tried("Megatron-Core 0.19.2", "tensors", "other releases"),
     "torch_dcp": Tried("none of its own", "it is read as `fsdp_dtensor`", "a save of Megatron-LM with FSDP2"),
-    "megatron_legacy": Tried("Megatron-Core 0.15.3", "tensors of TP, PP and experts", "other releases"),
+    "megatron_legacy": Tried(
+        "Megatron-Core 0.15.3",
+        "tensors of TP, PP and experts",
+        "other releases; unpacked models of NeMo 1 are made by form, from its source",
+    ),
     "deepspeed": DEEPSPEED,
     "deepspeed_universal": UNIVERSAL,
     "deepspeed_universal_zero3": UNIVERSAL,

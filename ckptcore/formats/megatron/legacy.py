@@ -8,13 +8,20 @@ from __future__ import annotations
 from ckptcore.core.manifest import Manifest
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.thinning import thin_files
-from ckptcore.formats.megatron.legacy_names import FILE, NAME
+from ckptcore.formats.megatron.legacy_names import FILE, NAME, NEMO_FILE
+
+_NAMES = (
+    (FILE, "mp_rank_* folder(s) with model_optim_rng.pt"),
+    (NEMO_FILE, "rank folder(s) with model_weights.ckpt"),
+)
 
 
 def detect(source: Source) -> Evidence | None:
     """Recognise rank folders by their names."""
-    folders = 0 if source.name is not None else sum(1 for p in source.listing if FILE.match(p))
-    return Evidence(NAME, (f"{folders} mp_rank_* folder(s) with model_optim_rng.pt",)) if folders else None
+    for pattern, what in _NAMES if source.name is None else ():
+        if folders := sum(1 for p in source.listing if pattern.match(p)):
+            return Evidence(NAME, (f"{folders} {what}",))
+    return None
 
 
 def read(source: Source) -> Manifest:
@@ -26,10 +33,10 @@ def read(source: Source) -> Manifest:
 
 FORMAT = Format(
     name=NAME,
-    title="Legacy Megatron-LM checkpoint of mp_rank folders",
-    recognised_by="`mp_rank_*/model_optim_rng.pt`",
+    title="Legacy Megatron-LM checkpoint of mp_rank folders, and unpacked NeMo 1 model of several ranks",
+    recognised_by="`mp_rank_*/model_optim_rng.pt`; `model_weights.ckpt` in `mp_rank_*` or `tp_rank_*`",
     detect=detect,
-    suffixes=frozenset({"pt"}),
+    suffixes=frozenset({"pt", "ckpt"}),
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
     thin=thin_files,
 )

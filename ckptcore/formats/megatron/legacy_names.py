@@ -2,7 +2,7 @@
 
 Until 2024 Megatron-LM kept models as nested dicts; ``language_model.encoder`` ("transformer" until 2021)
 held the layers (megatron/model/{language_model,transformer}.py, later megatron/legacy/model). The last
-stage's copy of tied embeddings is ``word_embeddings_for_head``.
+stage's copy of tied embeddings is ``word_embeddings_for_head``, of NeMo's own modules ``word_embeddings``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 
 NAME = "megatron_legacy"
 FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")
+NEMO_FILE = re.compile(r"^((?:mp|tp)_rank_(\d{2,6})(?:_pp_rank_(\d{3,6}))?)/model_weights\.ckpt$")
 _MAX_DEPTH = 16
 _LAYERS = r"^language_model\.(?:encoder|transformer)\."
 # Before Megatron-Core -> since; applied in this order.
@@ -22,8 +23,9 @@ RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(old), new)
     for old, new in (
         (r"^language_model\.embedding\.", "embedding."),
+        (r"^language_model\.rotary_pos_emb\.", "rotary_pos_emb."),
         (r"^language_model\.output_layer\.", "output_layer."),
-        (r"^word_embeddings_for_head\.", "output_layer."),
+        (r"^word_embeddings(?:_for_head)?\.", "output_layer."),
         (_LAYERS + r"final_(?:layer)?norm\.", "decoder.final_layernorm."),
         (_LAYERS + r"layers\.", "decoder.layers."),
         (r"\.(?:self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),

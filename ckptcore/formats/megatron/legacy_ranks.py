@@ -2,13 +2,14 @@
 
 In ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` the pipeline field exists with more than one stage, the
 expert field with more than one expert-parallel rank (megatron/training/checkpointing.py,
-get_checkpoint_name). So only the arguments inside the file say which field is which.
+get_checkpoint_name). So only the arguments inside the file say which field is which. NeMo 1 has folders and
+files of other names, and no arguments in them: `nemo_ranks`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
@@ -18,7 +19,8 @@ from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import kind_of
-from ckptcore.formats.megatron.legacy_names import FILE
+from ckptcore.formats.megatron.legacy_names import FILE, NEMO_FILE
+from ckptcore.formats.megatron.nemo_ranks import STATED, nemo_opener, nemo_path
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import short_repr
@@ -64,7 +66,7 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of a save. tp, pp, ep, etp: sizes of the groups."""
+    """All ranks of a save. tp, pp, ep, etp: sizes of the groups; beside: keys of trees, not of files."""
 
     files: tuple[RankFile, ...]
     args: Mapping[str, Any]  # of the first rank
@@ -73,17 +75,37 @@ class Ranks:
     ep: int
     etp: int
     findings: tuple[Finding, ...]
+    beside: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a trainer keeps its ranks.
+
+    Attributes:
+        pattern: Of a file; its groups are the folder, the tensor rank, and the other ranks of its name.
+        opener: From the folder to a function that reads a file.
+        path: From the tensor rank, stage and expert rank, and the numbers of the latter two, to the file.
+        beside: Keys of what is read that are in no file.
+    """
+
+    pattern: re.Pattern[str]
+    opener: Callable[[Source], Callable[[str], Objects]]
+    path: Callable[[int, int, int, int, int], str]
+    beside: frozenset[str] = frozenset()
 
 
 def read_ranks(source: Source) -> Ranks:
-    """Read every rank file of an iteration's folder.
+    """Read every rank file of an iteration's folder, or of an unpacked NeMo model.
 
     Raises:
         MalformedCheckpoint: A file is not a rank's.
         UnsupportedFormat: The folder names do not determine the ranks.
     """
-    matches = [m for p in sorted(source.listing) if (m := FILE.match(p))]
-    trees = [(m, _read_rank(source, m[0])) for m in matches]
+    kinds = [(one, [m for p in sorted(source.listing) if (m := one.pattern.match(p))]) for one in _LAYOUTS]
+    layout, matches = next((layout, files) for layout, files in kinds if files)
+    read_rank = layout.opener(source)
+    trees = [(m, read_rank(m[0])) for m in matches]
     first = arguments(trees[0][1].tree, trees[0][0][0])
     tp, pp, ep = (_parallel_size(first, key) for key in _SIZES)
     etp = _expert_tensor_size(first, tp, ep)
@@ -103,9 +125,9 @@ def read_ranks(source: Source) -> Ranks:
             )
             continue
         files.append(RankFile(match[1], path, source.listing[path], *place, objects))
-    findings += _missing(files, tp, pp, ep, etp)
+    findings += _missing(layout, files, tp, pp, ep, etp)
     findings += _copies(files)
-    return Ranks(tuple(files), first, tp, pp, ep, etp, tuple(findings))
+    return Ranks(tuple(files), first, tp, pp, ep, etp, tuple(findings), layout.beside)
 
 
 def arguments(tree: Any, path: str) -> Mapping[str, Any]:
@@ -128,8 +150,16 @@ def arguments(tree: Any, path: str) -> Mapping[str, Any]:
     )
 
 
-def _read_rank(source: Source, path: str) -> Objects:
-    return read_megatron(FileRange(source.store, path, 0, source.listing[path]), path)
+def _opener(source: Source) -> Callable[[str], Objects]:
+    return lambda path: read_megatron(FileRange(source.store, path, 0, source.listing[path]), path)
+
+
+def _path(tp: int, pp: int, ep: int, stages: int, expert_ranks: int) -> str:
+    stage, expert = f"_{pp:03d}" if stages > 1 else "", f"_{ep:03d}" if expert_ranks > 1 else ""
+    return f"mp_rank_{tp:02d}{stage}{expert}/model_optim_rng.pt"
+
+
+_LAYOUTS = (_Layout(FILE, _opener, _path), _Layout(NEMO_FILE, nemo_opener, nemo_path, STATED))
 
 
 def _parallel_size(args: Mapping[str, Any], key: str) -> int:
@@ -197,19 +227,16 @@ def _copies(files: Sequence[RankFile]) -> Iterator[Finding]:
             yield finding("item-mismatch", "files", message, file=file.path)
 
 
-def _missing(files: Sequence[RankFile], tp: int, pp: int, ep: int, etp: int) -> Iterator[Finding]:
+def _missing(
+    layout: _Layout, files: Sequence[RankFile], tp: int, pp: int, ep: int, etp: int
+) -> Iterator[Finding]:
     have = {(f.tp, f.pp, f.ep) for f in files}
     if etp == tp:
         coordinates = product(range(tp), range(pp), range(ep))
         lost = islice((c for c in coordinates if c not in have), _MAX_FINDINGS)
         for t, p, e in lost:
-            name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
-            yield finding(
-                "missing-rank",
-                "files",
-                f"{name}/model_optim_rng.pt is missing",
-                file=f"{name}/model_optim_rng.pt",
-            )
+            path = layout.path(t, p, e, pp, ep)
+            yield finding("missing-rank", "files", f"{path} is missing", file=path)
         return
     # Experts are not split over tensor ranks: the job's layout decides which (tensor, expert) pairs wrote.
     # Every tensor rank and every expert rank of a stage must occur once.

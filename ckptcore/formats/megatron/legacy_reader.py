@@ -3,7 +3,8 @@
 An iteration's folder has ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` for each tensor, pipeline
 and expert-parallel rank (megatron/training/checkpointing.py). The ranks' slices are merged into the
 tensors of Megatron-Core's distributed checkpoints. Tensors of several ranks are replicas, compared
-while they are moved: norms, routers, and in the last stage the copy of tied embeddings.
+while they are moved: norms, routers, and in the last stage the copy of tied embeddings. Unpacked models of
+NeMo 1 are read alike (`nemo_ranks`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ckptcore.utils.text import count
 
 FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
+_FOLDERS = ("mp_rank_", "tp_rank_")
 _RANK_OBJECTS = frozenset({"rng_state", "optimizer"})  # objects that differ by rank
 _PER_RANK = frozenset({"rank", "local_rank", *GROUP_RANKS})  # arguments that differ by rank
 
@@ -57,7 +59,7 @@ def read(source: Source) -> Manifest:
             merger.add(chunk, tree)
         refused: dict[str, Any] = {}
         for key, value in file.tree.items():
-            if _MODEL.fullmatch(key):
+            if _MODEL.fullmatch(key) or key in ranks.beside:
                 continue
             if key == "optimizer" and _holds_tensor(value):
                 value = _numbered(builder, merger, chunks, tree, value, file)
@@ -70,7 +72,7 @@ def read(source: Source) -> Manifest:
         _note_hidden(builder, file.objects, file.path, {**tree.refused, **refused}, merger)
         _add_flat(builder, merger, chunks, source, file)
     for path in source.listing:
-        if path.startswith("mp_rank_") and path not in builder.file_names():
+        if path.startswith(_FOLDERS) and path not in builder.file_names():
             builder.findings.append(finding("stray-file", "files", f"{path} is not read", file=path))
     origin = {
         "iteration": ranks.files[0].tree.get("iteration"),

@@ -125,6 +125,8 @@ RULES: tuple[tuple[str, str], ...] = (
     ("*.core_attention.softmax_offset", ROWS),
     ("*.linear_proj.weight", COLS),
     ("*.linear_proj.bias", REPLICATED),
+    ("*.dense_h_to_4h_2.weight", ROWS),  # of NeMo's own modules: up projection, where gate is another matrix
+    ("*.dense_h_to_4h_2.bias", ROWS),
     ("*.linear_fc1.weight", GATED),
     ("*.linear_fc1.bias", GATED),
     ("*.linear_fc2.weight", COLS),
