@@ -31,7 +31,10 @@ _END = re.compile(
     r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|wte|wpe|embed_in|embed_out|lm_head|ln_f"
     r"|final_layer_?norm|norm|output_layer|output)\.(?:weight|bias)$"
 )
-# Fields of the configs of transformers and diffusers.
+_HEAD = re.compile(r"lm_head\.weight$|^output\.weight$")  # the latter of Meta, Mistral and torchtune
+# In torchtune's own names (torchtune/modules/transformer.py), which it saves without a config beside them.
+_TORCHTUNE = frozenset({"sa_norm.scale", "mlp_norm.scale"})
+# Fields of the configs of transformers, diffusers and Meta.
 _COUNTS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
@@ -117,7 +120,9 @@ class ModelLayers:
                 return "no tensor is before the layers"
             if not is_counted and not self._is_followed(container, layers):
                 return f"no name is behind {last}"
-        if _has_head(config) and not any(name.endswith("lm_head.weight") for name in self._outside):
+            if not is_counted and any(_TORCHTUNE <= layer.keys() for layer in layers.values()):
+                return f"nothing states that {last} is the last layer"
+        if _has_head(config) and not any(_HEAD.search(name) for name in self._outside):
             return "lm_head.weight is not there, and the config has it"
         return None
 

@@ -113,17 +113,19 @@ def _unless_complete(source: Source, path: str, shapes: Mapping[str, Shape]) -> 
         return []
     layers = ModelLayers(shapes)
     reason = f"{gap} is not there, and other layers have it" if (gap := layers.gap()) is not None else None
-    # Where the name states a number, what proves it has proven the ends.
-    if part_name(path) is None and layers.are_several:
-        config = evidence_beside(source, "config.json")
-        if (layer := layers.stated_beyond(config)) is not None:
-            code = "missing-part" if source.recover else "unproven-parts"
-            message = f"config.json states more layers than {path} has: {layer} is not there"
-            return [finding(code, "files", message, file=path, hint=_FIND)]
-        reason = reason or layers.open_end(config)
+    part = part_name(path)
+    # Where the name states a number, what proves it has proven the ends; one part of one proves nothing.
+    if (part is None or (part.is_run and part.count == 1)) and layers.are_several:
+        configs = {name: evidence_beside(source, name) for name in (PARAMS, "config.json")}
+        for name, config in configs.items():
+            if (layer := layers.stated_beyond(config)) is not None:
+                code = "missing-part" if source.recover else "unproven-parts"
+                message = f"{name} states more layers than {path} has: {layer} is not there"
+                return [finding(code, "files", message, file=path, hint=_FIND)]
+        reason = reason or layers.open_end({key: value for c in configs.values() for key, value in c.items()})
     if reason is None:
         return []
-    return [finding("unproven-whole", "files", f"{reason}: {path} may be one of several parts", file=path)]
+    return [finding("unproven-whole", "files", f"{reason}: {path} may not hold all of the model", file=path)]
 
 
 def _half_pairs(source: Source, shapes: Mapping[str, Shape]) -> list[Finding]:

@@ -289,6 +289,26 @@ def test_the_layers_that_a_config_states(
         assert run(["validate", str(source), "--allow-incomplete"]) == 0
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00001.bin", "torchtune_model_0.pt", "model.pt"])
+@pytest.mark.parametrize("beside", ["config.json", "params.json", None])
+def test_the_last_layer_of_torchtune(name: str, beside: str | None, tmp_path: Path) -> None:
+    """Its own names, in one file of one: what is beside the file states the layers, or nothing does."""
+    form = {"config.json": CONFIG, "params.json": {"n_layers": N}, None: {}}[beside]
+    inside = ("attn.q_proj.weight", "attn.output_proj.weight", "mlp.w1.weight")
+    for layers, proven in ((N, []), (N - 1, ["unproven-parts"])):
+        names = ["tok_embeddings.weight", "norm.scale", "output.weight"]
+        for n in range(layers):
+            names += [f"layers.{n}.{k}" for k in (*inside, "sa_norm.scale", "mlp_norm.scale")]
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        path = folder / write(folder / name, {n: torch.ones(2) for n in names})
+        if beside is not None:
+            (folder / beside).write_text(json.dumps(form))
+        codes = proven if beside is not None else ["unproven-whole"]
+        for source in (folder, path):
+            assert [f.code for f in findings(source) if f.severity != "info"] == codes
+
+
 def test_an_end_that_a_config_states(tmp_path: Path) -> None:
     path = tmp_path / write(
         tmp_path / "model.safetensors", {n: t for n, t in model().items() if n != "lm_head.weight"}
