@@ -120,7 +120,7 @@ class ModelLayers:
                 return "no tensor is before the layers"
             if not is_counted and not self._is_followed(container, layers):
                 return f"no name is behind {last}"
-            if not is_counted and any(_TORCHTUNE <= layer.keys() for layer in layers.values()):
+            if not is_counted and any(layer.keys() >= _TORCHTUNE for layer in layers.values()):
                 return f"nothing states that {last} is the last layer"
         if _has_head(config) and not any(_HEAD.search(name) for name in self._outside):
             return "lm_head.weight is not there, and the config has it"

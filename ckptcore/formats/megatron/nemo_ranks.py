@@ -44,7 +44,7 @@ _CUT = (
     (re.compile(r"\.self_attention\.(?:linear_proj|dense)\.weight$"), "projection_size"),
     (re.compile(r"\.mlp\.(?:linear_fc2|dense_4h_to_h)\.weight$"), "ffn_hidden_size"),
 )
-_AGAIN = "save it with the NeMo that wrote it, as a distributed checkpoint"
+_SAVE_ANEW = "save it with the NeMo that wrote it, as a distributed checkpoint"
 
 
 def nemo_path(tp: int, pp: int, ep: int, stages: int, expert_ranks: int) -> str:
@@ -99,7 +99,7 @@ def _model_state(tree: Any, path: str) -> dict[str, Any]:
     if other is not None:
         raise UnsupportedFormat(
             f"cannot merge the ranks of a NeMo model that is no GPT: {path} has {other!r}, outside of model.",
-            hint=_AGAIN,
+            hint=_SAVE_ANEW,
         )
     return {_MODEL.sub("", name): value for name, value in tree.items()}
 
@@ -114,7 +114,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedFormat(
                 f"cannot merge the ranks of a NeMo model with {key} {short_repr(config[key], 20)}: "
                 "the names of their folders do not have that rank",
-                hint=_AGAIN,
+                hint=_SAVE_ANEW,
             )
     sizes = {key: config[key] for key in (*_SIZES, *_OTHER_SIZES) if type(config.get(key)) is int}
     sizes.setdefault("kv_channels", sizes["hidden_size"] // sizes["num_attention_heads"])
