@@ -19,7 +19,7 @@ from ckptcore.naming.worlds import HUB
 from ckptcore.planning.casts import half_dtype, loaded_as
 from ckptcore.planning.config_folder import ConfigFolder, Expected, check_names
 from ckptcore.planning.hub_files import LEGAL, MODEL, NONE, OTHER, TOKENIZER, left_out, look
-from ckptcore.planning.request import Request
+from ckptcore.planning.request import STORED, Request
 from ckptcore.store import join_url
 
 _STEMS = {True: "diffusion_pytorch_model", False: "model"}  # whether diffusers opens it -> of its files
@@ -81,7 +81,8 @@ def several_models(request: Request, manifest: Manifest) -> SeveralModels | None
     odd = [name for name in _OF_ONE_MODEL if getattr(request, name)]
     odd += ["tokenizer"] if request.tokenizer not in (None, NONE) else []
     odd += ["arch"] if request.arch != "auto" else []
-    is_folder = request.verb == "export" and request.names == HUB and request.single is None
+    # Each model keeps its names, and the card of such an export says that they are the stored ones.
+    is_folder = request.verb == "export" and request.names in (HUB, STORED) and request.single is None
     if write is None or odd or not is_folder or request.to not in ("", "safetensors"):
         if len(models) < 2:
             return None

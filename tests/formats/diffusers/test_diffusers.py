@@ -184,6 +184,24 @@ def test_exports_are_equal(pipeline: Path, tmp_path: Path) -> None:
     assert export(tmp_path / "one", tmp_path / "again").manifest_digest == first.manifest_digest
 
 
+def test_an_export_is_verified(pipeline: Path, tmp_path: Path) -> None:
+    """Its card says that each model keeps its names, and so are they mapped again."""
+    export(pipeline, tmp_path / "out")
+    source = {"against": str(pipeline), "catalog": False}
+    proof = ckptcore.verify_export(str(tmp_path / "out"), **source)
+    assert {c.verdict for c in proof.checks if c.name in ("elements", "fingerprints")} == {"ok"}
+    path = tmp_path / "out/vae" / WEIGHTS
+    state = load_file(path)
+    next(iter(state.values())).view(-1)[0] += 1
+    save_file(state, path, {"format": "pt"})
+    failed = [
+        c.name
+        for c in ckptcore.verify_export(str(tmp_path / "out"), **source).checks
+        if c.verdict == "failed"
+    ]
+    assert failed == ["fingerprints"]
+
+
 @pytest.mark.parametrize("lost", ["vae", "scheduler", f"vae/{WEIGHTS}"])
 def test_an_export_has_every_component(pipeline: Path, lost: str, tmp_path: Path) -> None:
     path = pipeline / lost
