@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from ckptcore.encodings.torchzip.reader import head_holds
 from ckptcore.errors import CkptError, UnsupportedFormat
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common import torch_xla
 from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.trainer_files import is_state
 from ckptcore.utils.text import count
@@ -58,9 +61,19 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
     if refused is not None:
         return f"; {refused[1].message}", refused[1].hint
     files = list(_files_that_open(source, detect))
+    shard = next((path for path in files if _has_shards(source, path)), None)
+    if shard is not None:
+        refusal = torch_xla.shards_in(shard)
+        return f"; {refusal.message}", refusal.hint
     if files:
         return f"; {', '.join(files)} can be read alone", f"name the file to read, such as {files[0]}"
     return "", None
+
+
+def _has_shards(source: Source, path: str) -> bool:
+    """Return whether a torch file has shards of torch_xla, by its pickle."""
+    read = partial(source.store.read, path)
+    return not path.endswith(".safetensors") and head_holds(read, source.listing[path], torch_xla.KEY, path)
 
 
 def _folder_of(source: Source, detect: Detect) -> tuple[str, str | None]:

@@ -17,6 +17,7 @@ from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, TEXT_HINT, TEXT_R
 from ckptcore.errors import CkptError, MalformedCheckpoint
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural, suffixes_of
+from ckptcore.formats.common import torch_xla
 from ckptcore.formats.common.part_proof import evidence_beside
 from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA
 from ckptcore.formats.dcp.stages import stage_folders
@@ -114,10 +115,19 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".pkl", ".tar")
 _TORCH_SUFFIXES = suffixes_of(_TORCH)
 _SAFETENSORS = frozenset({"safetensors"})
 _MAX_FILES = 16
+_READABLE = (*_TORCH, ".safetensors", ".distcp", ".metadata", ".gguf", ".nemo")
+# composer/utils/compression.py: suffixes of commands, and of tars.
+_PACKED = re.compile(
+    r"^[^/]*\.(?:(?:pt|pth|ckpt|bin|safetensors|tar)\.(?:gz|bz2|xz|lz4|lzma|lzo|zst)|tgz|tbz2?|txz)$"
+)
 _METASEQ = re.compile(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+)?\.pt$")
 _VLLM = re.compile(r"^model-(?:rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
 _FUSED = re.compile(r"\.(?:qkv_proj|gate_up_proj|qkv|w13_weight)(?:\.|$)")
-_XLA = re.compile(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
+_XLA = re.compile(r"^(?:rank\d+-of-\d+-[^/]*|[^/]*_rank-\d{8}-of-\d{8})\.(?:bin|pth|pt)$")
+_EPOCH = re.compile(r"^(?:hf|meta|torchtune)_model_(?:\d{4}_)?(\d{1,6})\.(?:pt|bin|safetensors)$")
+_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt")
+_BESIDE_ZARR = ("_METADATA", "_sharding", "checkpoint")  # of releases before and after OCDBT; of T5X
+_ZARRAY = re.compile(r"^[^/]+/\.zarray$")
 _TENSORRT = re.compile(r"^rank\d+\.safetensors$")
 
 
@@ -135,12 +145,12 @@ def _files_like(
 
 
 def _vllm(source: Source) -> tuple[str, ...] | None:
-    """Recognise vLLM's ranks: several, or one with the tensors that vLLM fuses, which no config proves."""
+    """Recognise vLLM's ranks and parts: several, or one with fused tensors, which no config proves."""
     files = (
         [source.name] if source.name is not None else [p for p in source.listing if p.startswith("model-")]
     )
     ranks = [p for p in files if _VLLM.match(p)]
-    if any(not p.startswith("model-rank-0-") for p in ranks) and source.name is None:
+    if source.name is None and (ranks[1:] or any(not p.startswith("model-rank-0-") for p in ranks)):
         return _files_like(source, "model-", _VLLM)
     for path in ranks[:_MAX_FILES]:
         try:
@@ -159,6 +169,34 @@ def _gguf(source: Source) -> tuple[str, ...] | None:
     if not matching or any(name.endswith((*_TORCH, ".safetensors", ".distcp")) for name in names):
         return None
     return (f"found {matching[0]}",)
+
+
+def _orbax(source: Source) -> tuple[str, ...] | None:
+    """Recognise Orbax by its metadata, or by arrays of zarr beside one of its files."""
+    for mark in _ORBAX:
+        if source.name is None and mark in source.listing:
+            return (f"found {mark}",)
+    array = next((p for p in source.listing if _ZARRAY.match(p)), None) if source.name is None else None
+    beside = None if array is None else next((p for p in _BESIDE_ZARR if p in source.listing), None)
+    return None if beside is None else (f"found {array} beside {beside}",)
+
+
+def _engine(source: Source) -> tuple[str, ...] | None:
+    """Recognise an engine of TensorRT, named or in a folder without weights."""
+    names = (source.name,) if source.name is not None else tuple(source.listing)
+    engines = [name for name in names if name.endswith(".engine") and "/" not in name]
+    if not engines or any(name.endswith(_READABLE) for name in names):
+        return None
+    return (f"found {min(engines, key=natural)}",)
+
+
+def _torchtune_epochs(source: Source) -> tuple[str, ...] | None:
+    """Recognise epochs by the last number of torchtune's names before 0.5 (training/checkpointing)."""
+    matches = [m for p in source.listing if (m := _EPOCH.match(p))] if source.name is None else []
+    epochs = sorted({int(m[1]) for m in matches})
+    if len(epochs) < 2:
+        return None
+    return (f"epochs {epochs[0]} to {epochs[-1]} are in it, such as {max(m[0] for m in matches)}",)
 
 
 def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:
@@ -202,9 +240,20 @@ def _nemo_archive(source: Source) -> tuple[str, ...] | None:
 
 
 def _compressed(source: Source) -> tuple[str, ...] | None:
-    """Recognise a tar that is no checkpoint's own, and compressed files of any kind: Composer writes both."""
+    """Recognise a tar that is no checkpoint's own, and compressed files of any kind: Composer writes both.
+
+    In a folder a file is known by its name, where nothing in it can be read as it is.
+    """
     name = source.name
-    if name is None or source.listing[name] < TAR_BLOCK:
+    if name is None:
+        packed = [p for p in source.listing if _PACKED.match(p)]
+        if not packed or any(p.endswith(_READABLE) for p in source.listing):
+            return None
+        suffix = f" and {len(packed) - 1} more" if packed[1:] else ""
+        return (f"found {min(packed, key=natural)}{suffix}",)
+    if name.endswith(".lzma"):  # its first bytes may be those of a safetensors file
+        return (f"{name} is named .lzma",)
+    if source.listing[name] < TAR_BLOCK:
         return None
     first = source.store.read(name, 0, TAR_BLOCK)
     kind = next((kind for kind, magic in _COMPRESSED.items() if first.startswith(magic)), None)
@@ -241,9 +290,23 @@ KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
         "orbax",
         "an Orbax checkpoint of JAX",
-        lambda source: _marked("_CHECKPOINT_METADATA")(source) or _marked("manifest.ocdbt")(source),
+        _orbax,
         "restore it with orbax-checkpoint, and save its arrays as safetensors",
-        frozenset({"_CHECKPOINT_METADATA", "ocdbt"}),
+        frozenset({"_CHECKPOINT_METADATA", "ocdbt", "zarray"}),
+    ),
+    KnownFormat(
+        "tensorrt-engine",
+        "an engine of TensorRT, built for one kind of GPU",
+        _engine,
+        "convert the checkpoint that it was built from",
+        frozenset({"engine"}),
+    ),
+    KnownFormat(
+        "torchtune-epochs",
+        "a folder with several epochs of torchtune",
+        _torchtune_epochs,
+        "move the files of one epoch to a folder of their own, and name it; name an epoch of one file itself",
+        _TORCH_SUFFIXES,
     ),
     KnownFormat(
         "torchsnapshot",
@@ -283,10 +346,10 @@ KNOWN: tuple[KnownFormat, ...] = (
         "tensorrt-llm", "a TensorRT-LLM checkpoint", _tensorrt, "convert what it was made from", _SAFETENSORS
     ),
     KnownFormat(
-        "torch-xla",
-        "the shards of torch_xla FSDP",
-        lambda source: _files_like(source, "rank", _XLA),
-        "join them with python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts",
+        torch_xla.NAME,
+        torch_xla.TITLE,
+        lambda source: _files_like(source, "", _XLA),
+        torch_xla.HINT,
         frozenset({"bin", "pth", "pt"}),
     ),
     KnownFormat(

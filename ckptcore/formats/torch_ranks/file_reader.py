@@ -25,6 +25,7 @@ from ckptcore.encodings.torchzip.reader import check_view, is_torch, read_object
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.shape_matching import Shape
+from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE, DTENSOR, SHARDED
 from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered
@@ -145,6 +146,7 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
             file.add(content, name, (prefix, *path_), value)
         content.hidden = file.hidden(bool(content.refused or content.unread))
         return content
+    refuse_shards(tree, path)
     inside = numbered(tree)
     content.params = _model_parameters(tree, inside.path if inside else None)
     if inside is not None:

@@ -38,6 +38,7 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trainer_files import (
     is_adapter,
     is_state,
@@ -256,6 +257,7 @@ def _add_file(
             f"{name} must contain a state dict (got {kind_of(objects.tree)})",
             hint="load it where its class is installed, and save its state_dict()",
         )
+    refuse_shards(objects.tree, name)
     tree = TorchTree(builder, file, objects, name, paths)
     for key, value in objects.tree.items():
         tree.add(str(key), value)
@@ -272,16 +274,12 @@ def stated_parts(name: str, tree: Mapping[Any, Any]) -> int | None:
     """Return how many files a save has according to one of them; None if it does not state it.
 
     Model states of DeepSpeed count the model-parallel ranks, and the data-parallel ones, by which ZeRO-3
-    names them too; shards of torch_xla count all ranks.
+    names them too.
     """
-    part, shards = part_name(name), tree.get("shard_metadata")
+    part = part_name(name)
     if part is None:
         return None
-    counts: list[Any]
-    if type(shards) is dict:
-        counts = [shards.get("world_size")]
-    else:
-        counts = [tree.get(key) for key in ("mp_world_size", "dp_world_size")[: len(part.axes)]]
+    counts: list[Any] = [tree.get(key) for key in ("mp_world_size", "dp_world_size")[: len(part.axes)]]
     return prod(counts) if all(type(n) is int and n > 0 for n in counts) else None
 
 

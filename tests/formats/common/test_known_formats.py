@@ -12,17 +12,29 @@ import torch
 from safetensors.torch import save_file
 
 import ckptcore
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import CkptError, MalformedCheckpoint, UnsupportedFormat
 
 # Format -> its files. Names alone: nothing of them is read.
 FOLDERS = {
     "gguf": ("tiny-00001-of-00003.gguf", "tiny-00002-of-00003.gguf"),
     "orbax": ("_CHECKPOINT_METADATA", "d/abc", "manifest.ocdbt"),
+    "orbax of zarr": ("_METADATA", "params.w/.zarray", "params.w/0.0"),
+    "orbax with shardings": ("_sharding", "params.w/.zarray", "params.w/0.0"),
+    "orbax of T5X": ("checkpoint", "target.w/.zarray", "target.w/0.0"),
+    "tensorrt-engine": ("rank0.engine", "rank1.engine", "config.json"),
+    "torchtune-epochs": ("hf_model_0001_0.pt", "hf_model_0002_0.pt", "hf_model_0001_1.pt", "config.json"),
+    "torchtune-epochs of its own names": ("torchtune_model_0.pt", "torchtune_model_1.pt", "recipe_state.pt"),
+    "torchtune-epochs of Meta's names": ("meta_model_0.pt", "meta_model_10.pt"),
+    "archive": ("ep0-ba1-rank0.pt.gz",),
+    "archive of two steps": ("ep0-ba1-rank0.pt.zst", "ep0-ba2-rank0.pt.zst", "latest-rank0.pt.zst.symlink"),
+    "archive of tars": ("ep0-ba1-rank0.tar.lzma", "ep0-ba2-rank0.tgz"),
     "torchsnapshot": (".snapshot_metadata", "0/obj", "batched/5bdd"),
     "nanotron-part": ("lm_head/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors",),
     "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
+    "torch-xla by its suffix": ("ckpt_rank-00000000-of-00000002.pth", "ckpt_rank-00000001-of-00000002.pth"),
     "metaseq": ("reshard-model_part-0.pt", "reshard-model_part-1.pt", "dict.txt"),
     "vllm-sharded-state": ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),
+    "vllm-sharded-state of rank 0": ("model-rank-0-part-0.safetensors", "model-rank-0-part-1.safetensors"),
 }
 
 
@@ -38,7 +50,7 @@ def test_by_its_files(name: str, tmp_path: Path) -> None:
     for path in FOLDERS[name]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(b"{}")
-    assert refused(tmp_path).values["format"] == name
+    assert refused(tmp_path).values["format"] == name.partition(" ")[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -53,8 +65,33 @@ def test_tensorrt_by_its_config(ranks: int, tmp_path: Path) -> None:
     assert ckptcore.open(str(tmp_path / "rank0.safetensors")).format == "safetensors"
 
 
+@pytest.mark.parametrize("names", [("model.pth",), ("rank_0.pt",), ("final_a.pth", "final_b.pth")])
+def test_shards_of_torch_xla_by_their_content(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Users choose the names, and one rank is never the model."""
+    for rank, name in enumerate(names):
+        state = {"_fsdp_shard.l_fsdp_dot_weight": torch.ones(10)}
+        info = {"": {"_fsdp_shard.l_fsdp_dot_weight": {"_orig_size": (5, 4), "_orig_name": "l.weight"}}}
+        about = {"shard_info": info, "flatten_info": {}, "buffer_info": {}, "world_size": 2, "rank": rank}
+        torch.save({"model": state, "shard_metadata": about}, tmp_path / name)
+    assert refused(tmp_path / names[0]).values["format"] == "torch-xla"
+    with pytest.raises(CkptError, match="the shards of torch_xla FSDP") as caught:
+        ckptcore.open(str(tmp_path))
+    assert "consolidate_sharded_ckpts" in (caught.value.hint or "")
+
+
+def test_a_compressed_file_beside_a_model(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "ep0-ba1-rank0.pt.gz").write_bytes(b"x" * 600)
+    assert ckptcore.open(str(tmp_path)).format == "safetensors"
+
+
 def test_by_a_name(tmp_path: Path) -> None:
-    for suffix, name in ((".nemo", "nemo-archive"), (".gguf", "gguf")):
+    for suffix, name in (
+        (".nemo", "nemo-archive"),
+        (".gguf", "gguf"),
+        (".engine", "tensorrt-engine"),
+        (".tar.lzma", "archive"),
+    ):
         (tmp_path / f"model{suffix}").write_bytes(b"x" * 32)
         assert refused(tmp_path / f"model{suffix}").values["format"] == name
 
