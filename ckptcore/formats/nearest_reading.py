@@ -73,7 +73,9 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
 def _has_shards(source: Source, path: str) -> bool:
     """Return whether a torch file has shards of torch_xla, by its pickle."""
     read = partial(source.store.read, path)
-    return not path.endswith(".safetensors") and head_holds(read, source.listing[path], torch_xla.KEY, path)
+    return not path.endswith(".safetensors") and head_holds(
+        read, source.listing[path], torch_xla.INSIDE, path
+    )
 
 
 def _folder_of(source: Source, detect: Detect) -> tuple[str, str | None]:

@@ -79,6 +79,18 @@ def test_shards_of_torch_xla_by_their_content(names: tuple[str, ...], tmp_path: 
     assert "consolidate_sharded_ckpts" in (caught.value.hint or "")
 
 
+def test_shards_of_fairscale_are_none_of_torch_xla(tmp_path: Path) -> None:
+    """Its metadata has the same name, and no ranks (fairscale/nn/data_parallel, local_metadata_dict)."""
+    for name in "ab":
+        about = {"param_metadata": [], "buffer_names": []}
+        torch.save(
+            {"model": {"flat_param_0": torch.ones(4)}, "shard_metadata": about}, tmp_path / f"{name}.pth"
+        )
+    assert ckptcore.open(str(tmp_path / "a.pth")).tensors
+    with pytest.raises(CkptError, match="can be read alone"):
+        ckptcore.open(str(tmp_path))
+
+
 def test_a_compressed_file_beside_a_model(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "ep0-ba1-rank0.pt.gz").write_bytes(b"x" * 600)
