@@ -9,7 +9,7 @@ files of other names, and no arguments in them: `nemo_ranks`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
@@ -20,7 +20,7 @@ from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, fin
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.megatron.legacy_names import FILE, NEMO_FILE
-from ckptcore.formats.megatron.nemo_ranks import STATED, nemo_opener, nemo_path
+from ckptcore.formats.megatron.nemo_ranks import STATED, lacking_ends, nemo_opener, nemo_path
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import short_repr
@@ -87,12 +87,14 @@ class _Layout:
         opener: From the folder to a function that reads a file.
         path: From the tensor rank, stage and expert rank, and the numbers of the latter two, to the file.
         beside: Keys of what is read that are in no file.
+        lacking: From the tensors of all ranks, and the arguments, to findings about what a model has.
     """
 
     pattern: re.Pattern[str]
     opener: Callable[[Source], Callable[[str], Objects]]
     path: Callable[[int, int, int, int, int], str]
     beside: frozenset[str] = frozenset()
+    lacking: Callable[[Iterable[str], Mapping[str, Any]], Iterable[Finding]] = lambda names, arguments: ()
 
 
 def read_ranks(source: Source) -> Ranks:
@@ -126,6 +128,9 @@ def read_ranks(source: Source) -> Ranks:
             continue
         files.append(RankFile(match[1], path, source.listing[path], *place, objects))
     findings += _missing(layout, files, tp, pp, ep, etp)
+    # Where a rank is missing, so is what it had.
+    if not findings:
+        findings += layout.lacking((name for _, objects in trees for name in objects.tree["model"]), first)
     findings += _copies(files)
     return Ranks(tuple(files), first, tp, pp, ep, etp, tuple(findings), layout.beside)
 
@@ -159,7 +164,7 @@ def _path(tp: int, pp: int, ep: int, stages: int, expert_ranks: int) -> str:
     return f"mp_rank_{tp:02d}{stage}{expert}/model_optim_rng.pt"
 
 
-_LAYOUTS = (_Layout(FILE, _opener, _path), _Layout(NEMO_FILE, nemo_opener, nemo_path, STATED))
+_LAYOUTS = (_Layout(FILE, _opener, _path), _Layout(NEMO_FILE, nemo_opener, nemo_path, STATED, lacking_ends))
 
 
 def _parallel_size(args: Mapping[str, Any], key: str) -> int:

@@ -12,14 +12,14 @@ Nothing in a file states how the model is cut: the config does, and each rank's 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.object_tree import Named
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange, unnoted
@@ -44,6 +44,13 @@ _CUT = (
     (re.compile(r"\.self_attention\.(?:linear_proj|dense)\.weight$"), "projection_size"),
     (re.compile(r"\.mlp\.(?:linear_fc2|dense_4h_to_h)\.weight$"), "ffn_hidden_size"),
 )
+# What every GPT has outside of its layers; output weights of its own only where they are not shared.
+_ENDS = (
+    (re.compile(r"(?:^|\.)embedding\.word_embeddings\.weight$"), "embedding.word_embeddings.weight"),
+    (re.compile(r"\.final_(?:layer)?norm\.weight$"), "decoder.final_layernorm.weight"),
+)
+_OUTPUT = (re.compile(r"(?:^|\.)output_layer\.weight$"), "output_layer.weight")
+_UNTIED = "untie_embeddings_and_output_weights"
 _SAVE_ANEW = "save it with the NeMo that wrote it, as a distributed checkpoint"
 
 
@@ -76,6 +83,19 @@ def nemo_opener(source: Source) -> Callable[[str], Objects]:
         return replace(objects, tree=tree)
 
     return read
+
+
+def lacking_ends(names: Iterable[str], arguments: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each tensor outside of the layers that a GPT has, and that no rank has.
+
+    Args:
+        names: Tensors of all ranks, by the model's own names.
+        arguments: From `nemo_opener`.
+    """
+    names = list(names)
+    for pattern, fqn in (*_ENDS, *([_OUTPUT] if arguments[_UNTIED] else [])):
+        if not any(pattern.search(name) for name in names):
+            yield finding("hole", "coverage", f"{fqn} is in no rank's file, and every GPT has it", fqn=fqn)
 
 
 def _config(source: Source) -> Mapping[str, Any]:
@@ -122,7 +142,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         **sizes,
         "projection_size": sizes["kv_channels"] * sizes["num_attention_heads"],
         "num_experts": config.get("num_moe_experts"),
-        "untie_embeddings_and_output_weights": config.get("share_embeddings_and_output_weights") is False,
+        _UNTIED: config.get("share_embeddings_and_output_weights") is False,
     }
 
 

@@ -147,6 +147,28 @@ def test_a_missing_rank_is_named(lost: str, tmp_path: Path) -> None:
     assert "hole" in codes(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("own", "end"),
+    [
+        (own, end)
+        for own in (True, False)
+        for end in ("word_embeddings.weight", "final_layernorm.weight", "output_layer.weight")
+        if not own or not end.startswith("output")  # these are tied
+    ],
+)
+def test_an_end_that_no_rank_has(own: bool, end: str, tmp_path: Path) -> None:
+    """What every GPT has is not learned from other ranks: a writer may have lost it on all of them."""
+
+    def edit(state: dict[str, torch.Tensor], rank: tuple[int, int, int]) -> None:
+        for name in [n for n in state if n.endswith(f".{end}")]:
+            del state[name]
+
+    save(OWN if own else Case(tp=2, pp=2, groups=HEADS), tmp_path, own, edit=edit)
+    if not own:
+        configure(tmp_path, Case(tp=2, pp=2, groups=HEADS))
+    assert codes(tmp_path) == {"hole"}
+
+
 def test_a_missing_last_tensor_rank_is_named(tmp_path: Path) -> None:
     case = Case(tp=2, groups=HEADS, tied=True)
     save(case, tmp_path)
