@@ -148,9 +148,15 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
         other_entries = {k: v for k, v in form.items() if k not in marks}
         source.carry(MARKER, MARKER, other_entries, other_entries.keys() & _MARKS)
     except InvalidText as error:
-        message = f"cannot read {MARKER}: it is not what a trainer writes ({error})"
-        return {}, [finding("malformed-metadata", "files", message, file=MARKER)]
+        return {}, [_no_marker(str(error))]
+    if other_entries and form.keys().isdisjoint(_MARKS):  # another file has its name
+        return {}, [_no_marker(f"none of its keys is {' or '.join(sorted(_MARKS))}")]
     return {f"writer_{k}" if k == "version" else k: v for k, v in marks.items()}, []
+
+
+def _no_marker(reason: str) -> Finding:
+    message = f"cannot read {MARKER}: it is not what a trainer writes ({reason})"
+    return finding("malformed-metadata", "files", message, file=MARKER)
 
 
 def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:

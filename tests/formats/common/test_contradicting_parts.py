@@ -73,6 +73,18 @@ def test_unsharded_part_lost(part: str, code: str, copy: Copy) -> None:
     assert reported(step) == {(code, part.split(".")[0])}
 
 
+@pytest.mark.parametrize("beside", [None, {}, {"version": "9", "new": 1}, {"model": {}}])
+def test_another_file_in_the_place_of_the_marker(beside: dict[str, Any] | None, copy: Copy) -> None:
+    """A config has none of the keys that a trainer writes; a later release may have more of them."""
+    step = copy("v3_bf16params_ws2") / "step3"
+    if beside is None:
+        shutil.copyfile(step / "config.json", step / ".metadata.json")
+    else:
+        (step / ".metadata.json").write_text(json.dumps(beside))
+    is_other = beside is None or "model" in beside
+    assert (("malformed-metadata", ".metadata.json") in reported(step)) is is_other
+
+
 def test_trainer_states_of_missing_ranks(copy: Copy) -> None:
     """Without a recorded world size, the highest rank gives the number of ranks."""
     folder = copy(DCP) / "ckpt"
