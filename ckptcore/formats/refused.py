@@ -15,11 +15,12 @@ from ckptcore.encodings.tar_members import tar_members
 from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar
 from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, TEXT_HINT, TEXT_REASON, is_text_before_zip
 from ckptcore.errors import CkptError, MalformedCheckpoint
-from ckptcore.formats.accelerate.file_names import has_model
+from ckptcore.formats.accelerate.file_names import has_model, parts
 from ckptcore.formats.base import KnownFormat, Source, natural, suffixes_of
 from ckptcore.formats.common import torch_xla
 from ckptcore.formats.common.part_proof import evidence_beside
 from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA
+from ckptcore.formats.common.trainer_files import is_state
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface import nanotron
 from ckptcore.formats.huggingface.shard_headers import is_shard
@@ -66,6 +67,18 @@ def _found_nested(source: Source) -> tuple[str, ...] | None:
     ):
         return None
     return (f"checkpoints are in its subfolders: {', '.join(inner[:4])}",)
+
+
+def _accelerate_optimizer(source: Source) -> tuple[str, ...] | None:
+    """Recognise what is left of Accelerate's save without the model: an optimizer's DCP folder."""
+    if source.name is not None or ".metadata" in source.listing or has_model(source):
+        return None
+    weights = (*_TORCH, ".safetensors")
+    if any("/" not in p and p.endswith(weights) and not is_state(p) for p in source.listing):
+        return None  # a trainer's model in full, which its format reads
+    optimizers = [part.folder for part in parts(source) if part.folder]
+    has_ranks = any(p.startswith("random_states_") and "/" not in p for p in source.listing)
+    return (f"{optimizers[0]} is there, and no model",) if optimizers and has_ranks else None
 
 
 def _saved_at(folder: str) -> str:
@@ -374,6 +387,13 @@ KNOWN: tuple[KnownFormat, ...] = (
         frozenset({"pt", "ckpt"}),
     ),
     KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),
+    KnownFormat(
+        "accelerate-optimizer",
+        "an Accelerate checkpoint without its model",
+        _accelerate_optimizer,
+        "copy the model's folder from where it was saved; name the optimizer's folder to read it alone",
+        frozenset({"metadata"}),
+    ),
     KnownFormat(
         "trainer-folder",
         "a trainer's folder, not one checkpoint",

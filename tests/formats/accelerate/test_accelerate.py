@@ -20,6 +20,7 @@ from ckptcore.core.object_tree import decode
 from ckptcore.errors import AmbiguousModel, NotComplete, UnsupportedFormat
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.naming.model_part import find_model
+from ckptcore.operations.discover import discover
 
 if TYPE_CHECKING:
     from driver import Cli
@@ -78,6 +79,10 @@ def test_a_missing_model_is_refused(saved: Sample, tmp_path: Path) -> None:
     shutil.rmtree(folder / "pytorch_model_fsdp_0")
     with pytest.raises(UnsupportedFormat, match="optimizer_0"):
         read(folder)
+    (tmp_path / "runs").mkdir()
+    folder.rename(tmp_path / "runs" / "step-10")
+    places = discover(str(tmp_path / "runs"))
+    assert [(place.path, place.format) for place in places] == [("step-10", "accelerate-optimizer")]
 
 
 def test_a_second_model(saved: Sample, tmp_path: Path) -> None:
