@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from ckptcore.formats.base import natural
 from ckptcore.naming.moments import state_of
 
+Fact = TypeVar("Fact")  # about a tensor
 _BLOCK = 4  # tensors that a block of a model has at least, if they are not of modules in it
 _NUMBERED = re.compile(r"^(.*?(?:^|\.)(?:layers?|(?:res)?blocks?|h)\.)(\d{1,6})\.(.+)$")
 # Words of modules behind the layers of models of any kind, and of those before them: a norm of embeddings.
@@ -25,6 +26,7 @@ _BEHIND = re.compile(
     r"|final|(?:^|_)fc|unembed|merger"
 )
 _BEFORE = re.compile(r"(?i)(?<!un)emb(?!ed_out)|wte|wpe|token|(?:^|_)pre(?:_|$)")
+_DIGITS = re.compile(r"\d+")
 _BUFFER = re.compile(r"(?i)rotary|rope|freqs|mask")
 # What language models have outside of their layers, in the names of the hub, Meta, Megatron and OLMo.
 _END = re.compile(
@@ -98,6 +100,35 @@ class ModelLayers:
         container, layers = max(self._blocks.items(), key=lambda item: len(item[1]))
         return f"{container}{len(layers)}" if len(layers) < min(counts) else None
 
+    def are_all(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a config states as many layers as there are, between two closed ends."""
+        counts = _layer_counts(config)
+        is_counted = bool(self._blocks) and all(len(layers) in counts for layers in self._blocks.values())
+        return is_counted and self.gap() is None and self.open_end(config) is None
+
+    def continuing(self, names: Collection[str]) -> str | None:
+        """Return one of other tensors that belongs to the same model; None where none does.
+
+        Its name is that of a tensor in other layers or experts, or of what is before or behind these layers.
+
+        Args:
+            names: The tensors of another file.
+
+        >>> layers = ModelLayers(f"layers.{n}.{k}" for n in range(2) for k in "qkvo")
+        >>> [layers.continuing([name]) for name in ("layers.2.q", "norm.weight", "layers.1.q", "heads.0.q")]
+        ['layers.2.q', 'norm.weight', None, None]
+        """
+        if not self._blocks or not self._places.keys().isdisjoint(names):
+            return None
+        patterns = {_DIGITS.sub("#", name) for name in self._places}
+        for name in sorted(names, key=natural):
+            end = _END.search(name)
+            if _DIGITS.sub("#", name) in patterns or (
+                end and any(container.startswith(name[: end.start()]) for container in self._blocks)
+            ):
+                return name
+        return None
+
     def open_end(self, config: Mapping[str, Any]) -> str | None:
         """Return why tensors before or behind the layers may not be there; None where something shows them.
 
@@ -142,14 +173,14 @@ class ModelLayers:
                 yield container
 
 
-def layers_of(files: Mapping[str, str]) -> dict[str, dict[int, dict[str, str]]]:
-    """Return what is before a layer's number -> number -> name in the layer -> file, of tensors in files."""
-    containers: dict[str, dict[int, dict[str, str]]] = {}
-    for name, file in files.items():
+def layers_of(tensors: Mapping[str, Fact]) -> dict[str, dict[int, dict[str, Fact]]]:
+    """Return what is before a layer's number -> number -> name in the layer -> fact, such as the file."""
+    containers: dict[str, dict[int, dict[str, Fact]]] = {}
+    for name, fact in tensors.items():
         match = _NUMBERED.match(name)
         if match:
             layers = containers.setdefault(match[1], {})
-            layers.setdefault(int(match[2]), {})[match[3]] = file
+            layers.setdefault(int(match[2]), {})[match[3]] = fact
     return containers
 
 

@@ -24,7 +24,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.model_layers import ModelLayers, layers_of
-from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
+from ckptcore.formats.common.part_names import PartName, absent_parts, series
 from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.naming.peft import adapter_fit
 from ckptcore.store.subfolder import unnoted
@@ -55,6 +55,13 @@ _TENSOR_PARALLEL = {
     "mlp.up_proj.weight": 0,
     "mlp.down_proj.weight": 1,
 }
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|wte|embed_in)\.weight$")
+_ATTENTION_OUT = re.compile(
+    r"(?:^|[._])(?:attn|attention)\.(?:output\.)?(?:[oc]_proj|out_proj|linear_proj|proj|dense|wo|w_out)\.weight$"
+    r"|(?:^|\.)attn_out\.weight$"
+)
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_HEAD_SIZES = ("head_dim", "v_head_dim", "d_kv", "attention_head_dim")
 _LORA = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.|$)")
 # Composer's state (composer/core/state.py, `State.state_dict`): of the job, and of the models that it wraps.
 _METADATA = re.compile(r"(?:^|\.)state\.metadata$")
@@ -91,27 +98,40 @@ def part_findings(
     is_full = len(paths) == 1 or all(path.endswith(".safetensors") for path in paths)
     if not findings and is_full and all(path.startswith("consolidated") for path in paths):
         findings += lacking_by_params(source, evidence_beside(source, PARAMS), shapes)
+    if not findings and count is not None and count > len(paths):
+        path = min(paths)
+        findings.append(_missing(source, f"{path} is of a save in {count} parts by its own record", path))
     if not findings:
-        findings += (
-            _half_pairs(source, shapes)
-            or _unlike_adapted(source, paths, shapes)
-            or _slices(source, paths, shapes)
-        )
-    if not findings:
-        findings += (
-            unless_torn(source, files or {}, shapes)
-            if len(paths) > 1
-            else _unless_complete(source, next(iter(paths)), shapes)
-        )
+        findings += content_findings(source, paths, shapes)
+    if not findings and len(paths) > 1:
+        findings += unless_torn(source, files or {}, shapes)
+    # Files whose tensors are slices are compared by their reader.
+    if not findings and (files or len(paths) == 1):
+        findings += unless_complete(source, min(paths), shapes)
     return findings
 
 
-def _unless_complete(source: Source, path: str, shapes: Mapping[str, Shape]) -> list[Finding]:
-    """Return the finding that a file alone may be one of several, whatever its name is."""
+def content_findings(source: Source, paths: Collection[str], shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return findings about tensors that are halves or slices by their own shapes, in files of any name."""
+    return (
+        _half_pairs(source, shapes)
+        or _unlike_adapted(source, paths, shapes)
+        or _slices(source, paths, shapes)
+    )
+
+
+def unless_complete(source: Source, path: str, names: Collection[str]) -> list[Finding]:
+    """Return the finding that what a file has, or an index lists, may be one of several parts.
+
+    Args:
+        source: The folder or file.
+        path: The file or index, of any name.
+        names: Its tensors, in their order.
+    """
     # Adapters, torchtune's ``lora_a`` too, have the layers that they adapt.
-    if any(".lora_" in name for name in shapes):
+    if any(".lora_" in name for name in names):
         return []
-    layers = ModelLayers(shapes)
+    layers = ModelLayers(names)
     reason = f"{gap} is not there, and other layers have it" if (gap := layers.gap()) is not None else None
     part = part_name(path)
     # Where the name states a number, what proves it has proven the ends; one part of one proves nothing.
@@ -183,13 +203,22 @@ def _slices(source: Source, paths: Collection[str], shapes: Mapping[str, Shape])
                 f"{name} holds a rank's parameters in a row, without their names: it may be one of several"
             )
             return [finding("unproven-whole", "files", message, file=min(paths))]
-    sliced = slicing_ranks(evidence_beside(source, "config.json"), shapes)
-    if sliced is None:
-        return []
-    name, ranks = sliced
-    shape = list(shapes[name])
-    message = f"{name} {shape} is cut, as its siblings are: {min(paths)} is one of {ranks} ranks' parts"
-    return [_missing(source, message, min(paths))]
+    config = evidence_beside(source, "config.json")
+    by_params = ranks_by_params(evidence_beside(source, PARAMS), shapes)
+    if by_params is not None and by_params > 1 and len(paths) == 1:
+        message = f"{PARAMS} and its columns make {min(paths)} one of {by_params} ranks' parts"
+        return [_missing(source, message, min(paths))]
+    if (sliced := slicing_ranks(config, shapes)) is not None:
+        name, ranks = sliced
+        shape = list(shapes[name])
+        message = f"{name} {shape} is cut, as its siblings are: {min(paths)} is one of {ranks} ranks' parts"
+        return [_missing(source, message, min(paths))]
+    if (parallel := tensor_parallel_cut(config, shapes)) is not None:
+        name, ranks = parallel
+        shape = list(shapes[name])
+        message = f"{name} {shape} looks as one of {ranks} tensor-parallel ranks has it, in all layers"
+        return [finding("unproven-whole", "files", message, file=min(paths))]
+    return []
 
 
 def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:
@@ -523,6 +552,53 @@ def slicing_ranks(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tup
             if len(cuts) == 1 and (ranks := cuts.pop()) > 1:
                 return names[model, "self_attn.o_proj.weight"], ranks
     return None
+
+
+def tensor_parallel_cut(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[str, int] | None:
+    """Return a tensor that tensor parallelism seems to have cut, and into how many; None without one.
+
+    What attention adds to the model has the model's width on one side, and most models have as many elements
+    of heads on the other. Some have fewer, which a config states: heads, and the size of each. Packed weights
+    have fewer columns, and not all matrices of a layer have the width. Where ranks share the embedding
+    (transformers' plans), rows of the output weights are fewer.
+
+    >>> shapes = {"embed_tokens.weight": (40, 16), "layers.0.self_attn.o_proj.weight": (16, 8)}
+    >>> tensor_parallel_cut({}, shapes)
+    ('layers.0.self_attn.o_proj.weight', 2)
+    >>> tensor_parallel_cut({"num_attention_heads": 2, "head_dim": 4}, shapes)
+    """
+    embeddings = {shape for name, shape in shapes.items() if len(shape) == 2 and _EMBEDDING.search(name)}
+    widths = {width for _, width in embeddings}
+    stated = _head_elements(config)
+    for container, layers in layers_of(shapes).items():
+        first, *others = layers.values()
+        for name, shape in first.items():
+            if len(shape) != 2 or not _ATTENTION_OUT.search(name) or max(shape) not in widths:
+                continue
+            kept, width = min(shape), max(shape)
+            is_cut = 0 < kept < width and width % kept == 0 and kept not in stated
+            matrices = [matrix for matrix in first.values() if len(matrix) == 2]
+            are_alike = all(layer.get(name, shape) == shape for layer in others)
+            if is_cut and are_alike and all(width in matrix for matrix in matrices):
+                return f"{container}{min(layers)}.{name}", width // kept
+    for name, shape in shapes.items():
+        if name.endswith("lm_head.weight") and len(embeddings) == 1:
+            ((rows, width),) = embeddings
+            if shape[1:] == (width,) and 0 < shape[0] < rows and rows % shape[0] == 0:
+                return name, rows // shape[0]
+    return None
+
+
+def _head_elements(config: Mapping[str, Any]) -> set[int]:
+    """Return the elements of all heads by a config, and by those of the models inside it."""
+    forms = [config, *(form for form in config.values() if isinstance(form, dict))]
+    return {
+        form[heads] * form[size]
+        for form in forms
+        for heads in _HEADS
+        for size in _HEAD_SIZES
+        if type(form.get(heads)) is int and type(form.get(size)) is int
+    }
 
 
 def _cut(shape: Shape, full: Shape, dim: int) -> int:

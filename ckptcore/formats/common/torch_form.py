@@ -54,7 +54,7 @@ def fuller_torch_form(
     findings = list[Finding]()
     for path in torch_paths:
         try:
-            for name, key in _parameters(source, path):
+            for name, key in parameters(source, path):
                 by_storage.setdefault((path, key), []).append(name)
         except MetadataTooLarge:
             raise
@@ -89,7 +89,7 @@ def torch_form(source: Source, paths: Collection[str]) -> list[str]:
     return sorted({path for path in read_index(source, index).files.values() if path in source.listing})
 
 
-def _parameters(source: Source, path: str) -> Iterator[tuple[str, str]]:
+def parameters(source: Source, path: str) -> Iterator[tuple[str, str]]:
     """Yield name and storage of each parameter in the flat state dict of a torch file."""
     with passing():
         tree = read_objects(FileRange(unnoted(source.store), path, 0, source.listing[path] or 0), path).tree

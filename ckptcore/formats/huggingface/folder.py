@@ -8,7 +8,8 @@ the names count the files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ckptcore.encodings.pickle.trainer_classes import foreign_classes
 from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.index_proof import continued_findings, index_findings
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.trainer_files import (
@@ -39,8 +41,8 @@ from ckptcore.formats.common.weight_index import (
     take_index,
     unlike_index,
     unlike_total,
-    unlisted_parts,
 )
+from ckptcore.store.subfolder import unnoted
 from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import short_repr
 
@@ -149,11 +151,15 @@ def read_folder(source: Source, format: str) -> Manifest:
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
     shapes = {t.fqn: t.shape for t in builder.tensors}
+    unread = [path for path in unlinked(source, _loose(source), files) if path not in files]
+    names_beside = partial(_names_in, source)
     if index is None:
         builder.findings += part_findings(source, files, shapes, files=file_of)
+        builder.findings += continued_findings(source, min(files), shapes, unread, names_beside)
     elif listed is not None:
         take_index(source, listed, index, builder.tensors)
-        builder.findings += [*unlike_total(builder, index, listed), *unlisted_parts(index, listed)]
+        builder.findings += unlike_total(builder, index, listed)
+        builder.findings += index_findings(source, listed, index, shapes, unread, names_beside)
     if source.name is None and any(path.endswith(TORCH_SUFFIXES) for path in source.listing):
         from ckptcore.formats.common.torch_form import fuller_torch_form
 
@@ -195,6 +201,11 @@ def _add_file(
     places[:, 0] += begin
     builder.raw_tensors(specs, path, places)
     return set(tensors), metadata
+
+
+def _names_in(source: Source, path: str) -> Collection[str]:
+    """Return the tensors of a file that is not read, for evidence only."""
+    return read_header(unnoted(source.store), path, source.listing[path], ())[0].keys()
 
 
 def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> None:

@@ -32,6 +32,7 @@ from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.common.trainer_files import is_state, without_links
 
 _NAME = "torch_ranks"
+_TRAIN_STATE = "train_state"
 # verl keeps a folder per component (actor, critic) in a folder per step.
 _BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
 _VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
@@ -167,7 +168,12 @@ def detect_items(source: Source) -> Evidence | None:
         named = tensors or [p for p in source.listing if p.endswith(_SUFFIXES)]
         return _evidence((f"found {METADATA} and {named[0]}",)) if named else None
     items = {} if has_other_files or not tensors else item_files(source)
-    items = {item: ranks for item, ranks in items.items() if any(p in tensors for p in ranks.values())}
+    # Values may be JSON: without metadata.pkl, those of torchtitan alone say whose they are.
+    items = {
+        item: ranks
+        for item, ranks in items.items()
+        if item == _TRAIN_STATE or any(p in tensors for p in ranks.values())
+    }
     ranks = next(iter(items.values()), {}).keys()
     if len(items) > 1 and all(paths.keys() == ranks for paths in items.values()) and _is_run(ranks):
         return _evidence((f"each rank has {', '.join(items)}",))

@@ -8,7 +8,7 @@ need `torch.serialization.safe_globals`, as in any torch file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
-from ckptcore.core.object_tree import TensorRef, decode
+from ckptcore.core.object_tree import Named, TensorRef, decode
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar, is_zip
@@ -36,14 +36,17 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
+from ckptcore.formats.common.index_proof import index_findings
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.torch_form import parameters
 from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trainer_files import (
     is_adapter,
     is_state,
     numbered_model,
     require_one_model,
+    unlinked,
     unread_optimizers,
     without_links,
 )
@@ -55,7 +58,6 @@ from ckptcore.formats.common.weight_index import (
     take_index,
     unlike_index,
     unlike_total,
-    unlisted_parts,
 )
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
+_MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _MAX_PADDING = 1 << 16  # bytes of zeros behind the last file of a tar; Python's are 10 KiB
 _TAR, _COMPOSER = ".tar", "composer_states.pt"
 # Globals of tensor data in forms that this reader does not support.
@@ -208,13 +211,28 @@ def read(source: Source) -> Manifest:
         builder.findings += part_findings(source, names, shapes, stated, origin, builder.blobs)
     else:
         take_index(source, path, index, builder.tensors)
-        builder.findings += [*unlike_total(builder, index, path), *unlisted_parts(index, path)]
+        shapes = {t.fqn: t.shape for t in builder.tensors}
+        builder.findings += unlike_total(builder, index, path)
+        builder.findings += index_findings(
+            source, path, index, shapes, _unread_files(source, names), partial(_names_in, source)
+        )
     builder.findings += unread_optimizers(source, names)
     # A flat dict has none: names are its keys.
     form = (
         paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs]) if paths.nest else None
     )
     return builder.build("torch_save", source.store.url, {"paths": form} if form else {})
+
+
+def _unread_files(source: Source, names: Collection[str]) -> list[str]:
+    """Return the torch files of a folder that are not read and may be of the model."""
+    paths = [p for p in _torch_files(source) if p not in names and not is_state(p) and not is_adapter(p)]
+    return unlinked(source, paths, names)
+
+
+def _names_in(source: Source, path: str) -> Collection[str]:
+    """Return the parameters of a file that is not read, for evidence only."""
+    return {name for name, _ in parameters(source, path)}
 
 
 def _require_one_tar(source: Source) -> None:
@@ -274,12 +292,15 @@ def stated_parts(name: str, tree: Mapping[Any, Any]) -> int | None:
     """Return how many files a save has according to one of them; None if it does not state it.
 
     Model states of DeepSpeed count the model-parallel ranks, and the data-parallel ones, by which ZeRO-3
-    names them too.
+    names them too. Megatron's arguments state two sizes.
     """
-    part = part_name(name)
-    if part is None:
-        return None
-    counts: list[Any] = [tree.get(key) for key in ("mp_world_size", "dp_world_size")[: len(part.axes)]]
+    part, args = part_name(name), tree.get("args")
+    counts: list[Any]
+    if isinstance(args, Named) and args.kind == "namespace":
+        counts = [dict(args.value).get(key, 1) for key in _MEGATRON_SIZES]
+    else:
+        numbers = 1 if part is None else len(part.axes)
+        counts = [tree.get(key) for key in ("mp_world_size", "dp_world_size")[:numbers]]
     return prod(counts) if all(type(n) is int and n > 0 for n in counts) else None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from part_series import CONFIG, DAMAGES, SERIES, WIDTH, N, Tensors, model, numbered, write
+from part_series import CONFIG, DAMAGES, HEADS, SERIES, WIDTH, N, Tensors, model, numbered, split, write
 from safetensors.torch import load_file
 
 import ckptcore
@@ -442,6 +443,77 @@ def test_an_index_of_fewer_files_than_their_names_count(suffix: str, tmp_path: P
     assert [f.code for f in findings(tmp_path) if f.severity != "info"] == ["unproven-whole"]
 
 
+# Files of four that an index does not list -> (config beside them, what the unlisted ones become, finding).
+# A copy repeats the names of a listed file, as a save in other files does; a head is of another model.
+UNLISTED: tuple[tuple[Sequence[int], dict[str, Any] | None, str, list[str]], ...] = (
+    ((), None, "beside", []),
+    ((3,), None, "beside", ["unproven-parts"]),
+    ((0,), None, "beside", ["unproven-parts"]),
+    ((1,), None, "beside", ["unproven-parts"]),
+    ((2, 3), None, "beside", ["unproven-parts"]),
+    ((3,), CONFIG, "beside", ["unproven-parts"]),
+    ((3,), None, "removed", ["unproven-whole"]),
+    ((1,), None, "removed", ["unproven-whole"]),
+    ((2, 3), CONFIG, "removed", ["unproven-parts"]),
+    ((3,), CONFIG, "removed", ["unproven-whole"]),
+    ((3,), None, "copies of others", ["unproven-whole"]),
+    ((), None, "copies of others", []),
+    ((), None, "a head", []),
+    ((), CONFIG, "more layers", []),
+    ((), None, "more layers", ["unproven-parts"]),
+    ((), None, "unreadable", []),
+)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize(("lost", "config", "become", "codes"), UNLISTED)
+@pytest.mark.grid
+def test_an_index_of_a_part(
+    lost: Sequence[int],
+    config: dict[str, Any] | None,
+    become: str,
+    codes: list[str],
+    suffix: str,
+    tmp_path: Path,
+) -> None:
+    """No name counts the files: those that no index lists, a config and the layers say that it is a part."""
+    rows = {}
+    parts = split(model(), N)
+    for n, part in enumerate(parts):
+        name = write(tmp_path / f"weights_{'abcd'[n]}.{suffix}", part)
+        rows |= dict.fromkeys(part, name) if n not in lost else {}
+        if n in lost and become != "beside":
+            (tmp_path / name).unlink()
+    extra = tmp_path / f"extra.{suffix}"
+    if become == "copies of others":
+        write(extra, parts[1])
+    elif become == "a head":
+        write(extra, {"v_head.weight": torch.ones(2)})
+    elif become == "more layers":
+        write(extra, {"model.layers.4.self_attn.q_proj.weight": torch.ones(2)})
+    elif become == "unreadable":
+        extra.write_bytes(b"\x08")
+    name = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}[suffix]
+    (tmp_path / name).write_text(json.dumps({"weight_map": rows}))
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    raised = [f for f in findings(tmp_path) if f.code != "stray-file"]
+    assert [f.code for f in raised] == codes
+    assert (run(["validate", str(tmp_path)]) == 0) is ("unproven-parts" not in codes)
+    assert run(["validate", str(tmp_path), "--allow-incomplete"]) == 0
+
+
+def test_a_file_that_others_continue(tmp_path: Path) -> None:
+    """`model.safetensors` is read, and the rest of the model is in files of other names beside it."""
+    (tmp_path / "config.json").write_text("{}")
+    first, last = split(model(), 2)
+    write(tmp_path / "model.safetensors", first)
+    write(tmp_path / "rest.safetensors", last)
+    assert "unproven-parts" in {f.code for f in findings(tmp_path)}
+    write(tmp_path / "model.safetensors", model())
+    assert [f.code for f in findings(tmp_path)] == ["stray-file"]
+
+
 def test_torch_files_beside_safetensors(tmp_path: Path) -> None:
     """A projector or a value head is named; what a trainer keeps, and the model's torch form, are not."""
     write(tmp_path / "model.safetensors", model())
@@ -480,6 +552,23 @@ def meta_names(tensors: Tensors) -> Tensors:
     return tensors
 
 
+def gpt2_names(tensors: Tensors) -> Tensors:
+    renames = {"model.embed_tokens": "wte", "model.layers": "h", "self_attn.o_proj": "attn.c_proj"}
+    for old, new in (renames | {"model.norm": "ln_f"}).items():
+        tensors = {name.replace(old, new): t for name, t in tensors.items()}
+    return tensors
+
+
+def narrow_heads(tensors: Tensors) -> Tensors:
+    """Return a complete model whose heads have half as many elements as the model is wide."""
+    dims = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+    return {
+        name: t if dim is None else t.chunk(2, dim)[0].clone()
+        for name, t in tensors.items()
+        for dim in [next((d for part, d in dims.items() if part in name), None)]
+    }
+
+
 @pytest.mark.parametrize("path", ["model.safetensors", "model.pt"])
 @pytest.mark.parametrize(
     ("cut", "config", "code"),
@@ -492,8 +581,20 @@ def meta_names(tensors: Tensors) -> Tensors:
         (dict, CONFIG, None),
         (lambda t: t | {"model.embed_tokens.weight": torch.ones(16, 16)}, CONFIG, None),
         (lambda t: {"flat_param": torch.ones(9)}, {}, "unproven-whole"),
+        (tensor_parallel, {}, "unproven-whole"),
+        (lambda t: meta_names(tensor_parallel(t)), {}, "unproven-whole"),
+        (lambda t: gpt2_names(tensor_parallel(t)), {}, "unproven-whole"),
+        (lambda t: t | {"lm_head.weight": t["lm_head.weight"].chunk(2)[0].clone()}, {}, "unproven-whole"),
+        (narrow_heads, {}, "unproven-whole"),
+        (packed, {}, None),
+        (narrow_heads, CONFIG | {"head_dim": WIDTH // HEADS // 2}, None),
+        (dict, {}, None),
     ],
-    ids=["rows", "Meta's rows", "rows, a config", "columns", "packed", "complete", "wide embedding", "flat"],
+    ids=[
+        *("rows", "Meta's rows", "rows, a config", "columns", "packed", "complete", "wide embedding", "flat"),
+        *("columns alone", "Meta's columns", "columns of GPT-2", "rows of the head", "narrow heads"),
+        *("packed alone", "narrow heads, a config", "nothing cut"),
+    ],
 )
 @pytest.mark.grid
 def test_a_ranks_slices_under_any_name(
@@ -508,6 +609,50 @@ def test_a_ranks_slices_under_any_name(
     if code == "missing-file":
         manifest = ckptcore.open(str(tmp_path), allow_incomplete=True)
         assert {f.code for f in manifest.findings} == {"missing-part"}
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "Megatron's arguments": {"args": Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)},
+    "DeepSpeed's size": {"mp_world_size": 2},
+    "torch_xla's size": {"shard_metadata": {"world_size": 2}},
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_of_ranks_in_a_file_of_any_name(record: str, tmp_path: Path) -> None:
+    write(tmp_path / "weights.pt", {"model": model(), **RECORDS[record]})
+    assert "missing-file" in {f.code for f in findings(tmp_path)}
+    one = {key: 1 if type(value) is int else value for key, value in RECORDS[record].items()}
+    if one != RECORDS[record]:
+        write(tmp_path / "weights.pt", {"model": model(), **one})
+        assert not [f for f in findings(tmp_path) if f.severity == "error"]
+
+
+def test_params_beside_a_renamed_rank(tmp_path: Path) -> None:
+    """The columns of Meta's weights, and the heads that params.json states, say how many ranks there were."""
+    form = {"dim": WIDTH, "n_layers": N, "n_heads": HEADS}
+    (tmp_path / "params.json").write_text(json.dumps(form))
+    for tensors, code in ((tensor_parallel(model()), "missing-file"), (model(), None)):
+        renamed = {n.replace("self_attn.q_proj", "attention.wq"): t for n, t in meta_names(tensors).items()}
+        write(tmp_path / "weights.pth", renamed)
+        assert {f.code for f in findings(tmp_path) if f.severity != "info"} == ({code} if code else set())
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("lost", [0, N - 1])
+def test_files_that_are_counted_anew(lost: int, suffix: str, tmp_path: Path) -> None:
+    """The first or the last is lost, and the names of the others count the others."""
+    parts = [part for n, part in enumerate(split(model(), N)) if n != lost]
+    for n, part in enumerate(parts, 1):
+        write(tmp_path / f"model-0000{n}-of-0000{N - 1}.{suffix}", part)
+    assert {f.code for f in findings(tmp_path) if f.severity != "info"} == {"unproven-whole"}
+
+
+def test_a_rank_of_torch_checkpointing_without_its_metadata(tmp_path: Path) -> None:
+    """Its tensors have no boxes; the state of torchtitan beside it says what they are."""
+    write(tmp_path / "model_0.safetensors", {"w": torch.ones(2)})
+    (tmp_path / "train_state_0.json").write_text(json.dumps({"step": 7}))
+    assert run(["consolidate", str(tmp_path), str(tmp_path / "out")]) != 0
 
 
 def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
