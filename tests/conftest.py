@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ import pytest
 import quick_catalogs
 import quick_disks
 import samples
+import soaks
 import warm
 from hypothesis import HealthCheck, settings
 from sqlalchemy import make_url
@@ -82,6 +84,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(3600))
         if shares(item) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """A test that is a soak is not collected where nobody asks for it."""
+    own = getattr(obj, "pytestmark", []) if inspect.isfunction(obj) else []
+    return [] if soaks.is_soak(own) and not soaks.are_asked_for(collector.config) else None
 
 
 def pytest_collection_finish() -> None:

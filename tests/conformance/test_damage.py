@@ -23,6 +23,7 @@ from zlib import crc32
 import damage
 import gaps
 import pytest
+import soaks
 from damage_files import swappable
 from damaging import Damage, Folder, NotApplicable, flip, layout
 from driver import Cli
@@ -69,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if number not in short:
             marks.append(pytest.mark.soak)
         cases.append(pytest.param(folder, victim, row, id=name, marks=marks))
-    metafunc.parametrize(("folder", "victim", "row"), cases)
+    metafunc.parametrize(("folder", "victim", "row"), soaks.rows_to_collect(metafunc.config, cases))
 
 
 def chosen(cases: list[tuple[Sample, Path, Damage]]) -> set[int]:

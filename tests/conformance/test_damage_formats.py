@@ -19,6 +19,7 @@ from zlib import crc32
 import damage
 import gaps
 import pytest
+import soaks
 from damage_judge import Run
 from damage_plain import MADE, made
 from damage_rows import GROUPS, MORE_PLACES, PLACES, chosen, outcome, rows_of, subjects, truth, unexcused
@@ -88,6 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     cases.append(pytest.param(sample, tree, group, PLACES, id=what, marks=mark))
                 marks = [mark, pytest.mark.soak]
                 cases.append(pytest.param(sample, tree, group, MORE_PLACES, id=f"{what}-more", marks=marks))
+    cases = soaks.rows_to_collect(metafunc.config, cases)
     metafunc.parametrize(("victim", "tree", "group", "places"), cases)
 
 

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -81,19 +81,26 @@ def _each(terms: Any, change: Change) -> Any:
     return change(terms) if isinstance(terms, str) else [_each(t, change) for t in terms]
 
 
+@cache  # by families that use them
+def _shared_groups(kind: str, name: str) -> dict[str, GroupForm]:
+    """A shared file's groups of rules, with the change made."""
+    return {k: GroupForm.model_validate(v) for k, v in _forms(f"shared/{name}.toml", kind).items()}
+
+
+@cache
+def _changed_family(kind: str, arch: str) -> FamilyForm:
+    """A family's declaration, with the change made."""
+    return FamilyForm.model_validate(_forms(f"families/{arch}.toml", kind))
+
+
 @cache
 def mutant(family: str, world: str, kind: str) -> ArchMap | None:
     """The family's map with a change; None where it changes nothing, or says something impossible."""
     right = _map(family, world)
     with pytest.MonkeyPatch.context() as patch:
-        shared = cache(
-            lambda name: {
-                k: GroupForm.model_validate(v) for k, v in _forms(f"shared/{name}.toml", kind).items()
-            }
-        )
-        patch.setattr(declaration, "_groups", shared)
+        patch.setattr(declaration, "_groups", partial(_shared_groups, kind))
         try:
-            form = FamilyForm.model_validate(_forms(f"families/{right.arch}.toml", kind))
+            form = _changed_family(kind, right.arch)
             made = declaration._map(form, next(m for m in form.map if m.world == world))
         except ValueError:
             return None
