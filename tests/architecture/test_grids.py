@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from grids import beyond, slice_of
+from grids import beyond, slice_of, sliced
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (3, 2), (4, 4), (2, 3, 8), (3, 3, 2, 2)])
@@ -44,3 +44,10 @@ def test_a_row_that_is_a_soak_gives_a_slice_no_value() -> None:
 
 def test_one_row_that_is_asked_for_by_name_runs() -> None:
     assert list(beyond([row("test_a", "b", "q")])) == []
+
+
+def test_rows_of_one_decorator_are_sliced_by_their_parts() -> None:
+    rows = list(product("ab", "pq"))
+    default = [row.values for row in sliced(rows, lambda row: row) if not row.marks]
+    assert default == [("a", "p"), ("b", "q")]
+    assert [row.values for row in sliced(rows, lambda row: row)] == rows

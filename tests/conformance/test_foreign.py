@@ -1,6 +1,6 @@
 """Test that other libraries open our outputs, and that we read theirs.
 
-Readers and writers here run in processes of their own and import nothing of this project.
+Readers and writers here run in a process of their own, which imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +33,35 @@ def digests(items):
 """
 
 
-def foreign(code: str, *argv: object) -> Any:
+# Runs one request a line: torch is imported once.
+SERVE = """
+import contextlib, io, json, sys
+for line in sys.stdin:
+    code, *sys.argv[1:] = json.loads(line)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, {"__name__": "__main__"})
+    print(printed.getvalue().splitlines()[-1], flush=True)
+"""
+Foreign = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Foreign]:
     """Run Python code in a process that cannot import this project; return the JSON that it prints."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-W", "ignore", "-c", DIGESTS + code, *map(str, argv)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        cwd="/",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    log = tmp_path_factory.mktemp("foreign") / "stderr"
+    command = [sys.executable, "-I", "-W", "ignore", "-c", SERVE]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with log.open("w") as errors, subprocess.Popen(command, stderr=errors, cwd="/", **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(code: str, *argv: object) -> Any:
+            print(json.dumps([DIGESTS + code, *map(str, argv)]), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+            assert answer, log.read_text()[-3000:]
+            return json.loads(answer)
+
+        yield ask
 
 
 def digests(tensors: dict[str, Any]) -> dict[str, list[Any]]:
@@ -65,14 +83,14 @@ print(json.dumps(out))
 """
 
 
-def test_safetensors_opens_our_safetensors(cli: Cli, tmp_path: Path) -> None:
+def test_safetensors_opens_our_safetensors(cli: Cli, foreign: Foreign, tmp_path: Path) -> None:
     done = cli("consolidate", DIMS / "ckpt", tmp_path / "out")
     assert done.code == 0, done
     truth = read_safetensors(DIMS / "expected.safetensors")
     assert foreign(SAFE_OPEN, tmp_path / "out") == digests(truth)
 
 
-def test_safetensors_opens_our_shards_by_index(cli: Cli, tmp_path: Path) -> None:
+def test_safetensors_opens_our_shards_by_index(cli: Cli, foreign: Foreign, tmp_path: Path) -> None:
     """Split into many files: the index names every tensor once, in the file that holds it."""
     dst = tmp_path / "out"
     done = cli("export", TITAN / "ckpt", dst, "--max-file-size", "2KB")
@@ -108,7 +126,7 @@ print(json.dumps(digests(flat.items())))
 """
 
 
-def test_torch_opens_our_torch_file(cli: Cli, tmp_path: Path) -> None:
+def test_torch_opens_our_torch_file(cli: Cli, foreign: Foreign, tmp_path: Path) -> None:
     """The same bytes, under each usual file name."""
     source = FIXTURES / "torch" / "dcp_odd_dtypes_2r"
     files = [tmp_path / f"out{suffix}" for suffix in (".pt", ".pth", ".bin")]
@@ -175,17 +193,18 @@ print(json.dumps(out))
 
 
 @pytest.fixture(scope="module")
-def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llamas(foreign: Foreign, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``tied`` and ``untied``: a small Llama, saved by DCP and by transformers, and its logits."""
     folder = tmp_path_factory.mktemp("llamas")
     foreign(SAVE_LLAMA, folder)
     return folder
 
 
-@pytest.mark.xdist_group("llamas")
 @pytest.mark.soak  # exports/test_export compares logits in every run
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_transformers_opens_our_folder(kind: str, llamas: Path, cli: Cli, tmp_path: Path) -> None:
+def test_transformers_opens_our_folder(
+    kind: str, llamas: Path, foreign: Foreign, cli: Cli, tmp_path: Path
+) -> None:
     """A model that was saved with DCP and exported gives the same logits, without warnings."""
     saved, out = llamas / kind, tmp_path / kind
     flags = ["--max-file-size", "30KB"] if kind == "tied" else []
@@ -194,7 +213,6 @@ def test_transformers_opens_our_folder(kind: str, llamas: Path, cli: Cli, tmp_pa
     assert foreign(LOAD_LLAMA, out, saved / "logits.pt") == [[True, "torch.bfloat16", {}]]
 
 
-@pytest.mark.xdist_group("llamas")
 def test_reads_what_transformers_saved(llamas: Path, cli: Cli, tmp_path: Path) -> None:
     """A sharded folder of save_pretrained, by its index."""
     source = llamas / "untied" / "theirs"
@@ -232,7 +250,7 @@ print("{}")
 """
 
 
-def test_reads_what_safetensors_and_torch_saved(cli: Cli, tmp_path: Path) -> None:
+def test_reads_what_safetensors_and_torch_saved(cli: Cli, foreign: Foreign, tmp_path: Path) -> None:
     foreign(SAVE_FILES, tmp_path)
     cases = {
         "one.safetensors": read_safetensors(tmp_path / "one.safetensors"),
@@ -250,7 +268,7 @@ def test_reads_what_safetensors_and_torch_saved(cli: Cli, tmp_path: Path) -> Non
     assert cli("consolidate", tmp_path / "new.pt", tmp_path / "new.safetensors").code == 14
 
 
-def test_reads_torchs_old_file_format(cli: Cli, tmp_path: Path) -> None:
+def test_reads_torchs_old_file_format(cli: Cli, foreign: Foreign, tmp_path: Path) -> None:
     foreign(SAVE_FILES, tmp_path)
     done = cli("consolidate", tmp_path / "old.pt", tmp_path / "out.pt", "--output", "json")
     assert done.code == 0, done

@@ -7,11 +7,12 @@ A test with the marker `grid` is a product: its rows go the same way through the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
-Values = set[tuple[int, str]]
+Values = set[tuple[int, Hashable]]
 
 
 def beyond(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -31,6 +32,15 @@ def beyond(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 def values(row: pytest.Item) -> Values:
     """Return the values of a row: for each decorator or fixture that has parameters, which of them it is."""
     return set(enumerate(row.callspec._idlist))  # type: ignore[attr-defined]
+
+
+def sliced(rows: Sequence[Any], parts: Callable[[Any], tuple[Hashable, ...]]) -> list[Any]:
+    """Rows of one decorator; those that a slice with every part does not need are a soak."""
+    needed = slice_of([set(enumerate(parts(row))) for row in rows])
+    return [
+        pytest.param(*row, marks=[] if number in needed else [pytest.mark.soak])
+        for number, row in enumerate(rows)
+    ]
 
 
 def slice_of(rows: list[Values]) -> set[int]:

@@ -18,7 +18,9 @@ SHAPE = (5_003, 30_000)  # 143 MiB, a row per index
 EDGE = 4096  # the index where the second page begins
 
 
-@pytest.mark.parametrize(("workers", "ranks"), [(1, 3), pytest.param(4, 3, marks=pytest.mark.soak), (4, 7)])
+@pytest.mark.parametrize(
+    ("workers", "ranks"), [*(pytest.param(n, 3, marks=pytest.mark.soak) for n in (1, 4)), (4, 7)]
+)
 def test_shards_across_pages_of_row_multipliers(tmp_path: Path, workers: int, ranks: int) -> None:
     tensor = torch.zeros(SHAPE, dtype=torch.uint8)
     tensor.view(-1)[::7919].copy_(torch.arange(tensor.numel())[::7919] % 251 + 1)
