@@ -24,7 +24,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.model_layers import ModelLayers, layers_of
-from ckptcore.formats.common.part_names import PartName, absent_parts, series
+from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
 from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.naming.peft import adapter_fit
 from ckptcore.store.subfolder import unnoted
