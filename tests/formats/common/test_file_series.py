@@ -614,7 +614,6 @@ def test_a_ranks_slices_under_any_name(
 RECORDS: dict[str, dict[str, Any]] = {
     "Megatron's arguments": {"args": Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)},
     "DeepSpeed's size": {"mp_world_size": 2},
-    "torch_xla's size": {"shard_metadata": {"world_size": 2}},
 }
 
 
