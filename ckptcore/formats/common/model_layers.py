@@ -142,7 +142,7 @@ class ModelLayers:
         behind = [name for name in self._outside if _behind(name) is not None]
         for container, layers in self._blocks.items():
             is_counted = len(layers) in counts
-            if is_counted and not all(layer.keys() >= _LIKE_LLAMA for layer in layers.values()):
+            if is_counted and not any(layer.keys() >= _LIKE_LLAMA for layer in layers.values()):
                 continue  # not every model has a norm behind its layers
             last = f"{container}{max(layers)}"
             if container not in closed:

@@ -30,6 +30,7 @@ from ckptcore.formats.common.rank_file_names import (
 )
 from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.common.trainer_files import is_state, without_links
+from ckptcore.formats.huggingface.shard_headers import is_shard
 
 _NAME = "torch_ranks"
 _TRAIN_STATE = "train_state"
@@ -163,6 +164,8 @@ def detect_items(source: Source) -> Evidence | None:
     if source.name is not None:
         return None
     tensors = [p for p in source.listing if "/" not in p and p.endswith(_SUFFIXES) and not is_state(p)]
+    # The shards of another format beside them are a second checkpoint, which the user is asked about.
+    tensors = [path for path in tensors if not is_shard(path)]
     has_other_files = any(ITEM.match(path) is None or part_name(path) is not None for path in tensors)
     if METADATA in source.listing and not has_other_files:
         named = tensors or [p for p in source.listing if p.endswith(_SUFFIXES)]

@@ -109,6 +109,16 @@ def test_a_tracker_beside_another_checkpoint(copy: Copy) -> None:
     assert ckptcore.open(str(root / "iter_0000100")).format == "torch_dist"
 
 
+def test_shards_beside_the_items_of_ranks(copy: Copy) -> None:
+    """torch's writer of shards and torch_checkpointing saved into one folder: neither is the other's."""
+    folder = next(copy("tc_default_2r").rglob("model_0.pt")).parent
+    assert ckptcore.open(str(folder)).format == "torch_checkpointing"
+    for path in (copy("hf_sharded_4r") / "ckpt").iterdir():
+        shutil.copy(path, folder)
+    with pytest.raises(AmbiguousModel, match="hf_shards"):
+        ckptcore.open(str(folder))
+
+
 def test_rank_files_beside_the_files_that_are_read(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert not reported(tmp_path)

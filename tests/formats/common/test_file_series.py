@@ -644,7 +644,10 @@ def test_files_that_are_counted_anew(lost: int, suffix: str, tmp_path: Path) -> 
     parts = [part for n, part in enumerate(split(model(), N)) if n != lost]
     for n, part in enumerate(parts, 1):
         write(tmp_path / f"model-0000{n}-of-0000{N - 1}.{suffix}", part)
-    assert {f.code for f in findings(tmp_path) if f.severity != "info"} == {"unproven-whole"}
+    for config in (None, CONFIG):
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        assert {f.code for f in findings(tmp_path) if f.severity != "info"} == {"unproven-whole"}
 
 
 def test_a_rank_of_torch_checkpointing_without_its_metadata(tmp_path: Path) -> None:
