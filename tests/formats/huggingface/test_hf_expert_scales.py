@@ -130,7 +130,8 @@ def test_scales_by_deepseek_s_own_names(
 
     shape = (math.ceil(300 / block[0]), math.ceil(200 / block[1]))
     weight, factors = codes(300, 200), scales(*shape, dtype=scale)
-    other = {"layers.0.attn_norm.weight": torch.ones(4)}
+    ends = {name: torch.ones(4, 4) for name in ("embed.weight", "norm.weight")}
+    other = {"layers.0.attn_norm.weight": torch.ones(4), **ends}
     made = {"layers.0.attn.wq_a.weight": weight, "layers.0.attn.wq_a.scale": factors}
     source = folder(tmp_path / "s", made, other, config=config)
     manifest = ckptcore.open(str(source))
