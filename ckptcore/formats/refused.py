@@ -102,6 +102,12 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
     name = source.name or next((p for p in source.listing if p in (*_MEGATRON, _NEMO)), None)
     if (name in _MEGATRON and _MP_RANK.match(folder)) or (name == _NEMO and _NEMO_RANK.match(folder)):
         return (f"{folder}/{name} is one model-parallel rank's file",)
+    if name == _NEMO:
+        # Imported for such files alone: it reads YAML.
+        from ckptcore.formats.megatron.nemo_ranks import CONFIG, stated_ranks
+
+        if (ranks := stated_ranks(source)) > 1:
+            return (f"{name} is one file, and {CONFIG} beside it states {ranks} model-parallel ranks",)
     if source.name is not None and ITEM.match(source.name) and source.store.size(METADATA):
         return (f"{source.name} is beside {METADATA}, and is one rank's item",)
     flat = source.name is not None and RANK_SAFETENSORS.match(source.name)

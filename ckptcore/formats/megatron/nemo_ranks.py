@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from ckptcore.core.object_tree import Named
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects
-from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange, unnoted
@@ -98,17 +99,35 @@ def lacking_ends(names: Iterable[str], arguments: Mapping[str, Any]) -> Iterator
             yield finding("hole", "coverage", f"{fqn} is in no rank's file, and every GPT has it", fqn=fqn)
 
 
+def stated_ranks(source: Source) -> int:
+    """Return how many ranks the config beside a file states; 1 where it states nothing."""
+    config = _config_beside(source) or {}
+    sizes = [config.get(key) for key in _SIZES[:2]]
+    return prod(n for n in sizes if type(n) is int and n > 0)
+
+
 def _config(source: Source) -> Mapping[str, Any]:
-    size = source.listing.get(CONFIG)
-    content: Any = None
-    if size is not None and size <= MAX_YAML:
-        try:
-            content = load_yaml(unnoted(source.store).read(CONFIG, 0, size))
-        except InvalidText:
-            content = None
-    if not isinstance(content, dict):
+    config = _config_beside(source)
+    if config is None:
         raise _untold(f"{CONFIG}, which states it, is not beside them, or is no YAML object")
-    return content
+    return config
+
+
+def _config_beside(source: Source) -> Mapping[str, Any] | None:
+    store = unnoted(source.store)
+    size = source.listing.get(CONFIG)
+    if source.name is not None:
+        try:
+            size = store.size(CONFIG)
+        except CkptError:  # without the right to list, a store denies what is not there
+            return None
+    if size is None or size > MAX_YAML:
+        return None
+    try:
+        content = load_yaml(store.read(CONFIG, 0, size))
+    except InvalidText:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _model_state(tree: Any, path: str) -> dict[str, Any]:

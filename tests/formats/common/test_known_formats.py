@@ -133,8 +133,16 @@ def test_a_rank_of_nemo_is_not_the_model(folder: str, tmp_path: Path) -> None:
     torch.save({"model.w": torch.ones(2, 2)}, part)
     for place in (part, part.parent):
         assert refused(place).values["format"] == "rank-alone"
-    part.rename(tmp_path / part.name)
-    assert ckptcore.open(str(tmp_path / part.name)).tensors
+    moved = part.rename(tmp_path / part.name)
+    config = tmp_path / "model_config.yaml"
+    for sizes, opens in (("", True), ("1", True), ("2", False)):
+        if sizes:
+            config.write_text(f"tensor_model_parallel_size: {sizes}\npipeline_model_parallel_size: 1\n")
+        for place in (moved, tmp_path):
+            if opens:
+                assert ckptcore.open(str(place)).tensors
+            else:
+                assert refused(place).values["format"] == "rank-alone"
 
 
 def test_a_model_beside_its_optimizer_is_of_one_rank(tmp_path: Path) -> None:
