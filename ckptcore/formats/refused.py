@@ -135,6 +135,7 @@ _TORCH_SUFFIXES = suffixes_of(_TORCH)
 _SAFETENSORS = frozenset({"safetensors"})
 _MAX_FILES = 16
 _READABLE = (*_TORCH, ".safetensors", ".distcp", ".metadata", ".gguf", ".nemo")
+_TEXTS = (".symlink", ".json", ".jsonl", ".yaml", ".yml", ".txt", ".md", ".log", ".csv")
 # composer/utils/compression.py: suffixes of commands, and of tars.
 _PACKED = re.compile(
     r"^[^/]*\.(?:(?:pt|pth|ckpt|bin|safetensors|tar)\.(?:gz|bz2|xz|lz4|lzma|lzo|zst)|tgz|tbz2?|txz)$"
@@ -261,12 +262,12 @@ def _nemo_archive(source: Source) -> tuple[str, ...] | None:
 def _compressed(source: Source) -> tuple[str, ...] | None:
     """Recognise a tar that is no checkpoint's own, and compressed files of any kind: Composer writes both.
 
-    In a folder a file is known by its name, where nothing in it can be read as it is.
+    In a folder a file is known by its name, where all others are texts: an installed format may read them.
     """
     name = source.name
     if name is None:
         packed = [p for p in source.listing if _PACKED.match(p)]
-        if not packed or any(p.endswith(_READABLE) for p in source.listing):
+        if not packed or any(not _PACKED.match(p) and not p.endswith(_TEXTS) for p in source.listing):
             return None
         suffix = f" and {len(packed) - 1} more" if packed[1:] else ""
         return (f"found {min(packed, key=natural)}{suffix}",)

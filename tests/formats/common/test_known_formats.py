@@ -91,6 +91,14 @@ def test_shards_of_fairscale_are_none_of_torch_xla(tmp_path: Path) -> None:
         ckptcore.open(str(tmp_path))
 
 
+def test_a_compressed_file_beside_what_an_installed_format_may_read(tmp_path: Path) -> None:
+    for name in ("w.npy", "code.tar.gz"):
+        (tmp_path / name).write_bytes(b"x" * 600)
+    with pytest.raises(CkptError) as caught:
+        ckptcore.open(str(tmp_path))
+    assert caught.value.code == "unknown-format"
+
+
 def test_a_compressed_file_beside_a_model(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "ep0-ba1-rank0.pt.gz").write_bytes(b"x" * 600)
