@@ -121,13 +121,16 @@ class ModelLayers:
         if not self._blocks or not self._places.keys().isdisjoint(names):
             return None
         patterns = {_DIGITS.sub("#", name) for name in self._places}
-        for name in sorted(names, key=natural):
-            end = _END.search(name)
-            if _DIGITS.sub("#", name) in patterns or (
-                end and any(container.startswith(name[: end.start()]) for container in self._blocks)
-            ):
-                return name
-        return None
+        numbered = [name for name in names if _DIGITS.sub("#", name) in patterns]
+        # A file with other names beside a norm or a head is another model, or the same in other names.
+        if not numbered and all(self._is_end(name) for name in names):
+            numbered = list(names)
+        return min(numbered, key=natural, default=None)
+
+    def _is_end(self, name: str) -> bool:
+        """Return whether a tensor is before or behind layers, in a module that has these."""
+        end = _END.search(name)
+        return end is not None and any(c.startswith(name[: end.start()]) for c in self._blocks)
 
     def open_end(self, config: Mapping[str, Any]) -> str | None:
         """Return why tensors before or behind the layers may not be there; None where something shows them.

@@ -101,13 +101,13 @@ def part_findings(
     if not findings and count is not None and count > len(paths):
         path = min(paths)
         findings.append(_missing(source, f"{path} is of a save in {count} parts by its own record", path))
-    if not findings:
-        findings += content_findings(source, paths, shapes)
-    if not findings and len(paths) > 1:
-        findings += unless_torn(source, files or {}, shapes)
     # Files whose tensors are slices are compared by their reader.
     if not findings and (files or len(paths) == 1):
-        findings += unless_complete(source, min(paths), shapes)
+        findings += content_findings(source, paths, shapes)
+        if not findings and len(paths) > 1:
+            findings += unless_torn(source, files or {}, shapes)
+        if not findings:
+            findings += unless_complete(source, min(paths), shapes)
     return findings
 
 

@@ -109,6 +109,11 @@ def test_a_tracker_beside_another_checkpoint(copy: Copy) -> None:
     assert ckptcore.open(str(root / "iter_0000100")).format == "torch_dist"
 
 
+def test_all_of_metas_ranks_are_no_part(copy: Copy) -> None:
+    """Each has columns of a rank: with the others beside it, nothing is missing."""
+    assert not reported(copy("meta_llama3_tp2") / "ckpt")
+
+
 def test_shards_beside_the_items_of_ranks(copy: Copy) -> None:
     """torch's writer of shards and torch_checkpointing saved into one folder: neither is the other's."""
     folder = next(copy("tc_default_2r").rglob("model_0.pt")).parent

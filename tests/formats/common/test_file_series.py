@@ -462,6 +462,7 @@ UNLISTED: tuple[tuple[Sequence[int], dict[str, Any] | None, str, list[str]], ...
     ((), CONFIG, "more layers", []),
     ((), None, "more layers", ["unproven-parts"]),
     ((), None, "unreadable", []),
+    ((), None, "other names", []),
 )
 
 
@@ -491,6 +492,8 @@ def test_an_index_of_a_part(
         write(extra, {"v_head.weight": torch.ones(2)})
     elif become == "more layers":
         write(extra, {"model.layers.4.self_attn.q_proj.weight": torch.ones(2)})
+    elif become == "other names":
+        write(extra, meta_names(model()) | {"norm.weight": torch.ones(2)})
     elif become == "unreadable":
         extra.write_bytes(b"\x08")
     name = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}[suffix]
