@@ -81,6 +81,16 @@ def _accelerate_optimizer(source: Source) -> tuple[str, ...] | None:
     return (f"{optimizers[0]} is there, and no model",) if optimizers and has_ranks else None
 
 
+def _without_boxes(source: Source) -> tuple[str, ...] | None:
+    """Recognise the local tensors of torch_checkpointing's ranks by torchtitan's state beside them."""
+    if source.name is not None or METADATA in source.listing:
+        return None
+    items = [p for p in source.listing if ITEM.match(p)]
+    state = next((p for p in items if p.startswith("train_state_") and p.endswith(".json")), None)
+    local = next((p for p in items if p.endswith(".safetensors")), None)
+    return (f"{local} is beside {state}, and {METADATA} is not there",) if local and state else None
+
+
 def _saved_at(folder: str) -> str:
     """Return the folder of the checkpoint that a DCP folder belongs to: of a stage, the one above."""
     above, _, name = folder.rpartition("/")
@@ -394,6 +404,13 @@ KNOWN: tuple[KnownFormat, ...] = (
         frozenset({"pt", "ckpt"}),
     ),
     KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),
+    KnownFormat(
+        "torch-checkpointing-local",
+        "local tensors of torch_checkpointing's ranks, without their boxes",
+        _without_boxes,
+        "copy metadata.pkl from where it was saved",
+        _SAFETENSORS,
+    ),
     KnownFormat(
         "accelerate-optimizer",
         "an Accelerate checkpoint without its model",

@@ -33,7 +33,6 @@ from ckptcore.formats.common.trainer_files import is_state, without_links
 from ckptcore.formats.huggingface.shard_headers import is_shard
 
 _NAME = "torch_ranks"
-_TRAIN_STATE = "train_state"
 # verl keeps a folder per component (actor, critic) in a folder per step.
 _BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
 _VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
@@ -171,12 +170,7 @@ def detect_items(source: Source) -> Evidence | None:
         named = tensors or [p for p in source.listing if p.endswith(_SUFFIXES)]
         return _evidence((f"found {METADATA} and {named[0]}",)) if named else None
     items = {} if has_other_files or not tensors else item_files(source)
-    # Values may be JSON: without metadata.pkl, those of torchtitan alone say whose they are.
-    items = {
-        item: ranks
-        for item, ranks in items.items()
-        if item == _TRAIN_STATE or any(p in tensors for p in ranks.values())
-    }
+    items = {item: ranks for item, ranks in items.items() if any(p in tensors for p in ranks.values())}
     ranks = next(iter(items.values()), {}).keys()
     if len(items) > 1 and all(paths.keys() == ranks for paths in items.values()) and _is_run(ranks):
         return _evidence((f"each rank has {', '.join(items)}",))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import ckptcore
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import validate
-from ckptcore.errors import MalformedCheckpoint, UnknownFormat, UnsafeContent
+from ckptcore.errors import MalformedCheckpoint, UnsafeContent, UnsupportedFormat
 
 Tensors = dict[str, torch.Tensor]
 SAMPLES = {"pt": "tc_default_2r", "safetensors": "tc_safetensors_2r"}
@@ -128,7 +128,7 @@ def test_local_tensors_without_metadata(tmp_path: Path) -> None:
     """Nothing says where they belong."""
     sample("safetensors", tmp_path / "run")
     (tmp_path / "run" / METADATA).unlink()
-    with pytest.raises(UnknownFormat):
+    with pytest.raises(UnsupportedFormat, match=METADATA):
         ckptcore.open(str(tmp_path / "run"))
 
 
