@@ -199,10 +199,35 @@ def load() -> None:
     for name in ("numpy.ma", "torch", "zstandard", "fsspec", "ckptcore.__main__", *_own_modules()):
         importlib.import_module(name)
     importlib.import_module("quick_disks").install()
-    # Once for nothing: the command line's own machinery loads more when it first runs.
-    with contextlib.redirect_stdout(io.StringIO()):
-        sys.argv = ["ckptcore", "formats"]
-        _exit_code(importlib.import_module("ckptcore.__main__").main)
+    _warm_up(importlib.import_module("ckptcore.__main__").main)
+
+
+def _warm_up(main: Any) -> None:
+    """Run two commands for nothing: the first run of any loads more modules, and compiles the SQL of a
+    conversion, which takes as long as the rest of it."""
+    import numpy as np
+    import pytest
+    import quick_catalogs
+    from safetensors.numpy import save_file
+
+    from ckptcore.catalog.heartbeats import RUNNING
+
+    quick_catalogs.share_statements(pytest.MonkeyPatch())
+    nowhere = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        patch.setattr(RUNNING, "add", lambda *_: None)  # what has its thread cannot be forked
+        source, catalog = f"{name}/source.safetensors", f"sqlite:///{name}/catalog.db"
+        save_file({"weight": np.zeros(1)}, source)
+        conversion = ["consolidate", source, f"{name}/out.safetensors", "--catalog", catalog]
+        for arguments in (["formats"], conversion):
+            sys.argv = ["ckptcore", *arguments]
+            if _exit_code(main) != 0:
+                raise RuntimeError(f"the warm-up failed: {nowhere.getvalue()}")
 
 
 def _serve() -> None:

@@ -26,10 +26,9 @@ STATEMENTS = 2000  # a test asks some hundred
 
 @contextmanager
 def quick(folder: Path) -> Iterator[None]:
-    """Copy new SQLite catalogs from one in a folder, and compile each statement once for each database."""
-    ensure_head, create_engine = database._ensure_head, database.create_engine
+    """Copy new SQLite catalogs from one in a folder, and share statements."""
+    ensure_head = database._ensure_head
     template = folder / "template.sqlite"
-    compiled: LRUCache[Any, Any] = LRUCache(STATEMENTS)
 
     def copied_or_created(engine: Engine, public_url: str, create: bool) -> None:
         path = database.sqlite_path(engine.url)
@@ -42,19 +41,27 @@ def quick(folder: Path) -> Iterator[None]:
                 copy_at_once(template, path)
         ensure_head(engine, public_url, create)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "_ensure_head", copied_or_created)
+        share_statements(patch)
+        yield
+
+
+def share_statements(patch: pytest.MonkeyPatch) -> None:
+    """Compile each statement once for each database."""
+    create_engine = database.create_engine
+    compiled: LRUCache[Any, Any] = LRUCache(STATEMENTS)
+
     def of_shared_statements(*arguments: Any, **options: Any) -> Engine:
         engine = create_engine(*arguments, **options)
         engine.update_execution_options(compiled_cache=compiled)
         return engine
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "_ensure_head", copied_or_created)
-        patch.setattr(database, "create_engine", of_shared_statements)
-        # A statement is compiled for a dialect, of which each engine has an instance: they are all alike.
-        for dialect in (SQLiteDialect_pysqlite, PGDialect_psycopg):
-            patch.setattr(dialect, "__eq__", lambda one, other: type(one) is type(other))
-            patch.setattr(dialect, "__hash__", lambda one: hash(type(one)))
-        yield
+    patch.setattr(database, "create_engine", of_shared_statements)
+    # A statement is compiled for a dialect, of which each engine has an instance: they are all alike.
+    for dialect in (SQLiteDialect_pysqlite, PGDialect_psycopg):
+        patch.setattr(dialect, "__eq__", lambda one, other: type(one) is type(other))
+        patch.setattr(dialect, "__hash__", lambda one: hash(type(one)))
 
 
 def copy_at_once(template: Path, path: Path) -> None:
