@@ -143,14 +143,14 @@ WITHOUT_CONFIG = {"nanotron_tp2"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`make test` does a quarter of the cases with each sample, other ones with the next."""
+    """`make test` does an eighth of the cases with each sample, other ones with the next."""
     if "kept" not in metafunc.fixturenames:
         return
     all_samples = metafunc.config.stash[samples.SAMPLES]
     found = [s for s in all_samples if not s.corpus and not s.dcp_folders and s.is_simple]
     pairs = [
         pytest.param(
-            case, sample, id=f"{sample.name}-{case.__name__}", marks=pytest.mark.soak if (n + m) % 4 else []
+            case, sample, id=f"{sample.name}-{case.__name__}", marks=pytest.mark.soak if (n + m) % 8 else []
         )
         for n, sample in enumerate(found)
         for m, case in enumerate(CASES)

@@ -396,11 +396,12 @@ class Killed(BaseException):
 @pytest.mark.grid
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
 def test_killed_at_every_step_of_replacing(
-    single: bool, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, single: bool, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every call that changes something: a rerun ends as an undisturbed run, and at every moment the old
-    or the new output is complete, in its place or beside it."""
+    """At every call that changes something, by default at each third: a rerun ends as an undisturbed run, and
+    at every moment the old or the new output is complete, in its place or beside it."""
     name = "out.safetensors" if single else "out"
     source = tmp_path / "source.safetensors"
     save_file({"weight": torch.arange(6.0)}, source)
@@ -435,7 +436,7 @@ def test_killed_at_every_step_of_replacing(
                 return False
         return True
 
-    for stop in range(60):
+    for stop in range(0, 60, every):
         here = tmp_path / f"try-{stop}"
         shutil.copytree(tmp_path / "old", here)
         done = attempt(here, stop)

@@ -242,15 +242,21 @@ class World:
         )
 
 
-@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.soak)])
+# By default at every third change.
+changes = pytest.mark.parametrize(
+    ("exchange", "every"), [(True, 3), *(pytest.param(e, 1, marks=pytest.mark.soak) for e in (True, False))]
+)
+
+
+@changes
 def test_a_swapped_parent_redirects_nothing(
-    exchange: bool, place: Path, single: bool, tmp_path: Path
+    exchange: bool, every: int, place: Path, single: bool, tmp_path: Path
 ) -> None:
     """At every change of publishing and cleaning, the folder above becomes a link to its twin."""
     old, steps = content(name(place, single)), 0
     replaced(place, single)
     new = content(name(place, single))
-    for stop in range(60):
+    for stop in range(0, 60, every):
         world = World(tmp_path / f"try-{stop}", single)
         if run_until(stop, world.replace, world.swap, exchange=exchange):
             steps = stop
@@ -260,14 +266,14 @@ def test_a_swapped_parent_redirects_nothing(
     assert steps > 5
 
 
-@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.soak)])
+@changes
 def test_a_swapped_parent_while_a_killed_run_is_finished(
-    exchange: bool, place: Path, single: bool, tmp_path: Path
+    exchange: bool, every: int, place: Path, single: bool, tmp_path: Path
 ) -> None:
     """The same if the next run removes what a killed one replaced, or restores it."""
     tried = 0
     for killed in range(1, 12):
-        for stop in range(8):
+        for stop in range(0, 8, every):
             world = World(tmp_path / f"try-{killed}-{stop}", single)
             if run_until(killed, world.replace, None, exchange=exchange):
                 break
