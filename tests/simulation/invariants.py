@@ -52,7 +52,7 @@ class Act:
         claim: What only one process may do at a time; "" for anything.
         reads: The place that it converts; "" for none.
         restores: What is set aside that it restores; None for nothing.
-        torn: Whether that is torn where it is set aside.
+        torn: Whether that has rotted where it is set aside; what a purge has begun to remove may not return.
     """
 
     act: Callable[[Any], object]

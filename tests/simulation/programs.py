@@ -629,7 +629,7 @@ class Run:
             target,
             None,
             restores=aside or None,
-            torn=aside is None,
+            torn=aside is None and self.rotten,
         )
 
     def _scrub(self) -> None:
