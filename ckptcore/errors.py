@@ -381,7 +381,7 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "left-out": (
         "info",
-        "an export has the model only, and an average no optimizer: other state of its source is left out",
+        "other state and files of a source are left out: an export has the model, an average no optimizer",
         "keep the source, or write everything with consolidate or reshard",
     ),
     "of-last-input": (

@@ -65,6 +65,7 @@ from ckptcore.planning.hub_files import ADAPTER, CONFIG, NONE, json_object
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import (
     ModelFiles,
+    files_left_out,
     find_adapter_files,
     find_files,
     has_lora_of_its_own,
@@ -269,6 +270,9 @@ def compose(
     else:
         extra = several.extra(request, mapped, target.dtypes)
         extra["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
+    if export:
+        carried_urls = beside.urls if several is None else several.urls(manifest.root)
+        warnings += files_left_out(manifest, carried_urls)
     plan, files = make_plan(
         replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in unused))),
         target,

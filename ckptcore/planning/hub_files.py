@@ -307,6 +307,15 @@ def _is_other(name: str) -> bool:
     return name.endswith(_TEXTS)
 
 
+def is_of_training(path: str) -> bool:
+    """Return whether a file's name, or a folder's above it, is of a trainer's states and logs, or of weights.
+
+    >>> is_of_training("onnx/model.onnx"), is_of_training("logs/a.csv"), is_of_training("eval/a.csv")
+    (True, True, False)
+    """
+    return any(map(_TRAINING.match, path.split("/")))
+
+
 def left_out(folder: HubFolder) -> str:
     """Return the names of files that are left out, for people; "" for none."""
     names = [

@@ -16,6 +16,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import AmbiguousModel, Finding, SourceUnreadable, UsageError, finding
+from ckptcore.formats.base import natural
 from ckptcore.naming.wrapper_prefix import note_of_wrapper
 from ckptcore.planning.config_folder import ConfigFolder
 from ckptcore.planning.hub_files import (
@@ -32,6 +33,7 @@ from ckptcore.planning.hub_files import (
     HubFolder,
     agree,
     front_matter,
+    is_of_training,
     left_out,
     look,
     read_named,
@@ -43,9 +45,11 @@ from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.average_url import is_average, is_of_last, split_average
 from ckptcore.utils.merged_url import merged_url, split_merged
+from ckptcore.utils.text import count, listed
 from ckptcore.utils.units import show_size
 
 _OWN_LORA = frozenset({"phi4mm"})  # models with LoRA weights of their own
+_MAX_LISTED = 8  # files that are left out by name
 _MAX_FOLDERS = 64  # subfolders that are searched; of more, only `TRAINER_FOLDERS`
 _KNOWN = tuple(folder.path for folder in TRAINER_FOLDERS if folder.path)
 _IS: Mapping[str, tuple[Callable[[HubFolder], bool], str]] = {
@@ -92,6 +96,20 @@ class ModelFiles:
         """Names of the Python files."""
         content = self.config.content if self.config is not None else {}
         return tuple(sorted(n for n in content if n.endswith(".py")))
+
+    @property
+    def urls(self) -> frozenset[str]:
+        """URLs of the files that are written, or that names were compared with."""
+        taken = [(self.taken_from, name) for name in self.tokenizer or {}]
+        for folder in (self.config, self.base):
+            taken += [] if folder is None else [(folder.url, name) for name in folder.content]
+        taken += [] if self.adapter is None else [(self.adapter.url, ADAPTER)]
+        return urls_of_files(taken)
+
+
+def urls_of_files(files: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Return the URLs of files, of which each is a folder's URL and a path in it, with absolute paths."""
+    return frozenset(join_url(_absolute(url), name) for url, name in files)
 
 
 def find_files(request: Request, manifest: Manifest) -> ModelFiles:
@@ -403,6 +421,23 @@ def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
     # An earlier output would pass for the source's own config.
     usable = [f for f in usable if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
     return [f.without_code() for f in usable]
+
+
+def files_left_out(manifest: Manifest, carried: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding about all files of a source that are neither read nor carried.
+
+    Args:
+        manifest: The source.
+        carried: URLs of the files that are carried, as `ModelFiles.urls`.
+    """
+    root = _absolute(manifest.root)
+    paths = [file.path for file in manifest.beside if join_url(root, file.path) not in carried]
+    if not paths:
+        return
+    # What is of no training matters most to those who miss it.
+    paths.sort(key=lambda path: (is_of_training(path), natural(path)))
+    names = f"{count(len(paths), 'file')} of {manifest.root} ({listed(paths, _MAX_LISTED)})"
+    yield finding("left-out", "files", f"left out, neither read nor carried: {names}")
 
 
 def unopened(request: Request, beside: ModelFiles, names: Collection[str]) -> Iterator[Finding]:

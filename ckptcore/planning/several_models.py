@@ -19,6 +19,7 @@ from ckptcore.naming.worlds import HUB
 from ckptcore.planning.casts import half_dtype, loaded_as
 from ckptcore.planning.config_folder import ConfigFolder, Expected, check_names
 from ckptcore.planning.hub_files import LEGAL, MODEL, NONE, OTHER, TOKENIZER, left_out, look
+from ckptcore.planning.model_files import urls_of_files
 from ckptcore.planning.request import STORED, Request
 from ckptcore.store import join_url
 
@@ -49,6 +50,11 @@ class SeveralModels:
     objects: tuple[str, ...]
     findings: tuple[Finding, ...]
     float32: frozenset[str]
+
+    def urls(self, root: str) -> frozenset[str]:
+        """Return the URLs of the files of a source at ``root`` that are written again."""
+        of_configs = [(config.url, name) for config in self.configs.values() for name in config.content]
+        return urls_of_files([*of_configs, *((root, path) for path in self.files)])
 
     def extra(self, request: Request, mapped: Mapped, written: Mapping[str, str]) -> dict[str, bytes]:
         """Return path -> bytes of all small files. written: name -> dtype of the tensors that are cast."""

@@ -633,3 +633,46 @@ def test_a_large_file_of_another_library_is_left_out_by_name(source: Path, tmp_p
     result = export(source, tmp_path / "out", config=str(hub))
     assert beside(tmp_path / "out") == {*MODEL, *OTHERS, "config.json"} - {"source.spm"}
     assert ["source.spm" in w.message for w in result.warnings if w.code == "left-beside"] == [True]
+
+
+REST = {f"eval/round_{n}.csv": "1,2" for n in range(12)} | {
+    "onnx/model.onnx": "weights in another form",
+    "trainer_state.json": "{}",
+    "README.md": "# base",
+}
+
+
+def test_every_file_of_the_source_is_used_carried_or_named(source: Path, tmp_path: Path) -> None:
+    """Also in folders of its own; what is of no training comes first among the examples."""
+    put(source, MODEL | OTHERS | REST | {"hf/config.json": json.dumps(UNKNOWN), "hf/LICENSE": "x"})
+    put(source, {}, UNKNOWN)
+    result = export(source, tmp_path / "out", config=str(source))
+    (note,) = [w for w in result.warnings if w.code == "left-out"]
+    assert note.severity == "info"
+    # The other folder's config and licence are of no model that was written, and neither is this card.
+    left = [*(f"eval/round_{n}.csv" for n in range(12)), "hf/LICENSE", "hf/config.json"]
+    assert note.message == (
+        f"left out, neither read nor carried: 17 files of {source} ({', '.join(left[:8])} and 9 more)"
+    )
+
+
+def test_few_files_that_are_left_out_are_all_named(source: Path, tmp_path: Path) -> None:
+    """Code that no config uses is not carried."""
+    put(source, MODEL | OTHERS | {"onnx/model.onnx": "x", "scheduler.pt": "x"}, UNKNOWN)
+    (note,) = [w for w in export(source, tmp_path / "out").warnings if w.code == "left-out"]
+    files = "modeling_x.py, onnx/model.onnx, scheduler.pt"
+    assert note.message == f"left out, neither read nor carried: 3 files of {source} ({files})"
+
+
+def test_a_source_that_is_carried_completely_leaves_nothing_out(source: Path, tmp_path: Path) -> None:
+    put(source, LEGAL | OTHERS | TOKENIZER, UNKNOWN)
+    assert "left-out" not in codes(export(source, tmp_path / "out"))
+
+
+def test_a_pipeline_names_what_it_leaves_out(tmp_path: Path) -> None:
+    """Its components' small files are carried: only what belongs to none is named."""
+    source = shutil.copytree(FIXTURES / "diffusers/dit_pipeline/ckpt", tmp_path / "in")
+    assert "left-out" not in codes(export(source, tmp_path / "out"))
+    put(source, {"eval/a.csv": "1"})
+    (note,) = [w for w in export(source, tmp_path / "out2").warnings if w.code == "left-out"]
+    assert note.message == f"left out, neither read nor carried: 1 file of {source} (eval/a.csv)"
