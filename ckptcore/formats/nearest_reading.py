@@ -96,7 +96,9 @@ def _folders(source: Source, depth: int) -> list[str]:
 def _files_that_open(source: Source, detect: Detect) -> Iterator[str]:
     tensors = (p for p in source.listing if "/" not in p and p.endswith(_SUFFIXES) and not is_state(p))
     tensors = (p for p in tensors if part_name(p) is None)  # a part is not the model
-    for path in sorted(tensors, key=lambda p: ("model" not in p, natural(p)))[:_MAX_FILES]:
+    # The last ones in natural order: of saves in one folder, the newest.
+    newest_first = sorted(tensors, key=natural, reverse=True)
+    for path in sorted(newest_first, key=lambda p: "model" not in p)[:_MAX_FILES]:
         try:
             detect(replace(source.file(path), recover=False))
         except CkptError:

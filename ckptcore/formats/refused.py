@@ -27,6 +27,7 @@ from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.formats.torch_save.format import in_tar
 from ckptcore.utils.step_names import stage_of
+from ckptcore.utils.text import listed
 
 
 def _text_pickles(source: Source) -> tuple[str, ...] | None:
@@ -154,7 +155,9 @@ _METASEQ = re.compile(r"^(?:reshard|checkpoint[\w.]*)-model_part-\d+(?:-shard\d+
 _VLLM = re.compile(r"^model-(?:rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors$")
 _FUSED = re.compile(r"\.(?:qkv_proj|gate_up_proj|qkv|w13_weight)(?:\.|$)")
 _XLA = re.compile(r"^(?:rank\d+-of-\d+-[^/]*|[^/]*_rank-\d{8}-of-\d{8})\.(?:bin|pth|pt)$")
-_EPOCH = re.compile(r"^(?:hf|meta|torchtune)_model_(?:\d{4}_)?(\d{1,6})\.(?:pt|bin|safetensors)$")
+_EPOCH = re.compile(
+    r"^(?:(?:hf|meta|torchtune)_model_(?:\d{4}_)?|adapter_)(\d{1,6})\.(?:pt|bin|safetensors)$"
+)
 _ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt")
 _BESIDE_ZARR = ("_METADATA", "_sharding", "checkpoint")  # of releases before and after OCDBT; of T5X
 _ZARRAY = re.compile(r"^[^/]+/\.zarray$")
@@ -222,11 +225,18 @@ def _engine(source: Source) -> tuple[str, ...] | None:
 
 def _torchtune_epochs(source: Source) -> tuple[str, ...] | None:
     """Recognise epochs by the last number of torchtune's names before 0.5 (training/checkpointing)."""
-    matches = [m for p in source.listing if (m := _EPOCH.match(p))] if source.name is None else []
-    epochs = sorted({int(m[1]) for m in matches})
+    if source.name is not None:
+        return None
+    epoch_of = {p: int(match[1]) for p in source.listing if (match := _EPOCH.match(p))}
+    epochs = sorted({*epoch_of.values()})
     if len(epochs) < 2:
         return None
-    return (f"epochs {epochs[0]} to {epochs[-1]} are in it, such as {max(m[0] for m in matches)}",)
+    weights = (p for p in source.listing if "/" not in p and p.endswith(_READABLE) and not is_state(p))
+    if all(p.startswith("adapter_") for p in epoch_of) and not epoch_of.keys() >= {*weights}:
+        return None  # other programs number adapters, too
+    newest = sorted((p for p, epoch in epoch_of.items() if epoch == epochs[-1]), key=natural)
+    verb = "are" if newest[1:] else "is"
+    return (f"epochs {listed([*map(str, epochs)])} are in it; of the newest {verb} {listed(newest)}",)
 
 
 def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ FOLDERS = {
     "torchtune-epochs": ("hf_model_0001_0.pt", "hf_model_0002_0.pt", "hf_model_0001_1.pt", "config.json"),
     "torchtune-epochs of its own names": ("torchtune_model_0.pt", "torchtune_model_1.pt", "recipe_state.pt"),
     "torchtune-epochs of Meta's names": ("meta_model_0.pt", "meta_model_10.pt"),
+    "torchtune-epochs of an adapter alone": ("adapter_2.pt", "adapter_10.pt", "recipe_state.pt"),
     "archive": ("ep0-ba1-rank0.pt.gz",),
     "archive of two steps": ("ep0-ba1-rank0.pt.zst", "ep0-ba2-rank0.pt.zst", "latest-rank0.pt.zst.symlink"),
     "archive of tars": ("ep0-ba1-rank0.tar.lzma", "ep0-ba2-rank0.tgz"),
@@ -51,6 +53,33 @@ def test_by_its_files(name: str, tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(b"{}")
     assert refused(tmp_path).values["format"] == name.partition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "because"),
+    [
+        (("adapter_2.pt", "adapter_10.pt"), "epochs 2, 10 are in it; of the newest is adapter_10.pt"),
+        (
+            [f"{name}_{epoch}.pt" for epoch in (0, 9, 10) for name in ("adapter", "hf_model_0001")],
+            "epochs 0, 9, 10 are in it; of the newest are adapter_10.pt, hf_model_0001_10.pt",
+        ),
+        ([f"meta_model_{epoch}.pt" for epoch in range(9)], "epochs 0, 1, 2, 3, 4 and 4 more are in it; "),
+    ],
+)
+def test_the_newest_epoch_of_torchtune_is_named(names: Sequence[str], because: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"{}")
+    assert because in refused(tmp_path).message
+
+
+@pytest.mark.parametrize("model", ["model.safetensors", "model.pt"])
+def test_epochs_of_an_adapter_beside_a_model(model: str, tmp_path: Path) -> None:
+    """Other programs number adapters, too: beside other weights they are nobody's epochs."""
+    for name in (model, "adapter_0.safetensors", "adapter_1.safetensors"):
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(CkptError) as caught:
+        ckptcore.open(str(tmp_path))
+    assert "torchtune" not in caught.value.message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -31,6 +31,15 @@ def test_files_that_open_alone_are_named(tmp_path: Path) -> None:
     assert "such as pytorch_model.bin" in error.hint
 
 
+def test_of_numbered_files_the_last_is_named(tmp_path: Path) -> None:
+    """Of saves in one folder it is the newest, also where many are older."""
+    for number in range(1, 13):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"saved_{number}.pt")
+    error = refusal(tmp_path)
+    assert error.hint == "name the file to read, such as saved_12.pt"
+    assert "saved_12.pt, saved_11.pt, saved_10.pt, saved_9.pt" in error.message
+
+
 def test_folders_that_open_are_named(tmp_path: Path) -> None:
     for name in ("actor", "critic"):
         (tmp_path / name).mkdir()
