@@ -263,6 +263,8 @@ class Merger:
                 f"over {model.world.tp} tensor ranks",
                 fqn=fqn,
                 file=chunk.file.path,
+                hint="save the model as a distributed checkpoint with the program that wrote it; or exclude "
+                "the tensor by name with --exclude",
             )
         )
         tree.add(fqn, value)

@@ -42,8 +42,8 @@ _OTHER_SIZES = ("ffn_hidden_size", "num_query_groups", "kv_channels")
 _UNNAMED = ("virtual_pipeline_model_parallel_size", "expert_model_parallel_size")  # in no name of a folder
 # Matrices that are cut in columns only -> the argument with the full number of them, `_columns` of it.
 _CUT = (
-    (re.compile(r"\.self_attention\.(?:linear_proj|dense)\.weight$"), "projection_size"),
-    (re.compile(r"\.mlp\.(?:linear_fc2|dense_4h_to_h)\.weight$"), "ffn_hidden_size"),
+    (re.compile(r"\.self_attention\.(?:linear_proj|dense|proj)\.weight$"), "projection_size"),
+    (re.compile(r"\.(?:mlp\.(?:linear_fc2|dense_4h_to_h)\.|layernorm_mlp\.fc2_)weight$"), "ffn_hidden_size"),
 )
 # What every GPT has outside of its layers; output weights of its own only where they are not shared.
 _ENDS = (

@@ -13,7 +13,7 @@ from legacy_ranks import HEADS, Case, F, H, expected, full_model, rank_models, r
 
 import ckptcore
 from ckptcore.checking.summary import rank_of
-from ckptcore.errors import CkptError, MalformedCheckpoint, UnsupportedFormat
+from ckptcore.errors import CkptError, MalformedCheckpoint, UnreadablePart, UnsupportedFormat
 
 CONFIG = "model_config.yaml"
 # Names since Megatron-Core -> those of NeMo's own modules, which wrote one file a rank.
@@ -26,6 +26,22 @@ OWN_NAMES = {
     ".mlp.linear_fc1.": ".mlp.dense_h_to_4h.",
     ".mlp.linear_fc2.": ".mlp.dense_4h_to_h.",
     ".pre_mlp_layernorm.": ".post_attention_layernorm.",
+}
+# Of NeMo's own modules -> of Transformer Engine's layer, which `transformer_engine: true` has in their place.
+ENGINE_NAMES = {
+    ".self_attention.query_key_value.": ".self_attention.layernorm_qkv.",
+    ".input_layernorm.": ".self_attention.layernorm_qkv.layer_norm_",
+    ".self_attention.dense.": ".self_attention.proj.",
+    ".post_attention_layernorm.": ".layernorm_mlp.layer_norm_",
+    ".mlp.dense_h_to_4h.": ".layernorm_mlp.fc1_",
+    ".mlp.dense_4h_to_h.": ".layernorm_mlp.fc2_",
+}
+MERGED_NAMES = {  # of distributed checkpoints -> of layers of Transformer Engine that were merged
+    ".linear_qkv.": ".layernorm_qkv.",
+    ".linear_proj.": ".proj.",
+    ".mlp.linear_fc1.layer_norm_": ".layernorm_mlp.layer_norm_",
+    ".mlp.linear_fc1.": ".layernorm_mlp.fc1_",
+    ".mlp.linear_fc2.": ".layernorm_mlp.fc2_",
 }
 OWN = Case(tp=2, pp=2, bias=True, groups=HEADS, tied=True)
 Edit = Callable[[dict[str, torch.Tensor], tuple[int, int, int]], None]
@@ -131,6 +147,53 @@ def test_gate_and_up_of_two_matrices(tmp_path: Path) -> None:
     want = expected(case)["decoder.layers.mlp.linear_fc1.weight"] + 1
     assert torch.equal(ckptcore.read(manifest, "decoder.layers.mlp.dense_h_to_4h_2.weight"), want)
     assert codes(tmp_path) == set()
+
+
+def engine_name(name: str) -> str:
+    for own, engine in ENGINE_NAMES.items():
+        name = name.replace(own, engine)
+    return name
+
+
+def with_engine_names(state: dict[str, torch.Tensor], rank: tuple[int, int, int]) -> None:
+    for name in list(state):
+        state[engine_name(name)] = state.pop(name)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_of_transformer_engine_are_not_merged(stages: int, tmp_path: Path) -> None:
+    """No rule defines how its fused modules are cut: norms are merged, and each weight is named."""
+    case = Case(tp=2, pp=stages, bias=True, groups=HEADS, tied=True)
+    manifest = ckptcore.open(str(save(case, tmp_path / "in", edit=with_engine_names)))
+    unmerged = [f for f in manifest.findings if f.code == "unmerged-tensor"]
+    assert len(unmerged) == 8 * case.layers * case.tp == len(manifest.findings)
+    assert {f.fqn for f in unmerged} == {t.fqn for t in manifest.tensors if "/" in t.fqn}
+    assert {t.fqn for t in manifest.tensors if "/" not in t.fqn} == {
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "decoder.layers.self_attention.layernorm_qkv.layer_norm_weight",
+        "decoder.layers.layernorm_mlp.layer_norm_weight",
+    }
+    assert all("distributed checkpoint" in (f.hint or "") for f in unmerged)
+    assert codes(tmp_path / "in") == {"unmerged-tensor"}
+    with pytest.raises(UnreadablePart):
+        ckptcore.convert(str(tmp_path / "in"), str(tmp_path / "out.safetensors"), catalog=False)
+
+
+def test_layers_of_transformer_engine_on_one_tensor_rank(tmp_path: Path) -> None:
+    """Stages alone cut no tensor."""
+    case = Case(pp=2, bias=True, groups=HEADS, tied=True)
+    manifest = ckptcore.open(str(save(case, tmp_path, edit=with_engine_names)))
+    for name, value in expected(case).items():
+        for merged, engine in MERGED_NAMES.items():
+            name = name.replace(merged, engine)
+        assert torch.equal(ckptcore.read(manifest, name), value), name
+    assert len(manifest.tensors) == len(expected(case))
+    # A config that denies the other rank is contradicted by the shapes.
+    cut = save(Case(tp=2, bias=True, groups=HEADS, tied=True), tmp_path / "cut", edit=with_engine_names)
+    (cut / "mp_rank_01" / "model_weights.ckpt").unlink()
+    configure(cut, Case(tp=1, bias=True, groups=HEADS, tied=True))
+    assert codes(cut) == {"malformed"}
 
 
 # --- nothing partial passes ------------------------------------------------------------------------
