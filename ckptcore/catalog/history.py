@@ -127,18 +127,20 @@ def steps(
         limit: the most steps; the highest ones.
         before: those below this step.
     """
-    named = (TrainingRun.name == storable(run), Checkpoint.step.is_not(None))
-    query = (
-        _steps(columns)
-        .where(*named, *(() if before is None else (Checkpoint.step < before,)))
-        .order_by(Checkpoint.step.desc(), (Checkpoint.kind != Kind.SOURCE.value), Checkpoint.id.desc())
+    # Chosen without the columns, which are large: of a run with more steps, the others' are not read.
+    foremost = func.row_number().over(
+        partition_by=Checkpoint.step, order_by=(Checkpoint.kind != Kind.SOURCE.value, Checkpoint.id.desc())
     )
-    by_step: dict[int, Row[Any]] = {}
-    for row in conn.execute(query):
-        if row.step not in by_step and len(by_step) == limit:
-            break
-        by_step.setdefault(row.step, row)
-    return _with_alarms(conn, list(reversed(by_step.values())))
+    ranked = (
+        _steps(False)
+        .with_only_columns(Checkpoint.id, Checkpoint.step, foremost.label("place"))
+        .where(TrainingRun.name == storable(run), Checkpoint.step.is_not(None))
+        .where(*(() if before is None else (Checkpoint.step < before,)))
+        .subquery()
+    )
+    chosen = select(ranked.c.id).where(ranked.c.place == 1).order_by(ranked.c.step.desc()).limit(limit)
+    rows = conn.execute(_steps(columns).where(Checkpoint.id.in_(chosen)).order_by(Checkpoint.step)).all()
+    return _with_alarms(conn, rows)
 
 
 def at(conn: Connection, ref: str) -> MeasuredStep | None:

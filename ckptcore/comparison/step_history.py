@@ -27,6 +27,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ import numpy.typing as npt
 
 from ckptcore.comparison.result import layer_of, part_of
 from ckptcore.comparison.statistics import Changes
+from ckptcore.core.columnar_file import Heads
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogError, Finding, UsageError, finding
 from ckptcore.fingerprints.statistics import MeasuredTensor
@@ -365,10 +367,10 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
     return alarms
 
 
-def _tensors(step: MeasuredStep) -> StepColumns | None:
+def _tensors(step: MeasuredStep, heads: Heads | None = None) -> StepColumns | None:
     """Return the tensors of a step; None, with a warning, if the catalog's statistics are damaged."""
     try:
-        return unpack_columns(step.statistics.columns, step.statistics.tensors)
+        return unpack_columns(step.statistics.columns, step.statistics.tensors, heads)
     except InvalidText as error:
         text = "the catalog's statistics of %s are damaged (%s); `ckptcore stats` measures it again"
         _log.warning(text, step.uri, error)
@@ -446,19 +448,20 @@ class RunHistory:
             )
         return rows
 
+    @cached_property
+    def _table(self) -> _Table:
+        return _Table(self.tensors)
+
     def layers(self) -> dict[str, list[tuple[int, float | None]]]:
         """Return layer, or part outside of the layers -> (step, norm of its weights) at each step."""
-        table = _Table(self.tensors)
-        series: dict[str, list[tuple[int, float | None]]] = {name: [] for name in table.layers}
-        for start in table.blocks():
-            block = table.block(start)
-            lengths, present = table.lengths(block.norm, block.weight)
-            for row, step in enumerate(self.steps[start : start + len(lengths)]):
-                for points, length, is_present in zip(
-                    series.values(), lengths[row], present[row], strict=True
-                ):
-                    if is_present:
-                        points.append((step.step or 0, _finite(length)))
+        series: dict[str, list[tuple[int, float | None]]] = {name: [] for name in self._table.layers}
+        for start in self._table.blocks():
+            block = self._table.block(start)
+            lengths, present = self._table.lengths(block.norm, block.weight)
+            steps = [step.step or 0 for step in self.steps[start : start + len(lengths)]]
+            columns = _by_layer(lengths, np.isfinite(lengths))
+            for points, column, has in zip(series.values(), columns, present.T.tolist(), strict=True):
+                points.extend(itertools.compress(zip(steps, column, strict=True), has))
         return series
 
     def moves(self) -> dict[str, list[float | None]]:
@@ -467,7 +470,7 @@ class RunHistory:
         Where it was measured, the norm of the change relative to that of the weights; else the relative
         change of the norm, which is at most as large. None where the step before has no such tensor.
         """
-        table = _Table(self.tensors)
+        table = self._table
         moved: dict[str, list[float | None]] = {name: [] for name in table.layers}
         # The step before a block's first is the last of the block before; nothing precedes the run's first.
         last = _Block.of(1, table.columns)
@@ -479,10 +482,10 @@ class RunHistory:
                 by_norm = block.norm - before
                 differences = np.where(np.isfinite(block.change), block.change * before, by_norm)
             lengths, distances = (table.lengths(values, shared)[0] for values in (before, differences))
-            for row in range(len(lengths)):
-                of_layers = zip(moved.values(), lengths[row], distances[row], strict=True)
-                for changes, length, distance in of_layers:
-                    changes.append(distance / length if length else None)
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                relative = distances / lengths
+            for changes, column in zip(moved.values(), _by_layer(relative, lengths != 0), strict=True):
+                changes.extend(column)
             last = block.last()
         return moved
 
@@ -527,6 +530,7 @@ class _Table:
             starts.setdefault(layer[name], column)
         self.layers, self.columns = list(starts), len(ordered)
         self._starts = np.array(list(starts.values()), np.int64)
+        self._latest: tuple[int, _Block] | None = None
 
     def blocks(self) -> range:
         """Return the numbers of the steps that a block begins with."""
@@ -535,6 +539,12 @@ class _Table:
 
     def block(self, start: int) -> _Block:
         """Return the steps of one block."""
+        # Most runs are one block, which norms and changes are both computed from.
+        if self._latest is None or self._latest[0] != start:
+            self._latest = start, self._built(start)
+        return self._latest[1]
+
+    def _built(self, start: int) -> _Block:
         steps = self._steps[start : start + self.blocks().step]
         block = _Block.of(len(steps), self.columns)
         names, columns = list[str](), np.zeros(0, np.int64)
@@ -551,7 +561,7 @@ class _Table:
 
     def lengths(
         self, norms: npt.NDArray[np.float64], chosen: npt.NDArray[np.bool_]
-    ) -> tuple[list[list[float]], list[list[bool]]]:
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Return of each step the Euclidean norms of the layers' chosen norms, and which layers have any."""
         # Columns are ordered by layer, so a layer is a range and the sum is one reduction.
         starts, sizes = self._starts, np.diff(self._starts, append=self.columns)
@@ -562,7 +572,15 @@ class _Table:
         squares = np.add.reduceat((norms / np.repeat(scales, sizes, axis=1)) ** 2, starts, axis=1)
         with np.errstate(over="ignore"):
             lengths = np.sqrt(squares) * scales
-        return lengths.tolist(), np.logical_or.reduceat(chosen, starts, axis=1).tolist()
+        return lengths, np.logical_or.reduceat(chosen, starts, axis=1)
+
+
+def _by_layer(table: npt.NDArray[np.float64], known: npt.NDArray[np.bool_]) -> list[list[float | None]]:
+    """Return the columns of a table of numbers, None for those that are not known."""
+    numbers = table.T.astype(object)
+    numbers[~known.T] = None
+    columns: list[list[float | None]] = numbers.tolist()
+    return columns
 
 
 def _weights(steps: Iterable[StepColumns]) -> Iterable[str]:
@@ -611,7 +629,9 @@ def read_history(
             f"no step of the run {run!r} was measured",
             hint="`ckptcore stats SRC` measures a step, and so does --stats of a conversion",
         )
-    columns = [_tensors(step) for step in steps] if tensors else []
+    # Nearly all steps of a run have the same names, whose JSON is a third of the work of unpacking.
+    heads = Heads()
+    columns = [_tensors(step, heads) for step in steps] if tensors else []
     # Damaged ones are listed too, so that a gap in a chart can be explained.
     damaged = [step.step for step, own in zip(steps, columns, strict=False) if own is None]
     return RunHistory(run, steps, alarms, [own or NOTHING for own in columns], damaged)

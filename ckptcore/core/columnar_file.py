@@ -45,6 +45,13 @@ def _spelled(texts: tuple[str, ...]) -> bytes:
     return canonical_json(list(texts))
 
 
+class Heads:
+    """The heads of frames that are loaded together: equal ones are parsed once, and nobody changes them."""
+
+    def __init__(self) -> None:
+        self.parse = lru_cache(maxsize=2)(json.loads)
+
+
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """Return one frame; equal inputs give equal bytes."""
     parts = _encoded(head, arrays)
@@ -87,8 +94,15 @@ def _has_spelled(value: Any) -> bool:
     return type(value) is dict and any(isinstance(v, Spelled) or _has_spelled(v) for v in value.values())
 
 
-def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict[str, Array]]:
+def load(
+    data: bytes, *, max_bytes: int = 8 << 30, heads: Heads | None = None
+) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the head and the arrays of a frame.
+
+    Args:
+        data: The frame.
+        max_bytes: The most bytes of its content.
+        heads: Of frames that are loaded together.
 
     Raises:
         MalformedCheckpoint: The bytes are not a complete frame, or claim more than ``max_bytes`` of content.
@@ -103,7 +117,7 @@ def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict
                 raise MalformedCheckpoint(f"frame content must be at most {max_bytes} bytes (got {size})")
             raw = zstandard.ZstdDecompressor().decompress(data[len(_MAGIC) :], max_output_size=size)
             length = int.from_bytes(raw[:8], "little")
-            parsed = json.loads(raw[8 : 8 + length])
+            parsed = (json.loads if heads is None else heads.parse)(raw[8 : 8 + length])
             position, arrays = 8 + length, {}
             for row in parsed["arrays"]:
                 kind, shape = np.dtype(_KINDS[row["kind"]]), tuple(int(n) for n in row["shape"])

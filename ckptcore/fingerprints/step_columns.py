@@ -112,14 +112,15 @@ def pack_points(points: Collection[TensorPoint]) -> bytes:
     return columnar_file.dump(head, arrays)
 
 
-def unpack_columns(blob: bytes, tensors: int) -> StepColumns:
+def unpack_columns(blob: bytes, tensors: int, heads: columnar_file.Heads | None = None) -> StepColumns:
     """Return the tensors of `pack_points` by columns; raise `InvalidText` for another blob.
 
     Args:
         blob: What was packed.
         tensors: How many tensors it has, by whoever stored it: nothing larger is allocated.
+        heads: Of blobs that are unpacked together; the steps of a run mostly have one head.
     """
-    loaded = attempt(columnar_file.load, blob, max_bytes=_HEAD + _TENSOR * max(tensors, 0))
+    loaded = attempt(columnar_file.load, blob, max_bytes=_HEAD + _TENSOR * max(tensors, 0), heads=heads)
     if isinstance(loaded, CkptError):
         raise InvalidText(f"these are no statistics: {loaded.message}")
     head, arrays = loaded

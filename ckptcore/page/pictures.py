@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup, escape
 
 from ckptcore.catalog.types import CheckpointRow, Lineage
@@ -80,26 +83,25 @@ def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
 
     The line is broken where a value is not finite.
     """
-    finite = [(step, value) for step, value in points if value is not None and math.isfinite(value)]
-    if len(finite) < 2:
+    values = np.array([value for _, value in points], np.float64)  # NaN for None
+    finite = values[np.isfinite(values)]
+    if finite.size < 2:
         return Markup("")
-    low, high = min(value for _, value in finite), max(value for _, value in finite)
+    low, high = float(finite.min()), float(finite.max())
     first, last = points[0][0], points[-1][0]
     # Halves: the difference of the largest numbers is infinite.
     height = (high / 2 - low / 2) or 1.0
-
-    def place(step: int, value: float) -> tuple[float, float]:
-        across = (step - first) / ((last - first) or 1)
-        down = (high / 2 - value / 2) / height if high > low else 0.5
-        return _PLOT[0] + across * _PLOT[2], _PLOT[1] + down * _PLOT[3]
+    length = (last - first) or 1
 
     lines: list[list[str]] = [[]]
     dots = []
-    for step, value in _extremes(points):
+    for number in _extremes(values):
+        step, value = points[number]
         if value is None or not math.isfinite(value):
             lines.append([])
             continue
-        x, y = place(step, value)
+        x = _PLOT[0] + (step - first) / length * _PLOT[2]
+        y = _PLOT[1] + ((high / 2 - value / 2) / height if high > low else 0.5) * _PLOT[3]
         lines[-1].append(f"{x:.1f},{y:.1f}")
         if len(points) <= _MOST_DOTS or not lines[-1][:-1]:
             dots.append(_DOT.format(x, y, f"step {step}: {value:.6g}"))
@@ -117,23 +119,25 @@ def chart(name: str, points: Sequence[tuple[int, float | None]]) -> Markup:
     return _svg("chart", _CHART[0], _CHART[1], title, parts)
 
 
-def _extremes(points: Sequence[tuple[int, float | None]]) -> Sequence[tuple[int, float | None]]:
-    """Return the points of a line that differ on a screen: of a few pixels the outermost, and a gap."""
-    share = -(-len(points) // int(_PLOT[2] / 2))
+def _extremes(values: npt.NDArray[np.float64]) -> list[int]:
+    """Return the places of points that differ on a screen: of a few pixels the outermost, and a gap."""
+    share = -(-len(values) // int(_PLOT[2] / 2))
     if share <= 2:
-        return points
-    outermost = {0, len(points) - 1}
-    for start in range(0, len(points), share):
-        finite, gaps = [], []
-        for number in range(start, min(start + share, len(points))):
-            value = points[number][1]
-            if value is None or not math.isfinite(value):
-                gaps.append(number)
-            else:
-                finite.append((value, number))
-        outermost |= {number for _, number in (min(finite), max(finite))} if finite else set()
-        outermost.update(gaps[:1])
-    return [points[number] for number in sorted(outermost)]
+        return list(range(len(values)))
+    starts = np.arange(0, len(values), share)
+    table = np.full((len(starts), share), np.nan)
+    table.reshape(-1)[: len(values)] = values
+    finite = np.isfinite(table)
+    gaps = ~finite
+    gaps.reshape(-1)[len(values) :] = False
+    lowest = starts + np.where(finite, table, np.inf).argmin(axis=1)
+    highest = starts + share - 1 - np.where(finite, table, -np.inf)[:, ::-1].argmax(axis=1)
+    has_line = finite.any(axis=1)
+    first_gaps = (starts + gaps.argmax(axis=1))[gaps.any(axis=1)]
+    ends = [0, len(values) - 1]
+    outermost = np.concatenate([lowest[has_line], highest[has_line], first_gaps, ends])
+    places: list[int] = np.unique(outermost).tolist()
+    return places
 
 
 def change_map(
@@ -154,24 +158,27 @@ def change_map(
     share = -(-len(steps) // int((_WIDTH - left) / _THINNEST))  # steps of a column
     starts = range(0, len(steps), share)
     width = (_WIDTH - left) / len(starts)
-    shades = _shades([value for row in rows.values() for value in row if value])
     spans = [steps[start : start + share] for start in starts]
     spelled = [f"{span[0]:d}" if len(span) == 1 else f"{span[0]:d} to {span[-1]:d}" for span in spans]
+    across = [f'x="{left + column * width:.2f}"' for column in range(len(starts))]
+    drawn = list(rows.items())[:MOST_ROWS]
+    known = np.array([[value is not None for value in row] for _, row in drawn], np.bool_)
+    changes = np.where(known, np.array([row for _, row in drawn], np.float64), -np.inf)
+    largest = np.maximum.reduceat(changes, list(starts), axis=1)  # NaN where there is one
+    shades = _shades(largest, changes[changes > 0])
+    is_known = np.logical_or.reduceat(known, list(starts), axis=1)
     parts = []
     label = Markup('<text class="{}" x="{:.1f}" y="{:.1f}">{}</text>')
-    for number, (name, row) in enumerate(list(rows.items())[:MOST_ROWS]):
+    for number, (name, _) in enumerate(drawn):
         y = top + number * cell
         parts.append(label.format("value", left - 6, y + 12, plain(name)[:14]))
         # There are tens of thousands of cells: the name is escaped once, and the rest of a cell is numbers.
         label_of_row = escape(f"{plain(name)}, step ")
         place = f'y="{y:.2f}" width="{width:.2f}" height="{cell - 1:.2f}"'
-        shared = [[value for value in row[start : start + share] if value is not None] for start in starts]
-        changes = [max(values, key=_or_infinite, default=None) for values in shared]
+        columns = zip(shades[number].tolist(), largest[number].tolist(), across, spelled, strict=True)
         cells = [
-            f'<rect class="m{shades(change)}" x="{left + column * width:.2f}" {place}>'
-            f"<title>{label_of_row}{spelled[column]}: {change:.3g}</title></rect>"
-            for column, change in enumerate(changes)
-            if change is not None
+            f'<rect class="m{shade}" {x} {place}><title>{label_of_row}{step}: {change:.3g}</title></rect>'
+            for shade, change, x, step in itertools.compress(columns, is_known[number].tolist())
         ]
         parts.append(Markup("".join(cells)))
     bottom = top + min(len(rows), MOST_ROWS) * cell
@@ -187,23 +194,16 @@ def change_map(
     return _svg("changes", _WIDTH + 2, bottom + 24, title, parts)
 
 
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _shades(values: Sequence[float]) -> Callable[[float], int]:
-    """Return the shade of a change, 0 to `SHADES` - 1, by its logarithm among those of all."""
-    finite = [math.log(value) for value in values if value > 0 and math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-
-    def shade(value: float) -> int:
-        if value <= 0:
-            return 0
-        if not math.isfinite(value) or high <= low:
-            return SHADES - 1
-        return 1 + round((math.log(value) - low) / (high - low) * (SHADES - 2))
-
-    return shade
+def _shades(changes: npt.NDArray[np.float64], scale: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Return the shades of changes, 0 to `SHADES` - 1, by their logarithms among those of a scale."""
+    logarithms = np.log(scale[np.isfinite(scale)])
+    low, high = logarithms.min(initial=np.inf), logarithms.max(initial=-np.inf)
+    shades = np.full(changes.shape, SHADES - 1)
+    between = (changes > 0) & np.isfinite(changes)
+    if high > low:
+        shades[between] = 1 + np.rint((np.log(changes[between]) - low) / (high - low) * (SHADES - 2))
+    shades[changes <= 0] = 0
+    return shades
 
 
 def lineage(graph: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:

@@ -192,6 +192,28 @@ def test_a_step_that_is_kept_twice_is_one_step_before(url, tmp_path):
         ("run", 2),
         ("run", 3),
     ]
+    read = []
+
+    class Counted:
+        """A connection that notes how many rows an answer with packed columns has."""
+
+        def __init__(self, conn):
+            self._conn = conn
+
+        def execute(self, query):
+            answer = self._conn.execute(query).freeze()
+            read.extend(row.columns for row in answer() if hasattr(row, "columns"))
+            return answer()
+
+    with open_catalog(url) as catalog, catalog.reading() as conn:
+        listed = history.steps(Counted(conn), "run", columns=True, limit=2)
+        assert [(step.step, step.uri) for step in listed] == [
+            (2, str(tmp_path / "b" / "run" / "step-2")),
+            (3, str(tmp_path / "a" / "run" / "step-3")),
+        ]
+        assert read == [step.statistics.columns for step in listed]  # those of no other step are read
+        before = history.steps(conn, "run", columns=True, before=2)
+        assert [step.step for step in before] == [1]
 
 
 @pytest.mark.parametrize("blob", [b"", b"\xff\x00", None], ids=["empty", "foreign", "truncated"])

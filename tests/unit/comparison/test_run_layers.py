@@ -59,7 +59,8 @@ def test_a_name_is_read_once_for_all_steps(monkeypatch):
     asked = []
     layer_name = step_history.layer_name
     monkeypatch.setattr(step_history, "layer_name", lambda fqn: asked.append(fqn) or layer_name(fqn))
-    history(*[[point(FIRST, 1.0), point(HEAD, 2.0)]] * 50).moves()
+    run = history(*[[point(FIRST, 1.0), point(HEAD, 2.0)]] * 50)
+    assert (len(run.moves()), len(run.layers())) == (2, 2)
     assert sorted(asked) == [HEAD, FIRST]
 
 
@@ -70,7 +71,7 @@ def test_columns_of_unknown_kinds_are_refused(monkeypatch):
     head, arrays = columnar_file.load(pack_points(points))
     for kind in (-1, 1):
         arrays["kind"] = arrays["kind"] * 0 + kind
-        monkeypatch.setattr(columnar_file, "load", lambda _, max_bytes: (head, arrays))
+        monkeypatch.setattr(columnar_file, "load", lambda _, **limits: (head, arrays))
         with pytest.raises(InvalidText, match="unknown dtypes"):
             unpack_columns(b"", 2)
 
