@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -106,7 +106,7 @@ def check(
     Raises:
         UsageError: There is no such level.
     """
-    return validate(manifest, level, workers=workers, progress=progress)
+    return validate(_opened(manifest), level, workers=workers, progress=progress)
 
 
 def diff(
@@ -444,7 +444,7 @@ def read(
     """
     from ckptcore.reading.state_dict import read_box
 
-    return read_box(manifest, fqn, box, device=device, verify=verify)
+    return read_box(_opened(manifest), fqn, box, device=device, verify=verify)
 
 
 def model_part(manifest: Manifest, **options: Any) -> Manifest:
@@ -463,7 +463,8 @@ def model_part(manifest: Manifest, **options: Any) -> Manifest:
         DamagedCheckpoint: A tensor of the model is incomplete.
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
-    request = _request(manifest.root, f"{manifest.root}.model", {"verb": "export", **options})
+    root = _opened(manifest).root
+    request = _request(root, f"{root}.model", {"verb": "export", **options})
     return map_export(request, manifest).mapped.manifest
 
 
@@ -509,7 +510,7 @@ def load_into(
     """
     from ckptcore.loading.load_into import load_into as run
 
-    return run(manifest, state_dict, prefix=prefix, strict=strict, verify=verify)
+    return run(_opened(manifest), state_dict, prefix=prefix, strict=strict, verify=verify)
 
 
 def plan(source: Several | Manifest, destination: Place, **options: Any) -> Composed:
@@ -655,13 +656,29 @@ def merge(
         UsageError: There are fewer than two sources, or weights do not fit.
         CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
     """
-    places = [os.fspath(source) for source in sources]
+    places = [_place(source, "source") for source in sources]
     url = average_url(places, weights_for(len(places), weights, decay))
     return run_all(_request(url, destination, options), settings, progress, _spelled(catalog))
 
 
 def _request(source: str, destination: Place, options: dict[str, Any]) -> Request:
-    return Request(source, os.fspath(destination), **_fields(options))
+    return Request(source, _place(destination, "destination"), **_fields(options))
+
+
+def _place(place: Any, noun: str) -> str:
+    """Return a path or URL as text; raise `UsageError` for anything else."""
+    if not isinstance(place, str | os.PathLike):
+        raise UsageError(f"{noun} must be a path or a URL (got {place!r})", hint=f"name the {noun} as a text")
+    return os.fspath(place)
+
+
+def _opened(manifest: Manifest) -> Manifest:
+    """Return a manifest; raise `UsageError` for what is none, such as the path of a checkpoint."""
+    if isinstance(manifest, Manifest):
+        return manifest
+    raise UsageError(
+        f"the checkpoint must be a manifest (got {manifest!r})", hint="`ckptcore.open(url)` returns one"
+    )
 
 
 def url_of(source: Several | Manifest, options: Mapping[str, Any] | None = None) -> str:
@@ -671,7 +688,8 @@ def url_of(source: Several | Manifest, options: Mapping[str, Any] | None = None)
     recover = any((options or {}).get(name) for name in ("recover", "allow_incomplete"))
     if isinstance(source, str | os.PathLike):
         return source_url(os.fspath(source), recover=recover)
-    return source_url([os.fspath(folder) for folder in source], recover=recover)
+    folders = source if isinstance(source, Sequence) else [source]
+    return source_url([_place(folder, "source") for folder in folders], recover=recover)
 
 
 _GLOBS = ("include", "exclude", "keep_object")
@@ -703,6 +721,8 @@ def _value(name: str, value: Any) -> Any:
         return parse_size(value)
     if name in (*_GLOBS, *_PAIRS) and isinstance(value, str):
         value = [value]
+    if name in (*_GLOBS, *_PAIRS) and not isinstance(value, Iterable):
+        raise UsageError(f"{name} must be a list (got {value!r})", hint=f"try {name}=['...']")
     if name in _PAIRS:
         listed = list(value.items() if isinstance(value, Mapping) else value)
         return tuple(p for v in listed for p in (pairs(name, [v]) if isinstance(v, str) else [tuple(v)]))

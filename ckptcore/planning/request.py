@@ -260,12 +260,16 @@ class Settings:
     stats: bool = False
 
     def __post_init__(self) -> None:
-        if self.memory < 1 << 20:
-            raise UsageError(f"--memory must be at least 1 MiB (got {self.memory} bytes)")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise UsageError(f"--device must be cpu, cuda or cuda:N (got {self.device!r})")
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers must be at least 1 (got {self.workers})")
+        # Words that fit the command line and Python: both make settings.
+        if not isinstance(self.memory, int) or self.memory < 1 << 20:
+            message = f"the memory budget must be at least {1 << 20} bytes (got {self.memory!r})"
+            raise UsageError(message, hint=f"the default is 1 GiB: {1 << 30} bytes")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.device)):
+            message = f"the device must be cpu, cuda or cuda:N (got {str(self.device)!r})"
+            raise UsageError(message, hint="the default is cpu")
+        if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 1):
+            message = f"the number of workers must be at least 1 (got {self.workers!r})"
+            raise UsageError(message, hint="the default takes the cores that this process may use")
 
     @property
     def threads(self) -> int:

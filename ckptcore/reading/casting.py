@@ -150,9 +150,17 @@ def torch_on(device: str) -> Any:
     import torch
 
     torch.set_num_threads(1)
-    if device != "cpu":
-        try:
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise DeviceUnavailable(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+    require_device(device)
     return torch
+
+
+def require_device(device: str) -> None:
+    """Raise `DeviceUnavailable` if torch cannot use a device."""
+    import torch
+
+    if device == "cpu":
+        return
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceUnavailable(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error

@@ -11,6 +11,7 @@ from ckptcore.core.coverage import coverage
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
 from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnreadablePart, UsageError
+from ckptcore.reading.casting import require_device
 from ckptcore.reading.fill_memory import Fill, fill_memory
 from ckptcore.store import open_source_store
 from ckptcore.utils.near_names import did_you_mean
@@ -24,6 +25,7 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
     """Read a tensor, or a box of it; see `ckptcore.read`."""
     import torch
 
+    require_device(device)
     require_readable(manifest, [fqn])
     if fqn not in manifest.index:
         raise NameMismatch(
@@ -33,10 +35,14 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
     row = manifest.index[fqn]
     spec = manifest.tensors[row]
     want = box or Box.full(spec.shape)
-    if len(want.shape) != len(spec.shape) or not Box.full(spec.shape).contains(want):
+    if (
+        not isinstance(want, Box)
+        or len(want.shape) != len(spec.shape)
+        or not Box.full(spec.shape).contains(want)
+    ):
         raise UsageError(
             f"cannot read a box of {fqn}: it is {list(spec.shape)} (got {want})",
-            hint="give an offset and a shape inside the tensor's, or no box for all of it",
+            hint="ckptcore.Box(offset, shape) inside of the tensor's, or no box for all of it",
         )
     require_cover(manifest, [row])
     out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))

@@ -21,8 +21,10 @@ def near_names(name: str, names: Iterable[str], most: int = 3) -> tuple[str, ...
     ('model.norm.weight',)
     >>> near_names("stpe-20", ["step-10", "step-20"])
     ('step-20', 'step-10')
+    >>> near_names("tinny", ["tiny", "tiny"])  # of a root and of a run
+    ('tiny',)
     """
-    names = list(names)
+    names = list(dict.fromkeys(names))
     longer = [candidate for candidate in names if candidate.endswith((f".{name}", f"/{name}"))]
     shorter = [candidate for candidate in names if name.endswith((f".{candidate}", f"/{candidate}"))]
     related = sorted(longer, key=len) + sorted(shorter, key=len, reverse=True)

@@ -24,6 +24,9 @@ _OPTION = re.compile(
 )
 
 
+_HELP = "`ckptcore COMMAND --help`"
+
+
 def in_python(
     hint: str, names: Collection[str], switches: Collection[str] = (), literals: Collection[str] = ()
 ) -> str:
@@ -78,7 +81,8 @@ def speaking_python(
             try:
                 return function(*args, **kwargs)
             except CkptError as error:
-                error.hint = in_python(error.hint, *arguments())
+                hint = error.hint.replace(_HELP, f"`help(ckptcore.{function.__name__})`")
+                error.hint = in_python(hint, *arguments())
                 raise
 
         return call

@@ -87,6 +87,64 @@ def test_errors_name_what_is_near(source: Path, tmp_path: Path) -> None:
     assert (error.value.code, error.value.hint) == ("usage", "did you mean exclude?")
 
 
+PLACES = {
+    "open": lambda place, _: ckptcore.open(place),
+    "fingerprint": lambda place, _: ckptcore.fingerprint(place),
+    "diff": lambda place, source: ckptcore.diff(source, place),
+    "plan": lambda place, source: ckptcore.plan(source, place),
+    "convert": lambda place, _: ckptcore.convert(place, "out"),
+    "merge": lambda place, source: ckptcore.merge([source, place], "out"),
+}
+
+
+@pytest.mark.parametrize("verb", PLACES)
+@pytest.mark.parametrize("place", [None, 3, [7]])
+def test_what_is_no_place_is_named(source: Path, verb: str, place: Any) -> None:
+    with pytest.raises(ckptcore.CkptError, match=r"must be a path or a URL \(got") as error:
+        PLACES[verb](place, source)
+    assert error.value.code == "usage"
+
+
+MANIFESTS = {
+    "check": lambda place: ckptcore.check(place),
+    "read": lambda place: ckptcore.read(place, "model.weight"),
+    "load_into": lambda place: ckptcore.load_into(place, {}),
+    "model_part": lambda place: ckptcore.model_part(place),
+}
+
+
+@pytest.mark.parametrize("verb", MANIFESTS)
+def test_a_place_where_a_manifest_belongs_is_to_be_opened(source: Path, verb: str) -> None:
+    for place in (source, str(source), None):
+        with pytest.raises(ckptcore.CkptError, match="must be a manifest") as error:
+            MANIFESTS[verb](place)
+        assert (error.value.code, error.value.hint) == ("usage", "`ckptcore.open(url)` returns one")
+
+
+WRONG = {
+    "box": (lambda m, _: ckptcore.read(m, "model.weight", ((0, 1),)), "usage", "ckptcore.Box(offset, shape)"),
+    "device": (lambda m, _: ckptcore.read(m, "model.weight", device="cda"), "device-unavailable", "cpu"),
+    "level": (lambda m, _: ckptcore.check(m, "bytez"), "usage", "choose one"),
+    "memory": (lambda *_: ckptcore.Settings(memory="1GiB"), "usage", "1073741824 bytes"),
+    "workers": (lambda *_: ckptcore.Settings(workers="2"), "usage", "cores"),
+    "no workers": (lambda *_: ckptcore.Settings(workers=0), "usage", "cores"),
+    "no device": (lambda *_: ckptcore.Settings(device=None), "usage", "cpu"),
+    "globs": (lambda m, out: ckptcore.convert(m.root, out, include=3), "usage", "include=['...']"),
+    "pairs": (lambda m, out: ckptcore.convert(m.root, out, rename=3), "usage", "rename=['...']"),
+    "no source": (lambda _, out: ckptcore.convert([], out), "usage", "`help(ckptcore.convert)`"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_values_of_another_kind_are_named(source: Path, tmp_path: Path, mistake: str) -> None:
+    act, code, hint = WRONG[mistake]
+    with pytest.raises(ckptcore.CkptError) as error:
+        act(ckptcore.open(source), tmp_path / "out")
+    assert error.value.code == code
+    assert hint in error.value.hint
+    assert "--" not in str(error.value)
+
+
 def test_hints_are_keyword_arguments(source: Path, tmp_path: Path) -> None:
     ckptcore.convert(source, tmp_path / "out")
     with pytest.raises(ckptcore.CkptError) as error:
