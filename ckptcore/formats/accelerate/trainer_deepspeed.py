@@ -2,7 +2,8 @@
 
 The Trainer writes ``model.safetensors`` (of a LoRA, ``adapter_model.safetensors``) beside ``latest`` and
 ``global_stepN/`` (transformers/trainer.py, `_save_checkpoint`). DeepSpeed's masters are the model, and the
-Trainer's file is a copy of the 16-bit weights: the two are compared, and neither is stray.
+Trainer's file is a copy of the 16-bit weights: the two are compared, neither is stray, and a copy that lacks
+trained weights is reported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptcore.core.manifest import Manifest
-from ckptcore.formats.base import Format, Reader, Source
+from ckptcore.formats.base import Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
@@ -20,7 +21,7 @@ from ckptcore.formats.deepspeed.format import read
 from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
 
 COPIES = ("safetensors", "hf_quantized")  # formats of the Trainer's own file
-_16_BIT, _MASTERS = "lp/", "module."  # of DeepSpeed's names
+_16_BIT, _MASTERS, _STATE = "lp/", "module.", "optimizer.state."  # of DeepSpeed's names
 _ADAPTER = re.compile(r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?=\.|$)")
 
 
@@ -45,4 +46,7 @@ def _read(source: Source, /, *, folder: str) -> Manifest:
         return _MASTERS + name
 
     joined = join(save.format, source.store.url, [Part(save, folder)], save.origin)
-    return with_consolidated_folder(replace(joined, order=save.order), source, "", name_of)
+    # What was trained has optimizer state; frozen weights are in no file of an adapter.
+    trained = {n.removeprefix(_STATE).rpartition(".")[0]: None for n in names if n.startswith(_STATE)}
+    required = [name_of(name) for name in sorted(trained, key=natural) if _MASTERS + name in names]
+    return with_consolidated_folder(replace(joined, order=save.order), source, "", name_of, required)

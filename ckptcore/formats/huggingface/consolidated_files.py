@@ -7,8 +7,9 @@ The parts are read, and the consolidated files are compared with them: elements 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.metadata_budget import meter
@@ -18,6 +19,7 @@ from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.weight_index import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.shard_headers import INFO
+from ckptcore.utils.text import listed as some_of
 
 _BYTES = 500  # bytes of memory per consolidated tensor while tensors are compared
 _MAX_LISTED = 100  # tensors of another shape
@@ -67,19 +69,24 @@ def consolidated_tensors(
 
 
 def with_consolidated_folder(
-    manifest: Manifest, source: Source, folder: str, name_of: Callable[[str], str]
+    manifest: Manifest,
+    source: Source,
+    folder: str,
+    name_of: Callable[[str], str],
+    required: Collection[str] = (),
 ) -> Manifest:
     """Add the copies in a folder of consolidated files to a manifest of ranks' parts.
 
     Tensors of equal dtype and shape become copies. A tensor of another dtype or shape is a finding, as is one
-    that no rank has. A tensor that the folder lacks is not: tied tensors are saved once. Without such files
-    nothing changes.
+    that no rank has. So is a required one that the folder lacks, unless it is tied to one that the folder
+    has: tied tensors are saved once. Without such files nothing changes.
 
     Args:
         manifest: The manifest of the parts.
         source: Root of the manifest.
         folder: Folder of the consolidated files, below the root; "" for the root itself.
         name_of: Name in a consolidated file -> name in the manifest.
+        required: Names in the manifest that a complete copy of the model has.
     """
     prefix = f"{folder}/" if folder else ""
     inside = {p for p in source.listing if p.startswith(prefix) and "/" not in p[len(prefix) :]}
@@ -130,8 +137,28 @@ def with_consolidated_folder(
                 file=paths[0],
             )
         )
+    if lacking := _lacking(manifest, required, {name_of(name) for name in consolidated}):
+        message = f"{_subject_of(lacking)} in the ranks' files, but not in {some_of(paths, 2)}"
+        findings.append(differs(message, file=paths[0]))
     merged = with_copies(manifest, copies, source.listing)
     return replace(merged, findings=(*merged.findings, *findings))
+
+
+def _lacking(manifest: Manifest, required: Collection[str], copied: Set[str]) -> list[str]:
+    """Return the required tensors that are not copied, and share their bytes with none that is.
+
+    Of files that cannot be read nothing is copied, and other findings report it.
+    """
+    lacking = [name for name in required if name not in copied]
+    if not copied or not lacking:
+        return []
+    index = manifest.index
+
+    def places(name: str) -> frozenset[tuple[Any, ...]]:
+        return frozenset((chunk.box, chunk.item, chunk.view) for chunk in manifest.chunks_of(index[name]))
+
+    copied_places = {places(name) for name in copied if name in index}
+    return [name for name in lacking if places(name) not in copied_places]
 
 
 def _subject_of(names: list[str]) -> str:

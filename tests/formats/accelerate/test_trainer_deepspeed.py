@@ -71,6 +71,52 @@ def test_a_copy_that_differs(values: Tensors, tmp_path: Path) -> None:
     assert codes(trainer(tmp_path / "c", values, more)).keys() == {"consolidated-differs", "unused-bytes"}
 
 
+def test_a_copy_of_half_of_the_model(values: Tensors, tmp_path: Path) -> None:
+    """The masters are the complete model all the same; who loads the copy would miss a tensor."""
+    copy = halves(values)
+    del copy["norm.weight"]
+    folder = trainer(tmp_path / "checkpoint-5", values, copy)
+    (finding,) = [f for f in validate(ckptcore.open(str(folder)), "bytes").findings if f.severity != "info"]
+    assert (finding.code, finding.severity, finding.file) == (
+        "consolidated-differs",
+        "warning",
+        "model.safetensors",
+    )
+    assert finding.message == "lp/norm.weight is in the ranks' files, but not in model.safetensors"
+    assert run(["export", str(folder), str(tmp_path / "out"), "--config", "none"]) == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == values.keys()
+
+
+def test_a_copy_in_two_files_of_which_one_is_missing(tmp_path: Path) -> None:
+    values = tensors({f"layers.{n}.up.weight": (4, 4) for n in range(4)})
+    names = sorted(values)
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    folder = trainer(tmp_path / "checkpoint-5", values, {n: halves(values)[n] for n in names[:2]}, first)
+    weight_map = {n: first if n in names[:2] else second for n in names}
+    index = {"metadata": {"total_size": 128}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = [f for f in ckptcore.open(str(folder)).findings if f.code == "consolidated-differs"]
+    assert [f.message for f in found] == [
+        f"lp/{names[2]} and 1 more are in the ranks' files, but not in {first}"
+    ]
+
+
+def test_a_tied_tensor_is_in_the_copy_once(tmp_path: Path) -> None:
+    """Which name is left out is the writer's choice, and frozen tensors are of no adapter."""
+    values = tensors({"embed.weight": (8, 6), "norm.weight": (6,)})
+    for name in ("embed.weight", "head.weight"):
+        copy = halves(values)
+        copy[name] = copy.pop("embed.weight")
+        folder = trainer(tmp_path / name, values, copy)
+        states = folder / "global_step5" / "mp_rank_00_model_states.pt"
+        module = {n: v.bfloat16() for n, v in values.items()}
+        module["head.weight"] = module["embed.weight"]
+        content = model_states(2, module=module, param_shapes=[shapes_of(values)])
+        content["shared_params"] = {"head.weight": "embed.weight"}
+        save(folder / "global_step5", {states.name: content})
+        assert codes(folder) == {}
+
+
 def test_a_missing_rank_stays_missing(values: Tensors, tmp_path: Path) -> None:
     """The copy has no masters, and takes no rank's place."""
     folder = trainer(tmp_path / "a", values, halves(values))
@@ -88,6 +134,8 @@ def test_an_adapter(tmp_path: Path) -> None:
     copy[LORA.format("A").replace(".default", "")] += 1
     save_file(copy, folder / "adapter_model.safetensors")
     assert codes(folder) == {"replica-mismatch": f"lp/{LORA.format('A')}"}
+    save_file({n: v for n, v in copy.items() if "lora_B" in n}, folder / "adapter_model.safetensors")
+    assert codes(folder) == {"consolidated-differs": None}
 
 
 def test_a_tracker_of_another_format_stays_a_question(values: Tensors, tmp_path: Path) -> None:
