@@ -14,7 +14,9 @@ _WORD = re.compile(
     r"(?:^|[^a-z])(?:global_?)?(?:step|iter|iteration|checkpoint|ckpt)[-_=]?(\d+)", re.IGNORECASE
 )
 _COMPOSER = re.compile(r"^ep\d+-ba(\d+)(?:[-.]|$)")
-_PLAIN = re.compile(r"^(?:epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
+_EPOCH = re.compile(r"^epoch[-_=]?(\d+)(?:[-_.].*)?$")
+# A suffix or a variant may follow, as in 300.pt and 300-bf16; 1_Pooling is a module of sentence-transformers.
+_PLAIN = re.compile(r"^[-_=]?(\d+)(?:[-.].*)?$")
 _STAGE = re.compile(r"pp(?:[-_]?(?:rank|stage))?[-_]?(\d{1,6})")
 _MOST = 1 << 62  # a name can have more digits than a database column
 
@@ -24,10 +26,11 @@ def step_of(name: str) -> int | None:
 
     >>> [step_of(n) for n in ("step-300", "iter_0000300", "epoch=1-step=300.ckpt", "300", "model")]
     [300, 300, 300, 300, None]
-    >>> step_of("ep0-ba300-rank0.pt")
-    300
+    >>> step_of("ep0-ba300-rank0.pt"), step_of("24_legacy"), step_of("300-bf16")
+    (300, None, 300)
     """
-    match = _WORD.search(name) or _COMPOSER.match(name) or _PLAIN.match(name)
+    patterns = (_COMPOSER, _EPOCH, _PLAIN)
+    match = _WORD.search(name) or next((m for pattern in patterns if (m := pattern.match(name))), None)
     # The length first: converting a long text of digits takes quadratic time.
     if not match or len(match[1]) > 19 or int(match[1]) > _MOST:
         return None

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import arange
 from torch import save as torch_save
 
+import ckptcore
+from ckptcore.checking.summary import summarize
 from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.operations.discover import discover
 from ckptcore.store.listing import survey
@@ -83,6 +85,22 @@ def test_a_loose_file_does_not_hide_checkpoints_beside_it(tmp_path, one):
     (run / "original").mkdir()
     torch_save({"w": arange(4)}, run / "original" / "consolidated.00.pth")
     assert paths(tmp_path / "runs") == ["llama"]
+
+
+@pytest.mark.parametrize("name", ["embedder", "24_legacy"])
+def test_modules_that_are_numbered_are_no_steps(tmp_path, name):
+    """A model of sentence-transformers has ``1_Pooling/``, and a user's ``24_legacy`` is no step, either."""
+    model = tmp_path / "runs" / name
+    for folder in (model, model / "2_Dense"):
+        folder.mkdir(parents=True)
+        save_file({"linear.weight": arange(4)}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text("{}")
+    (model / "modules.json").write_text("[]")
+    found = discover(str(tmp_path / "runs"))
+    assert [(c.path, c.step, c.format) for c in found] == [(name, None, "safetensors")]
+    assert summarize(ckptcore.open(str(model))).step is None
 
 
 def test_two_models_of_one_step_and_a_step_of_nothing_known(tmp_path, one):
