@@ -28,6 +28,7 @@ from ckptcore.catalog.query import PREFIX, loadable, part_of, require_kept, reso
 from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.types import Kind, State
 from ckptcore.errors import FINDINGS, Conflict, UsageError
+from ckptcore.utils.near_names import did_you_mean
 from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
@@ -270,7 +271,9 @@ def get(conn: Connection, name: str) -> AliasRow:
     """Return an alias. Raises `UsageError` if it does not exist."""
     row = perhaps(conn, name)
     if row is None:
-        raise UsageError(f"there is no alias {name}", hint="`ckptcore catalog alias list` lists all aliases")
+        names = conn.execute(select(Alias.name)).scalars()
+        otherwise = "`ckptcore catalog alias list` lists all aliases"
+        raise UsageError(f"there is no alias {name}", hint=did_you_mean(name, names, otherwise))
     return row
 
 

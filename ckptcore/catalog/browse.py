@@ -39,6 +39,7 @@ from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
 from ckptcore.errors import UsageError
+from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -375,5 +376,8 @@ def _checked(limit: int) -> int:
 def _one_of(kind: type[Kind | State | Outcome], value: str) -> str:
     names = [member.value for member in kind]
     if value not in names:
-        raise UsageError(f"the value must be one of {', '.join(names)} (got {value!r})")
+        raise UsageError(
+            f"{kind.__name__.lower()} must be one of {', '.join(names)} (got {value!r})",
+            hint=did_you_mean(value, names, "choose one of them"),
+        )
     return value

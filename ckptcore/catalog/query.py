@@ -38,6 +38,7 @@ from ckptcore.catalog.types import (
     TensorRow,
 )
 from ckptcore.errors import Conflict, Finding, UsageError
+from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -213,7 +214,9 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
     if row is None:
         raise UsageError(
             f"the catalog has no checkpoint or conversion {ref}",
-            hint="`ckptcore catalog list` shows ids and URIs",
+            hint=did_you_mean(
+                ref, conn.execute(select(Alias.name)).scalars(), "`ckptcore catalog list` shows ids and URIs"
+            ),
         )
     return Checkpoint, row.id
 
@@ -433,5 +436,8 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 def _member_value(kind: type[Kind | State | Outcome], value: str) -> str:
     names = [member.value for member in kind]
     if value not in names:
-        raise UsageError(f"the value must be one of {', '.join(names)} (got {value!r})")
+        raise UsageError(
+            f"{kind.__name__.lower()} must be one of {', '.join(names)} (got {value!r})",
+            hint=did_you_mean(value, names, "choose one of them"),
+        )
     return value

@@ -35,6 +35,7 @@ _PATIENCE = 4.0 * CONNECT_S  # for a server that has just answered; a URL may na
 MEMORY = 256 << 20  # bytes that SQLite may use for one statement, beside the answer
 _MOST_ROWS = 1 << 31
 _LONGEST_S = 24 * 3600.0
+_NO_COLUMN = re.compile(r'no such column: (?:\w+\.)?(\w+)|column "?(?:\w+\.)?(\w+)"? does not exist')
 _NO_TABLE = re.compile(r'no such table: (\S+)|relation "([^"]+)" does not exist')
 
 
@@ -169,6 +170,7 @@ def _refusal(message: str) -> UsageError:
     return UsageError(
         f"the database refused the statement: {message.strip()}",
         hint=_near_tables(message)
+        or _near_columns(message)
         or "use a single SELECT; changes are not possible here. --explain shows the plan",
     )
 
@@ -180,6 +182,16 @@ def _near_tables(message: str) -> str:
         return ""
     tables = [*VIEWS, *Base.metadata.tables]
     return did_you_mean((match[1] or match[2])[:100], tables, f"views: {', '.join(VIEWS)}")
+
+
+def _near_columns(message: str) -> str:
+    """Return the hint for a column that does not exist: near ones of any table, or how to list them."""
+    match = _NO_COLUMN.search(message)
+    if match is None:
+        return ""
+    columns = [column.name for table in Base.metadata.tables.values() for column in table.columns]
+    otherwise = "`ckptcore catalog sql 'SELECT * FROM VIEW LIMIT 1'` shows the columns of a view"
+    return did_you_mean((match[1] or match[2])[:100], columns, otherwise)
 
 
 def _as_json(value: Any) -> Any:

@@ -17,6 +17,7 @@ from ckptcore.catalog.normalize import clean, clean_json, normal_uri, storable
 from ckptcore.catalog.row_values import parsed, sound
 from ckptcore.errors import UsageError
 from ckptcore.utils.merged_url import is_merged
+from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -132,9 +133,9 @@ def get(conn: Connection, name: str) -> RootRow:
     """Return the watched root with this name. Raises `UsageError` if it does not exist."""
     rows = _root_rows(conn, name)
     if not rows:
-        raise UsageError(
-            f"there is no watched root {name}", hint="`ckptcore catalog root list` lists all watched roots"
-        )
+        names = conn.execute(select(WatchedRoot.name)).scalars()
+        otherwise = "`ckptcore catalog root list` lists all watched roots"
+        raise UsageError(f"there is no watched root {name}", hint=did_you_mean(name, names, otherwise))
     return rows[0]
 
 

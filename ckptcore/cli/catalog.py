@@ -206,7 +206,7 @@ def meta(
     """
     from ckptcore.catalog.training import facts_of_pairs, unnamed_metrics
 
-    facts = facts_of_pairs(pairs, "KEY=VALUE")
+    facts = facts_of_pairs(pairs, "a fact")
     for name in unnamed_metrics(facts):
         terminal.line(f"note: {name} is recorded as a fact; a metric is metrics.{name}=VALUE", err=True)
     with opened(catalog) as catalog_db:

@@ -111,14 +111,18 @@ def run(argv: list[str]) -> int:
         exit_code: Any = program(*argv[:2])(args=argv, prog_name="ckptcore", standalone_mode=False)
         return exit_code if isinstance(exit_code, int) else 0
     except CkptError as error:
+        error.hint = error.hint.replace("`ckptcore COMMAND ", f"`{_command_of(argv)} ")
         _error(error, as_json=as_json)
         return error.exit_code
     except typer.Exit as error:
         return error.exit_code
     except typer.TyperException as error:
-        message = _of_missing_destination(error, argv) or error.format_message()
-        if message:  # without any argument the help has been printed, which is enough
-            _error(UsageError(message, hint=_usage_hint(error)), as_json=as_json)
+        # A group without a command: the message is its help. By name, as typer does it: the class is private.
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message(), err=True)
+            return UsageError.exit_code
+        message = _of_missing_destination(error, argv) or _text_of(error)
+        _error(UsageError(message, hint=f"see `{_called(error, argv)} --help`"), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         _error(Interrupted("stopped by the user"), as_json=as_json)
@@ -155,15 +159,42 @@ def _name_of(command: typer.models.CommandInfo) -> str:
 def _of_missing_destination(error: Exception, argv: list[str]) -> str:
     """Return the message where one place was given: it is read as the destination, and is the source."""
     missing = getattr(getattr(error, "param", None), "name", None)
-    positional = [argument for argument in argv[1:] if not argument.startswith("-")]
-    if missing != "src" or not positional:
-        return ""
+    positional = [argument for argument in argv[1:] if argument and not argument.startswith("-")]
     context = getattr(error, "ctx", None)
     arguments = [p for p in context.command.params if p.param_type_name == "argument"] if context else []
-    destination = arguments[-1].metavar if len(arguments) > 1 else None
-    return f"Missing argument '{destination or 'DST'}': where to write."
+    if missing != "src" or not positional or len(arguments) < 2:
+        return ""
+    return f"Missing argument '{arguments[-1].metavar or 'DST'}': where to write."
 
 
-def _usage_hint(error: Exception) -> str:
+def _text_of(error: typer.TyperException) -> str:
+    """Return the message of an error of arguments, without the terms of the library that checks values."""
+    return error.format_message().replace("Value error, ", "").replace("Input should be", "must be")
+
+
+def _command_of(argv: list[str]) -> str:
+    """Return the command that is called, such as ``ckptcore catalog list``.
+
+    >>> _command_of(["catalog", "root", "add", "llama"]), _command_of(["--help"])
+    ('ckptcore catalog root add', 'ckptcore')
+    """
+    if not argv or argv[0] not in COMMANDS:
+        return "ckptcore"
+    module, member = COMMANDS[argv[0]]
+    node, names = getattr(import_module(f"ckptcore.cli.{module}"), member), ["ckptcore", argv[0]]
+    for name in argv[1:]:
+        if not isinstance(node, typer.Typer):
+            break
+        below = {g.name: g.typer_instance for g in node.registered_groups}
+        below |= {_name_of(command): None for command in node.registered_commands}
+        if name not in below:
+            break
+        node = below[name]
+        names.append(name)
+    return " ".join(names)
+
+
+def _called(error: Exception, argv: list[str]) -> str:
+    """Return the command that an error of arguments is about."""
     context = getattr(error, "ctx", None)
-    return f"see `{context.command_path} --help`" if context is not None else "see `ckptcore --help`"
+    return context.command_path if context is not None else _command_of(argv)

@@ -303,7 +303,10 @@ def _require_object(config: HubFolder, url: str) -> None:
             hint="try the folder that has it, or the file",
         )
     if config.json(CONFIG) is None:
-        raise UsageError(f"--config {url}: config.json is not a JSON object")
+        raise UsageError(
+            f"cannot read --config {url}: it is not a JSON object",
+            hint="try the folder that has config.json, or that file",
+        )
 
 
 def _found_finding(label: str, folder: HubFolder) -> Finding:

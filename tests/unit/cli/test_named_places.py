@@ -47,6 +47,18 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
         (["catalog", "sql", "SELECT * FROM latest_exprots"], 2, "did you mean latest_exports"),
         (["catalog", "sql", "SELECT * FROM x"], 2, "views: latest_outputs, latest_exports"),
         (["catalog", "resolve", "nobody"], 2, "the catalog has no checkpoint nobody"),
+        (["inspect", ""], 2, "'SRC...': must not be empty"),
+        (["catalog", "list", "--state", "presnt"], 2, "did you mean present?"),
+        (["catalog", "list", "--state", "x"], 2, "state must be one of present,"),
+        (["catalog", "meta", "runs/step-20", "x"], 2, "a fact must have the form KEY=VALUE (got 'x')"),
+        (["catalog", "sql", "SELECT ur FROM latest_exports"], 2, "did you mean uri?"),
+        (["catalog", "sql", "SELECT c.zzzz FROM checkpoint c"], 2, "FROM VIEW LIMIT 1' shows the columns"),
+        (["export", "runs/step-20", "x", "--rename", "a"], 2, "next: `ckptcore export --help` lists"),
+        (["retire", "runs", "--keep-last", "0"], 2, "next: `ckptcore retire --help` lists"),
+        (["catalog", "root", "add", "a", "b", "--verb"], 2, "next: see `ckptcore catalog root add --help`"),
+        (["export", "runs/step-20", "x", "--config", "catalog.sqlite"], 2, "the folder that has config.json"),
+        (["validate", "runs/step-20", "--output", "yaml"], 2, "'--output': 'yaml' is not one of"),
+        (["validate", "runs/step-20", "--workers", "0"], 2, "'--workers': must be greater than"),
     ],
 )
 def test_the_next_step(
@@ -55,6 +67,28 @@ def test_the_next_step(
     ended, _, err = printed(capsys, *argv)
     assert message in err
     assert ended == code
+
+
+@pytest.mark.parametrize("argv", [[], ["catalog"], ["catalog", "root"]])
+def test_a_group_without_a_command_shows_its_help(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = printed(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Usage: {' '.join(['ckptcore', *argv])} ")
+
+
+def test_names_near_those_of_the_catalog(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["catalog", "alias", "set", "llama/prod", str(step), "--force"]) == 0
+    assert run(["catalog", "root", "add", "llama", "runs"]) == 0
+    for argv, near in (
+        (["catalog", "show", "llama/pord"], "llama/prod"),
+        (["catalog", "alias", "remove", "llama/pord"], "llama/prod"),
+        (["catalog", "root", "show", "lama"], "llama"),
+        (["catalog", "root", "remove", "lama"], "llama"),
+    ):
+        code, _, err = printed(capsys, *argv)
+        assert (code, err.splitlines()[-1].strip()) == (2, f"next: did you mean {near}?"), argv
 
 
 def test_a_mistyped_option_is_no_conversion(step: Path) -> None:
