@@ -52,7 +52,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
         (["catalog", "list", "--state", "x"], 2, "state must be one of present,"),
         (["catalog", "meta", "runs/step-20", "x"], 2, "a fact must have the form KEY=VALUE (got 'x')"),
         (["catalog", "sql", "SELECT ur FROM latest_exports"], 2, "did you mean uri?"),
-        (["catalog", "sql", "SELECT c.zzzz FROM checkpoint c"], 2, "FROM VIEW LIMIT 1' shows the columns"),
+        (["catalog", "sql", "SELECT c.zzzz FROM checkpoint c"], 2, "FROM VIEW LIMIT 1'` shows the columns"),
         (["export", "runs/step-20", "x", "--rename", "a"], 2, "next: `ckptcore export --help` lists"),
         (["retire", "runs", "--keep-last", "0"], 2, "next: `ckptcore retire --help` lists"),
         (["catalog", "root", "add", "a", "b", "--verb"], 2, "next: see `ckptcore catalog root add --help`"),
