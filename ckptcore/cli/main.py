@@ -119,7 +119,8 @@ def run(argv: list[str]) -> int:
     except typer.TyperException as error:
         # A group without a command: the message is its help. By name, as typer does it: the class is private.
         if type(error).__name__ == "NoArgsIsHelpError":
-            typer.echo(error.format_message(), err=True)
+            # The text of our own help: no line of it is another's.
+            terminal.block(error.format_message(), err=True, indent="")
             return UsageError.exit_code
         message = _of_missing_destination(error, argv) or _text_of(error)
         _error(UsageError(message, hint=f"see `{_called(error, argv)} --help`"), as_json=as_json)
