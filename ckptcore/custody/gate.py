@@ -3,7 +3,7 @@
 1. The obligations are those of the catalog, and those in records beside the place, in it and around it.
 2. The place is looked through: every checkpoint that opens there, and its contents. What cannot be read
    counts as everything that an obligation counts on there, that was recorded there, and that its sources had;
-   and as each copy under an obligation that is not where it was: somebody may have moved it here.
+   and as each copy under an obligation that is not where it was: a user may have moved it here.
 3. Contents under an obligation must be proven elsewhere: read now, in files that are not those of the place,
    where no conversion writes. Everything else is named by ``--overwrite``.
 

@@ -22,7 +22,10 @@ from ckptcore.formats.huggingface.consolidated_files import with_consolidated_fo
 
 COPIES = ("safetensors", "hf_quantized")  # formats of the Trainer's own file
 _16_BIT, _MASTERS, _STATE = "lp/", "module.", "optimizer.state."  # of DeepSpeed's names
+# PEFT leaves out the adapter's name, and with it the wrapper of a module that is trained beside adapters
+# (peft/utils/save_and_load.py, `get_peft_model_state_dict`).
 _ADAPTER = re.compile(r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?=\.|$)")
+_WRAPPER = re.compile(r"\.modules_to_save\.default(?=\.)")
 
 
 def with_copy(folder: str, source: Source) -> Format | None:
@@ -37,12 +40,14 @@ def _read(source: Source, /, *, folder: str) -> Manifest:
     """Read the manifest of DeepSpeed's save, with the tensors of the Trainer's file as copies."""
     save = read(source.below(folder))
     names = {t.fqn for t in save.tensors}
+    wrapped = {_WRAPPER.sub("", name): name for name in names if _WRAPPER.search(name)}
 
     def name_of(name: str) -> str:
-        for inner in (name, _ADAPTER.sub(r".\1.default", name)):  # PEFT leaves out the adapter's name
+        for inner in (name, _ADAPTER.sub(r".\1.default", name)):
             for start in (_16_BIT, _MASTERS):
-                if start + inner in names:
-                    return start + inner
+                stored = wrapped.get(start + inner, start + inner)
+                if stored in names:
+                    return stored
         return _MASTERS + name
 
     joined = join(save.format, source.store.url, [Part(save, folder)], save.origin)

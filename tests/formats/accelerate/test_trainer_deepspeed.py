@@ -15,6 +15,7 @@ from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import AmbiguousModel
 
+SCORE = "base_model.model.score"
 LORA = "base_model.model.layers.0.q_proj.lora_{}.default.weight"
 
 
@@ -136,6 +137,18 @@ def test_an_adapter(tmp_path: Path) -> None:
     assert codes(folder) == {"replica-mismatch": f"lp/{LORA.format('A')}"}
     save_file({n: v for n, v in copy.items() if "lora_B" in n}, folder / "adapter_model.safetensors")
     assert codes(folder) == {"consolidated-differs": None}
+
+
+def test_an_adapter_with_a_module_that_is_trained(tmp_path: Path) -> None:
+    """PEFT leaves the wrapper of such a module out of the names of its file."""
+    values = tensors({LORA.format("A"): (2, 6), f"{SCORE}.modules_to_save.default.weight": (3, 6)})
+    copy = {LORA.format("A").replace(".default", ""): values[LORA.format("A")].bfloat16()}
+    copy[f"{SCORE}.weight"] = values[f"{SCORE}.modules_to_save.default.weight"].bfloat16()
+    folder = trainer(tmp_path / "a", values, copy, "adapter_model.safetensors")
+    assert codes(folder) == {}
+    copy[f"{SCORE}.weight"] += 1
+    save_file(copy, folder / "adapter_model.safetensors")
+    assert codes(folder) == {"replica-mismatch": f"lp/{SCORE}.modules_to_save.default.weight"}
 
 
 def test_a_tracker_of_another_format_stays_a_question(values: Tensors, tmp_path: Path) -> None:
