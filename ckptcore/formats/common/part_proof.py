@@ -136,7 +136,9 @@ def unless_complete(source: Source, path: str, names: Collection[str]) -> list[F
     part = part_name(path)
     # Where the name states a number, what proves it has proven the ends; one part of one proves nothing.
     if (part is None or (part.is_run and part.count == 1)) and layers.are_several:
-        configs = {name: evidence_beside(source, name) for name in (PARAMS, "config.json")}
+        # Meta, Mistral and torchtune have no module around the layers; for others it is a request in vain.
+        is_meta = any(name.startswith("layers.") for name in names)
+        configs = {name: evidence_beside(source, name) for name in (*((PARAMS,) * is_meta), "config.json")}
         for name, config in configs.items():
             if (layer := layers.stated_beyond(config)) is not None:
                 code = "missing-part" if source.recover else "unproven-parts"
