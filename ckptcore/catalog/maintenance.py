@@ -358,12 +358,16 @@ def destinations(conn: Connection) -> dict[str, str]:
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
-    """Return the URIs of other existing checkpoints with files inside this one's folder."""
+    """Return the URIs of other existing checkpoints with files inside this one's folder.
+
+    A merged one that is incomplete is none: whoever names one place too many has it recorded.
+    """
     top = uri.rstrip("/") + "/"
     # Merged sources have their folders inside of their URL: the database cannot compare those.
-    below, merged = _below(conn, uri), _below(conn, "merged:")
+    merged = and_(_below(conn, "merged:"), Checkpoint.state != State.INCOMPLETE.value)
+    is_inside = or_(_below(conn, uri), merged)
     rows = conn.execute(
-        select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
+        select(Checkpoint.uri).where(is_inside, Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
     )
     return tuple(
         place
@@ -373,9 +377,10 @@ def inside(conn: Connection, uri: str) -> tuple[str, ...]:
     )
 
 
-def existing(conn: Connection) -> tuple[str, ...]:
-    """Return the URIs of all checkpoints that should exist."""
-    query = select(Checkpoint.uri).where(Checkpoint.state.in_(_ALIVE))
+def existing(conn: Connection, *, incomplete: bool = True) -> tuple[str, ...]:
+    """Return the URIs of all checkpoints that should exist. incomplete: also of incomplete saves."""
+    states = [state for state in _ALIVE if incomplete or state != State.INCOMPLETE.value]
+    query = select(Checkpoint.uri).where(Checkpoint.state.in_(states))
     return tuple(conn.execute(query.distinct().order_by(Checkpoint.uri)).scalars())
 
 

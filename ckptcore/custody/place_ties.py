@@ -53,14 +53,16 @@ def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> d
 def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
     """Return the URIs of other existing checkpoints with files inside a folder, whatever its name.
 
-    A merged checkpoint has files in the folders around its parts, too: its part may be this folder.
+    A merged checkpoint has files in the folders around its parts, too: its part may be this folder. An
+    incomplete one is none: whoever names one place too many has it recorded.
     """
     inside_by_name = maintenance.inside(conn, uri)
     # The catalog's own spelling first: resolving every other name reads file systems.
     if inside_by_name:
         return inside_by_name
     existing = maintenance.existing(conn)
-    merged = Spellings(place for place in existing if is_merged(place)).of(uri)
+    complete = maintenance.existing(conn, incomplete=False)
+    merged = Spellings(place for place in complete if is_merged(place)).of(uri)
     # One that is at the place itself, under another name, is no other one.
     return tuple(dict.fromkeys((*Spellings(existing).inside(uri), *merged)))
 

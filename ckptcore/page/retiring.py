@@ -37,7 +37,7 @@ class RetirePart:
     @property
     def count(self) -> int:
         """The number of sources that would be deleted."""
-        return sum(item.fate is Fate.LET_GO for item in self.items)
+        return sum(item.fate is Fate.TO_RETIRE for item in self.items)
 
     @property
     def freed(self) -> int:
@@ -47,7 +47,7 @@ class RetirePart:
     @property
     def given_up(self) -> dict[str, dict[str, int]]:
         """Kind -> names and bytes that would be lost, as it is allowed."""
-        return totals(loss for item in self.items if item.fate is Fate.LET_GO for loss in item.given_up)
+        return totals(loss for item in self.items if item.fate is Fate.TO_RETIRE for loss in item.given_up)
 
 
 @dataclass

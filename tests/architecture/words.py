@@ -67,13 +67,9 @@ BINDINGS = {
 PRODUCT = ("ckptcore", "tasks", "flows", "deployments")
 # (file, what is written there) -> why it stays.
 _PLUGINS = "a name of the format API: plug-ins use it"
-_STORED = "a stored value"
 ALLOWED = {
     ("ckptcore/formats/base.py", "whole"): _PLUGINS,
     ("ckptcore/planning/compose.py", "whole"): _PLUGINS,
-    ("ckptcore/operations/retention/retire.py", "let go"): _STORED,
-    ("tests/integration/flows/test_operations_flows.py", "let go"): _STORED,
-    ("tests/integration/operations/test_retire.py", "let go"): _STORED,
 }
 
 

@@ -58,17 +58,18 @@ OfRoot = Callable[[roots.RootRow], Rules]
 class Fate(StrEnum):
     """What happens to a source.
 
-    kept: by the policy, or by a user. unsafe: no child provably replaces it. retired: it is set aside.
+    kept: by the policy, or by a user. unsafe: no child provably replaces it. to retire: it would be set
+    aside. retired: it is. deleted: it was purged at once.
     """
 
     KEPT = "kept"
     UNSAFE = "unsafe"
-    LET_GO = "let go"
+    TO_RETIRE = "to retire"
     RETIRED = "retired"
     DELETED = "deleted"
 
 
-_GOES = (Fate.LET_GO, Fate.RETIRED, Fate.DELETED)
+_GOES = (Fate.TO_RETIRE, Fate.RETIRED, Fate.DELETED)
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def retire(
             verify_settings=verify_settings,
         ):
             item = replace(item, files=_listed_bytes(item))
-            if yes and item.fate is Fate.LET_GO:
+            if yes and item.fate is Fate.TO_RETIRE:
                 item = carry_out(catalog, item, reading, grace)
             items.append(item)
             if on_retired is not None:
@@ -384,7 +385,7 @@ def _planned(
         return RetireDecision(row, Fate.KEPT, (inside,), replacement)
     replaced_text = "its model part" if replacement.proof == retirements.PART else "it"
     why = (*verdict.why, f"{replacement.child.uri} replaces {replaced_text}")
-    return RetireDecision(row, Fate.LET_GO, why, replacement)
+    return RetireDecision(row, Fate.TO_RETIRE, why, replacement)
 
 
 def carry_out(

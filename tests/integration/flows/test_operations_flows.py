@@ -54,7 +54,7 @@ def test_retire_deletes_only_with_yes(steps: list[Path], catalog: str) -> None:
     loss = ["*"]
     state = retire(keep_last=1, accept_loss=loss, catalog=catalog, return_state=True)
     assert state.is_completed(), state.message
-    assert state.message.startswith("1 kept, 1 let go")
+    assert state.message.startswith("1 kept, 1 to retire")
     assert steps[0].exists()
     given = {"keep_last": 1, "accept_loss": loss, "catalog": catalog, "return_state": True}
     state = retire(yes=True, grace="1s", **given)

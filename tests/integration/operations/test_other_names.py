@@ -13,7 +13,7 @@ from retiring import delete_now as retire
 from ckptcore.catalog import aliases, claims, holds
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.errors import DestinationExists, UsageError
+from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations.retention.policy import Policy
 from ckptcore.operations.retention.replacement import Allowed
 from ckptcore.planning.request import Request, Settings
@@ -259,3 +259,19 @@ def test_the_only_copy_is_not_replaced_where_a_link_with_its_name_leads_to_it(
     with pytest.raises(DestinationExists, match="only proven copy"):
         converted(url, runs / "llama/step-2", step, overwrite=True)
     assert (step / "model.safetensors").read_bytes() == before
+
+
+def test_a_command_with_one_place_too_many_keeps_no_source(catalog, url, runs, watch, tmp_path):
+    """It fails, and what it read together is recorded as an incomplete checkpoint around the step."""
+    watch()
+    for number in (1, 2):
+        save(runs / f"llama/step-{number}", number)
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    step, other = runs / "llama/step-1", tmp_path / "other"  # which is not there
+    together = f"merged://[{','.join(sorted(map(str, (step, other))))}]"
+    with pytest.raises(CkptError) as refused:
+        converted(url, together, tmp_path / "out/both")
+    assert refused.value.code == "not-complete"
+    assert catalog.at(together)[0].state == "incomplete"
+    items = retire(catalog, Policy(1), yes=True, verify_settings=MEANS, fingerprint_settings=MEANS).items
+    assert {item.source.uri: item.fate.value for item in items}[str(step)] == "deleted"

@@ -63,7 +63,7 @@ def fates(found):
 
 
 def test_nothing_is_deleted_by_default(made, retired):
-    assert fates(retired(yes=False)) == {1: "let go", 2: "let go", 3: "kept"}
+    assert fates(retired(yes=False)) == {1: "to retire", 2: "to retire", 3: "kept"}
     assert all(source.exists() for source in made.values())
 
 
@@ -410,7 +410,7 @@ def test_the_command_line(made, url, capsys):
     assert run(["retire", "--keep-last", "1", "--catalog", url]) == 0
     text = capsys.readouterr().out
     assert "no source was changed, --yes sets them aside" in text
-    assert "1 kept, 2 let go" in text
+    assert "1 kept, 2 to retire" in text
     assert made[1].exists()
     assert (
         run(

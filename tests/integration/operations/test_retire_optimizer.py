@@ -98,7 +98,7 @@ def test_the_model_part_is_proven_and_the_rest_given_up_by_name(steps, catalog, 
     )
     before, own = size(steps.runs), size(steps.source)
     planned = steps.retire(yes=False, fingerprint_settings=take)
-    assert planned.fate is Fate.LET_GO, planned.why
+    assert planned.fate is Fate.TO_RETIRE, planned.why
     assert (planned.freed, steps.answer.before, size(steps.runs)) == (own, before, before)
     found = steps.deletes(fingerprint_settings=take)
     assert (steps.answer.before, steps.answer.freed) == (before, own)
