@@ -49,7 +49,8 @@ def _contents(state: Mapping[str, Any]) -> Contents:
     }
 
 
-def _dcp(files: Tree) -> Contents:
+def _dcp(files: Tree, *, in_part: bool = False) -> Contents:
+    """Return what a folder holds. in_part: without what cannot be read; else that is raised."""
     metadata = pickle.loads(files[".metadata"])
     state: dict[str, Any] = {}
     filled: dict[str, int] = {}
@@ -57,7 +58,12 @@ def _dcp(files: Tree) -> Contents:
         data = files[info.relative_path][info.offset : info.offset + info.length]
         if len(data) != info.length:
             raise Torn(info.relative_path)
-        value = torch.load(io.BytesIO(data), weights_only=False)
+        try:
+            value = torch.load(io.BytesIO(data), weights_only=False)
+        except Exception:  # whatever a damaged file makes of a reader
+            if in_part:
+                continue
+            raise
         known = metadata.state_dict_metadata[index.fqn]
         if not hasattr(known, "size"):
             state[index.fqn] = value.getvalue() if isinstance(value, io.BytesIO) else value
@@ -68,7 +74,9 @@ def _dcp(files: Tree) -> Contents:
         filled[index.fqn] = filled.get(index.fqn, 0) + value.numel()
     for name, known in metadata.state_dict_metadata.items():
         if name not in state or (hasattr(known, "size") and filled[name] != known.size.numel()):
-            raise Torn(name)
+            if not in_part:
+                raise Torn(name)
+            state.pop(name, None)
     return _contents(state)
 
 
@@ -111,6 +119,14 @@ def read_place(files: Tree) -> Contents | None:
         except Exception:  # whatever a damaged file makes of a reader
             _CACHE[key] = None
     return None if _CACHE[key] is None else dict(_CACHE[key] or {})
+
+
+def read_parts(files: Tree) -> Contents:
+    """Return what can be read of a folder that is torn, item by item."""
+    try:
+        return _dcp(files, in_part=True)
+    except Exception:  # whatever a damaged file makes of a reader, and other formats
+        return {}
 
 
 def _read(files: Tree) -> Contents:

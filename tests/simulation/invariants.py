@@ -433,7 +433,10 @@ class Check:
         if missing:
             raise Broken(f"lost: {sorted(missing)}")
         run.owed -= lost  # a catalog that knew was lost, and there is no record
-        seen, sure = ids_in_sight(tree), vouched(tree) | self._ids_between(there)
+        seen, sure = (
+            ids_in_sight(tree, rotten=run.rotten),
+            vouched(tree, rotten=run.rotten) | self._ids_between(there),
+        )
         unseen = {each for each in run.owed - run.unseen if each[2] not in seen}
         if unseen:
             raise Broken(f"in sight of nobody: {sorted(unseen)}")

@@ -222,7 +222,7 @@ class Run:
         tree = self.disk.tree()
         there, ids = all_in(tree), ids_in(tree)
         self.owed = {each for each in self.owed if each[2] in ids}
-        seen, sure = ids_in_sight(tree), vouched(tree)
+        seen, sure = ids_in_sight(tree, rotten=self.rotten), vouched(tree, rotten=self.rotten)
         self.unseen = {each for each in self.owed if each[2] not in seen}
         self.unvouched = {each for each in self.owed if each[2] not in sure}
         self.on_hold = {p: c for p, c in self.on_hold.items() if is_kept(p, c, there)}

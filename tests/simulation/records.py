@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from custody_model import HOME, Contents, Tree, is_hidden, logical, read_place
+from custody_model import HOME, Contents, Tree, is_hidden, logical, read_parts, read_place
 from custody_model import places as places_in
 
 OBLIGATION = re.compile(r"\.(?P<name>[^/]+)\.obligations\.ckptcore/(?P<id>[^/.][^/]*)\.json")
@@ -40,25 +40,34 @@ def obligations(tree: Tree) -> list[Beside]:
     return found
 
 
-def vouched(tree: Tree) -> set[str]:
-    """Return the content ids that a record is beside, and what sources hold at their places."""
-    there = all_in(tree)
+def vouched(tree: Tree, *, rotten: bool) -> set[str]:
+    """Return the content ids that a record is beside, and what sources hold at their places.
+
+    rotten: as of `ids_in_sight`.
+    """
+    there = _read_in(tree, rotten=rotten)
     places = {one.place for one in obligations(tree) if one.source}
     places |= {place for place in there if place.startswith("runs/") and not is_hidden(place)}
-    return {each for place in places for each in (there.get(place) or {}).values()}
+    return {each for place in places for each in there.get(place, {}).values()}
 
 
-def ids_in_sight(tree: Tree) -> set[str]:
-    """Return the content ids that are held by more than what conversions have set aside."""
+def ids_in_sight(tree: Tree, *, rotten: bool) -> set[str]:
+    """Return the content ids that are held by more than what conversions have set aside.
+
+    rotten: what is torn is read item by item, as the product reads it.
+    """
     asides = tuple(
         f"{home}/" for home, record in homes(tree).items() if record and record.get("why") == "replaced"
     )
-    return {
-        each
-        for place, contents in all_in(tree).items()
-        for each in (contents or {}).values()
-        if not place.startswith(asides)
-    }
+    read = _read_in(tree, rotten=rotten).items()
+    return {each for place, held in read for each in held.values() if not place.startswith(asides)}
+
+
+def _read_in(tree: Tree, *, rotten: bool) -> dict[str, Contents]:
+    """Return what can be read at each place. rotten: also item by item."""
+    files, there = places_in(tree), all_in(tree).items()
+    parts = {place: read_parts(files[place]) for place, held in there if held is None and rotten}
+    return {place: parts.get(place, held or {}) for place, held in there}
 
 
 def is_kept(place: str, contents: Contents, there: Mapping[str, Contents | None]) -> bool:
