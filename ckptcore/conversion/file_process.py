@@ -7,6 +7,7 @@ no other run begins while one of them may still write.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from ckptcore.conversion.staging.open_staging import staging_of_plan
 from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import Staging
 from ckptcore.core.file_sums import FileSums
+from ckptcore.errors import CkptError
 from ckptcore.execution.execute import write_files
 from ckptcore.execution.plan_run import Elsewhere
 from ckptcore.execution.receipts import Receipt
@@ -22,6 +24,7 @@ from ckptcore.planning.plan import Plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import RecordProgress, Records
 from ckptcore.store import open_source_store
+from ckptcore.utils.isolation import attempt
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, ProgressMeter
 
@@ -76,9 +79,16 @@ def elsewhere(
         setup = _Setup(staging.plan_uri, settings.share(some), sums is not None)
         jobs = batches(indices, [sizes[index] for index in indices], some)
         assert staging.lock_fd is not None  # it was there
-        with ProcessPool(__name__, [setup] * some, fds=[staging.lock_fd]) as pool:
-            written = [receipt for answer in pool.run(jobs, meter.add) for receipt in answer]
-            reports: list[_Report] = pool.finish()
+        try:
+            with ProcessPool(__name__, [setup] * some, fds=[staging.lock_fd]) as pool:
+                written = [receipt for answer in pool.run(jobs, meter.add) for receipt in answer]
+                reports: list[_Report] = pool.finish()
+        except BaseException:
+            # A worker that is slow to end is killed before it has discarded what it had begun.
+            swept = attempt(staging.sweep_parts)
+            if isinstance(swept, CkptError):
+                logging.getLogger("ckptcore").warning("unfinished files stay: %s", swept.message)
+            raise
         records.join([report.records for report in reports])
         for report in reports:
             if sums is not None and report.sums is not None:
