@@ -29,6 +29,7 @@ from ckptcore.catalog.query import (
     conversion_row,
     file_row,
     loadable,
+    member_value,
     part_of,
     resolve_checkpoint,
     sum_of,
@@ -39,7 +40,6 @@ from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
 from ckptcore.errors import UsageError
-from ckptcore.utils.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -172,9 +172,9 @@ def checkpoints(
     """Return checkpoints of all runs, newest first. before: the cursor of the page before."""
     query = checkpoint_rows().order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc())
     if kind:
-        query = query.where(Checkpoint.kind == _one_of(Kind, kind))
+        query = query.where(Checkpoint.kind == member_value(Kind, kind))
     if state:
-        query = query.where(Checkpoint.state == _one_of(State, state))
+        query = query.where(Checkpoint.state == member_value(State, state))
     if before:
         query = query.where(_behind(conn, Checkpoint.created_at, Checkpoint.id, before))
     rows = conn.execute(query.limit(_checked(limit) + 1)).all()
@@ -216,7 +216,7 @@ def conversions(
     """Return conversions, newest first, also failed and running ones."""
     query = select(Conversion).order_by(Conversion.started_at.desc(), Conversion.id.desc())
     if state:
-        query = query.where(Conversion.state == _one_of(Outcome, state))
+        query = query.where(Conversion.state == member_value(Outcome, state))
     if before:
         query = query.where(_behind(conn, Conversion.started_at, Conversion.id, before))
     rows = conn.execute(query.limit(_checked(limit) + 1)).all()
@@ -371,13 +371,3 @@ def _checked(limit: int) -> int:
     if not 1 <= limit <= MOST:
         raise UsageError(f"the limit must be from 1 to {MOST} (got {limit})")
     return limit
-
-
-def _one_of(kind: type[Kind | State | Outcome], value: str) -> str:
-    names = [member.value for member in kind]
-    if value not in names:
-        raise UsageError(
-            f"{kind.__name__.lower()} must be one of {', '.join(names)} (got {value!r})",
-            hint=did_you_mean(value, names, "choose one of them"),
-        )
-    return value

@@ -358,16 +358,12 @@ def destinations(conn: Connection) -> dict[str, str]:
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
-    """Return the URIs of other existing checkpoints with files inside this one's folder.
-
-    A merged one that is incomplete is none: whoever names one place too many has it recorded.
-    """
+    """Return the URIs of other existing checkpoints with files inside this one's folder."""
     top = uri.rstrip("/") + "/"
     # Merged sources have their folders inside of their URL: the database cannot compare those.
-    merged = and_(_below(conn, "merged:"), Checkpoint.state != State.INCOMPLETE.value)
-    is_inside = or_(_below(conn, uri), merged)
+    below, merged = _below(conn, uri), _below(conn, "merged:")
     rows = conn.execute(
-        select(Checkpoint.uri).where(is_inside, Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
+        select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
     )
     return tuple(
         place
@@ -377,11 +373,16 @@ def inside(conn: Connection, uri: str) -> tuple[str, ...]:
     )
 
 
-def existing(conn: Connection, *, incomplete: bool = True) -> tuple[str, ...]:
-    """Return the URIs of all checkpoints that should exist. incomplete: also of incomplete saves."""
-    states = [state for state in _ALIVE if incomplete or state != State.INCOMPLETE.value]
-    query = select(Checkpoint.uri).where(Checkpoint.state.in_(states))
+def existing(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs of all checkpoints that should exist."""
+    query = select(Checkpoint.uri).where(Checkpoint.state.in_(_ALIVE))
     return tuple(conn.execute(query.distinct().order_by(Checkpoint.uri)).scalars())
+
+
+def merged_incomplete(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs of merged checkpoints that were incomplete when they were last read."""
+    is_incomplete = Checkpoint.state == State.INCOMPLETE.value
+    return tuple(conn.execute(select(Checkpoint.uri).where(_below(conn, "merged:"), is_incomplete)).scalars())
 
 
 def row_of(conn: Connection, public: str) -> CheckpointRow | None:

@@ -56,9 +56,9 @@ def list_checkpoints(
     """Return checkpoints, newest first."""
     rows = checkpoint_rows()
     if kind is not None:
-        rows = rows.where(Checkpoint.kind == _member_value(Kind, kind))
+        rows = rows.where(Checkpoint.kind == member_value(Kind, kind))
     if state is not None:
-        rows = rows.where(Checkpoint.state == _member_value(State, state))
+        rows = rows.where(Checkpoint.state == member_value(State, state))
     if run is not None:
         rows = rows.where(TrainingRun.name == run)
     newest = rows.order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc()).limit(limit)
@@ -112,7 +112,7 @@ def list_conversions(conn: Connection, limit: int | None, state: str | None) -> 
     """Return conversions, newest first."""
     rows = select(Conversion)
     if state is not None:
-        rows = rows.where(Conversion.state == _member_value(Outcome, state))
+        rows = rows.where(Conversion.state == member_value(Outcome, state))
     newest = rows.order_by(Conversion.started_at.desc(), Conversion.id.desc()).limit(limit)
     return tuple(conversion_row(row) for row in conn.execute(newest))
 
@@ -433,7 +433,8 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name))
 
 
-def _member_value(kind: type[Kind | State | Outcome], value: str) -> str:
+def member_value(kind: type[Kind | State | Outcome], value: str) -> str:
+    """Return a value that the user named; raise `UsageError` if it is none of its kind."""
     names = [member.value for member in kind]
     if value not in names:
         raise UsageError(

@@ -7,6 +7,7 @@ which knows no file systems, and the deletion.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import chain
@@ -15,8 +16,9 @@ from typing import Any
 from ckptcore.catalog import maintenance
 from ckptcore.catalog.maintenance import Ties
 from ckptcore.catalog.types import CheckpointRow
+from ckptcore.store import local_path
 from ckptcore.store.place import Relation, Spellings, perhaps_within
-from ckptcore.utils.merged_url import is_merged
+from ckptcore.utils.merged_url import is_merged, roots_of
 
 
 def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> dict[str, Ties]:
@@ -53,18 +55,24 @@ def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> d
 def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
     """Return the URIs of other existing checkpoints with files inside a folder, whatever its name.
 
-    A merged checkpoint has files in the folders around its parts, too: its part may be this folder. An
-    incomplete one is none: whoever names one place too many has it recorded.
+    A merged checkpoint has files in the folders around its parts, too: its part may be this folder. One that
+    was incomplete, and of which a folder is not there, is none: a command with one place too many records it.
     """
-    inside_by_name = maintenance.inside(conn, uri)
+    torn = {place for place in maintenance.merged_incomplete(conn) if _lacks_a_folder(place)}
+    inside_by_name = tuple(place for place in maintenance.inside(conn, uri) if place not in torn)
     # The catalog's own spelling first: resolving every other name reads file systems.
     if inside_by_name:
         return inside_by_name
-    existing = maintenance.existing(conn)
-    complete = maintenance.existing(conn, incomplete=False)
-    merged = Spellings(place for place in complete if is_merged(place)).of(uri)
+    existing = [place for place in maintenance.existing(conn) if place not in torn]
+    merged = Spellings(filter(is_merged, existing)).of(uri)
     # One that is at the place itself, under another name, is no other one.
     return tuple(dict.fromkeys((*Spellings(existing).inside(uri), *merged)))
+
+
+def _lacks_a_folder(place: str) -> bool:
+    """Return whether a local folder of a merged checkpoint is not there now."""
+    paths = filter(None, map(local_path, roots_of(place)))
+    return not all(map(os.path.lexists, paths))
 
 
 def writer_of_place(conn: Any, uri: str) -> str | None:

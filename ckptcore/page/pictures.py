@@ -162,11 +162,11 @@ def change_map(
     spelled = [f"{span[0]:d}" if len(span) == 1 else f"{span[0]:d} to {span[-1]:d}" for span in spans]
     across = [f'x="{left + column * width:.2f}"' for column in range(len(starts))]
     drawn = list(rows.items())[:MOST_ROWS]
-    known = np.array([[value is not None for value in row] for _, row in drawn], np.bool_)
-    changes = np.where(known, np.array([row for _, row in drawn], np.float64), -np.inf)
+    is_number = np.array([[value is not None for value in row] for _, row in drawn], np.bool_)
+    changes = np.where(is_number, np.array([row for _, row in drawn], np.float64), -np.inf)
     largest = np.maximum.reduceat(changes, list(starts), axis=1)  # NaN where there is one
     shades = _shades(largest, changes[changes > 0])
-    is_known = np.logical_or.reduceat(known, list(starts), axis=1)
+    is_known = np.logical_or.reduceat(is_number, list(starts), axis=1)
     parts = []
     label = Markup('<text class="{}" x="{:.1f}" y="{:.1f}">{}</text>')
     for number, (name, _) in enumerate(drawn):

@@ -60,14 +60,16 @@ def ids_in_sight(tree: Tree, *, rotten: bool) -> set[str]:
         f"{home}/" for home, record in homes(tree).items() if record and record.get("why") == "replaced"
     )
     read = _read_in(tree, rotten=rotten).items()
-    return {each for place, held in read for each in held.values() if not place.startswith(asides)}
+    return {id for place, contents in read for id in contents.values() if not place.startswith(asides)}
 
 
 def _read_in(tree: Tree, *, rotten: bool) -> dict[str, Contents]:
     """Return what can be read at each place. rotten: also item by item."""
     files, there = places_in(tree), all_in(tree).items()
-    parts = {place: read_parts(files[place]) for place, held in there if held is None and rotten}
-    return {place: parts.get(place, held or {}) for place, held in there}
+    return {
+        place: read_parts(files[place]) if contents is None and rotten else contents or {}
+        for place, contents in there
+    }
 
 
 def is_kept(place: str, contents: Contents, there: Mapping[str, Contents | None]) -> bool:

@@ -136,9 +136,8 @@ def unless_complete(source: Source, path: str, names: Collection[str]) -> list[F
     part = part_name(path)
     # Where the name states a number, what proves it has proven the ends; one part of one proves nothing.
     if (part is None or (part.is_run and part.count == 1)) and layers.are_several:
-        # Meta, Mistral and torchtune have no module around the layers; for others it is a request in vain.
-        is_meta = any(name.startswith("layers.") for name in names)
-        configs = {name: evidence_beside(source, name) for name in (*((PARAMS,) * is_meta), "config.json")}
+        config_of = {"config.json": evidence_beside(source, "config.json")}
+        configs = {PARAMS: _params_beside(source, names)} | config_of
         for name, config in configs.items():
             if (layer := layers.stated_beyond(config)) is not None:
                 code = "missing-part" if source.recover else "unproven-parts"
@@ -206,7 +205,7 @@ def _slices(source: Source, paths: Collection[str], shapes: Mapping[str, Shape])
             )
             return [finding("unproven-whole", "files", message, file=min(paths))]
     config = evidence_beside(source, "config.json")
-    by_params = ranks_by_params(evidence_beside(source, PARAMS), shapes)
+    by_params = ranks_by_params(_params_beside(source, shapes), shapes)
     if by_params is not None and by_params > 1 and len(paths) == 1:
         message = f"{PARAMS} and its columns make {min(paths)} one of {by_params} ranks' parts"
         return [_missing(source, message, min(paths))]
@@ -577,12 +576,12 @@ def tensor_parallel_cut(config: Mapping[str, Any], shapes: Mapping[str, Shape]) 
         for name, shape in first.items():
             if len(shape) != 2 or not _ATTENTION_OUT.search(name) or max(shape) not in widths:
                 continue
-            kept, width = min(shape), max(shape)
-            is_cut = 0 < kept < width and width % kept == 0 and kept not in stated
+            cut, width = min(shape), max(shape)
+            is_cut = 0 < cut < width and width % cut == 0 and cut not in stated
             matrices = [matrix for matrix in first.values() if len(matrix) == 2]
             are_alike = all(layer.get(name, shape) == shape for layer in others)
             if is_cut and are_alike and all(width in matrix for matrix in matrices):
-                return f"{container}{min(layers)}.{name}", width // kept
+                return f"{container}{min(layers)}.{name}", width // cut
     for name, shape in shapes.items():
         if name.endswith("lm_head.weight") and len(embeddings) == 1:
             ((rows, width),) = embeddings
@@ -643,6 +642,15 @@ def evidence_beside(source: Source, path: str) -> Mapping[str, Any]:
     The reader takes nothing from it: it stays a file beside the checkpoint, to be carried or accounted for.
     """
     return json_beside(replace(source, store=unnoted(source.store)), path)
+
+
+def _params_beside(source: Source, names: Iterable[str]) -> Mapping[str, Any]:
+    """Return params.json as `evidence_beside` does; {} where the names are not Meta's.
+
+    Meta, Mistral and torchtune have no module around the layers. For others it is a request in vain.
+    """
+    is_meta = any(name.startswith("layers.") for name in names)
+    return evidence_beside(source, PARAMS) if is_meta else {}
 
 
 def json_beside(source: Source, path: str) -> Mapping[str, Any]:

@@ -104,8 +104,9 @@ def read_ranks(source: Source) -> Ranks:
         MalformedCheckpoint: A file is not a rank's.
         UnsupportedFormat: The folder names do not determine the ranks.
     """
-    kinds = [(one, [m for p in sorted(source.listing) if (m := one.pattern.match(p))]) for one in _LAYOUTS]
-    layout, matches = next((layout, files) for layout, files in kinds if files)
+    paths = sorted(source.listing)
+    matched = [(layout, [m for p in paths if (m := layout.pattern.match(p))]) for layout in _LAYOUTS]
+    layout, matches = next((layout, files) for layout, files in matched if files)
     read_rank = layout.opener(source)
     trees = [(m, read_rank(m[0])) for m in matches]
     first = arguments(trees[0][1].tree, trees[0][0][0])

@@ -261,8 +261,9 @@ def test_the_only_copy_is_not_replaced_where_a_link_with_its_name_leads_to_it(
     assert (step / "model.safetensors").read_bytes() == before
 
 
-def test_a_command_with_one_place_too_many_keeps_no_source(catalog, url, runs, watch, tmp_path):
-    """It fails, and what it read together is recorded as an incomplete checkpoint around the step."""
+@pytest.mark.parametrize("there", [False, True])
+def test_a_command_with_one_place_too_many_keeps_no_source(there, catalog, url, runs, watch, tmp_path):
+    """What it read together is recorded as incomplete; with all its folders there, it may be a save."""
     watch()
     for number in (1, 2):
         save(runs / f"llama/step-{number}", number)
@@ -273,5 +274,8 @@ def test_a_command_with_one_place_too_many_keeps_no_source(catalog, url, runs, w
         converted(url, together, tmp_path / "out/both")
     assert refused.value.code == "not-complete"
     assert catalog.at(together)[0].state == "incomplete"
+    if there:
+        other.mkdir()
     items = retire(catalog, Policy(1), yes=True, verify_settings=MEANS, fingerprint_settings=MEANS).items
-    assert {item.source.uri: item.fate.value for item in items}[str(step)] == "deleted"
+    fate = {item.source.uri: item.fate.value for item in items}[str(step)]
+    assert fate == ("kept" if there else "deleted")
