@@ -155,7 +155,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "uri": "Place of the checkpoint.",
             "root": "Watched root.",
             "step": "Step in its name.",
-            "state": "whole, writing, broken or unread.",
+            "state": "complete, writing, broken or unread.",
             "stamp": "Changes when a file there is written again.",
             "source_digest": "Identity of the complete content.",
             "manifest_digest": "Digest of its manifest.",

@@ -33,7 +33,7 @@ from ckptcore.utils.extras import install
 from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("v1", "v2", "v3", "v4")
+REVISIONS = ("v1", "v2", "v3", "v4", "v5")
 HEAD = REVISIONS[-1]
 # Development versions had fifteen revisions. The last has the tables of "v1": `upgrade` renames it.
 UNRENAMED = "0015"

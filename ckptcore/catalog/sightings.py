@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class Condition(StrEnum):
     """How a sweep classified a URI.
 
-    whole: a complete checkpoint whose files are at rest. writing: files changed recently. broken: its
-    files are at rest, but it is not complete. unread: it could not be read.
+    complete: nothing of the checkpoint is missing, and its files are at rest. writing: files changed
+    recently. broken: its files are at rest, but it is not complete. unread: it could not be read.
     """
 
-    COMPLETE = "whole"
+    COMPLETE = "complete"
     WRITING = "writing"
     BROKEN = "broken"
     UNREAD = "unread"

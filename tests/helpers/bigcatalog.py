@@ -26,7 +26,7 @@ FACTS = (
 )
 SIGHTINGS = (
     "INSERT INTO sightings (uri, root, step, state, stamp, source_digest, findings, first_seen_at,"
-    " last_seen_at, changed_at) SELECT uri, '/runs', step, CASE state WHEN 'present' THEN 'whole' ELSE"
+    " last_seen_at, changed_at) SELECT uri, '/runs', step, CASE state WHEN 'present' THEN 'complete' ELSE"
     " 'broken' END, 's', manifest_digest, '[]', created_at, created_at, created_at FROM checkpoint"
     " WHERE kind = 'source'"
 )

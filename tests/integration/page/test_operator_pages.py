@@ -113,8 +113,8 @@ def watched(either: Catalog) -> Catalog:
         roots.add(conn, NOW, "runs of ada", "/w", targets=[{"verb": "export"}], retention={"keep_last": 2})
         roots.swept(conn, NOW, "runs of ada", "1 broken, 1 converted")
         broken = (finding("missing-file", "files", "rank3.distcp is not there", file="rank3.distcp"),)
-        for step, state in ((1, "whole"), (2, "whole"), (3, "whole"), (4, "broken"), (5, "writing")):
-            digest = f"d{step}" if state == "whole" else None
+        for step, state in ((1, "complete"), (2, "complete"), (3, "complete"), (4, "broken"), (5, "writing")):
+            digest = f"d{step}" if state == "complete" else None
             found = broken if state == "broken" else ()
             seen = SightingRow(
                 f"/w/step-{step}", "/w", step, Condition(state), "s", digest, None, found, NOW, NOW, NOW
@@ -152,7 +152,7 @@ def test_a_root_says_what_waits_and_why(watched: Catalog) -> None:
     assert standings == {6: "announced", 5: "writing", 4: "broken", 3: "ready", 2: "failed"}
     assert (answer["newest"]["step"], answer["converted"]["step"], answer["lag"]) == (3, 1, 2)
     [row] = client.get("/api/v1/roots").json()["rows"]
-    assert row["counts"] == {"places": {"broken": 1, "whole": 3, "writing": 1}, "newest_step": 5}
+    assert row["counts"] == {"places": {"broken": 1, "complete": 3, "writing": 1}, "newest_step": 5}
     assert client.get("/roots/nobody").status_code == 404
     with watched.writing() as conn:
         roots.enable(conn, "runs of ada", False)
