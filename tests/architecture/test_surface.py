@@ -20,7 +20,11 @@ for module in pkgutil.walk_packages(ckptcore.__path__, "ckptcore."):
 """
 
 
-@pytest.mark.parametrize("before", ["import ckptcore", EVERY_MODULE], ids=["first", "after all"])
+@pytest.mark.parametrize(
+    "before",
+    ["import ckptcore", pytest.param(EVERY_MODULE, marks=pytest.mark.soak)],
+    ids=["first", "after all"],
+)
 def test_verbs_are_functions(before: str) -> None:
     code = f"{before}\nprint(*(type(getattr(ckptcore, v)).__name__ for v in {VERBS}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

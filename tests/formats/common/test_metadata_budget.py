@@ -240,6 +240,7 @@ def test_files_stay_within_the_budget(name: str, tmp_path: Path, monkeypatch: py
     assert peak < (32 + 24) * MIB
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["sets", "header"])
 def test_the_default_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 MiB of empty sets, and a header of 90 MB: refused in seconds."""
@@ -309,7 +310,8 @@ HONEST: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", ["torch_save", pytest.param("dcp", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("form", ["torch_save", "dcp"])
 def test_large_plain_values_are_read_and_carried(form: str, cli: Cli, tmp_path: Path) -> None:
     source = tmp_path / "a.pt"
     torch.save({"w": torch.arange(4.0)} | {k: {"value": v} for k, v in HONEST.items()}, source)
@@ -327,6 +329,7 @@ def test_large_plain_values_are_read_and_carried(form: str, cli: Cli, tmp_path: 
         assert all(repr(loaded[k]["value"]) == repr(v) for k, v in HONEST.items())
 
 
+@pytest.mark.soak
 def test_millions_of_plain_values(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1), "x": [True] * 2_000_000, "y": [0.5] * 1_000_000}, tmp_path / "a.pt")
     found = {b.key: decode(b.tree) for b in ckptcore.open(str(tmp_path / "a.pt")).blobs}

@@ -368,6 +368,7 @@ def test_getattr_reaches_no_other_class(function: str, args: tuple[Any, ...], tm
         read(tmp_path / "ckpt")
 
 
+@pytest.mark.soak
 def test_a_thousand_ranks(tmp_path: Path) -> None:
     full = torch.arange(4000.0)
     ranks = torch.arange(1000)

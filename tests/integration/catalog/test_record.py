@@ -365,6 +365,7 @@ def test_names_are_in_natural_order(catalog, facts):
     assert names == [*(f"layers.{i}.weight" for i in range(12)), "scale"]
 
 
+@pytest.mark.soak
 def test_a_hundred_thousand_tensors_take_seconds(tmp_path, facts):
     tensors = [(f"model.layers.{i}.mlp.experts.weight", "bfloat16", (64, 64), 8192) for i in range(100_000)]
     files = [(f"__{i}_0.distcp", 8192, f"{i:064x}") for i in range(1024)]

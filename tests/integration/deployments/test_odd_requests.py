@@ -146,7 +146,7 @@ BODIES = [*(value.encode("latin-1") for value in ODD), b'{"name": "\\ud800"}', b
 BODIES += [b'{"reason": "a", "until": "9999-99-99"}', b'{"uri": 1e999}', b'{"step": %s}' % (b"9" * 5000)]
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
 def test_odd_queries(database: str, senders: dict[str, Sender], request: pytest.FixtureRequest) -> None:
     with ExitStack() as opened:
         url = opened.enter_context(opened_on(database, request))

@@ -116,7 +116,12 @@ def test_a_missing_body_is_not_waited_for(tmp_path: Path) -> None:
     [
         ({"PREFECT_API_URL": ""}, "no Prefect server is configured", UsageError),
         pytest.param({"TOKEN": ""}, "TOKEN is not set", UsageError, marks=pytest.mark.soak),
-        ({"CKPTCORE_CATALOG_URL": "postgresql+psycopg://127.0.0.1:9/none"}, "catalog", CatalogError),
+        pytest.param(
+            {"CKPTCORE_CATALOG_URL": "postgresql+psycopg://127.0.0.1:9/none"},
+            "catalog",
+            CatalogError,
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_an_invalid_receiver_does_not_start(

@@ -246,6 +246,7 @@ print(highest() - before, sum(p.nbytes for p in model.parameters()))
 """
 
 
+@pytest.mark.soak
 def test_memory_is_that_of_the_model(tinies: Tinies, tmp_path: Path) -> None:
     """The files have each expert alone, and a parameter all of a layer: it is filled in place."""
     config = transformers.MixtralConfig(

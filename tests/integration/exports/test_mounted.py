@@ -127,6 +127,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(files.items())}
 
 
+@pytest.mark.soak
 def test_a_checkpoint_on_s3_with_two_readers(saved: Path, tmp_path: Path) -> None:
     with fault_s3.serving() as server:
         for path in (saved / "step-10").iterdir():

@@ -211,6 +211,7 @@ def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
     assert observe.equal(observe.tensors(tmp_path / "dask"), observe.TENSORS)
 
 
+@pytest.mark.soak
 def test_tasks_of_a_killed_worker_are_submitted_once_more(
     prefect_api: str,
     source: Path,

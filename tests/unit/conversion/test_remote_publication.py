@@ -66,6 +66,7 @@ def spellings(url: str) -> list[str]:
     )
 
 
+@pytest.mark.parametrize("root", ["memory", pytest.param("s3", marks=pytest.mark.soak)], indirect=True)
 def test_overlap_is_refused_both_ways_under_every_name(root: str, model: str, tmp_path: Path) -> None:
     source = f"{root}/source/step-3"
     put(f"{root}/source/step-2/precious")
@@ -210,7 +211,7 @@ def _names(store: FsspecStore) -> list[str]:
 
 @many
 @changes
-@pytest.mark.parametrize("first", ["nothing", "shards", "dcp"])
+@pytest.mark.parametrize("first", ["nothing", "shards", pytest.param("dcp", marks=pytest.mark.soak)])
 def test_a_rerun_after_a_kill_at_every_change(
     first: str, every: int, root: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

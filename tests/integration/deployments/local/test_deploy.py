@@ -101,6 +101,7 @@ def test_the_scheduler_plans_their_runs(stack: Stack, deployments: dict[str, Any
     assert eventually(lambda: planned() == set(scheduled.values())), planned()
 
 
+@pytest.mark.soak
 def test_a_second_up_restarts_what_died_and_duplicates_nothing(stack: Stack) -> None:
     before = len(stack.post("/automations/filter", {}))
     killed = stack.process("receiver")
@@ -138,6 +139,7 @@ def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
         assert len(list(file.keys())) == 60
 
 
+@pytest.mark.soak
 def test_watching_a_run_shows_why_it_failed(stack: Stack, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prefect", "deployment", "run", "export/export", "--watch"]
     command += ["-p", f"source={tmp_path / 'nothing'}", "-p", f"destination={stack.exports / 'nothing'}"]

@@ -14,6 +14,7 @@ from tasks.attempts import LOOKS
 pytestmark = [pytest.mark.xdist_group("stack")]
 
 
+@pytest.mark.soak
 def test_wrong_uris_do_not_block_others(stack: Stack, checkpoint: Path) -> None:
     stack.mend()
     worker = stack.process("worker")

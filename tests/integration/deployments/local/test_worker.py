@@ -77,6 +77,7 @@ def run_of_another(stack: Stack) -> str:
     return str(run["id"])
 
 
+@pytest.mark.soak
 def test_a_dying_worker_releases_its_runs_and_reports_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     dies = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
     real, asked, released = subprocess.Popen, [], []
