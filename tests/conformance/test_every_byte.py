@@ -210,9 +210,10 @@ def placed(request: pytest.FixtureRequest, case: tuple[str, str], folder: Path) 
 
 def test_every_reader_has_a_case(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     roots = (placed(request, case, tmp_path / str(n))[0] for n, case in enumerate(CASES))
-    assert {ckptcore.open(str(root)).format for root in roots} == {
-        f.name for f in FORMATS if f.reader
-    } - ALIKE
+    readable = {f.name for f in FORMATS if f.reader} - ALIKE
+    assert {ckptcore.open(str(root)).format for root in roots} == readable, (
+        "give each a row in FILES: a sample, and one of its files"
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)

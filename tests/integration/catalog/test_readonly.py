@@ -194,9 +194,11 @@ def test_no_catalog(tmp_path):
 
 
 def test_on_the_command_line(filled):
+    runner = CliRunner(env={"COLUMNS": "100"})
+
     def run(*arguments):
         given = ["sql", *arguments, "--catalog", filled]
-        return CliRunner().invoke(app, given, catch_exceptions=False, standalone_mode=False).stdout
+        return runner.invoke(app, given, catch_exceptions=False, standalone_mode=False).stdout
 
     lines = run("SELECT uri, step FROM checkpoint ORDER BY step", "--limit", "2").splitlines()
     assert [line.split() for line in lines[:3]] == [
