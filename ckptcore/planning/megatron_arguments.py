@@ -5,6 +5,11 @@ and compares ``args`` with those of the job; ``--use-checkpoint-args`` takes the
 (megatron/training/checkpointing.py, ``load_args_from_checkpoint``). They are made from the model's config by
 the tables that compare both (`ckptcore.naming.maps.hyperparameters`), from what the map requires of
 Megatron's config, and from the tensors; then they are compared like those of a training.
+
+Megatron-Bridge builds the model of an iteration by run_config.yaml: ``load_model_config`` instantiates its
+section ``model``, and a load reads ``checkpoint`` (megatron/bridge/training/model_load_save.py,
+checkpointing.py; 0.3.1 and git 067f987). The class is the provider of most bridges (models/gpt_provider.py,
+mla_provider.py); fields are those of Megatron's TransformerConfig, which most arguments are called like.
 """
 
 from __future__ import annotations
@@ -19,18 +24,18 @@ from ckptcore.errors import Finding, UsageError, finding
 from ckptcore.naming.maps.agreement import agreed
 from ckptcore.naming.maps.hyperparameters import Config, stated_in
 from ckptcore.naming.maps.rope_scaling import megatron_rope_arguments
-from ckptcore.planning.bridge_config import LATENT, run_config, without_field
 from ckptcore.planning.name_maps import VOCABULARY_STEP, NameMap
 from ckptcore.planning.stated_arguments import unstated
 from ckptcore.utils.text import listed
 
 _WORLD = "megatron"
+_LATENT = "multi_latent_attention"
 _VERSION = 3.0  # of the layout of queries, keys and values; an older one is permuted when it is loaded
 # Argument -> names of tensors that only a model with it has.
 _BY_TENSOR: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
     for name, pattern in {
-        LATENT: r".*\.self_attention\.linear_kv_up_proj\.weight",
+        _LATENT: r".*\.self_attention\.linear_kv_up_proj\.weight",
         "qk_layernorm": r".*\.self_attention\.((q|k|kv)_layernorm|linear_kv_up_proj\.layer_norm)[._].*",
         "add_qkv_bias": r".*\.self_attention\.linear_qkv\.bias",
         "add_bias_linear": r".*\.linear_(proj|fc[12])\.bias",
@@ -55,6 +60,86 @@ _MESH = {
     "pipeline_model_parallel_size": "pp",
     "expert_model_parallel_size": "ep",
 }
+_BRIDGE_PROVIDERS = {
+    False: "megatron.bridge.models.gpt_provider.GPTModelProvider",
+    True: "megatron.bridge.models.mla_provider.MLAModelProvider",
+}
+# Argument -> field, where both differ (megatron/training/arguments.py, core_transformer_config_from_args).
+_BRIDGE_RENAMED = {
+    "norm_epsilon": "layernorm_epsilon",
+    "num_experts": "num_moe_experts",
+    "use_rope_scaling": "rope_scaling",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+}
+_BRIDGE_SAME = frozenset(
+    {
+        "add_bias_linear",
+        "add_qkv_bias",
+        "beta_fast",
+        "beta_slow",
+        "expert_model_parallel_size",
+        "ffn_hidden_size",
+        "gated_linear_unit",
+        "hidden_size",
+        "kv_channels",
+        "kv_lora_rank",
+        "layernorm_zero_centered_gamma",
+        "make_vocab_size_divisible_by",
+        "moe_apply_probs_on_input",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_router_enable_expert_bias",
+        "moe_router_group_topk",
+        "moe_router_num_groups",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_intermediate_size",
+        "mscale",
+        "mscale_all_dim",
+        "mtp_num_layers",
+        _LATENT,
+        "no_rope_freq",
+        "normalization",
+        "num_attention_heads",
+        "num_layers",
+        "num_query_groups",
+        "original_max_position_embeddings",
+        "pipeline_model_parallel_size",
+        "position_embedding_type",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_layernorm",
+        "qk_pos_emb_head_dim",
+        "rope_scaling_factor",
+        "rope_type",
+        "rotary_base",
+        "rotary_interleaved",
+        "rotary_percent",
+        "rotary_scaling_factor",
+        "softmax_scale",
+        "softmax_type",
+        "tensor_model_parallel_size",
+        "v_head_dim",
+        "vocab_size",
+    }
+)
+_ACTIVATIONS = {
+    "swiglu": "torch.nn.functional.silu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+    "openai_gelu": "megatron.core.activations.fast_gelu",
+    "quick_geglu": "megatron.core.activations.quick_gelu",
+}
+_SWITCHES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> the field that says it; neither is float32
+_PLAIN_GELU = "torch.nn.functional.gelu"
+_LENGTH, _UNTIED = "max_position_embeddings", "untie_embeddings_and_output_weights"
+# Arguments of a job, and those that other fields say.
+_OF_JOB = frozenset(
+    {"ckpt_format", "group_query_attention", "no_save_optim", "no_save_rng", "padded_vocab_size"}
+)
+# Values of arguments without a field with which a model is as if it had none.
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 1)
 
 
 def common_state(
@@ -140,4 +225,42 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
         if "layer" in numbers and layers:
             out[argument] = [int(n in layers) for n in range(int(numbers["layer"][0]))]
     scaling = next((s for c in naming.configs if (s := c.rope_scaling) is not None), None)
-    return out | ({} if scaling is None else megatron_rope_arguments(scaling, latent=out[LATENT]))
+    return out | ({} if scaling is None else megatron_rope_arguments(scaling, latent=out[_LATENT]))
+
+
+def run_config(arguments: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the content of run_config.yaml for Megatron's arguments, each of which has a field.
+
+    Args:
+        arguments: As common.pt has them.
+        dtype: Of the embeddings, which a provider gives its parameters.
+    """
+    model = {name: value for name, value in arguments.items() if name in _BRIDGE_SAME}
+    model |= {field: arguments[name] for name, field in _BRIDGE_RENAMED.items() if name in arguments}
+    flag = next((name for name in _ACTIVATIONS if arguments.get(name)), "")
+    model |= {
+        "_target_": _BRIDGE_PROVIDERS[bool(arguments.get(_LATENT))],
+        "activation_func": {"_target_": _ACTIVATIONS.get(flag, _PLAIN_GELU), "_call_": False},
+        "share_embeddings_and_output_weights": not arguments[_UNTIED],
+        "should_pad_vocab": True,
+    }
+    if dtype in _SWITCHES:
+        model |= {_SWITCHES[dtype]: True, "params_dtype": {"_target_": f"torch.{dtype}", "_call_": False}}
+    if _LENGTH in arguments:
+        model["seq_length"] = arguments[_LENGTH]
+    checkpoint = {
+        "_target_": "megatron.bridge.training.config.CheckpointConfig",
+        "ckpt_format": arguments["ckpt_format"],
+        "fully_parallel_save": False,
+        "save_optim": False,
+        "save_rng": False,
+    }
+    return {"checkpoint": checkpoint, "model": dict(sorted(model.items()))}
+
+
+def without_field(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that change the model, and that no field of a provider says."""
+    with_field = _BRIDGE_SAME | _BRIDGE_RENAMED.keys() | _ACTIVATIONS.keys() | _OF_JOB | {_LENGTH, _UNTIED}
+    return sorted(
+        name for name, value in arguments.items() if name not in with_field and value not in _NEUTRAL
+    )

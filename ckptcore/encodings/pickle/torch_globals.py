@@ -15,8 +15,7 @@ from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAG
 from ckptcore.core.manifest import CONJ, NEG
 from ckptcore.core.named_values import QSCHEMES
 from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
-from ckptcore.encodings.pickle.library_globals import LIBRARY_TABLE
-from ckptcore.encodings.pickle.numpy_globals import NUMPY_TABLE
+from ckptcore.encodings.pickle.library_globals import LIBRARY_TABLE, NUMPY_TABLE
 from ckptcore.encodings.pickle.unpickler import Call, Record
 from ckptcore.utils.text import short_repr
 

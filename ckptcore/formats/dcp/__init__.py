@@ -1,6 +1,6 @@
 """Read and write torch.distributed.checkpoint folders (torch 2.1 to today).
 
 `format.FORMAT` is the format. Families whose checkpoints contain a DCP folder use `reader.read_folder`,
-`writer.arrange_folder` and `objects.adopt`. `metadata` and `chunk_table` read `.metadata`, `metadata_writer`
-writes it, and `items` lays out the items of a `.distcp` file.
+`writer.arrange_folder` and `objects.adopt`. `metadata` and `chunk_table` read `.metadata`, and
+`metadata_writer` writes it.
 """

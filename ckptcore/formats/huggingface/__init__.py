@@ -3,5 +3,5 @@
 `safetensors.FORMAT` is also written; `folder` reads it. `quantized.FORMAT` reads float8, int8 and MXFP4
 weights as their values, as `quantization_config` states. `shards.FORMAT` reads the files of torch's
 HuggingFaceStorageWriter: `shard_headers` proves that no shard is missing, with shapes from
-`expected_shapes` and `consolidated_files`.
+`consolidated_files`, an index, or a model's config.
 """

@@ -8,6 +8,10 @@ strategies/fsdp.py and model_parallel.py, save_checkpoint). Fabric keeps the use
 values of `meta.pt`, ``state_dict`` and the list ``optimizer_states``
 (pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure. For the ranks of a mesh it is such a
 folder again (`writer`).
+
+A full file names the parameters of its optimizers where it proves them itself: the Trainer keeps the numbers
+of torch's optimizers, and the FSDP and ModelParallel strategies number in the order of the model's parameters
+(lightning/pytorch/strategies/fsdp.py and model_parallel.py, optimizer_state).
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
+from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP
 from ckptcore.encodings.torchzip.reader import head_holds, is_torch
-from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
+from ckptcore.errors import Finding, NameMismatch, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,
     Evidence,
@@ -36,12 +42,13 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.optimizer_numbers import NumberingProof, numbered, prove
 from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import DATA, read_folder
-from ckptcore.formats.lightning.optimizer_names import parameter_names
 from ckptcore.formats.lightning.tree import META, VERSION, Contents, contents, read_tree
 from ckptcore.formats.torch_save.layout import torch_file
 
@@ -50,6 +57,8 @@ _OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _MODELS = ("model", "state_dict")
 _FACTS = ("epoch", "global_step")
+# torch/nn/modules/batchnorm.py, _NormBase.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def detect(source: Source) -> Evidence | None:
@@ -279,3 +288,56 @@ FORMAT = Format(
     ),
     thin=thin,
 )
+
+
+def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[str, str]], list[Finding]]:
+    """Return names of the parameters, and findings for optimizers without a proof.
+
+    Args:
+        tree: Content of the file.
+        file: Its path, for findings.
+
+    Returns:
+        (index in ``optimizer_states`` -> number -> name, with index and number as text; findings).
+    """
+    states, model = tree.get("optimizer_states"), tree.get("state_dict")
+    if not isinstance(states, list) or not isinstance(model, dict):
+        return {}, []
+    optimizers = {n: o for n, state in enumerate(states) if (o := numbered(state)) is not None}
+    proofs = prove(_possible_parameters(model), list(optimizers.values()), _shape)
+    names: dict[str, dict[str, str]] = {}
+    findings: list[Finding] = []
+    for (n, optimizer), proof in zip(optimizers.items(), proofs, strict=True):
+        if proof.names:
+            names[str(n)] = {str(i): name for i, name in sorted(proof.names.items())}
+        elif proof.names is None:
+            findings.append(_unproven(f"optimizer_states.{n}", len(optimizer.ids), proof, file))
+    return names, findings
+
+
+def _unproven(where: str, count: int, proof: NumberingProof, file: str) -> Finding:
+    message = f"{where} numbers its {count} parameters: {proof.why}"
+    return finding("unnamed-states", "files", message, fqn=where, file=file)
+
+
+def _possible_parameters(model: Mapping[Any, Any]) -> list[tuple[str, Shape]]:
+    """Return the possible parameters, tied ones once; a state dict has the order of ``parameters()``."""
+    views: set[StoredView] = set()
+    parameters: list[tuple[str, Shape]] = []
+    for name, value in model.items():
+        if isinstance(name, str) and _may_be_parameter(name, value) and value not in views:
+            if value.shape.count(0) == 0:  # empty storages are all alike
+                views.add(value)
+            parameters.append((name, value.shape))
+    return parameters
+
+
+def _may_be_parameter(name: str, value: Any) -> bool:
+    """Return whether a value is a tensor that can have a gradient, and no buffer of torch's own norms."""
+    if not isinstance(value, StoredView) or BY_NAME[value.dtype].kind not in "fc":
+        return False
+    return name.rpartition(".")[2] not in _BUFFERS
+
+
+def _shape(value: Any) -> Shape | None:
+    return value.shape if isinstance(value, StoredView) else None

@@ -136,10 +136,10 @@ def arrange(request: Arrangement) -> Iterable[FileLayout]:
 
 
 def arrange_start(request: Arrangement) -> Iterable[FileLayout]:
-    """Lay out a folder that a job begins from, as `start.arrange_start` does."""
-    from ckptcore.formats.megatron import start
+    """Lay out a folder that a job begins from; raise the errors of `arrange_torch_dist`."""
+    from ckptcore.formats.megatron.writer import arrange_release
 
-    return start.arrange_start(request)
+    return arrange_release(request)
 
 
 def thin(source: Source, manifest: Manifest, drop: frozenset[str]) -> Thinned:

@@ -32,7 +32,7 @@ from ckptcore.formats.deepspeed.pickle_globals import TABLE as DEEPSPEED_TABLE
 from ckptcore.formats.huggingface.folder import OBJECTS
 from ckptcore.formats.lightning.tree import TABLE as LIGHTNING_TABLE
 from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, plain
-from ckptcore.formats.olmo.flat_params import TABLE as OLMO_TABLE
+from ckptcore.formats.olmo.local import TABLE as OLMO_TABLE
 from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE
 from ckptcore.loading.plain_values import built
 

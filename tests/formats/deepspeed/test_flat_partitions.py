@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.formats.deepspeed.flat_partitions import FlatParameter, UnfitPartition, cut_each, cut_together
+from ckptcore.formats.deepspeed.optimizer_states import FlatParameter, UnfitPartition, cut_each, cut_together
 
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 

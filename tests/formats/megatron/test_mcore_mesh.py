@@ -22,7 +22,7 @@ from ckptcore.conversion.pipeline import convert, validate
 from ckptcore.core.box import Box
 from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.reader import parse_folder, read_folder
-from ckptcore.formats.megatron.flattened_cells import Cells, cell_grid
+from ckptcore.formats.megatron.writer import Cells, cell_grid
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
 from ckptcore.topology.layout import Mesh, TensorLayout, Topology

@@ -128,7 +128,7 @@ def test_no_numpy_scalar_is_an_internal_error(name: str, tmp_path: Path) -> None
 
 def test_a_numpy_text_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
     from ckptcore.core.object_tree import Named
-    from ckptcore.encodings.pickle.numpy_globals import _scalar
+    from ckptcore.encodings.pickle.library_globals import _scalar
 
     for text in ("", "a", "é\U0001f600", "a\0b"):
         for order in "<>":

@@ -292,7 +292,7 @@ def test_values_that_cannot_be_built_are_not_equal(pair: Any) -> None:
 
 def test_an_array_among_the_values_may_be_a_tensor_elsewhere(pair: Any) -> None:
     from ckptcore.core.object_tree import Named
-    from ckptcore.encodings.pickle.numpy_globals import array_value
+    from ckptcore.encodings.pickle.library_globals import array_value
 
     seed = np.arange(5, dtype=np.uint32)
     state = {"rng": ("MT", Named("ndarray", array_value("<u4", (5,), seed.tobytes())), 3)}

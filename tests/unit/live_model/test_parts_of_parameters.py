@@ -13,7 +13,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Chunk, View
 from ckptcore.errors import UsageError
 from ckptcore.live_model import fingerprint_model
-from ckptcore.live_model.ranks import device_of
+from ckptcore.live_model.from_checkpoint import device_of
 
 PARAMETER = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 # A tensor of the files -> how it is made of the parameter.

@@ -17,7 +17,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.object_tree import decode
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.formats.megatron.start import extra_states
+from ckptcore.formats.megatron.writer import extra_states
 from ckptcore.naming.rename import remap
 from ckptcore.planning.name_maps import NameRequest, map_names
 
