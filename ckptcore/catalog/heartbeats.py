@@ -67,6 +67,7 @@ class Heartbeats:
             )
 
     def _run(self) -> None:
+        """Renew the rows of all conversions, once a period, until none is left."""
         while True:
             host.sleep(PERIOD_S)
             with self._lock:
@@ -76,18 +77,18 @@ class Heartbeats:
                 rows: dict[Renew, list[str]] = {}
                 for conversion, (renew, _) in self._renewed.items():
                     rows.setdefault(renew, []).append(conversion)
-            for renew, mine in rows.items():
-                self._renew(renew, mine)
+            for renew, row_ids in rows.items():
+                self._renew(renew, row_ids)
 
-    def _renew(self, renew: Renew, mine: Collection[str]) -> None:
+    def _renew(self, renew: Renew, row_ids: Collection[str]) -> None:
         began = host.uptime()
         try:
-            lost = renew(mine)
+            lost = renew(row_ids)
         except CkptError as error:  # more tries fit into the lease; `require` looks at what was not renewed
             _log.warning("cannot renew the row of a running conversion: %s", error.message)
             return
         with self._lock:
-            for conversion in set(mine).difference(lost):
+            for conversion in set(row_ids).difference(lost):
                 if conversion in self._renewed:
                     self._renewed[conversion] = renew, began
 

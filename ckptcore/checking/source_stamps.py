@@ -74,10 +74,10 @@ def take_listed(
     return ctimes, stamps, False
 
 
-def require_planned(noted: Mapping[str, str | None], source: Store) -> None:
+def require_planned(stamps: Mapping[str, str | None], source: Store) -> None:
     """Call `require_same` for stamps that were taken a moment ago, unless each read proves them."""
     if not _pins(source):
-        require_same(noted, source)
+        require_same(stamps, source)
 
 
 def _pins(source: Store) -> bool:
@@ -127,18 +127,18 @@ def load_ctimes(plan: Store) -> dict[str, int | None] | None:
     return _load(plan, CTIMES)
 
 
-def digest(noted: Mapping[str, str | int | None] | None) -> str | None:
+def digest(stamps: Mapping[str, str | int | None] | None) -> str | None:
     """Return BLAKE3 over paths and stamps (or ctimes) in the order of paths; None if any is unknown.
 
     >>> digest({"a": 1, "b": None}), digest({"b": 2, "a": 1}) == digest({"a": 1, "b": 2})
     (None, True)
     """
-    if noted is None or any(value is None or value == YOUNG for value in noted.values()):
+    if stamps is None or any(value is None or value == YOUNG for value in stamps.values()):
         return None
-    total = blake3()
-    for path in sorted(noted):
-        total.update(f"{path}\0{noted[path]}\n".encode("utf-8", "surrogateescape"))
-    return total.hexdigest()
+    hasher = blake3()
+    for path in sorted(stamps):
+        hasher.update(f"{path}\0{stamps[path]}\n".encode("utf-8", "surrogateescape"))
+    return hasher.hexdigest()
 
 
 def published_stamp(manifest: Manifest) -> str | None:

@@ -56,7 +56,7 @@ def answer(request: dict[str, Any]) -> Answer:
     folder_outputs: list[Any] = []
     inputs: dict[str, Any] | None = None
     for place, folder in enumerate(request["folders"]):
-        outcome, model = _opened(library, torch, folder, configs[place], request)
+        outcome, model = _load_model(library, torch, folder, configs[place], request)
         out["folders"][place] |= outcome
         if model is None:
             folder_outputs.append(None)
@@ -88,17 +88,17 @@ def answer(request: dict[str, Any]) -> Answer:
     return out
 
 
-def _opened(
+def _load_model(
     library: Any, torch: Any, folder: str, config: Any, request: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
-    """Return (outcome of a folder, its model or None)."""
+    """Return the outcome of loading a folder's model, and the model; None where it is refused."""
     names = getattr(config, "architectures", None) or []
-    cls = getattr(library, names[0], None) if names else None
+    model_class = getattr(library, names[0], None) if names else None
     # Version 5 calls it dtype, earlier ones torch_dtype.
-    kind = "dtype" if int(library.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    means = {kind: getattr(torch, request["dtype"]), "output_loading_info": True, **LOCAL}
+    dtype_argument = "dtype" if int(library.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    load_arguments = {dtype_argument: getattr(torch, request["dtype"]), "output_loading_info": True, **LOCAL}
     try:
-        model, info = (cls or library.AutoModelForCausalLM).from_pretrained(folder, **means)
+        model, info = (model_class or library.AutoModelForCausalLM).from_pretrained(folder, **load_arguments)
     except (ImportError, MemoryError):  # a library or memory is lacking: the folder may be correct
         raise
     except Exception as error:  # any failure of a third-party model class means that it does not open
@@ -106,9 +106,9 @@ def _opened(
             raise
         return {"refused": brief(error)}, None
     outcome: dict[str, Any] = {"class": type(model).__name__}
-    random = {k: sorted(_key_names(info.get(f"{k}_keys") or ())) for k in ("missing", "mismatched")}
-    if any(random.values()):
-        return outcome | random, None
+    random_weights = {k: sorted(_key_names(info.get(f"{k}_keys") or ())) for k in ("missing", "mismatched")}
+    if any(random_weights.values()):
+        return outcome | random_weights, None
     return outcome, model.to(request["device"]).eval()
 
 

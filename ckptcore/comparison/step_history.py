@@ -183,18 +183,19 @@ def _trainable_unchanged(series: Series) -> Iterator[Finding]:
 
 
 def _dead_experts(series: Series) -> Iterator[Finding]:
+    """Yield an alarm for each expert that is zero, or that stopped while others of its layer learn."""
     weights: dict[str, dict[str, list[TensorPoint]]] = defaultdict(lambda: defaultdict(list))
     # Alarms of an expert compare it with the others of its layer, so both tables are by layer first.
-    moments: dict[str, dict[str, list[TensorPoint]]] = defaultdict(lambda: defaultdict(list))
+    first_moments: dict[str, dict[str, list[TensorPoint]]] = defaultdict(lambda: defaultdict(list))
     for point in series.this.points.values():
         state = state_of(point.fqn) if point.role == STATE else None
-        first = state is not None and state.key in _FIRST_MOMENTS
-        match = _EXPERT.fullmatch(state.parameter if first and state is not None else point.fqn)
-        if match is not None and (first or point.role != STATE):
-            (moments if first else weights)[match[1]][match[2]].append(point)
+        is_first_moment = state is not None and state.key in _FIRST_MOMENTS
+        match = _EXPERT.fullmatch(state.parameter if is_first_moment and state is not None else point.fqn)
+        if match is not None and (is_first_moment or point.role != STATE):
+            (first_moments if is_first_moment else weights)[match[1]][match[2]].append(point)
     shared = {point.fqn for point in series.shared()}
     for layer, experts in weights.items():
-        moved = {
+        changed = {
             number: any(
                 point.fqn in shared and not series.this.has_same(point.fqn, series.before[0])
                 for point in points
@@ -203,15 +204,15 @@ def _dead_experts(series: Series) -> Iterator[Finding]:
         }
         learning = {
             number: any(point.norm or point.nan for point in points)
-            for number, points in moments.get(layer, {}).items()
+            for number, points in first_moments.get(layer, {}).items()
         }
         for number, points in sorted(experts.items(), key=lambda item: int(item[0])):
             # A new layer has nothing to be compared with.
             comparable = all(point.fqn in shared for point in points)
             if not any(point.norm or point.nan or point.inf for point in points):
                 reason = "all its weights are zero"
-            elif comparable and not moved[number] and any(moved.values()):
-                # If none of the layer moved, the layer was not trained: a matter for another rule.
+            elif comparable and not changed[number] and any(changed.values()):
+                # If none of the layer changed, the layer was not trained: a matter for another rule.
                 reason = f"its weights are those of step {series.before[0].step}, and others moved"
             elif not learning.get(number, True) and any(learning.values()):
                 reason = "its first moments are zero, and those of others are not"

@@ -239,17 +239,17 @@ def _torchtune_epochs(source: Source) -> tuple[str, ...] | None:
     return (f"epochs {listed([*map(str, epochs)])} are in it; of the newest {verb} {listed(newest)}",)
 
 
-def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:
-    """Return the detector of a folder that has all of some files; a mark with an end of "/" is a folder."""
+def _with_files(*names: str) -> Callable[[Source], tuple[str, ...] | None]:
+    """Return the detector of a folder that has all of these files; a name that ends in "/" is a subfolder."""
 
     def detect(source: Source) -> tuple[str, ...] | None:
-        if source.name is not None or marks[0] not in source.listing:
+        if source.name is not None or names[0] not in source.listing:
             return None
-        for mark in marks[1:]:
-            below = mark.endswith("/") and any(p.startswith(mark) for p in source.listing)
-            if not below and mark not in source.listing:
+        for name in names[1:]:
+            is_folder = name.endswith("/") and any(p.startswith(name) for p in source.listing)
+            if not is_folder and name not in source.listing:
                 return None
-        return (f"found {', '.join(marks)}",)
+        return (f"found {', '.join(names)}",)
 
     return detect
 
@@ -351,7 +351,7 @@ KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
         "torchsnapshot",
         "a snapshot of torchsnapshot",
-        _marked(".snapshot_metadata"),
+        _with_files(".snapshot_metadata"),
         "restore it with torchsnapshot, and save the state dict with torch.save",
         frozenset({"snapshot_metadata"}),
     ),

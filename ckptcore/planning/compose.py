@@ -447,9 +447,9 @@ def _adapter_alone(
     )
     of_trainer = adapter.of_trainer
     if of_trainer:
-        from ckptcore.planning.trainer_adapter import under_peft_names
+        from ckptcore.planning.trainer_adapter import to_peft_names
 
-        mapped, warnings = under_peft_names(
+        mapped, warnings = to_peft_names(
             mapped, adapter.hub, arch=request.arch, source=manifest, base=beside.base
         )
         beside = replace(beside, findings=(*beside.findings, *warnings))

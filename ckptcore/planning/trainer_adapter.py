@@ -82,7 +82,7 @@ def trainer_form(source: Manifest, base_model: str) -> Mapping[str, Any] | None:
     }
 
 
-def under_peft_names(
+def to_peft_names(
     mapped: Mapped, adapter: Iterable[str], *, arch: str, source: Manifest, base: ConfigFolder | None
 ) -> tuple[Mapped, tuple[Finding, ...]]:
     """Return a trainer's adapter under the names that peft has in a live module, and findings.
@@ -98,12 +98,12 @@ def under_peft_names(
         NameMismatch: No map fits.
         UsageError: The architecture is unknown, or ambiguous; or the order of rows is unknown.
     """
-    halves = frozenset(adapter)
-    base_names = [t.fqn for t in mapped.manifest.tensors if t.fqn not in halves]
-    alone = without_tensors(mapped, base_names, BASE_WEIGHT)
-    _require_known_order(alone.manifest)
+    adapter_names = frozenset(adapter)
+    base_names = [t.fqn for t in mapped.manifest.tensors if t.fqn not in adapter_names]
+    adapter_part = without_tensors(mapped, base_names, BASE_WEIGHT)
+    _require_known_order(adapter_part.manifest)
     named = map_names(
-        alone,
+        adapter_part,
         _MEGATRON,
         NameRequest(
             arch=arch,

@@ -313,7 +313,7 @@ def _require_answer(error: OSError) -> None:
 
 
 def retrying(url: str, call: Any, *, writing: bool = False) -> Any:
-    """Call a function, up to four times while it fails for a moment; its errors become this package's."""
+    """Call a function, up to four times while its errors are transient; raise them as `CkptError`."""
     policy = Retrying(
         stop=stop_after_attempt(4),
         # Random, so that workers that failed together do not repeat together.

@@ -13,7 +13,7 @@ from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, 
 from ckptcore.store import Buffer, FileWriter, ReadObserver, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.file_status import FileStatus
-from ckptcore.store.objects import IN_ONE, of_object
+from ckptcore.store.objects import MAX_REQUEST_BYTES, of_object
 from ckptcore.store.objects.client import S3Client, require_small
 from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.reader import FolderReader
@@ -113,7 +113,7 @@ class S3Store(FsspecStore):
         """Return exactly ``length`` bytes."""
         return self._reader.read(path, start, length)
 
-    def fetch(self, path: str, most: int = IN_ONE) -> bytes | None:
+    def fetch(self, path: str, most: int = MAX_REQUEST_BYTES) -> bytes | None:
         """Return all bytes of an object of at most ``most``, or None when there is no such object."""
         if not self._pinned:
             key = self.prefix + path
@@ -150,7 +150,7 @@ class S3Store(FsspecStore):
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Collect an object, which is written in one request when it is committed."""
-        if nbytes > IN_ONE:
+        if nbytes > MAX_REQUEST_BYTES:
             fs, root = super()._opened()
             share_service_models(fs)
             return FsspecWriter(fs, f"{root}/{path}", f"{self.url}/{path}")

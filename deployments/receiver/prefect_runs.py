@@ -67,10 +67,12 @@ class PrefectRuns:
                     f"the Prefect server has no deployment {deployment}",
                     hint="run `python -m deployments.deploy` for this server",
                 ) from error
-            wrong = _misfits(deployment, parameters, server_deployment.parameter_openapi_schema or {})
-            if wrong:  # the run would fail before it begins, on every start
+            parameter_errors = _misfits(
+                deployment, parameters, server_deployment.parameter_openapi_schema or {}
+            )
+            if parameter_errors:  # the run would fail before it begins, on every start
                 raise UsageError(
-                    "; ".join(wrong), hint="correct [parameters] in the receiver's configuration"
+                    "; ".join(parameter_errors), hint="correct [parameters] in the receiver's configuration"
                 )
             run = self._client.create_flow_run_from_deployment(
                 server_deployment.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags

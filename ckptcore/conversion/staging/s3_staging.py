@@ -98,9 +98,10 @@ class S3Destination(Destination):
             self.client.delete(key)
 
     def write(self, name: str, old: FileStatus | None) -> None:
-        """Write a staged file to its place, if the store still has there what was found."""
+        """Put a staged file under its key, if the object there is still ``old``; None: no object is."""
+        nbytes, _ = self.publication.puts[name]
         # Larger objects are copied by the store itself: they need not pass through this machine.
-        if self.publication.puts[name][0] > objects.IN_ONE:  # the store copies what is larger
+        if nbytes > objects.MAX_REQUEST_BYTES:
             self._copy(name, old)
             return
         data, key = self.staged(name), self.places.key_of(name)

@@ -205,19 +205,19 @@ class Shortcuts:
         rows = self._memo.rows
         # The instance's number comes before those of its values; it is removed where the bytes do not match.
         rows.append(new_record)
-        alike = self._last.get(call)
-        if alike is None or not self._data.startswith(alike[0], start):
+        cached = self._last.get(call)
+        if cached is None or not self._data.startswith(cached[0], start):
             match = match_record(self._data, start)
             if match is None:
                 rows.pop()
                 return None, 0
-            alike = self._states.get((call, match[0]))
-            if alike is None:
-                alike = self._read(call, match)
+            cached = self._states.get((call, match[0]))
+            if cached is None:
+                cached = self._read(call, match)
             else:
-                self._last[call] = alike
-        raw, new_record.state, numbered = alike
-        rows += numbered
+                self._last[call] = cached
+        raw, new_record.state, memo_values = cached
+        rows += memo_values
         end = start + len(raw)
         self.before, self.last = self.last, (call, start - (2 if op == 0x68 else 5), start, end)
         return new_record, end

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.model_layers import ModelLayers
-from ckptcore.formats.common.part_proof import Shape, content_findings, evidence_beside, unless_complete
+from ckptcore.formats.common.part_proof import Shape, content_findings, evidence_beside, layer_findings
 from ckptcore.formats.common.weight_index import WeightIndex, unlisted_parts
 
 _MAX_ASKED = 64  # files beside a checkpoint whose names are read
@@ -46,7 +46,7 @@ def index_findings(
     return (
         continued_findings(source, path, index.files, unread, names_of)
         or content_findings(source, set(index.files.values()), shapes)
-        or unless_complete(source, path, index.files)
+        or layer_findings(source, path, index.files)
         or unlisted_parts(index, path)
     )
 

@@ -105,9 +105,9 @@ def part_findings(
     if not findings and (files or len(paths) == 1):
         findings += content_findings(source, paths, shapes)
         if not findings and len(paths) > 1:
-            findings += unless_torn(source, files or {}, shapes)
+            findings += torn_findings(source, files or {}, shapes)
         if not findings:
-            findings += unless_complete(source, min(paths), shapes)
+            findings += layer_findings(source, min(paths), shapes)
     return findings
 
 
@@ -120,8 +120,8 @@ def content_findings(source: Source, paths: Collection[str], shapes: Mapping[str
     )
 
 
-def unless_complete(source: Source, path: str, names: Collection[str]) -> list[Finding]:
-    """Return the finding that what a file has, or an index lists, may be one of several parts.
+def layer_findings(source: Source, path: str, names: Collection[str]) -> list[Finding]:
+    """Return the finding that layers of the model are missing from what a file has, or an index lists.
 
     Args:
         source: The folder or file.
@@ -222,7 +222,7 @@ def _slices(source: Source, paths: Collection[str], shapes: Mapping[str, Shape])
     return []
 
 
-def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:
+def torn_findings(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:
     """Return the finding that a layer lacks a tensor, unless a config proves all of them.
 
     Args:
@@ -290,7 +290,7 @@ def _of_series(
     if beyond:
         message = f"the number of {beyond[0]} exceeds its count"
         return [finding("mixed-saves", "files", message, file=beyond[0])]
-    return [] if stated is not None else unless_proven(source, parts, shapes, blobs)
+    return [] if stated is not None else unproven_findings(source, parts, shapes, blobs)
 
 
 def _of_one(
@@ -307,10 +307,10 @@ def _of_one(
     if not part.is_first:
         message = f"{part.path} is one of several parts by its name, and the first is not beside it"
         return [_missing(source, message, part.path)]
-    return unless_proven(source, (part,), shapes, blobs)
+    return unproven_findings(source, (part,), shapes, blobs)
 
 
-def unless_proven(
+def unproven_findings(
     source: Source, parts: tuple[PartName, ...], shapes: Mapping[str, Shape], blobs: Iterable[Blob] = ()
 ) -> list[Finding]:
     """Return the finding that a missing last part would not be seen, unless a config proves the shapes.

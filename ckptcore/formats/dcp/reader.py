@@ -410,24 +410,37 @@ class _Columns:
     @staticmethod
     def _open_wrapped(
         wrapped: WrappedTensors,
-        numbers: Ints,
-        tensor: Ints,
+        tensor_numbers: Ints,
+        tensor_of_chunk: Ints,
         chunks: MetadataChunks,
-        where: Ints,
-        plain: npt.NDArray[np.bool_],
+        item_places: Ints,
+        is_plain_zip: npt.NDArray[np.bool_],
     ) -> None:
-        """Open all items of some tensors, of each as long as they hold tensors of a class."""
-        if not len(numbers):
+        """Open the items of these tensors, of each until one holds no instance of a tensor class.
+
+        Args:
+            wrapped: Collects the instances.
+            tensor_numbers: The tensors to open.
+            tensor_of_chunk: The number of each chunk's tensor.
+            chunks: All chunks.
+            item_places: (file, first byte, bytes, kind) of each chunk's item.
+            is_plain_zip: Whether a chunk's item is a torch zip of its own.
+        """
+        if not len(tensor_numbers):
             return
-        order = np.argsort(tensor, kind="stable")
-        first, end = (np.searchsorted(tensor[order], numbers, side) for side in ("left", "right"))
-        for number, a, b in zip(numbers.tolist(), first.tolist(), end.tolist(), strict=True):
-            for n in order[a:b].tolist():
-                rank, (file, start, length, _) = int(chunks.rank[n]), where[n].tolist()
+        order = np.argsort(tensor_of_chunk, kind="stable")
+        first, end = (
+            np.searchsorted(tensor_of_chunk[order], tensor_numbers, side) for side in ("left", "right")
+        )
+        for number, first_chunk, end_chunk in zip(
+            tensor_numbers.tolist(), first.tolist(), end.tolist(), strict=True
+        ):
+            for n in order[first_chunk:end_chunk].tolist():
+                rank, (file, start, length, _) = int(chunks.rank[n]), item_places[n].tolist()
                 box = Box(tuple(chunks.offset[n, :rank].tolist()), tuple(chunks.shape[n, :rank].tolist()))
                 # One part that is not wrapped makes the tensor an ordinary one,
                 # and what was collected of it is dropped.
-                if not plain[n] or not wrapped.add(number, box, (file, start, length)):
+                if not is_plain_zip[n] or not wrapped.add(number, box, (file, start, length)):
                     wrapped.leave(number)
                     break
 

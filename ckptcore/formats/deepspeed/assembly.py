@@ -202,7 +202,7 @@ class Assembly:
         self._declare(name, dtype, shape, None)
 
     def alias(self, name: str, owner: str) -> bool:
-        """Add a tensor that has the bytes of another, which is there; False where it is not."""
+        """Add a tensor that shares the bytes of ``owner``; return False where no tensor has that name."""
         if owner not in self._tensors or name in self._tensors:
             return owner in self._tensors
         # Marked, so that a later copy under this name does not become a tensor either.

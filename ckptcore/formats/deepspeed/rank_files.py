@@ -112,7 +112,11 @@ def read_model_states(
                 hint="save the model with save_16bit_model in the job that wrote it",
             )
     _require_all_ranks_partitioned(first, world)
-    findings = [*_mixed(states), *_both_forms(states), *_missing(files, states, world, _stage(first))]
+    findings = [
+        *_mixed_save_findings(states),
+        *_mixed_stage_findings(states),
+        *_missing_rank_findings(files, states, world, _stage(first)),
+    ]
     of_job = {rank: f for rank, f in states.items() if rank[0] < world.dp and rank[1] < world.mp}
     size = f"{world.dp} data-parallel x {world.mp} model-parallel ranks"
     findings += [
@@ -179,7 +183,7 @@ def _stage(file: StatesFile) -> int:
     return stage if type(stage) is int and 0 <= stage <= 3 else 0
 
 
-def _mixed(states: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
+def _mixed_save_findings(states: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
     first = next(iter(states.values()))
     for file in states.values():
         for key in _ALIKE:
@@ -190,18 +194,18 @@ def _mixed(states: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
                 yield finding("mixed-saves", "files", message, file=file.path)
 
 
-def _both_forms(states: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
-    """Findings for files of ZeRO-3, one a rank, beside the one for all ranks of the other stages."""
+def _mixed_stage_findings(states: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
+    """Yield findings for files of ZeRO-3, one a rank, beside the one for all ranks of the other stages."""
     for dp, mp in states:
         if dp >= 0 and (-1, mp) in states:
             message = f"{states[dp, mp].path} is of ZeRO-3, and {states[-1, mp].path} is of another stage"
             yield finding("mixed-saves", "files", message, file=states[dp, mp].path)
 
 
-def _missing(
+def _missing_rank_findings(
     files: CheckpointFiles, states: Mapping[tuple[int, int], StatesFile], world: RankGrid, stage: int
 ) -> Iterator[Finding]:
-    """Findings for files of ranks that are not there: optimizer partitions are the job of ZeRO alone."""
+    """Yield findings for rank files that are missing; only ZeRO writes optimizer partitions."""
     is_zero3 = any(dp >= 0 for dp, _ in states)
     # Only a partitioned optimizer has `param_shapes`, whatever the configuration calls its stage.
     partitioned = stage > 0 or any(f.tree.get("param_shapes") for f in states.values())
@@ -209,13 +213,13 @@ def _missing(
         (files.model, "{zero}mp_rank_{mp:02d}_model_states.pt", range(world.dp) if is_zero3 else (-1,)),
         (files.optim, "{bf16}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt", range(world.dp)),
     ]
-    prefix = next((p for p in files.optim.values()), "").partition("zero_pp_rank")[0]
-    for have, name, ranks in expected:
-        if have is files.optim and not have and (files.universal or not partitioned):
+    bf16_prefix = next((p for p in files.optim.values()), "").partition("zero_pp_rank")[0]
+    for present, name, ranks in expected:
+        if present is files.optim and not present and (files.universal or not partitioned):
             continue
-        lost = ((dp, mp) for dp, mp in product(ranks, range(world.mp)) if (dp, mp) not in have)
-        for dp, mp in islice(lost, _MAX_REPORTED):
+        missing = ((dp, mp) for dp, mp in product(ranks, range(world.mp)) if (dp, mp) not in present)
+        for dp, mp in islice(missing, _MAX_REPORTED):
             zero = f"zero_pp_rank_{dp}_" if dp >= 0 else ""
-            path = name.format(zero=zero, bf16=prefix, dp=dp, mp=mp)
+            path = name.format(zero=zero, bf16=bf16_prefix, dp=dp, mp=mp)
             message = f"{path} is missing: {world.dp} data-parallel x {world.mp} model-parallel ranks saved"
             yield finding("missing-rank", "files", message, file=path)

@@ -165,9 +165,9 @@ class Merger:
         """Add every tensor of a rank's state dict."""
         for name, value in chunk.state.items():
             if name.endswith(EXTRA_STATE):
-                self._extra(chunk, tree, name, value)
+                self._add_extra_state(chunk, tree, name, value)
             elif isinstance(value, StoredView):
-                self._parameter(chunk, tree, name, value)
+                self._add_parameter(chunk, tree, name, value)
             elif isinstance(value, Refused) and (fqn := self.global_name(chunk, name)) is not None:
                 self.lose(fqn, value, chunk.file.path)
             else:
@@ -248,7 +248,8 @@ class Merger:
             )
         )
 
-    def _parameter(self, chunk: ModelChunk, tree: TorchTree, name: str, value: StoredView) -> None:
+    def _add_parameter(self, chunk: ModelChunk, tree: TorchTree, name: str, value: StoredView) -> None:
+        """Put a rank's tensor into the global one; report a tensor that no rule splits, and keep it apart."""
         model = self.model
         placement = place(self._untied_name(name), value.shape, model.rank(chunk), model.world)
         if placement is not None:
@@ -273,7 +274,7 @@ class Merger:
         # The last stage keeps a copy of tied embeddings for the loss: the same rows.
         return EMBEDDING if self.model.tied and name == "output_layer.weight" else name
 
-    def _extra(self, chunk: ModelChunk, tree: TorchTree, name: str, value: Any) -> None:
+    def _add_extra_state(self, chunk: ModelChunk, tree: TorchTree, name: str, value: Any) -> None:
         """Add the state of fp8 layers (Transformer Engine), which differs by rank and is never merged."""
         if value is None or value == b"" or (isinstance(value, StoredView) and 0 in value.shape):
             self.dropped += 1

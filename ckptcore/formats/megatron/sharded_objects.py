@@ -147,10 +147,13 @@ def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
             if all(len(o) == len(shape) + 1 for o in offsets):
                 # 0.5 dropped the last number of a name in two dims: the cells give that dim's extent.
                 shape = (*shape, 1 + max(o[-1] for o in offsets))
-            yield from _grid(key, shape, offsets)
+            yield from _shard_grid_findings(key, shape, offsets)
 
 
-def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> Iterator[Finding]:
+def _shard_grid_findings(
+    key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]
+) -> Iterator[Finding]:
+    """Yield findings for shards of an object that are outside its grid, and for cells without a shard."""
     inside = {
         o for o in offsets if len(o) == len(shape) and all(a < n for a, n in zip(o, shape, strict=True))
     }
@@ -165,12 +168,12 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
     if len(inside) == total:
         return
     cells = (cell(shape, n) for n in range(min(total, len(inside) + 3)))
-    first = [_dotted(c) for c in cells if c not in inside][:3]
+    missing = [_dotted(c) for c in cells if c not in inside][:3]
     yield finding(
         "hole",
         "coverage",
         f"object {key} lacks {total - len(inside)} of {count(total, 'shard')}"
-        f"{': ' + ', '.join(first) if first else ''}",
+        f"{': ' + ', '.join(missing) if missing else ''}",
         fqn=key,
     )
 

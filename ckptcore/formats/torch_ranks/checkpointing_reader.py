@@ -28,7 +28,7 @@ from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_names import PartName, PartNumber
-from ckptcore.formats.common.part_proof import unless_proven
+from ckptcore.formats.common.part_proof import unproven_findings
 from ckptcore.formats.common.rank_file_names import ITEM, METADATA, RankFiles, item_files
 from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.common.trees import kind_of
@@ -84,7 +84,7 @@ def read_items(source: Source, name: str) -> Manifest:
     for kind in reader.unproven if world is None else ():
         shapes = {t.fqn: t.shape for t in builder.tensors}
         parts = tuple(_part(path) for path in kind.paths.values())
-        builder.findings += unless_proven(source, parts, shapes, builder.blobs)
+        builder.findings += unproven_findings(source, parts, shapes, builder.blobs)
     folder = source.store.url.rstrip("/").rsplit("/", 1)[-1]
     if folder.startswith(_TEMPORARY):
         message = f"{folder} is the folder of a save that did not finish: it is renamed at the end"
@@ -248,10 +248,10 @@ def _shards(tensor: Plain, sharding: Sharding, meshes: _Meshes, placer: Placer) 
         )
     width = BY_NAME[tensor.dtype].itemsize
     pieces = []
-    for inside, box in placed.pieces:
-        piece_view = View(view.start + inside.offset * width, inside.strides, view.flags)
-        plain = is_row_major(inside.shape, inside.strides)
-        piece_view = View(piece_view.start, None, view.flags) if plain else piece_view
+    for local_range, box in placed.pieces:
+        piece_view = View(view.start + local_range.offset * width, local_range.strides, view.flags)
+        is_contiguous = is_row_major(local_range.shape, local_range.strides)
+        piece_view = View(piece_view.start, None, view.flags) if is_contiguous else piece_view
         pieces.append(LocalShard(box, tensor.piece.item, None if piece_view == View() else piece_view))
     return LocalShards(tensor.name, tensor.path, placed, tuple(pieces))
 

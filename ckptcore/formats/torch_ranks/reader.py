@@ -24,7 +24,7 @@ from ckptcore.encodings.limits import absent
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_names import part_name
-from ckptcore.formats.common.part_proof import unless_proven, unless_torn
+from ckptcore.formats.common.part_proof import torn_findings, unproven_findings
 from ckptcore.formats.common.rank_file_names import RankFiles
 from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
@@ -72,9 +72,9 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
             builder.findings.append(_unproven_order(kind))
         elif not world:
             parts = tuple(part for path in kind.paths.values() if (part := part_name(path)) is not None)
-            builder.findings += unless_proven(source, parts, shapes, builder.blobs)
+            builder.findings += unproven_findings(source, parts, shapes, builder.blobs)
     if not any(f.code in ("missing-rank", "unproven-parts", "missing-file") for f in builder.findings):
-        builder.findings += unless_torn(source, reader.files, shapes)
+        builder.findings += torn_findings(source, reader.files, shapes)
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths

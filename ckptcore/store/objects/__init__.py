@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ckptcore.store.file_status import NO_VERSION, FileStatus, NameKind
 
 PART_LIMIT = 10_000  # parts of one upload, on S3 and its relatives
-IN_ONE = 1 << 30  # most bytes of an object that is written in one request, or fetched; S3 takes 5 GiB
+MAX_REQUEST_BYTES = 1 << 30  # of an object that is written, or fetched, in one request; S3 takes 5 GiB
 RECORD = 64 << 10  # most bytes of a lease, or of an entry of a journal
 
 

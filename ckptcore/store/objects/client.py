@@ -29,9 +29,16 @@ from typing import Any, TypeVar
 from ckptcore.errors import AlteredInTransit, CkptError, SourceChanged, SourceUnreadable, UsageError
 from ckptcore.redaction import bare_url
 from ckptcore.store import Buffer
-from ckptcore.store.objects import IN_ONE, Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
+from ckptcore.store.objects import (
+    MAX_REQUEST_BYTES,
+    Checksum,
+    KeysBelow,
+    ObjectSeen,
+    OpenUpload,
+    UploadedPart,
+)
 from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_checksums
-from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeated
+from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, with_retries
 from ckptcore.store.objects.s3_options import open_file_system
 from ckptcore.store.objects.session import PartBody, S3Session
 from ckptcore.utils.foreign_text import is_number
@@ -240,7 +247,7 @@ class S3Client:
         """Fill ``into`` with a complete object of that size, like `get`; return its checksums, too."""
         return self._repeat(_Body(self, key, 0, etag, into, complete=True).attempt, key)
 
-    def fetch(self, key: str, most: int = IN_ONE) -> bytes | None:
+    def fetch(self, key: str, most: int = MAX_REQUEST_BYTES) -> bytes | None:
         """Return all bytes of a small object, of one version, or None if there is no such object.
 
         They are proven: by a checksum of the store, by the ETag, or by a second response.
@@ -581,7 +588,7 @@ class S3Client:
         given_up: GivenUp | None = None,
     ) -> T:
         """Send a request, and repeat it, in this thread."""
-        return repeated(
+        return with_retries(
             attempt,
             self._name(key),
             writing=writing,

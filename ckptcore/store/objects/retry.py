@@ -217,7 +217,7 @@ def never() -> bool:
     return False
 
 
-def repeated(
+def with_retries(
     call: Callable[[], T],
     url: str,
     *,
@@ -227,7 +227,7 @@ def repeated(
     deadline: float | None = None,
     given_up: Callable[[], bool] = never,
 ) -> T:
-    """Call ``call()``, again after momentary failures, until the deadline.
+    """Send a request, and again after transient failures, until the deadline.
 
     Args:
         call: Sends the request once.
@@ -243,37 +243,37 @@ def repeated(
     """
     limit = deadline_s() if deadline is None else deadline
     began, attempts = host.monotonic(), 0
-    failed: Exception | None = None
+    last_failure: Exception | None = None
 
-    def useless() -> bool:
+    def is_useless() -> bool:
         return given_up() or work_failed()
 
-    def once() -> T:
-        nonlocal attempts, failed
-        if failed is not None and useless():  # during the wait
-            raise failed
+    def send_once() -> T:
+        nonlocal attempts, last_failure
+        if last_failure is not None and is_useless():  # became so while this slept
+            raise last_failure
         attempts += 1
         try:
             return call()
         except Exception as error:
-            failed = error
+            last_failure = error
             raise
 
-    def rest(seconds: float) -> None:
+    def sleep_while_useful(seconds: float) -> None:
         end = host.monotonic() + seconds
-        while (left := end - host.monotonic()) > 0 and not useless():
+        while (left := end - host.monotonic()) > 0 and not is_useless():
             host.sleep(min(left, _LOOK_S))
 
     policy = Retrying(
         # A wait that would end behind the deadline is not begun.
-        stop=lambda state: useless() or host.monotonic() - began + state.upcoming_sleep > limit,
-        sleep=rest,
+        stop=lambda state: is_useless() or host.monotonic() - began + state.upcoming_sleep > limit,
+        sleep=sleep_while_useful,
         wait=_Wait(),
         retry=retry_if_exception(lambda error: kind_of(error) is Kind.TROUBLE),
         reraise=True,
     )
     try:
-        return policy(once)
+        return policy(send_once)
     except Exception as error:
         raise explained(
             error, url, writing=writing, attempts=attempts, create=create, secrets=secrets

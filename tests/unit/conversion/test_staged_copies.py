@@ -20,7 +20,7 @@ README, STAGED = "bucket/models/out/README.md", "bucket/models/.out.ckptcore/fil
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is too large for one request."""
-    monkeypatch.setattr("ckptcore.store.objects.IN_ONE", 1)
+    monkeypatch.setattr("ckptcore.store.objects.MAX_REQUEST_BYTES", 1)
 
 
 @pytest.fixture
