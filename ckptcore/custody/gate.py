@@ -30,11 +30,11 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.custody.distinct import require_apart
 from ckptcore.custody.judged import AtRest, Judged, digest_of_files
 from ckptcore.custody.obligation_records import (
-    Duty,
+    Obligation,
     place_of,
     places_with_records,
-    read_duties,
-    recorded_duty,
+    read_obligations,
+    recorded_obligation,
 )
 from ckptcore.custody.place_contents import contents_at
 from ckptcore.custody.place_ties import inside_of_place, writer_of_place
@@ -84,7 +84,7 @@ def existing_catalog(catalog: str | bool | None) -> Iterator[Catalog | None]:
         yield opened
 
 
-def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tuple[Duty, ...]:
+def obligations_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tuple[Obligation, ...]:
     """Return the obligations to consider before a place is replaced.
 
     Those of the catalog may count on any place: what is there may have been moved there. names: everything at
@@ -92,35 +92,36 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     """
     inside = {place_of(join_url(place, name.rstrip("/"))) for name in names if name.endswith("/")}
     inside |= {place_of(join_url(place, name.rpartition("/")[0])) for name in names if "/" in name}
-    read = [duties_beside(place), *(read_duties(folder) for folder in sorted(filter(None, inside)))]
-    duty_of = {duty.row.id: duty for duties in read for duty in duties}
+    read = [obligations_beside(place), *(read_obligations(folder) for folder in sorted(filter(None, inside)))]
+    obligation_of = {obligation.row.id: obligation for recorded in read for obligation in recorded}
     if catalog is not None:
         with catalog.reading() as conn:
             from_catalog = {
-                row.id: attempt(recorded_duty, conn, row, duty_of.get(row.id))
+                row.id: attempt(recorded_obligation, conn, row, obligation_of.get(row.id))
                 for row in obligations.every(conn)
             }
-        listed = dict[str, Duty]()
-        for key, duty in from_catalog.items():
+        listed = dict[str, Obligation]()
+        for key, obligation in from_catalog.items():
             # A broken row counts as the record beside the copy has it; without that, nothing may be replaced.
-            if isinstance(duty, CkptError) and key not in duty_of:  # not even beside the copy
-                raise duty
-            listed[key] = duty_of[key] if isinstance(duty, CkptError) else duty
-        if forgotten := [duty_of[key] for key in duty_of.keys() - listed.keys()]:  # it was lost, or restored
+            if isinstance(obligation, CkptError) and key not in obligation_of:  # not even beside the copy
+                raise obligation
+            listed[key] = obligation_of[key] if isinstance(obligation, CkptError) else obligation
+        forgotten = [obligation_of[key] for key in obligation_of.keys() - listed.keys()]
+        if forgotten:  # the catalog was lost, or restored
             with catalog.writing() as conn:
-                for duty in forgotten:
-                    obligations.put(conn, duty.row, duty.packed)
-        duty_of |= listed
-    return tuple(duty_of.values())
+                for obligation in forgotten:
+                    obligations.put(conn, obligation.row, obligation.packed)
+        obligation_of |= listed
+    return tuple(obligation_of.values())
 
 
-def duties_beside(place: str) -> tuple[Duty, ...]:
+def obligations_beside(place: str) -> tuple[Obligation, ...]:
     """Return the obligations in records beside a place, beside folders around it, and of moved neighbours."""
-    around = (duty for folder in _around(place) for duty in _read_around(folder))
-    return (*read_duties(place), *around, *_of_moved_neighbours(place))
+    around = (obligation for folder in _around(place) for obligation in _read_around(folder))
+    return (*read_obligations(place), *around, *_of_moved_neighbours(place))
 
 
-def _of_moved_neighbours(place: str) -> Iterator[Duty]:
+def _of_moved_neighbours(place: str) -> Iterator[Obligation]:
     """Yield the obligations on copies that are gone from the same folder: a user may have renamed one.
 
     Of a local disk: an object store has no renames, and a listing for each overwrite would cost a request.
@@ -134,7 +135,7 @@ def _of_moved_neighbours(place: str) -> Iterator[Duty]:
         return
     for neighbour in places_with_records(folder):
         if not os.path.lexists(neighbour):
-            yield from read_duties(neighbour)
+            yield from read_obligations(neighbour)
 
 
 def judge(
@@ -145,7 +146,7 @@ def judge(
     called: str = "",
     *,
     staying: Ids = frozenset(),
-    counted: Sequence[Duty] = (),
+    counted: Sequence[Obligation] = (),
 ) -> Judged:
     """Decide whether a place may go.
 
@@ -166,13 +167,16 @@ def judge(
         SourceUnreadable: The place, or a record of obligations, cannot be read.
     """
     things = contents(place)
-    duties = (*duties_at(catalog, place, things), *counted)
-    if not duties:
+    all_obligations = (*obligations_at(catalog, place, things), *counted)
+    if not all_obligations:
         return Judged()
-    specs = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
+    specs = frozenset[bytes]().union(*(unpack_specs(obligation.row.specs) for obligation in all_obligations))
     read_contents = contents_at(place, things, specs, settings, catalog)
     unread = None if read_contents.readable else _unread_at(catalog, place)
-    matched = {duty.row.id: _matched(catalog, duty, read_contents.ids, place, unread) for duty in duties}
+    matched = {
+        obligation.row.id: _matched(catalog, obligation, read_contents.ids, place, unread)
+        for obligation in all_obligations
+    }
     if staying:
         matched = {key: ids - staying for key, ids in matched.items()}
     missing = in_one(matched.values())
@@ -181,11 +185,15 @@ def judge(
         read_apart = partial(_read_apart, catalog, place, things, specs, settings, at_rest)
         proven, looks, missing = _elsewhere(catalog, missing, read_contents.manifests, read_apart)
     if missing:
-        raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
+        raise _only_copy(
+            called or place,
+            missing,
+            [obligation for obligation in all_obligations if matched[obligation.row.id]],
+        )
     moves = {
-        duty: tuple(where for where, ids in proven.items() if not ids.isdisjoint(duty_ids))
-        for duty, duty_ids in matched.items()
-        if duty_ids
+        obligation_id: tuple(where for where, ids in proven.items() if not ids.isdisjoint(protected_ids))
+        for obligation_id, protected_ids in matched.items()
+        if protected_ids
     }
     return Judged(moves, looks)
 
@@ -290,24 +298,30 @@ def _unread_at(catalog: Catalog | None, place: str) -> _Unread:
     return _Unread(in_one(ids_of_rows), frozenset(sources))
 
 
-def _matched(catalog: Catalog | None, duty: Duty, read_ids: Ids, place: str, unread: _Unread | None) -> Ids:
+def _matched(
+    catalog: Catalog | None, obligation: Obligation, read_ids: Ids, place: str, unread: _Unread | None
+) -> Ids:
     """Return the contents of an obligation that a place holds, or may hold where it cannot be read.
 
     Args:
         catalog: The catalog, or None.
-        duty: The obligation.
+        obligation: What counts on the place.
         read_ids: Content ids that were read there.
         place: The place.
         unread: What else may be there; None if everything was read.
     """
-    duty_ids = ids_of(duty.contents)
+    protected_ids = ids_of(obligation.contents)
     if unread is None:
-        return common(duty_ids, read_ids)
+        return common(protected_ids, read_ids)
     # What cannot be read may be the very copy that the obligation counts on, or another of the same source.
-    is_on_it = relation(identify(duty.row.place), identify(place)) is not Relation.APART
-    if is_on_it or duty.row.checkpoint in unread.sources or not _is_where_it_was(catalog, duty.row.place):
-        return duty_ids
-    return common(duty_ids, in_one([read_ids, unread.ids]))
+    is_on_it = relation(identify(obligation.row.place), identify(place)) is not Relation.APART
+    if (
+        is_on_it
+        or obligation.row.checkpoint in unread.sources
+        or not _is_where_it_was(catalog, obligation.row.place)
+    ):
+        return protected_ids
+    return common(protected_ids, in_one([read_ids, unread.ids]))
 
 
 def _is_where_it_was(catalog: Catalog | None, place: str) -> bool:
@@ -328,10 +342,10 @@ def _around(place: str) -> Iterator[str]:
         parent, name = split_url(parent)
 
 
-def _read_around(folder: str) -> tuple[Duty, ...]:
+def _read_around(folder: str) -> tuple[Obligation, ...]:
     """Read the record beside a folder around the place, if the user may look there at all."""
     try:
-        return read_duties(folder)
+        return read_obligations(folder)
     except SourceUnreadable as error:
         if kind_of(error) is not Kind.DENIED:
             raise
@@ -339,16 +353,16 @@ def _read_around(folder: str) -> tuple[Duty, ...]:
         return ()
 
 
-def _only_copy(place: str, missing: Ids, duties: list[Duty]) -> DestinationExists:
-    rows = (row for duty in duties for row in duty.contents if row.id in missing)
+def _only_copy(place: str, missing: Ids, unmet_obligations: list[Obligation]) -> DestinationExists:
+    rows = (row for obligation in unmet_obligations for row in obligation.contents if row.id in missing)
     names = [row.name for row in {row.id: row for row in rows}.values()]
-    sources = list(dict.fromkeys(duty.row.source for duty in duties))
+    sources = list(dict.fromkeys(obligation.row.source for obligation in unmet_obligations))
     others_text = f" and {len(sources) - 1} more" if sources[1:] else ""
     return DestinationExists(
         f"cannot replace {place}: it holds the only proven copy of {len(missing)} contents of "
         f"{sources[0]}{others_text}, deleted because this copy exists: {some(names)}",
-        hint=_HINT.format(duties[0].row.id),
+        hint=_HINT.format(unmet_obligations[0].row.id),
         sources=sources[:100],
         contents=names[:100],
-        obligations=[duty.row.id for duty in duties[:100]],
+        obligations=[obligation.row.id for obligation in unmet_obligations[:100]],
     )

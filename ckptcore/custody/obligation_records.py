@@ -36,7 +36,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
+class Obligation:
     """An obligation with its contents.
 
     packed: the contents as they are stored.
@@ -47,7 +47,7 @@ class Duty:
     packed: bytes = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, row: ObligationRow, contents: Collection[Holding]) -> Duty:
+    def of(cls, row: ObligationRow, contents: Collection[Holding]) -> Obligation:
         """Return an obligation whose contents are not stored yet."""
         return cls(row, contents, pack(contents))
 
@@ -66,7 +66,7 @@ def place_of(home: str) -> str | None:
     return None if matched is None else join_url(parent, matched["name"])
 
 
-def recorded_duty(conn: Any, row: ObligationRow, beside: Duty | None = None) -> Duty:
+def recorded_obligation(conn: Any, row: ObligationRow, beside: Obligation | None = None) -> Obligation:
     """Return an obligation of the catalog with its contents; raise `CatalogError` if they are damaged.
 
     beside: the same in a record, whose contents are not unpacked once more where they are equal.
@@ -74,7 +74,7 @@ def recorded_duty(conn: Any, row: ObligationRow, beside: Duty | None = None) -> 
     packed = obligations.contents_of(conn, row.id)
     try:
         equal = beside is not None and beside.packed == packed
-        return Duty(row, beside.contents if beside and equal else unpack(packed), packed)
+        return Obligation(row, beside.contents if beside and equal else unpack(packed), packed)
     except InvalidText as error:
         raise CatalogError(
             f"the contents of obligation {row.id} on {row.place} cannot be read: {error}",
@@ -83,7 +83,7 @@ def recorded_duty(conn: Any, row: ObligationRow, beside: Duty | None = None) -> 
         ) from error
 
 
-def read_duties(place: str) -> tuple[Duty, ...]:
+def read_obligations(place: str) -> tuple[Obligation, ...]:
     """Return the obligations in the records beside a place; none where there is no record.
 
     Raises:
@@ -91,7 +91,7 @@ def read_duties(place: str) -> tuple[Duty, ...]:
     """
     if identify(place).is_bucket:  # beside which there is nothing: no destination is an entire bucket
         return ()
-    home, duties, name = home_of(place), [], ""
+    home, recorded, name = home_of(place), [], ""
     try:
         names = _names(home)
         if not names:
@@ -100,14 +100,14 @@ def read_duties(place: str) -> tuple[Duty, ...]:
             records = dict(zip(names, fetch_each(store, names), strict=True))
         for name in names:
             if (record := records[name]) is not None:  # else its obligation ended meanwhile
-                duties.append(loaded(record))
+                recorded.append(loaded(record))
     except (InvalidText, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise SourceUnreadable(
             f"cannot read {join_url(home, name)}, which says what must not be replaced: {why}",
             hint="restore it from a backup, or move it away if nothing beside it is needed",
         ) from error
-    return tuple(duties)
+    return tuple(recorded)
 
 
 def _names(home: str) -> list[str]:
@@ -140,26 +140,26 @@ def places_with_records(folder: str) -> tuple[str, ...]:
     return tuple(place for name in names if (place := place_of(join_url(folder, name))) is not None)
 
 
-def add_duties(place: str, duties: Iterable[Duty]) -> None:
+def add_obligations(place: str, new_obligations: Iterable[Obligation]) -> None:
     """Write the records of obligations beside a place; those of the same ids are replaced.
 
     Raises:
         UsageError: One cannot be written.
     """
     home = home_of(place)
-    for duty in duties:
-        data = canonical_json({"version": 2, **_dumped(duty)})
+    for obligation in new_obligations:
+        data = canonical_json({"version": 2, **_dumped(obligation)})
         try:
             if local_path(home) is not None:
-                _put_local(home, f"{duty.row.id}.json", data)
+                _put_local(home, f"{obligation.row.id}.json", data)
                 continue
             with closing(open_store(home)) as store:
-                store.put(f"{duty.row.id}.json", data)
+                store.put(f"{obligation.row.id}.json", data)
         except OSError as error:
-            raise UsageError(f"cannot write {home}/{duty.row.id}.json: {error.strerror}") from error
+            raise UsageError(f"cannot write {home}/{obligation.row.id}.json: {error.strerror}") from error
 
 
-def drop_duties(place: str, ids: Iterable[str]) -> None:
+def drop_obligations(place: str, ids: Iterable[str]) -> None:
     """Remove the records of obligations beside a place, as far as it can be reached."""
     home = home_of(place)
     path = local_path(home)
@@ -199,19 +199,19 @@ def _put_local(home: str, record: str, data: bytes) -> None:
         host.fsync(above)
 
 
-def _dumped(duty: Duty) -> dict[str, str]:
-    row = duty.row
+def _dumped(obligation: Obligation) -> dict[str, str]:
+    row = obligation.row
     return {
         "id": row.id,
         "checkpoint": row.checkpoint or "",
         "source": row.source,
         "place": row.place,
         "created_at": row.created_at.isoformat(),
-        "contents": base64.b64encode(duty.packed).decode(),
+        "contents": base64.b64encode(obligation.packed).decode(),
     }
 
 
-def loaded(data: bytes) -> Duty:
+def loaded(data: bytes) -> Obligation:
     """Read a record; raise `InvalidText` for other data."""
     with parsing("a record"):
         form = load_json_object(data)
@@ -227,4 +227,4 @@ def loaded(data: bytes) -> Duty:
             pack_specs(contents),
             parse_time(form["created_at"]),
         )
-        return Duty(row, contents, packed)
+        return Obligation(row, contents, packed)

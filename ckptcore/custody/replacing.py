@@ -22,9 +22,9 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.retirements import GivenUp
-from ckptcore.custody.gate import duties_at, duties_beside, existing_catalog, judge
+from ckptcore.custody.gate import existing_catalog, judge, obligations_at, obligations_beside
 from ckptcore.custody.judged import AtRest, Judged, Replacer, digest_of_files
-from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties
+from ckptcore.custody.obligation_records import Obligation, add_obligations, drop_obligations
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin, folder_of
 from ckptcore.errors import Busy, SourceChanged, UsageError
@@ -90,7 +90,7 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
             return ""
         asked = catalog is not None and writer.conversion is not None
         # Another catalog may count on what is here since then: its records say so.
-        if judged is not None and asked and not (judged.moves and in_place) and not duties_beside(place):
+        if judged is not None and asked and not (judged.moves and in_place) and not obligations_beside(place):
             with suppress(Busy, SourceChanged):  # of a copy, since it was planned: another one may do
                 return _admitted(catalog, place, judged, at_rest)
         return _admitted(catalog, place, judge(catalog, place, settings, at_rest), at_rest)
@@ -120,7 +120,7 @@ def require_row(writer: Replacer) -> None:
 @contextmanager
 def counting_on(
     catalog: Catalog,
-    duties: Mapping[str, Sequence[Duty]],
+    obligations_on: Mapping[str, Sequence[Obligation]],
     at_rest: AtRest,
     require_same: Callable[[str], object],
 ) -> Iterator[Any]:
@@ -131,7 +131,7 @@ def counting_on(
 
     Args:
         catalog: The catalog.
-        duties: Place of a copy -> the obligations that count on it from now on, if any.
+        obligations_on: Place of a copy -> the obligations that count on it from now on, if any.
         at_rest: Keeps writers away from a copy.
         require_same: Raises an error if a copy is not what was read.
 
@@ -143,15 +143,15 @@ def counting_on(
     """
     # A run that is killed behind this, or refused, leaves a record too many, and never none.
     with catalog.writing():  # records beside copies are changed by one process at a time
-        for place, of_place in duties.items():
+        for place, of_place in obligations_on.items():
             if of_place:
-                add_duties(place, of_place)
+                add_obligations(place, of_place)
     with ExitStack() as locks:
-        for place in duties:
+        for place in obligations_on:
             locks.enter_context(at_rest(place))
             require_same(place)
         with catalog.writing() as conn:
-            for place in duties:
+            for place in obligations_on:
                 if writer := writer_of_place(conn, place):
                     raise Busy(f"conversion {writer} writes to {place}")
             yield conn
@@ -159,7 +159,7 @@ def counting_on(
 
 @contextmanager
 def moving_obligations(
-    catalog: Catalog, place: str, judged: Judged, at_rest: AtRest, sought: Sequence[Duty] = ()
+    catalog: Catalog, place: str, judged: Judged, at_rest: AtRest, sought: Sequence[Obligation] = ()
 ) -> Iterator[Any]:
     """Let obligations count on other places, in the transaction of the block; each first gets its own record.
 
@@ -181,18 +181,21 @@ def moving_obligations(
         Busy: A conversion writes to one of the other places.
         SourceChanged: One was written since it was read.
     """
-    duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())} if judged.moves else {}
+    current = obligations_at(catalog, place, ()) if judged.moves else ()
+    current_obligations = {obligation.row.id: obligation for obligation in current}
     # The others ended meanwhile.
-    left = {key: places for key, places in judged.moves.items() if key in duties}
-    new = dict[str, Duty]()
-    for duty in sought:
-        places = tuple(w for w in judged.moves.get(duty.row.id, ()) if _is_apart(w, duty.row.place))
+    left = {key: places for key, places in judged.moves.items() if key in current_obligations}
+    new = dict[str, Obligation]()
+    for obligation in sought:
+        places = tuple(
+            w for w in judged.moves.get(obligation.row.id, ()) if _is_apart(w, obligation.row.place)
+        )
         if places:
-            new[duty.row.id] = replace(duty, row=replace(duty.row, place=places[0]))
-            left[duty.row.id] = places
+            new[obligation.row.id] = replace(obligation, row=replace(obligation.row, place=places[0]))
+            left[obligation.row.id] = places
     # Also places that hold what they were to hold: they must be as they were read.
     counted = {
-        where: [(duties | new)[key] for key, places in left.items() if where in places]
+        where: [(current_obligations | new)[key] for key, places in left.items() if where in places]
         for where in judged.looks
     }
 
@@ -204,19 +207,19 @@ def moving_obligations(
             )
 
     with counting_on(catalog, counted, at_rest, require_same) as conn:
-        for duty in new.values():
-            obligations.put(conn, duty.row, duty.packed)
+        for obligation in new.values():
+            obligations.put(conn, obligation.row, obligation.packed)
         for key, places in left.items():
             if key in new:
                 continue
-            before = duties[key].row.place
+            before = current_obligations[key].row.place
             if _is_there(before) and _is_apart(before, place):
                 continue
             obligations.move(conn, key, places[0])
             if before not in places:
-                drop_duties(before, [key])
+                drop_obligations(before, [key])
         if left:  # also those that another act had put there, whose obligations count on other places
-            drop_duties(place, left)
+            drop_obligations(place, left)
         yield conn
 
 

@@ -16,13 +16,13 @@ from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.custody.distinct import require_own_files
 from ckptcore.custody.obligation_records import (
-    Duty,
-    add_duties,
-    drop_duties,
+    Obligation,
+    add_obligations,
+    drop_obligations,
     home_of,
     places_with_records,
-    read_duties,
-    recorded_duty,
+    read_obligations,
+    recorded_obligation,
 )
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.fingerprints.holdings import TENSOR, Holding, Ids, ids_of, numbered_ids, pack_specs, unpack_ids
@@ -45,15 +45,19 @@ def listed(catalog: Catalog) -> tuple[ListedObligation, ...]:
                 row.place,
                 row.created_at,
                 row.lost,
-                _names(attempt(recorded_duty, conn, row)),
+                _names(attempt(recorded_obligation, conn, row)),
                 row.trouble,
             )
             for row in obligations.every(conn)
         )
 
 
-def _names(duty: Duty | CkptError) -> tuple[str, ...]:
-    return (f"({duty.message})",) if isinstance(duty, CkptError) else tuple(h.name for h in duty.contents)
+def _names(obligation: Obligation | CkptError) -> tuple[str, ...]:
+    return (
+        (f"({obligation.message})",)
+        if isinstance(obligation, CkptError)
+        else tuple(h.name for h in obligation.contents)
+    )
 
 
 def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, ...]:
@@ -79,10 +83,10 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
                 hint="see ckptcore catalog obligation list",
             )
         (row,) = rows
-        duty = attempt(recorded_duty, conn, row)
-        if isinstance(duty, CkptError) and "*" not in globs:
-            raise duty
-        contents = () if isinstance(duty, CkptError) else duty.contents
+        obligation = attempt(recorded_obligation, conn, row)
+        if isinstance(obligation, CkptError) and "*" not in globs:
+            raise obligation
+        contents = () if isinstance(obligation, CkptError) else obligation.contents
 
         def is_named(content: Holding) -> bool:
             return any(fnmatchcase(content.name, glob) for glob in globs)
@@ -96,14 +100,14 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
         left = tuple(holding for holding in contents if not is_named(holding))
         names = [holding.name for holding in named]
         if left:
-            rest = Duty.of(row, left)
+            rest = Obligation.of(row, left)
             obligations.reduce(conn, now, row.id, pack_specs(left), rest.packed, names)
         else:
             obligations.end(conn, now, row.id, "given up by name", names)
     if left:
-        add_duties(row.place, [rest])
+        add_obligations(row.place, [rest])
     else:
-        drop_duties(row.place, [row.id])
+        drop_obligations(row.place, [row.id])
     return tuple(names)
 
 
@@ -117,9 +121,13 @@ def look_after(catalog: Catalog) -> int:
     cache: dict[str, Ids] = {}
     total = 0
     with catalog.reading() as conn:
-        duties = [attempt(recorded_duty, conn, row) for row in obligations.every(conn)]
-    for duty in duties:
-        lost = duty if isinstance(duty, CkptError) else attempt(_look_after, catalog, duty, cache)
+        checked_obligations = [attempt(recorded_obligation, conn, row) for row in obligations.every(conn)]
+    for obligation in checked_obligations:
+        lost = (
+            obligation
+            if isinstance(obligation, CkptError)
+            else attempt(_look_after, catalog, obligation, cache)
+        )
         if isinstance(lost, CkptError):
             _log.warning("%s", lost.message)
         else:
@@ -127,15 +135,15 @@ def look_after(catalog: Catalog) -> int:
     return total
 
 
-def _look_after(catalog: Catalog, duty: Duty, cache: dict[str, Ids]) -> int:
+def _look_after(catalog: Catalog, obligation: Obligation, cache: dict[str, Ids]) -> int:
     """Record what of the contents of one obligation is lost; return how many. cache: ids by checkpoint."""
-    row, contents = duty.row, duty.contents
-    duty_ids, by_place, in_part = ids_of(contents), dict[str, Ids](), False
+    row, contents = obligation.row, obligation.contents
+    protected_ids, by_place, in_part = ids_of(contents), dict[str, Ids](), False
     with catalog.reading() as conn:
-        for holder in holdings.may_hold(conn, duty_ids):
+        for holder in holdings.may_hold(conn, protected_ids):
             if holder.state != State.GONE.value:
                 ids = cache.setdefault(holder.id, recorded_ids(conn, holder))
-                by_place[holder.uri] = ids & duty_ids
+                by_place[holder.uri] = ids & protected_ids
                 # Only tensors have recorded sums before something reads all of a checkpoint.
                 in_part |= holdings.ids_of_row(conn, holder.id) is None
     lost = [
@@ -150,40 +158,44 @@ def _look_after(catalog: Catalog, duty: Duty, cache: dict[str, Ids]) -> int:
     gone = row.place not in by_place
     holders = sorted(filter(by_place.get, by_place), key=lambda uri: (uri != row.place, -len(by_place[uri])))
     for uri in holders if gone or by_place[row.place] else ():
-        if _count_on(catalog, duty, uri, gone=gone):
+        if _count_on(catalog, obligation, uri, gone=gone):
             break
     return len(lost)
 
 
-def _count_on(catalog: Catalog, duty: Duty, place: str, *, gone: bool) -> bool:
+def _count_on(catalog: Catalog, obligation: Obligation, place: str, *, gone: bool) -> bool:
     """Let an obligation count on a copy whose files are its own, with a record beside that.
 
     gone: whether the copy that it counts on is not at its place any more. Return whether it counts on this
     one now.
     """
-    row = duty.row
+    row = obligation.row
     if place == row.place and (
         local_path(place) is None or isinstance(attempt(listing.contents, place, follow=True), CkptError)
     ):
         return True  # objects are no links, and a disk may be away
-    added = attempt(_add_beside, catalog, duty, place)
+    added = attempt(_add_beside, catalog, obligation, place)
     if isinstance(added, CkptError):
         _log.warning("no record of an obligation beside %s: %s", place, added.message)
         return False
     if gone and home_of(place) != home_of(row.place):  # else it is another name of the same copy
-        drop_duties(row.place, [row.id])
+        drop_obligations(row.place, [row.id])
     return True
 
 
-def _add_beside(catalog: Catalog, duty: Duty, place: str) -> None:
+def _add_beside(catalog: Catalog, obligation: Obligation, place: str) -> None:
     """Record that an obligation counts on a copy; first it gets its record beside that."""
     if local_path(place) is not None:
         require_own_files(place, listing.contents(place, follow=True))
-    if place == duty.row.place and os.path.lexists(join_url(home_of(place), f"{duty.row.id}.json")):
+    if place == obligation.row.place and os.path.lexists(
+        join_url(home_of(place), f"{obligation.row.id}.json")
+    ):
         return
     with catalog.writing() as conn:  # records beside copies are changed by one process at a time
-        add_duties(place, [recorded_duty(conn, duty.row, duty)])  # unless it ended meanwhile
-        obligations.move(conn, duty.row.id, place)
+        add_obligations(
+            place, [recorded_obligation(conn, obligation.row, obligation)]
+        )  # unless it ended meanwhile
+        obligations.move(conn, obligation.row.id, place)
 
 
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
@@ -207,17 +219,19 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
         with suppress(CkptError):  # a file, or a folder that is not ours to list
             all_places |= dict.fromkeys(places_with_records(folder))
     for place in all_places:
-        duties = attempt(read_duties, place)
-        if isinstance(duties, CkptError):
-            unread.append(duties.message)
+        recorded = attempt(read_obligations, place)
+        if isinstance(recorded, CkptError):
+            unread.append(recorded.message)
             continue
-        if not duties:
+        if not recorded:
             continue
         with catalog.writing() as conn:
             rows = obligations.every(conn)
-            stored_ids = {row.id for row in rows if isinstance(attempt(recorded_duty, conn, row), Duty)}
-            for duty in duties:
-                if duty.row.id not in stored_ids:
-                    obligations.put(conn, duty.row, duty.packed)
+            stored_ids = {
+                row.id for row in rows if isinstance(attempt(recorded_obligation, conn, row), Obligation)
+            }
+            for obligation in recorded:
+                if obligation.row.id not in stored_ids:
+                    obligations.put(conn, obligation.row, obligation.packed)
                     count += 1
     return count, tuple(unread)

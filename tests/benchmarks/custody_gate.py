@@ -35,7 +35,7 @@ from ckptcore.conversion.staging.open_staging import at_rest
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.custody import gate, place_contents
-from ckptcore.custody.obligation_records import Duty, add_duties
+from ckptcore.custody.obligation_records import Obligation, add_obligations
 from ckptcore.fingerprints.holdings import Holding, ids_of, pack_ids, pack_specs, tensor_holdings
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Settings
@@ -70,10 +70,10 @@ def recorded(catalog: Catalog, manifest: Manifest, sums: Sequence[Fingerprinted]
 def put_obligation(catalog: Catalog, place: str, contents: Sequence[Holding]) -> None:
     """Put an obligation on the contents of a place, as a purge does."""
     row = ObligationRow("1" * 32, None, f"{place}-before", place, pack_specs(contents), catalog.now())
-    duty = Duty.of(row, contents)
-    add_duties(place, [duty])
+    obligation = Obligation.of(row, contents)
+    add_obligations(place, [obligation])
     with catalog.writing() as conn:
-        obligations.put(conn, row, duty.packed)
+        obligations.put(conn, row, obligation.packed)
 
 
 def peak(*, reset: bool = False) -> int:

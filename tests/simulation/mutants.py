@@ -262,15 +262,15 @@ MUTANTS = {
     ),
     "gate-without-records": Mutant(
         "obligations in records beside a place are not read",
-        f"{GATE}:duties_at",
-        "read = [duties_beside(place), *(read_duties(folder) for folder in sorted(filter(None, inside)))]",
-        "read = []",
+        f"{GATE}:obligations_at",
+        "[obligations_beside(place), *(read_obligations(folder) for folder in sorted(filter(None, inside)))]",
+        "[]",
         seed=58,
     ),
     "gate-without-catalog": Mutant(
         "obligations of the catalog count only where they were recorded",
-        f"{GATE}:duties_at",
-        "listed[key] = duty_of[key] if isinstance(duty, CkptError) else duty",
+        f"{GATE}:obligations_at",
+        "listed[key] = obligation_of[key] if isinstance(obligation, CkptError) else obligation",
         "pass",
         seed=19,
     ),
@@ -291,29 +291,29 @@ MUTANTS = {
     "obligation-stays-behind": Mutant(
         "an obligation does not move with what it counts on",
         f"{REPLACING}:moving_obligations",
-        "if judged.moves else {}",
-        "if False else {}",
+        "if judged.moves else ()",
+        "if False else ()",
         seed=295,
     ),
     "record-stays-behind": Mutant(
         "the record of an obligation does not move with what it counts on",
         f"{REPLACING}:moving_obligations",
-        "[(duties | new)[key] for key, places in left.items() if where in places]",
+        "[(current_obligations | new)[key] for key, places in left.items() if where in places]",
         "[]",
         seed=295,
     ),
     "no-obligation": Mutant(
         "a purge puts no obligation into the catalog",
         f"{PURGE}:_give_to_child",
-        "obligations.put(conn, row, duty.packed)",
+        "obligations.put(conn, row, obligation.packed)",
         "pass",
         seed=5,
     ),
     "no-obligation-at-all": Mutant(
         "a purge puts no obligation on the copy",
         f"{PURGE}:_give_to_child",
-        "obligations.put(conn, row, duty.packed)",
-        "drop_duties(child.uri, [row.id])",
+        "obligations.put(conn, row, obligation.packed)",
+        "drop_obligations(child.uri, [row.id])",
         seed=5,
         only="no record of an obligation is beside",
     ),
@@ -413,9 +413,9 @@ MUTANTS = {
         "who counts on a copy asks for writers before the record is beside it, not within the transaction",
         f"{REPLACING}:counting_on",
         "    with catalog.writing():  # records beside copies are changed by one process at a time",
-        "    with catalog.reading() as conn:\n        for place in duties:\n"
+        "    with catalog.reading() as conn:\n        for place in obligations_on:\n"
         "            if first := writer_of_place(conn, place):\n                raise Busy(first)\n"
-        "    for place in duties:\n        require_same(place)\n"
+        "    for place in obligations_on:\n        require_same(place)\n"
         "    with catalog.writing():",
         also=(
             WRITER_ROW,

@@ -36,7 +36,7 @@ from ckptcore.core.used_files import used
 from ckptcore.custody.distinct import files_of, require_apart
 from ckptcore.custody.gate import judge
 from ckptcore.custody.holdings import file_holdings, objects_of, tensors_read
-from ckptcore.custody.obligation_records import Duty, drop_duties
+from ckptcore.custody.obligation_records import Obligation, drop_obligations
 from ckptcore.custody.replacing import counting_on, moving_obligations
 from ckptcore.custody.set_aside import (
     REPLACED,
@@ -413,17 +413,17 @@ def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings)
     row = ObligationRow(
         _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
     )
-    duty = Duty.of(row, child_holdings)
+    obligation = Obligation.of(row, child_holdings)
 
     def require_same(uri: str) -> None:
         require_files(uri, before, files_now(detail))
 
     try:
-        with counting_on(catalog, {child.uri: [duty]}, at_rest, require_same) as conn:
+        with counting_on(catalog, {child.uri: [obligation]}, at_rest, require_same) as conn:
             if source is not None:
                 require_untied(conn, now, source)
             _require_present(conn, child)
-            obligations.put(conn, row, duty.packed)
+            obligations.put(conn, row, obligation.packed)
             set_aside.deleted(conn, now, record.checkpoint)
             freed = freed_bytes(record.things)
             proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
@@ -434,18 +434,18 @@ def _give_to_child(catalog: Catalog, aside: SetAside, verify_settings: Settings)
         # An earlier run may have decided on the removal: then its record beside the child must stay.
         decided = isinstance(current_row, set_aside.SetAsideEntry) and current_row.purging
         if not decided and not isinstance(current_row, CkptError):
-            drop_duties(child.uri, [row.id])
+            drop_obligations(child.uri, [row.id])
         raise
 
 
-def _expected(aside: SetAside) -> tuple[Duty, ...]:
-    """Return what the record of a replaced one asks for, as a duty: it must be proven elsewhere now."""
+def _expected(aside: SetAside) -> tuple[Obligation, ...]:
+    """Return what the record of a replaced one asks for, as an obligation to be proven elsewhere now."""
     record = aside.record
     if not record.expects:
         return ()
     specs = pack_specs(record.expects)
     row = ObligationRow(_id_of(aside), record.checkpoint, record.uri, record.uri, specs, record.at)
-    return (Duty.of(row, tuple(record.expects)),)
+    return (Obligation.of(row, tuple(record.expects)),)
 
 
 def _decide(conn: Any, aside: SetAside) -> None:

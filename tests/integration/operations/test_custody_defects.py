@@ -206,12 +206,12 @@ def test_a_record_is_beside_the_place_itself_and_not_beside_a_link_to_it(copies)
 def test_purges_that_count_on_one_copy_write_records_of_their_own(copies):
     """Two catalogs may have sources of one copy: no process changes the record of another."""
     copies.counted_on()
-    (duty,) = records.read_duties(str(copies.copy))
-    duties = [replace(duty, row=replace(duty.row, id=f"id-{n}")) for n in range(16)]
+    (obligation,) = records.read_obligations(str(copies.copy))
+    copies_of_it = [replace(obligation, row=replace(obligation.row, id=f"id-{n}")) for n in range(16)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda each: records.add_duties(str(copies.copy), [each]), duties))
-    ids = {each.row.id for each in records.read_duties(str(copies.copy))}
-    assert ids == {duty.row.id, *(each.row.id for each in duties)}
+        list(pool.map(lambda each: records.add_obligations(str(copies.copy), [each]), copies_of_it))
+    ids = {each.row.id for each in records.read_obligations(str(copies.copy))}
+    assert ids == {obligation.row.id, *(each.row.id for each in copies_of_it)}
 
 
 def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):
@@ -239,7 +239,7 @@ def test_a_damaged_row_of_an_obligation_is_a_row(copies, beside):
         copies.rebuilt(copies.out)
         assert listed(copies.catalog)[0].contents == other.contents
     else:
-        records.drop_duties(str(copies.copy), [other.id])
+        records.drop_obligations(str(copies.copy), [other.id])
         with pytest.raises(CatalogError, match="cannot be read"):
             copies.overwrite(copies.copy)
         release(copies.catalog, other.id, ["*"])

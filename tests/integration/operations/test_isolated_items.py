@@ -421,7 +421,7 @@ def test_an_odd_rule_of_a_root_deletes_nothing(catalog, converted, runs, target)
     assert (runs / "llama" / ODD).exists()
 
 
-@pytest.mark.parametrize("name", ["recorded_ids", "recorded_duty"])
+@pytest.mark.parametrize("name", ["recorded_ids", "recorded_obligation"])
 def test_one_obligation(catalog, converted, breaks, name):
     retired(catalog)
     assert len(upkeep.listed(catalog)) == 2
@@ -438,7 +438,7 @@ def test_one_record_of_an_obligation(catalog, converted, breaks):
     retired(catalog)
     with catalog.writing() as conn:
         conn.execute(text("DELETE FROM obligation"))
-    breaks(upkeep, "read_duties")
+    breaks(upkeep, "read_obligations")
     places = [str(converted / name) for name in ("step-0", ODD)]
     count, (unread,) = upkeep.read_records(catalog, places)
     assert (count, "unforeseen" in unread) == (1, True)

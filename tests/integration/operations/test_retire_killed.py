@@ -46,7 +46,7 @@ FAULTS = {
     "moved and not committed": (aside.LocalSetAside, "move_in", 1, True),
     "committed": (purge, "_read_child", 1, False),
     "read": (purge, "_read_child", 1, True),
-    "its copy has a record": (replacing, "add_duties", 1, True),
+    "its copy has a record": (replacing, "add_obligations", 1, True),
     "obliged and not committed": (obligations, "put", 1, True),
     "before the first name goes": (aside.LocalSetAside, "remove", 1, False),
     "one name gone": (aside, "_unlink", 1, True),

@@ -273,7 +273,7 @@ def test_what_an_obligation_counts_on_does_not_go(steps, catalog, url, tmp_path)
     """A copy was deleted because this step holds the optimizer, too."""
     with catalog.writing() as conn:
         from ckptcore.custody.holdings import objects_of, tensors_read
-        from ckptcore.custody.obligation_records import Duty, add_duties
+        from ckptcore.custody.obligation_records import Obligation, add_obligations
         from ckptcore.fingerprints.holdings import numbered, pack_specs
 
         manifest = api.open(str(steps.first))
@@ -281,9 +281,9 @@ def test_what_an_obligation_counts_on_does_not_go(steps, catalog, url, tmp_path)
         row = obligations.ObligationRow(
             "1" * 8, "", "/gone/copy", str(steps.first), pack_specs(contents), datetime.now(UTC)
         )
-        duty = Duty.of(row, contents)
-        obligations.put(conn, row, duty.packed)
-    add_duties(str(steps.first), [duty])
+        obligation = Obligation.of(row, contents)
+        obligations.put(conn, row, obligation.packed)
+    add_obligations(str(steps.first), [obligation])
     steps.keeps("it holds the only proven copy of 7 contents", outcome=ThinOutcome.UNSAFE)
     copy = tmp_path / "copy"
     convert(Request(str(steps.first), str(copy)), MEANS, None, url)

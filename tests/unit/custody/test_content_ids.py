@@ -16,7 +16,13 @@ from ckptcore.catalog.obligations import ObligationRow
 from ckptcore.core.manifest import Blob
 from ckptcore.core.object_tree import Named, encode
 from ckptcore.custody.holdings import objects_of, rest_of, tensors_read
-from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties, home_of, read_duties
+from ckptcore.custody.obligation_records import (
+    Obligation,
+    add_obligations,
+    drop_obligations,
+    home_of,
+    read_obligations,
+)
 from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.fingerprints.holdings import (
     TENSOR,
@@ -136,15 +142,15 @@ def test_packed_holdings_are_those_that_were_packed() -> None:
 
 def test_the_record_beside_a_copy(tmp_path: Path) -> None:
     place = str(tmp_path / "out")
-    duty = Duty.of(ROW, (Holding(TENSOR, "a", bytes(16), "float32[2]", 8),))
-    assert read_duties(place) == ()
-    add_duties(place, [duty])
-    (known,) = read_duties(place)
-    assert (known.row.id, known.row.source, known.contents) == ("an id", "/runs/step-1", duty.contents)
-    drop_duties(place, ["another"])
-    assert len(read_duties(place)) == 1
-    drop_duties(place, ["an id"])
-    assert (read_duties(place), os.listdir(tmp_path)) == ((), [])
+    obligation = Obligation.of(ROW, (Holding(TENSOR, "a", bytes(16), "float32[2]", 8),))
+    assert read_obligations(place) == ()
+    add_obligations(place, [obligation])
+    (known,) = read_obligations(place)
+    assert (known.row.id, known.row.source, known.contents) == ("an id", "/runs/step-1", obligation.contents)
+    drop_obligations(place, ["another"])
+    assert len(read_obligations(place)) == 1
+    drop_obligations(place, ["an id"])
+    assert (read_obligations(place), os.listdir(tmp_path)) == ((), [])
 
 
 @pytest.mark.parametrize("names", ["", "a", "abc"])
@@ -161,12 +167,12 @@ def test_a_record_that_cannot_be_read_protects(data: bytes, tmp_path: Path) -> N
     home.mkdir()
     (home / "a.json").write_bytes(data)
     with pytest.raises(SourceUnreadable, match="must not be replaced"):
-        read_duties(str(tmp_path / "out"))
+        read_obligations(str(tmp_path / "out"))
 
 
 def test_no_link_redirects_a_record(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     Path(home_of(str(tmp_path / "out"))).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot write"):
-        add_duties(str(tmp_path / "out"), [Duty.of(ROW, ())])
+        add_obligations(str(tmp_path / "out"), [Obligation.of(ROW, ())])
     assert os.listdir(tmp_path / "elsewhere") == []
