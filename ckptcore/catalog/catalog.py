@@ -128,12 +128,16 @@ class Catalog:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """Open a transaction on one snapshot of the catalog. It blocks nobody."""
-        owner, kept = self._kept
-        free = kept is not None and owner == _this_thread() and not kept.in_transaction()
+        owner, thread_connection = self._kept
+        free = (
+            thread_connection is not None
+            and owner == _this_thread()
+            and not thread_connection.in_transaction()
+        )
         with translated(self.url):
-            if kept is not None and free:
-                with kept.begin():
-                    yield kept
+            if thread_connection is not None and free:
+                with thread_connection.begin():
+                    yield thread_connection
             else:
                 with self._readers.begin() as connection:
                     yield connection

@@ -448,8 +448,8 @@ def _record_average(
     row = _conversion(conn, public)
     ends = {(put_checkpoint(conn, now, facts, Kind.SOURCE)[0], Direction.IN) for _, facts in inputs}
     _link(conn, row.id, {*ends, (average, Direction.OUT)})
-    done = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
-    conn.execute(update(Conversion).where(Conversion.id == row.id).values(done))
+    outcome = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
+    conn.execute(update(Conversion).where(Conversion.id == row.id).values(outcome))
 
 
 def _adopted(

@@ -277,18 +277,21 @@ def alarms_behind(conn: Connection, rows: Collection[int]) -> dict[int, tuple[Al
             alarms.setdefault(row.checkpoint_id, []).append(_alarm(row))
     if not alarms:
         return {}
-    return {row: tuple(a for each in _ancestors(row, parents) for a in alarms.get(each, ())) for row in rows}
+    return {
+        row: tuple(a for ancestor in _ancestors(row, parents) for a in alarms.get(ancestor, ()))
+        for row in rows
+    }
 
 
 def _ancestors(row: int, parents: Mapping[int, Collection[int]]) -> list[int]:
     """Return a row and all that it was made from."""
-    found, queue = {row: None}, [row]
+    ancestors, queue = {row: None}, [row]
     while queue:
         for source in sorted(parents[queue.pop()]):
-            if source not in found:
-                found[source] = None
+            if source not in ancestors:
+                ancestors[source] = None
                 queue.append(source)
-    return list(found)
+    return list(ancestors)
 
 
 def _of_its_run(conn: Connection, step: MeasuredStep, *only: Any) -> Any:

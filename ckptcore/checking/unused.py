@@ -33,7 +33,7 @@ def unused_findings(unused: Iterable[UnusedBytes], level: str) -> Iterator[Findi
     """Yield a finding for each file and kind of unused bytes."""
     kinds: dict[tuple[str, str], list[UnusedBytes]] = {}
     for span in unused:
-        kinds.setdefault((span.file, span.what), []).append(span)
+        kinds.setdefault((span.file, span.description), []).append(span)
     for (path, label), ranges in kinds.items():
         nbytes = sum(span.end - span.start for span in ranges)
         places = ", ".join(f"[{span.start}, {span.end})" for span in ranges[:_NAMED])

@@ -168,7 +168,7 @@ def model_alone(a: Manifest, b: Manifest) -> tuple[str, Pairs]:
             # is in the model is a tie of these two.
             ties = tuple(tie for tie in stated_ties(export) if tie[0] in trained - names and tie[1] in names)
             reason = f"{label} is a model alone, so only the model parts are compared, as with --model"
-            spelled = "".join(f", --tie {gone}={kept}" for gone, kept in ties)
+            spelled = "".join(f", --tie {tied}={owner}" for tied, owner in ties)
             return f"{reason}{spelled}", ties
     return "", ()
 

@@ -337,13 +337,13 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
         def judged(rows: Sequence[MeasuredStep]) -> list[JudgedStep]:
             for row in rows:
                 if row.checkpoint not in loaded:
-                    own = _tensors(row)
-                    loaded[row.checkpoint] = own and JudgedStep(
+                    columns = _tensors(row)
+                    loaded[row.checkpoint] = columns and JudgedStep(
                         row.step,
-                        {point.fqn: point for point in own.points()},
+                        {point.fqn: point for point in columns.points()},
                         history.prints(conn, row.checkpoint),
                     )
-            return [each for row in rows if (each := loaded[row.checkpoint]) is not None]
+            return [unpacked for row in rows if (unpacked := loaded[row.checkpoint]) is not None]
 
         if not judged([step]):
             raise CatalogError(
@@ -359,8 +359,8 @@ def settle(catalog: Catalog, ref: str) -> list[Finding]:
         for measured in (step, *behind, *twins):
             before = judged(history.beside(conn, measured, BEFORE)[0])
             for this in judged([measured]):
-                others = judged(history.like(conn, measured))
-                equals = {o.step for o in others if o.step is not None and _have_same_weights(this, o)}
+                similar = judged(history.like(conn, measured))
+                equals = {o.step for o in similar if o.step is not None and _have_same_weights(this, o)}
                 raised = judge(Series(this, before, sorted(equals), globs))
                 history.settle_alarms(conn, clock(conn), measured.checkpoint, raised)
                 if measured is step:
@@ -439,9 +439,11 @@ class RunHistory:
         """Return a tensor at each step that has it; raise `UsageError` if none does."""
         # Names are searched per step, since tensors may appear or vanish within a run.
         pairs = list(zip(self.steps, self.tensors, strict=True))
-        rows = [(step, own.point(own.names.index(fqn))) for step, own in pairs if fqn in own.names]
+        rows = [
+            (step, columns.point(columns.names.index(fqn))) for step, columns in pairs if fqn in columns.names
+        ]
         if not rows:
-            names = sorted({name for own in self.tensors for name in own.names})
+            names = sorted({name for columns in self.tensors for name in columns.names})
             close = difflib.get_close_matches(fqn, names, 1)
             raise UsageError(
                 f"no measured step of {self.run} has a tensor {fqn!r}",
@@ -549,15 +551,16 @@ class _Table:
         steps = self._steps[start : start + self.blocks().step]
         block = _Block.of(len(steps), self.columns)
         names, columns = list[str](), np.zeros(0, np.int64)
-        for row, own in enumerate(steps):
-            if own.names != names:  # most steps have the tensors of the one before
-                names, columns = own.names, np.array([self._column.get(n, -1) for n in own.names], np.int64)
+        for row, step_columns in enumerate(steps):
+            if step_columns.names != names:  # most steps have the tensors of the one before
+                names = step_columns.names
+                columns = np.array([self._column.get(n, -1) for n in names], np.int64)
             rows = np.flatnonzero(columns >= 0)
             places = columns[rows]
-            block.norm[row, places] = own.numbers["norm"][rows]
-            block.change[row, places] = own.numbers["change"][rows]
+            block.norm[row, places] = step_columns.numbers["norm"][rows]
+            block.change[row, places] = step_columns.numbers["change"][rows]
             block.stored[row, places] = True
-            block.weight[row, places] = ~own.of_role(STATE)[rows]
+            block.weight[row, places] = ~step_columns.of_role(STATE)[rows]
         return block
 
     def lengths(
@@ -576,10 +579,10 @@ class _Table:
         return lengths, np.logical_or.reduceat(chosen, starts, axis=1)
 
 
-def _by_layer(table: npt.NDArray[np.float64], known: npt.NDArray[np.bool_]) -> list[list[float | None]]:
+def _by_layer(table: npt.NDArray[np.float64], is_known: npt.NDArray[np.bool_]) -> list[list[float | None]]:
     """Return the columns of a table of numbers, None for those that are not known."""
     numbers = table.T.astype(object)
-    numbers[~known.T] = None
+    numbers[~is_known.T] = None
     columns: list[list[float | None]] = numbers.tolist()
     return columns
 
@@ -588,11 +591,11 @@ def _weights(steps: Iterable[StepColumns]) -> Iterable[str]:
     """Return the names that belong to a weight at some step."""
     weights = dict[str, None]()
     names, last_states = list[str](), np.zeros(0, np.bool_)
-    for own in steps:
-        states = own.of_role(STATE)
-        if own.names != names or not np.array_equal(states, last_states):
-            weights |= dict.fromkeys(itertools.compress(own.names, ~states))
-        names, last_states = own.names, states
+    for step_columns in steps:
+        states = step_columns.of_role(STATE)
+        if step_columns.names != names or not np.array_equal(states, last_states):
+            weights |= dict.fromkeys(itertools.compress(step_columns.names, ~states))
+        names, last_states = step_columns.names, states
     return weights
 
 
@@ -634,8 +637,8 @@ def read_history(
     heads = Heads()
     columns = [_tensors(step, heads) for step in steps] if tensors else []
     # Damaged ones are listed too, so that a gap in a chart can be explained.
-    damaged = [step.step for step, own in zip(steps, columns, strict=False) if own is None]
-    return RunHistory(run, steps, alarms, [own or NOTHING for own in columns], damaged)
+    damaged = [step.step for step, unpacked in zip(steps, columns, strict=False) if unpacked is None]
+    return RunHistory(run, steps, alarms, [unpacked or NOTHING for unpacked in columns], damaged)
 
 
 def _natural(name: str) -> tuple[bool, int, str]:

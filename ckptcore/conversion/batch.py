@@ -112,9 +112,13 @@ def _shares(settings: Settings, count: int) -> tuple[int, Settings]:
 def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> None:
     """Convert up to publishing. The destination stays locked."""
     request, lock = row.registration.request, ExitStack()
-    about = {"source": request.source, "destination": request.destination, "conversion": row.registration.id}
+    log_values = {
+        "source": request.source,
+        "destination": request.destination,
+        "conversion": row.registration.id,
+    }
     try:
-        with log_fields(**about), span("conversion", verb=request.verb, **about):
+        with log_fields(**log_values), span("conversion", verb=request.verb, **log_values):
             stage = publishing(
                 request, settings, None, catalog_url, manifests=row.manifests, registration=row.registration
             )

@@ -155,7 +155,7 @@ def _written_names(plan: Plan) -> dict[str, str]:
     It is "" for a tensor that a map split, joined or permuted. A tensor that is tied to another one, and not
     written, is equal to it: execution has compared them.
     """
-    changed = {source: "" for made in plan.made if not made.same for source in made.sources}
+    changed = {source: "" for target in plan.made if not target.same for source in target.sources}
     tied = {tie_rule(written): written for _, written in plan.ties}
     return dict(plan.renamed) | changed | {fqn: tied[rule] for fqn, rule in plan.dropped if rule in tied}
 

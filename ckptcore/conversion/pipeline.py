@@ -337,8 +337,8 @@ def convert(
     # Recorded before anything is read, so that an unusable catalog is
     # an error before the work and not after it.
     registration = start(request, catalog_url, announcement=announcement)
-    about = {**_ends(request), "conversion": registration.id if registration else None}
-    with log_fields(**about), span("conversion", verb=request.verb, **about):
+    log_values = {**_ends(request), "conversion": registration.id if registration else None}
+    with log_fields(**log_values), span("conversion", verb=request.verb, **log_values):
         return _convert(
             registration, request, settings or Settings(), progress, catalog_url, topology, announcement
         )
@@ -751,7 +751,7 @@ def _untied(plan: Plan, error: DamagedCheckpoint) -> NameMismatch | None:
     # Both sides of a tie are compared like replicas, so their difference arrives as the finding of a replica.
     differing = [f for f in error.findings if f.code == "replica-mismatch"]
     # A tie may be of a computed tensor: the finding names the inputs, as they are what was read.
-    computed = {name: how.partition(" of ")[2].split(", ") for name, how in plan.derived}
+    computed = {name: formula.partition(" of ")[2].split(", ") for name, formula in plan.derived}
     tied = next(((a, b) for a, b in plan.ties for f in differing if f.fqn in (b, *computed.get(b, ()))), None)
     if tied is None:
         return None

@@ -554,8 +554,11 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
 
         # Each input of an average is a checkpoint of the catalog; the average itself is recorded as none.
         inputs = tuple(
-            (each.weight, facts(each.manifest, each.url, each.digests, verified="coverage", training=True))
-            for each in inputs_of(registration.request, result.source_digests)
+            (
+                averaged.weight,
+                facts(averaged.manifest, averaged.url, averaged.digests, verified="coverage", training=True),
+            )
+            for averaged in inputs_of(registration.request, result.source_digests)
         )
         conversion_facts = replace(conversion_facts, inputs=inputs)
     return {"facts": conversion_facts, "source": read, "derived": derived}
@@ -782,8 +785,8 @@ def _step_and_run(uri: str) -> tuple[int | None, str | None]:
     (300, 'llama')
     """
     if is_average(uri):  # the step of the last input, and the run of all
-        every = [_step_and_run(root) for root in split_average(uri)[0]]
-        return every[-1][0], every[-1][1] if len({run for _, run in every}) == 1 else None
+        inputs = [_step_and_run(root) for root in split_average(uri)[0]]
+        return inputs[-1][0], inputs[-1][1] if len({run for _, run in inputs}) == 1 else None
     if roots := roots_of(uri):  # what all of its folders say
         steps, runs = zip(*map(_step_and_run, roots), strict=True)
         return (steps[0] if len({*steps}) == 1 else None), (runs[0] if len({*runs}) == 1 else None)

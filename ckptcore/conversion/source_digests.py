@@ -143,13 +143,13 @@ def inputs_of(request: Request, digests: Mapping[str, str]) -> Iterator[AverageI
     roots, weights = split_average(request.source)
     for place, (root, weight) in enumerate(zip(roots, weights, strict=True)):
         folder = folder_of_input(place, len(roots))
-        own = {
+        input_digests = {
             path.removeprefix(folder): digest
             for path, digest in digests.items()
             if (path.startswith(folder) if folder else is_of_last(path))
         }
         manifest = inspect(root, request.recover, request.keep_quantized, request.weights)
-        yield AverageInput(root, weight, manifest, own)
+        yield AverageInput(root, weight, manifest, input_digests)
 
 
 def require_inputs_as_recorded(request: Request, digests: Mapping[str, str], catalog: Catalog) -> None:
@@ -158,5 +158,5 @@ def require_inputs_as_recorded(request: Request, digests: Mapping[str, str], cat
     Raises:
         DamagedCheckpoint: A file of an input has other bytes than the catalog recorded.
     """
-    for each in inputs_of(request, digests):
-        require_as_recorded(each.manifest, each.digests, catalog.at(each.url))
+    for averaged in inputs_of(request, digests):
+        require_as_recorded(averaged.manifest, averaged.digests, catalog.at(averaged.url))

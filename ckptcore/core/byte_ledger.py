@@ -27,14 +27,14 @@ class UnusedBytes:
         file: Path below the checkpoint's root.
         start: First byte.
         end: The byte behind the last.
-        what: What they are, where an encoding knows; else "".
+        description: What they are, where an encoding knows; else "".
         padding: Whether they are structure if all of them are zero; only reading them shows it.
     """
 
     file: str
     start: int
     end: int
-    what: str = ""
+    description: str = ""
     padding: bool = False
 
 
@@ -44,7 +44,7 @@ class ByteLedger:
     Attributes:
         read: The files of which it read bytes.
         structure: File -> int64 [n, 2], ranges that are structure, in any order.
-        left: Ranges that belong to nothing, although they are inside of an item.
+        unused: Ranges that belong to nothing, although they are inside of an item.
         carried: (file, name of an object, its values by key).
         odd: (file, name of the object, key) of carried values of another type than the reader knows.
     """
@@ -52,11 +52,11 @@ class ByteLedger:
     def __init__(self) -> None:
         self.read: set[str] = set()
         self.structure: dict[str, list[Ints]] = {}
-        self.left: list[UnusedBytes] = []
+        self.unused: list[UnusedBytes] = []
         self.carried: list[tuple[str, str, Mapping[str, Any]]] = []
         self.odd: list[tuple[str, str, str]] = []
 
-    def opened(self, path: str) -> None:
+    def add_read(self, path: str) -> None:
         """Record that the reader has read bytes of a file."""
         self.read.add(path)
 
@@ -66,11 +66,11 @@ class ByteLedger:
         meter().keep(_SPAN * len(spans), path)
         self.structure.setdefault(path, []).append(spans)
 
-    def leave(self, path: str, start: int, end: int, description: str, padding: bool = False) -> None:
-        """Record what bytes are that belong to nothing."""
+    def add_unused(self, path: str, start: int, end: int, description: str, padding: bool = False) -> None:
+        """Record bytes that belong to nothing, and what they are."""
         # A file decides how many of these it has, too.
         meter().keep(_SPAN + _CHAR * (len(path) + len(description)), path)
-        self.left.append(UnusedBytes(path, start, end, description, padding))
+        self.unused.append(UnusedBytes(path, start, end, description, padding))
 
     def carry(self, path: str, group: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values that become an object."""
@@ -84,8 +84,8 @@ class ByteLedger:
         cut = len(prefix)
         inner.read = {path[cut:] for path in self.read if path.startswith(prefix)}
         inner.structure = {p[cut:]: spans for p, spans in self.structure.items() if p.startswith(prefix)}
-        inner.left = [
-            replace(span, file=span.file[cut:]) for span in self.left if span.file.startswith(prefix)
+        inner.unused = [
+            replace(span, file=span.file[cut:]) for span in self.unused if span.file.startswith(prefix)
         ]
         inner.odd = [(p[cut:], name, key) for p, name, key in self.odd if p.startswith(prefix)]
         inner.carried = [(p[cut:], name, v) for p, name, v in self.carried if p.startswith(prefix)]

@@ -75,14 +75,14 @@ class RefusedTensor(Refused):
 
     Attributes:
         name: The global that is the reason.
-        what: The reason as a text.
+        reason: Why, as a text.
         foreign: Whether the reason is a class that is not on the allow-list.
         dtype: As far as it is known.
         shape: As far as it is known.
         storages: Keys of the storages under it.
     """
 
-    what: str = ""
+    reason: str = ""
     foreign: bool = False
     dtype: str = ""
     shape: tuple[int, ...] | None = None

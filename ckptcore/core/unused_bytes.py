@@ -47,7 +47,7 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
             for part in parts:
                 table.add(np.full(len(part), number[path], np.int64), part[:, 0], part[:, 1])
     # Padding is not among them until it was read whether it is zero (`unread_padding`).
-    left = sorted({u for u in ledger.left if u.file in number and not u.padding}, key=_place(number))
+    left = sorted({u for u in ledger.unused if u.file in number and not u.padding}, key=_place(number))
     rows = np.array([(number[span.file], span.start, span.end) for span in left], np.int64).reshape(-1, 3)
     table.add(*rows.T)
     gaps = [UnusedBytes(files[f][0], a, b) for f, a, b in table.gaps()]
@@ -57,7 +57,7 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
 def unread_padding(manifest: Manifest) -> tuple[UnusedBytes, ...]:
     """Return ranges that are padding if all of their bytes are zero, which the reading has not looked at."""
     ledger = manifest.ledger
-    return () if ledger is None else tuple(span for span in ledger.left if span.padding)
+    return () if ledger is None else tuple(span for span in ledger.unused if span.padding)
 
 
 def accounted_files(manifest: Manifest) -> frozenset[str]:

@@ -83,16 +83,16 @@ def layers(manifest: Manifest) -> tuple[Manifest, ...]:
     if below is None or not sums:
         return ()
     (count,) = {len(node.inputs) for node in sums.values()}
-    own, both = len(manifest.tensors), stacked_chunks((manifest.chunks, below.chunks))
+    stored_count, all_chunks = len(manifest.tensors), stacked_chunks((manifest.chunks, below.chunks))
     parts = []
     for place in range(count):
         # Rows of both tables in one, the inputs behind the tensors: a layer takes from either.
-        rows = [own + sums[t].inputs[place] if t in sums else t for t in range(own)]
+        rows = [stored_count + sums[t].inputs[place] if t in sums else t for t in range(stored_count)]
         tensors = tuple(
-            replace(spec, dtype=below.tensors[row - own].dtype) if row >= own else spec
+            replace(spec, dtype=below.tensors[row - stored_count].dtype) if row >= stored_count else spec
             for spec, row in zip(manifest.tensors, rows, strict=True)
         )
-        chunks = chunks_of_rows(both, rows)
+        chunks = chunks_of_rows(all_chunks, rows)
         parts.append(replace(manifest, tensors=tensors, chunks=chunks, derived={}, inputs=None))
     return tuple(parts)
 
@@ -123,9 +123,9 @@ def summed(parts: Sequence[Manifest], nodes: Mapping[str, Derived], dtypes: Mapp
         last.index[name]: replace(nodes[name], inputs=tuple(range(start, start + count)))
         for name, start in first.items()
     }
-    own = [None if spec.fqn in first else shifts[-2] + n for n, spec in enumerate(last.tensors)]
+    stored_rows = [None if spec.fqn in first else shifts[-2] + n for n, spec in enumerate(last.tensors)]
     tensors = tuple(replace(s, dtype=dtypes[s.fqn]) if s.fqn in first else s for s in last.tensors)
-    stored = replace(last, tensors=tensors, chunks=chunks_of_rows(tables, own))
+    stored = replace(last, tensors=tensors, chunks=chunks_of_rows(tables, stored_rows))
     return stored.deriving(derived, tuple(inputs), chunks_of_rows(tables, rows))
 
 

@@ -223,8 +223,8 @@ def moving_obligations(
         yield conn
 
 
-def _is_apart(one: str, other: str) -> bool:
-    return relation(identify(one), identify(other)) is Relation.APART
+def _is_apart(place: str, other_place: str) -> bool:
+    return relation(identify(place), identify(other_place)) is Relation.APART
 
 
 def _is_there(place: str) -> bool:

@@ -201,9 +201,9 @@ def in_one(parts: Iterable[Ids]) -> Ids:
     return filled[0] if len(filled) == 1 else frozenset[bytes]().union(*filled)
 
 
-def common(ids: Ids, others: Ids) -> Ids:
-    """Return the ids that are in both; where the others have all, these, and no copy."""
-    return ids if ids <= others else ids & others
+def common(ids: Ids, other_ids: Ids) -> Ids:
+    """Return the ids that are in both; where ``other_ids`` has all, these, and no copy."""
+    return ids if ids <= other_ids else ids & other_ids
 
 
 def pack_ids(ids: Collection[bytes]) -> bytes:

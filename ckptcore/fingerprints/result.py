@@ -71,23 +71,23 @@ class Fingerprints:
 
 
 def differing_of(
-    facts: Mapping[str, Any], fingerprint: str, known: Mapping[str, str], naming: Callable[[str], str]
+    facts: Mapping[str, Any], fingerprint: str, by_name: Mapping[str, str], naming: Callable[[str], str]
 ) -> tuple[str, ...]:
     """Return the names of tensors that differ from those of an announcement.
 
     Args:
         facts: Facts with ``live_tensors`` of `Fingerprints.as_facts`; without them nothing is named.
         fingerprint: The announced fingerprint of these tensors.
-        known: Name -> fingerprint of the checkpoint's tensors.
+        by_name: Name -> fingerprint of the checkpoint's tensors.
         naming: From their names to the announced names.
     """
     text = facts.get("live_tensors")
-    names = sorted(known, key=naming)
-    here = _short(fingerprint, ((naming(name), known[name]) for name in names))
-    if not isinstance(text, str) or len(text) != len(here) or text[:_HEAD] != here[:_HEAD]:
+    names = sorted(by_name, key=naming)
+    beginnings = _short(fingerprint, ((naming(name), by_name[name]) for name in names))
+    if not isinstance(text, str) or len(text) != len(beginnings) or text[:_HEAD] != beginnings[:_HEAD]:
         return ()  # other names, another part, or another fingerprint
     size = 4 * _BYTES // 3 + 1  # characters of each
-    pairs = ((text[n : n + size], here[n : n + size]) for n in range(_HEAD, len(here), size))
+    pairs = ((text[n : n + size], beginnings[n : n + size]) for n in range(_HEAD, len(beginnings), size))
     return tuple(name for name, (theirs, ours) in zip(names, pairs, strict=True) if theirs != ours)
 
 

@@ -95,7 +95,7 @@ class StepColumns(NamedTuple):
 
     def of_role(self, role: str) -> npt.NDArray[np.bool_]:
         """Return of each tensor whether it has a role."""
-        have = np.array([own == role for _, own in self.kinds], np.bool_)
+        have = np.array([kind_role == role for _, kind_role in self.kinds], np.bool_)
         matching: npt.NDArray[np.bool_] = have[self.kind]
         return matching
 

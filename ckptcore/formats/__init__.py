@@ -84,7 +84,7 @@ from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.store import ReadObserver, Store, hub_hint, join_url, near_place, open_source_store, split_url
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.merged import MergedStore
-from ckptcore.store.subfolder import Noting
+from ckptcore.store.subfolder import RecordingStore
 from ckptcore.utils.average_url import is_average
 from ckptcore.utils.memory import reusing_memory
 
@@ -337,7 +337,7 @@ def read_as(format: Format, source: Source) -> Manifest:
     """Read a source with the reader of one format, with an account of what it takes from which files."""
     assert format.reader is not None  # the caller asks for a format that is read
     ledger = ByteLedger()
-    manifest = format.reader.read(replace(source, store=Noting(source.store, ledger)))
+    manifest = format.reader.read(replace(source, store=RecordingStore(source.store, ledger)))
     if not source.keep_quantized and any(blob.key.endswith(WRAPPED) for blob in manifest.blobs):
         from ckptcore.formats.common.torchao_tensors import with_values
 

@@ -266,9 +266,9 @@ def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, st
             rows = [manifest.index[name] for name in names.values()]
             called = {stored_name: name for name, stored_name in names.items()}
             findings = tuple(
-                one if one.fqn is None else replace(one, fqn=called[one.fqn])
-                for one in manifest.findings
-                if one.fqn is None or one.fqn in called
+                report if report.fqn is None else replace(report, fqn=called[report.fqn])
+                for report in manifest.findings
+                if report.fqn is None or report.fqn in called
             )
             manifest = replace(select(manifest, rows, list(names)), blobs=(), findings=findings, order=())
         spans.append(len(manifest.tensors))
@@ -313,8 +313,8 @@ def _ledger(placed: Sequence[tuple[str, Manifest]]) -> ByteLedger | None:
             return None
         ledger.read |= {folder + path for path in input_ledger.read}
         ledger.structure |= {folder + path: spans for path, spans in input_ledger.structure.items()}
-        ledger.left += [
-            replace(unread_bytes, file=folder + unread_bytes.file) for unread_bytes in input_ledger.left
+        ledger.unused += [
+            replace(unread_bytes, file=folder + unread_bytes.file) for unread_bytes in input_ledger.unused
         ]
         ledger.odd += [(folder + path, name, key) for path, name, key in input_ledger.odd]
         ledger.carried += [(folder + path, name, values) for path, name, values in input_ledger.carried]

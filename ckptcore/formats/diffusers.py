@@ -177,8 +177,8 @@ def arrange(request: Arrangement, stems: Mapping[str, str]) -> tuple[FileLayout,
     layouts: list[FileLayout] = []
     for model, inside in positions.items():
         tensors = [request.tensors[n] for n in inside]
-        own = [TensorSpec(t.fqn.removeprefix(f"{model}."), t.dtype, t.shape) for t in tensors]
-        alone = Arrangement(own, max_file_bytes=request.max_file_bytes, stem=stems[model])
+        specs = [TensorSpec(t.fqn.removeprefix(f"{model}."), t.dtype, t.shape) for t in tensors]
+        alone = Arrangement(specs, max_file_bytes=request.max_file_bytes, stem=stems[model])
         for layout in arrange_model(alone):
             numbers = tuple(inside[n] for n in layout.tensors)
             layouts.append(replace(layout, path=f"{model}/{layout.path}", tensors=numbers, commit=False))

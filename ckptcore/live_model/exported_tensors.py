@@ -163,7 +163,7 @@ def require_equal_ties(mapped: Mapped, store: Store) -> None:
     for number, (_, stays) in enumerate(mapped.ties):
         rows = (mapped.manifest.index[stays], number)
         with ExitStack() as opened:
-            readers = [BoxReader(*each, once=False) for each in zip(sides, rows, records, strict=True)]
+            readers = [BoxReader(*side, once=False) for side in zip(sides, rows, records, strict=True)]
             for reader in readers:
                 opened.callback(reader.close)
             paths = tuple(map(_first_file, sides, rows))

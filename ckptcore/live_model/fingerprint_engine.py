@@ -62,7 +62,7 @@ def fingerprint_engine(model: Any, specs: Sequence[TensorSpec]) -> Fingerprints:
 def _parts(model: Any, specs: Sequence[TensorSpec], rank: int) -> LiveParts:
     """Return what this rank holds of the files."""
     files = _FileTensors(specs)
-    own, dtypes = LiveParts(rank), dict[str, str]()
+    parts, dtypes = LiveParts(rank), dict[str, str]()
     with torch.no_grad(), _Copies() as copies:
         try:
             model.load_weights(iter(files))
@@ -74,10 +74,10 @@ def _parts(model: Any, specs: Sequence[TensorSpec], rank: int) -> LiveParts:
         dtype = str(memory.dtype).removeprefix("torch.")
         if dtypes.setdefault(spec.fqn, dtype) != dtype:
             raise _not_comparable(f"parts of {spec.fqn} have the dtypes {dtypes[spec.fqn]} and {dtype}")
-        if spec.fqn not in own.summed:
-            own.add_tensor(spec.fqn, dtype, spec.shape)
-        own.add_part(spec.fqn, box, memory)
-    return own
+        if spec.fqn not in parts.summed:
+            parts.add_tensor(spec.fqn, dtype, spec.shape)
+        parts.add_part(spec.fqn, box, memory)
+    return parts
 
 
 class _Copies(TorchFunctionMode):

@@ -84,14 +84,14 @@ def _parts(model: Any, rank: int) -> LiveParts:
             hint="unload or merge it first",
         )
     files = _under_file_names(model, state)
-    names, own = list(state), LiveParts(rank)
+    names, parts = list(state), LiveParts(rank)
     for row, spec in enumerate(files.tensors):
-        own.add_tensor(spec.fqn, spec.dtype, spec.shape)
+        parts.add_tensor(spec.fqn, spec.dtype, spec.shape)
         for chunk in files.chunks_of(row):
             name = names[chunk.item]
             for box, memory in _views(spec.fqn, chunk, name, state[name]):
-                own.add_part(spec.fqn, box, memory)
-    return own
+                parts.add_part(spec.fqn, box, memory)
+    return parts
 
 
 def _under_file_names(model: Any, state: Mapping[str, torch.Tensor]) -> Manifest:

@@ -87,7 +87,9 @@ def build_skeleton(config: bytes, generation: bytes | None, tensors: Iterable[Te
             problems.append(f"{name}: {brief(error)}")
             continue
         differences = [
-            f"{what}: {listed(sorted(map(str, report[what])))}" for what in _REPORTED if report[what]
+            f"{key_group}: {listed(sorted(map(str, report[key_group])))}"
+            for key_group in _REPORTED
+            if report[key_group]
         ]
         if not differences:
             return model

@@ -27,8 +27,11 @@ def dims_of(
             continue
         along = [
             dim
-            for dim, own in enumerate(full)
-            if own == stride and shape[dim] > 1 and dim not in dims and corner[dim] + length <= shape[dim]
+            for dim, full_stride in enumerate(full)
+            if full_stride == stride
+            and shape[dim] > 1
+            and dim not in dims
+            and corner[dim] + length <= shape[dim]
         ]
         if not along:
             return None

@@ -98,7 +98,7 @@ def roles_of(manifest: Manifest) -> dict[str, str]:
     inside = in_model(manifest, None)
     weights = {spec.fqn: name for spec in manifest.tensors if (name := inside(spec.fqn)) is not None}
     parameters = {
-        name for own in trained_parameters(t.fqn for t in manifest.tensors).values() for name in own
+        name for names in trained_parameters(t.fqn for t in manifest.tensors).values() for name in names
     }
     # The optimizer may call a parameter by its stored name, or by one without the names around the model.
     trained = {

@@ -316,9 +316,9 @@ def require_recorded(uri: str, findings: Sequence[Finding], consequence: str) ->
         consequence: What was not done, for the hint.
     """
     if findings:
-        more = f" and {len(findings) - 1} more" if findings[1:] else ""
+        rest = f" and {len(findings) - 1} more" if findings[1:] else ""
         raise DamagedCheckpoint(
-            f"{uri} is not what the catalog recorded: {findings[0].message}{more}",
+            f"{uri} is not what the catalog recorded: {findings[0].message}{rest}",
             hint=f"{consequence}; {findings[0].hint}",
             findings=tuple(findings),
         )

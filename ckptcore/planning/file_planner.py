@@ -106,8 +106,8 @@ class _Planner:
         specs: list[TensorSpec] = []
         if manifest.inputs is not None and used:
             specs = [manifest.inputs.tensors[i] for i in used]
-            more, op_of_inputs, counts = self._reads_of_inputs(manifest.inputs, used)
-            columns, op = behind(columns, more), np.concatenate([op, op_of_inputs])
+            input_columns, op_of_inputs, counts = self._reads_of_inputs(manifest.inputs, used)
+            columns, op = behind(columns, input_columns), np.concatenate([op, op_of_inputs])
             first = np.concatenate([first, first[-1] + np.cumsum(counts)]).astype(np.int64)
         lo, shape, item, view = columns
         # Items are numbered for each file, so that a worker needs nothing of the others.
@@ -147,8 +147,8 @@ class _Planner:
         ]
         ops = [
             op
-            for own, twin in zip(rows, twin_rows, strict=True)
-            for op in (self._copied_inputs[own].astype(np.int8), np.full(len(twin), COMPARE, np.int8))
+            for tensor_rows, twin in zip(rows, twin_rows, strict=True)
+            for op in (self._copied_inputs[tensor_rows].astype(np.int8), np.full(len(twin), COMPARE, np.int8))
         ]
         counts = np.array([len(a) + len(b) for a, b in zip(rows, twin_rows, strict=True)], np.int64)
         return gather_rows(inputs.chunks, rows, twins.chunks, twin_rows), np.concatenate(ops), counts

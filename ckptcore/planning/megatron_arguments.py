@@ -165,8 +165,8 @@ def common_state(
         )
     arguments |= {name: mesh.get(axis, 1) for name, axis in _MESH.items()}
     arguments |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
-    own = Config("the arguments for Megatron", _WORLD, arguments)
-    findings = tuple(unstated(naming, own, "args in common.pt"))
+    written = Config("the arguments for Megatron", _WORLD, arguments)
+    findings = tuple(unstated(naming, written, "args in common.pt"))
     args = Named("namespace", dict(sorted(arguments.items())))
     state: dict[str, Any] = {"args": args, "checkpoint_version": _VERSION, "iteration": 0}
     if lacking := without_field(arguments):

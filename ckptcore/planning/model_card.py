@@ -232,12 +232,12 @@ def _stated(url: str, export: str) -> str:
         if path is None:
             return bare_url(place)
         target = os.path.abspath(path)
-        here = os.path.abspath(folder) if folder is not None else os.sep
-        shared = os.path.commonpath([target, here])
+        export_folder = os.path.abspath(folder) if folder is not None else os.sep
+        shared = os.path.commonpath([target, export_folder])
         # Then the way would have the name of a disk or of a user.
         if shared == os.sep or (_is_in(homes, shared) and _is_in(target, homes)):
             return os.path.basename(target) or target
-        return os.path.relpath(target, here)
+        return os.path.relpath(target, export_folder)
 
     homes = _homes()
     return _of_all(url, stated)

@@ -356,16 +356,16 @@ def _nearest(kind: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
 
 def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubFolder]]:
     root, source = manifest.root, request.source
-    own = placed(manifest)
+    paths = placed(manifest)
     # An average has the config of its last input.
     if is_average(root):
-        root, own = split_average(root)[0][-1], [path for path in own if is_of_last(path)]
+        root, paths = split_average(root)[0][-1], [path for path in paths if is_of_last(path)]
     alone = manifest.origin.get("file") is not None
     listed = identify(root).family != "http"  # a page is no folder: it may list nothing, or anything
     if alone:  # its folder has other files, too
         yield _folders_beside(root, request) if listed else []
         return
-    files, top = own, _absolute(source)
+    files, top = paths, _absolute(source)
     common = posixpath.commonpath([posixpath.dirname(path) for path in files]) if files else ""
     above = _absolute(join_url(root, common) if common else root)
     yield _folders_in(above, request)

@@ -113,7 +113,7 @@ def _of_cut_heads(numbers: Mapping[str, ModelNumber], tp: int) -> tuple[str, str
         heads = numbers.get(name)
         if heads is not None and heads.value % tp:
             message = f"cannot run {heads.value} {title} with tp={tp}: {heads.source}"
-            beside = (numbers.get(other) for other in ("kv_heads", *_CUT_HEADS))
+            beside = (numbers.get(size) for size in ("kv_heads", *_CUT_HEADS))
             return message, _divisors("tp", heads, *beside)
     return None
 

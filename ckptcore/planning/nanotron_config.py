@@ -55,6 +55,6 @@ def model_config(
         "tie_word_embeddings": "model.lm_head.pp_block.weight" not in shapes,
         "rope_interleaved": numbers["rotary_inner"] == 2,
     }
-    own = Config(_PLACE, _WORLD, content)
-    findings = tuple(unstated(naming, own, "model_config.json"))
+    written = Config(_PLACE, _WORLD, content)
+    findings = tuple(unstated(naming, written, "model_config.json"))
     return {_OBJECT: encode(dict(sorted(content.items())))}, findings

@@ -211,8 +211,8 @@ def _attention(
 
 def _scaling(scaling: RopeScaling) -> dict[str, Any]:
     name, fields = _SCALINGS[scaling.kind]
-    given = {own: (scaling.parameters.get(theirs), convert) for own, theirs, convert in fields}
-    stated = {own: convert(value) for own, (value, convert) in given.items() if value}
+    pairs = {field: (scaling.parameters.get(hub_field), convert) for field, hub_field, convert in fields}
+    stated = {field: convert(value) for field, (value, convert) in pairs.items() if value}
     return {**stated, _CLASS: f"{_NN}.rope.{name}"}
 
 

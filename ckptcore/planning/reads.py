@@ -89,9 +89,11 @@ def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
     return rows[all_rows(common)]
 
 
-def behind(columns: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, ...]:
+def behind(columns: tuple[Any, ...], appended: tuple[Any, ...]) -> tuple[Any, ...]:
     """Append other columns (lo, shape, item, view) of the same source."""
-    return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
+    return tuple(
+        None if a is None else np.concatenate([a, b]) for a, b in zip(columns, appended, strict=True)
+    )
 
 
 def gather_rows(chunks: Chunks, rows: list[Ints], twins: Chunks, twin_rows: list[Ints]) -> tuple[Any, ...]:
@@ -200,6 +202,6 @@ def input_followers_of(
         for twin in gone:
             if tensor in manifest.derived and twins is not None and twin in twins.derived:
                 pairs = zip(manifest.derived[tensor].inputs, twins.derived[twin].inputs, strict=True)
-                for own, other in pairs:
-                    input_followers.setdefault(own, []).append(other)
+                for tensor_input, twin_input in pairs:
+                    input_followers.setdefault(tensor_input, []).append(twin_input)
     return input_followers

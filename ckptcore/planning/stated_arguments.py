@@ -36,12 +36,12 @@ def stated_numbers(naming: NameMap, place: str, *names: str) -> dict[str, int | 
     return numbers
 
 
-def unstated(naming: NameMap, own: Config, place: str) -> Iterator[Finding]:
+def unstated(naming: NameMap, written: Config, place: str) -> Iterator[Finding]:
     """Compare a trainer's config with the model's, as that of a training is; yield what it does not say.
 
     Args:
         naming: How the tensors got the trainer's names.
-        own: The trainer's config.
+        written: The trainer's config.
         place: Where it is written, for messages.
 
     Raises:
@@ -50,7 +50,7 @@ def unstated(naming: NameMap, own: Config, place: str) -> Iterator[Finding]:
     config = next((c for c in naming.configs if c.world == HUB), None)
     if config is None or config.fields is None:
         return
-    comparison = agreement(config, [own])
+    comparison = agreement(config, [written])
     for contradiction in comparison.contradictions:
         raise NameMismatch(
             f"nothing in {place} says what the config does: {contradiction.text}",
@@ -60,14 +60,14 @@ def unstated(naming: NameMap, own: Config, place: str) -> Iterator[Finding]:
     equal = {"model_type"} | {
         field_of(key.partition(" ")[0])
         for number, (value, key) in config.numbers.items()
-        if own.numbers.get(number, (None,))[0] == value
+        if written.numbers.get(number, (None,))[0] == value
     }
     # Sizes that the config's class does not have are compared, too: its model may read them.
     equal |= {
         name
-        for number in NUMBERS & own.numbers.keys()
+        for number in NUMBERS & written.numbers.keys()
         for name in hub_places(number)
-        if (size := fields.get(name)) is not None and size.value == own.numbers[number][0]
+        if (size := fields.get(name)) is not None and size.value == written.numbers[number][0]
     }
     if not config.numbers.get("window", (0, ""))[0]:
         equal |= _OF_WINDOW

@@ -237,12 +237,12 @@ def _computed_elements(plan: FilePlan, budget: Budget, tensor: int, widest: int)
         BudgetTooSmall: It does not hold those of one element.
     """
     node = plan.derived[tensor]
-    each = widest + FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
-    count = (budget.tile - max(64, 16 * (len(node.inputs) + 1))) // each
+    element_bytes = widest + FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
+    count = (budget.tile - max(64, 16 * (len(node.inputs) + 1))) // element_bytes
     if count < 1:
         raise BudgetTooSmall(
-            f"memory must be at least {4 * budget.threads * 2 * each} bytes for {budget.threads} workers and "
-            f"{len(node.inputs)} inputs of a tensor (got tiles of {budget.tile} bytes)"
+            f"memory must be at least {4 * budget.threads * 2 * element_bytes} bytes for {budget.threads} "
+            f"workers and {len(node.inputs)} inputs of a tensor (got tiles of {budget.tile} bytes)"
         )
     return count
 

@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 class Account(Protocol):
     """What a reader takes from its files (`ckptcore.core.byte_ledger.ByteLedger`)."""
 
-    def opened(self, path: str) -> None:
+    def add_read(self, path: str) -> None:
         """Record that the reader has read bytes of a file."""
 
     def explain(self, path: str, spans: Ints) -> None:
@@ -33,7 +33,7 @@ class Account(Protocol):
             spans: int64 [n, 2]: the first byte of each range, and the byte behind its last.
         """
 
-    def leave(self, path: str, start: int, end: int, description: str, padding: bool = False) -> None:
+    def add_unused(self, path: str, start: int, end: int, description: str, padding: bool = False) -> None:
         """Record what the bytes ``[start, end)`` are, which belong to no tensor, object or structure.
 
         padding: They are structure if all of them are zero, which nobody has read yet.
@@ -89,15 +89,15 @@ class SubStore:
         """Return the account of this reading, and the name of a file in it, or None without one."""
         return account_of(self._store, self._prefix + path)
 
-    def unnoted(self) -> Readable:
+    def unrecorded(self) -> Readable:
         """Return the same folder without an account, for a look at files that are no part of what is read."""
-        return SubStore(unnoted(self._store), self._prefix)
+        return SubStore(unrecorded(self._store), self._prefix)
 
     def close(self) -> None:
         """Do nothing: whoever opened the outer store closes it."""
 
 
-class Noting(SubStore):
+class RecordingStore(SubStore):
     """A store that records in an account what a reader takes from which files."""
 
     def __init__(self, store: Readable, account: Account) -> None:
@@ -106,21 +106,21 @@ class Noting(SubStore):
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes, and record the name."""
-        self._account.opened(path)
+        self._account.add_read(path)
         return super().read(path, start, length)
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly, and record the name."""
-        self._account.opened(path)
+        self._account.add_read(path)
         super().read_into(path, start, into)
 
     def account(self, path: str) -> tuple[Account, str] | None:
         """Return its own account."""
         return self._account, path
 
-    def unnoted(self) -> Readable:
+    def unrecorded(self) -> Readable:
         """Return the store itself."""
-        return unnoted(self._store)
+        return unrecorded(self._store)
 
 
 def account_of(store: Readable, path: str) -> tuple[Account, str] | None:
@@ -128,9 +128,9 @@ def account_of(store: Readable, path: str) -> tuple[Account, str] | None:
     return store.account(path) if isinstance(store, SubStore) else None
 
 
-def unnoted(store: Readable) -> Readable:
-    """Return a store whose reads are in no account: `SubStore.unnoted`, or the store itself."""
-    return store.unnoted() if isinstance(store, SubStore) else store
+def unrecorded(store: Readable) -> Readable:
+    """Return a store whose reads are in no account: `SubStore.unrecorded`, or the store itself."""
+    return store.unrecorded() if isinstance(store, SubStore) else store
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +162,17 @@ class FileRange:
     def explain(self, spans: Ints) -> None:
         """Record ranges of it in the account of the reading, as `Account.explain`."""
         # Bytes that a codec made have no place in the file.
-        account = None if self.stored else account_of(self.store, self.path)
-        if account is not None:  # a decoded item is one range of its file
-            account[0].explain(account[1], spans + self.start)
+        placed = None if self.stored else account_of(self.store, self.path)
+        if placed is not None:  # a decoded item is one range of its file
+            account, path = placed
+            account.explain(path, spans + self.start)
 
-    def leave(self, start: int, end: int, description: str, padding: bool = False) -> None:
-        """Record bytes of it in the account of the reading, as `Account.leave`."""
-        account = account_of(self.store, self.path)
-        if account is None:
+    def add_unused(self, start: int, end: int, description: str, padding: bool = False) -> None:
+        """Record bytes of it in the account of the reading, as `Account.add_unused`."""
+        placed = account_of(self.store, self.path)
+        if placed is None:
             return
+        account, path = placed
         # Bytes that were decoded before are looked at now, not when the file is checked.
         if padding and self.content is not None:
             if not any(memoryview(self.content)[start:end]):
@@ -180,15 +182,16 @@ class FileRange:
         # is left over cannot be said in its bytes.
         if self.stored:
             description = f"bytes [{start}, {end}) of {description}, as its codec decodes them"
-            account[0].leave(account[1], self.start, self.start + self.stored, description)
+            account.add_unused(path, self.start, self.start + self.stored, description)
         else:
-            account[0].leave(account[1], self.start + start, self.start + end, description, padding)
+            account.add_unused(path, self.start + start, self.start + end, description, padding)
 
     def carry(self, group: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values of it in the account of the reading, as `Account.carry`."""
-        account = account_of(self.store, self.path)
-        if account is not None and values:
-            account[0].carry(account[1], group, values, odd)
+        placed = account_of(self.store, self.path)
+        if placed is not None and values:
+            account, path = placed
+            account.carry(path, group, values, odd)
 
 
 def explain(store: Readable, path: str, start: int, end: int) -> None:

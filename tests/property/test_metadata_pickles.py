@@ -215,15 +215,15 @@ SECOND = {
 @pytest.mark.parametrize("kind", STATES)
 def test_a_second_state_is_refused(kind: str) -> None:
     data = pickle.dumps(STATES[kind], 4)
-    loads(data, OBJECT_TABLE, what="it")
+    loads(data, OBJECT_TABLE, label="it")
     with pytest.raises(MalformedCheckpoint, match="twice"):
-        loads(data[:-1] + SECOND[kind] + b"b.", OBJECT_TABLE, what="it")
+        loads(data[:-1] + SECOND[kind] + b"b.", OBJECT_TABLE, label="it")
 
 
 def test_dates_have_no_state() -> None:
     data = pickle.dumps(datetime.date(2024, 1, 2), 4)
     with pytest.raises(MalformedCheckpoint, match="cannot set the state"):
-        loads(data[:-1] + b"}b.", OBJECT_TABLE, what="it")
+        loads(data[:-1] + b"}b.", OBJECT_TABLE, label="it")
 
 
 RECORDS = {"m.Record": Call("m.Record", lambda *_: Record("record", ()))}
@@ -235,11 +235,11 @@ def test_a_dict_has_no_part_in_the_state_of_a_record_that_is_gone() -> None:
     state, other = b"}X\x01\x00\x00\x00aK\x01s", b"}X\x01\x00\x00\x00bK\x02s"
     pair = b"X\x01\x00\x00\x00k" + RECORD + state + b"b"
     data = b"\x80\x02](" + (b"}(" + pair + b"X\x01\x00\x00\x00kK\x01u" + other) * 9 + b"e."
-    assert loads(data, RECORDS, what="it") == [{"k": 1}, {"b": 2}] * 9
+    assert loads(data, RECORDS, label="it") == [{"k": 1}, {"b": 2}] * 9
 
 
 def test_a_state_is_not_changed_after_it_was_set() -> None:
     for state in (b"}q\x05", b"N}q\x05\x86"):
         data = b"\x80\x02" + RECORD + state + b"bh\x05X\x01\x00\x00\x00zK\x09s\x86."
         with pytest.raises(MalformedCheckpoint, match="already the state"):
-            loads(data, RECORDS, what="it")
+            loads(data, RECORDS, label="it")

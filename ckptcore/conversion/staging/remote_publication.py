@@ -240,7 +240,7 @@ def publish_remote(
         lost = [n for n, (nbytes, _) in puts.items() if n not in now or now[n].nbytes != nbytes]
         if lost:
             raise OutputMismatch(f"{target.url_of(lost[0])} was written, but is missing", hint="run again")
-        _end(target, replace(publication, step=DONE, there={n: now[n] for n in puts}), publication)
+        _end(target, replace(publication, step=DONE, published={n: now[n] for n in puts}), publication)
 
 
 def is_published(destination: Destination) -> bool:
@@ -249,7 +249,7 @@ def is_published(destination: Destination) -> bool:
     with closing(destination) as target:
         return all(
             name in now
-            and (same_object(now[name], publication.there.get(name)) or target.holds(name, now[name]))
+            and (same_object(now[name], publication.published.get(name)) or target.holds(name, now[name]))
             for name in publication.puts
         )
 

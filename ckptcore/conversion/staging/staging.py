@@ -87,7 +87,7 @@ class Publication:
         step: The current step; "" before the first.
         replaces: What may be replaced.
         puts: Name -> (bytes, BLAKE3 or None) of every file.
-        there: The content of the destination after all files were written.
+        published: The content of the destination after all files were written.
         receipts: Of its files.
     """
 
@@ -96,7 +96,7 @@ class Publication:
     step: str = ""
     replaces: Replaced = field(default_factory=Replaced)
     puts: Mapping[str, tuple[int, str | None]] = field(default_factory=dict)
-    there: Inventory = field(default_factory=dict)
+    published: Inventory = field(default_factory=dict)
     receipts: tuple[Receipt, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Publication:
             "step": self.step,
             "replaces": self.replaces.as_dict(),
             "puts": {name: list(put) for name, put in self.puts.items()},
-            "there": _listed(self.there),
+            "there": _listed(self.published),
             # Receipts are part of the record: the files of receipts may be removed before the record is.
             "receipts": [{**r.as_dict(), **r.packed()} for r in self.receipts],
         }

@@ -46,10 +46,10 @@ def pickle_end(read: Callable[[int, int], bytes], start: int, end: int, label: s
     position, base, block = start, start, b""
     end = min(end, start + _MAX_PICKLE)
     while position < end:
-        at = position - base
-        if at + _LONGEST > len(block) and base + len(block) < end:
-            base, block, at = position, read(position, min(_BLOCK, end - position)), 0
-        opcode = block[at]
+        offset = position - base
+        if offset + _LONGEST > len(block) and base + len(block) < end:
+            base, block, offset = position, read(position, min(_BLOCK, end - position)), 0
+        opcode = block[offset]
         if opcode == _STOP:
             return position + 1
         if opcode == _GLOBAL:
@@ -58,7 +58,7 @@ def pickle_end(read: Callable[[int, int], bytes], start: int, end: int, label: s
                 break
             position += 3 + len(names[0]) + len(names[1])
         elif (width := _COUNTED.get(opcode)) is not None:
-            count = int.from_bytes(block[at + 1 : at + 1 + width], "little")
+            count = int.from_bytes(block[offset + 1 : offset + 1 + width], "little")
             position += 1 + width + count
         elif (length := _OPERANDS.get(opcode)) is not None:
             position += 1 + length

@@ -62,7 +62,7 @@ def loads(
     data: bytes,
     table: Mapping[str, Any],
     *,
-    what: str,
+    label: str,
     persistent: Callable[[Any], Any] | None = None,
     refused: list[str] | None = None,
     behind: list[int] | None = None,
@@ -72,7 +72,7 @@ def loads(
     Args:
         data: The pickle.
         table: ``module.name`` -> a `Call`, or a constant that replaces the global itself.
-        what: The file or record, for messages.
+        label: The file or record, for messages.
         persistent: Resolves persistent ids.
         refused: When given, globals outside the table become `Refused` and are added to this list.
         behind: When given, receives the number of bytes behind the pickle, if there are any; otherwise such
@@ -89,9 +89,9 @@ def loads(
         gc.disable()
     reuse_memory(len(data))
     try:
-        value, end = _run(data, table, what, persistent, refused)
+        value, end = _run(data, table, label, persistent, refused)
     except (IndexError, struct.error) as error:
-        raise MalformedCheckpoint(f"{what} is not a complete pickle: it ends in the middle") from error
+        raise MalformedCheckpoint(f"{label} is not a complete pickle: it ends in the middle") from error
     except (
         TypeError,
         ValueError,
@@ -102,13 +102,13 @@ def loads(
         RecursionError,
         MemoryError,
     ) as error:
-        raise MalformedCheckpoint(f"{what} is not a valid pickle: {error}") from error
+        raise MalformedCheckpoint(f"{label} is not a valid pickle: {error}") from error
     finally:
         if collecting:
             gc.enable()
     if end < len(data):
         if behind is None:
-            raise MalformedCheckpoint(f"{what} has {len(data) - end} bytes behind its pickle")
+            raise MalformedCheckpoint(f"{label} has {len(data) - end} bytes behind its pickle")
         behind.append(len(data) - end)
     return value
 

@@ -82,14 +82,14 @@ def read_pickles(read: Reader, length: int, label: str) -> Pickles:
         spans.append((start, pickle_end(read, start, length, label)))
     magic, version, host, tree, keys = (read(start, end - start) for start, end in spans)
     for pickled, value in ((magic, _MAGIC_NUMBER), (version, _PROTOCOL_VERSION)):
-        if (stated := loads(pickled, {}, what=label)) != value:
+        if (stated := loads(pickled, {}, label=label)) != value:
             raise MalformedCheckpoint(f"{label} must begin with {value} (got {short_repr(stated)})")
-    storage_keys = loads(keys, {}, what=f"{label}: the keys of the storages")
+    storage_keys = loads(keys, {}, label=f"{label}: the keys of the storages")
     if type(storage_keys) is not list or not all(type(key) is str for key in storage_keys):
         raise MalformedCheckpoint(f"{label} must list its storages (got {short_repr(storage_keys)})")
     if len(set(storage_keys)) < len(storage_keys):
         raise MalformedCheckpoint(f"{label} lists a storage twice")
-    stated = loads(host, {}, what=f"{label}: what torch notes of the host")
+    stated = loads(host, {}, label=f"{label}: what torch notes of the host")
     return Pickles(tree, tuple(storage_keys), spans[-1][1], None if _is_host(stated) else spans[2])
 
 
@@ -123,10 +123,10 @@ class StorageSizes:
                 file has one that the tree does not name.
         """
         label, keys = self._label, pickles.keys
-        other = min(self.by_key.keys() ^ set(keys), default=None)
-        if other is not None:
-            where = "the list of storages" if other in self.by_key else "its tree"
-            raise MalformedCheckpoint(f"{label}: storage {other!r} is not in {where}", file=label)
+        unmatched = min(self.by_key.keys() ^ set(keys), default=None)
+        if unmatched is not None:
+            where = "the list of storages" if unmatched in self.by_key else "its tree"
+            raise MalformedCheckpoint(f"{label}: storage {unmatched!r} is not in {where}", file=label)
         places: dict[str, tuple[int, int]] = {}
         position = pickles.end
         counts = np.empty((len(keys), 2), np.int64)

@@ -223,7 +223,7 @@ def _require_permitted(tensor: Any, refused: list[str], label: str) -> None:
             **{"global": unsafe_names[0]},
         )
     if odd is not None:
-        raise UnreadablePart(f"{label} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
+        raise UnreadablePart(f"{label} cannot be read: it is {odd.reason or f'of dtype {odd.dtype}'}")
 
 
 def is_torch(first: bytes) -> bool:
@@ -281,7 +281,7 @@ def read_objects(
             else:
                 behind = shared_objects.behind
             for leftover in _behind(archive, behind):
-                content.leave(*leftover)
+                content.add_unused(*leftover)
             if shared_objects is not None:
                 _report(content, shared_objects)
                 return shared_objects
@@ -312,7 +312,7 @@ def _zipped(content: FileRange, archive: Archive, label: str) -> tuple[bytes, St
         for name, entry in data.items()
     }
     for leftover in archive.unused({*_CONSUMED, *data}):
-        content.leave(*leftover)
+        content.add_unused(*leftover)
     content.explain(archive.structure([name for name in _CONSUMED if name in archive.records]))
     return pickled, storages, swapped
 
@@ -327,9 +327,9 @@ def _before_zip(
     places, counts, end = sizes.locate(window.read, content.length, pickles)
     content.explain(np.concatenate([np.array([[0, pickles.end]], np.int64), counts]))
     if pickles.odd_host is not None:
-        content.leave(*pickles.odd_host, "what torch notes of the host, which no torch writes so")
+        content.add_unused(*pickles.odd_host, "what torch notes of the host, which no torch writes so")
     if end < content.length:
-        content.leave(end, content.length, "behind the storages")
+        content.add_unused(end, content.length, "behind the storages")
     storages = {key: (start, nbytes, None) for key, (start, nbytes) in places.items()}
     return pickles.tree, Objects(tree, storages, tuple(refused), swapped=False, behind=behind)
 
@@ -338,7 +338,7 @@ def _report(content: FileRange, objects: Objects) -> None:
     """Report what a zip's tensors leave, and their attributes."""
     for gap in objects.excess:
         start, length, _ = objects.storages.get(gap.key, (0, 0, None))
-        content.leave(start + min(gap.start, length), start + min(gap.end, length), _EXCESS, True)
+        content.add_unused(start + min(gap.start, length), start + min(gap.end, length), _EXCESS, True)
     content.carry(ATTRIBUTES, objects.attributes)
 
 
@@ -377,7 +377,7 @@ def _loaded(
     refused: list[str] = []
     behind: list[int] = []
     value = loads(
-        pickled, table, what=label, persistent=persistent or _storage_fields, refused=refused, behind=behind
+        pickled, table, label=label, persistent=persistent or _storage_fields, refused=refused, behind=behind
     )
     return value, sum(behind), refused
 

@@ -27,7 +27,7 @@ from ckptcore.formats.common.model_layers import ModelLayers, layers_of
 from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
 from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.naming.peft import adapter_fit
-from ckptcore.store.subfolder import unnoted
+from ckptcore.store.subfolder import unrecorded
 from ckptcore.utils.foreign_text import InvalidText
 
 Shape = tuple[int, ...]
@@ -539,11 +539,11 @@ def slicing_ranks(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tup
             rows = {shape[:1] for shape in added}
             if len(width) != 1 or len(rows) != 1 or attention not in inside:
                 continue
-            ((kept,),) = rows
-            if expected is not None and expected.width == (kept,):
+            ((width_left,),) = rows
+            if expected is not None and expected.width == (width_left,):
                 continue  # an embedding that is wider than the model
-            if 0 < kept < width[0] and width[0] % kept == 0:
-                return names[model, attention], width[0] // kept
+            if 0 < width_left < width[0] and width[0] % width_left == 0:
+                return names[model, attention], width[0] // width_left
         if expected is not None and shapes.get(f"{model}embed_tokens.weight", ())[1:] == expected.width:
             cuts = {
                 _cut(shape, expected.inside[name], dim)
@@ -572,14 +572,14 @@ def tensor_parallel_cut(config: Mapping[str, Any], shapes: Mapping[str, Shape]) 
     widths = {width for _, width in embeddings}
     stated = _head_elements(config)
     for container, layers in layers_of(shapes).items():
-        first, *others = layers.values()
+        first, *further_layers = layers.values()
         for name, shape in first.items():
             if len(shape) != 2 or not _ATTENTION_OUT.search(name) or max(shape) not in widths:
                 continue
             cut, width = min(shape), max(shape)
             is_cut = 0 < cut < width and width % cut == 0 and cut not in stated
             matrices = [matrix for matrix in first.values() if len(matrix) == 2]
-            are_alike = all(layer.get(name, shape) == shape for layer in others)
+            are_alike = all(layer.get(name, shape) == shape for layer in further_layers)
             if is_cut and are_alike and all(width in matrix for matrix in matrices):
                 return f"{container}{min(layers)}.{name}", width // cut
     for name, shape in shapes.items():
@@ -641,7 +641,7 @@ def evidence_beside(source: Source, path: str) -> Mapping[str, Any]:
 
     The reader takes nothing from it: it stays a file beside the checkpoint, to be carried or accounted for.
     """
-    return json_beside(replace(source, store=unnoted(source.store)), path)
+    return json_beside(replace(source, store=unrecorded(source.store)), path)
 
 
 def _params_beside(source: Source, names: Iterable[str]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model
 from ckptcore.formats.common.weight_index import indexes_of, read_index
-from ckptcore.store.subfolder import FileRange, unnoted
+from ckptcore.store.subfolder import FileRange, unrecorded
 
 # transformers, peft, diffusers: utils/__init__.py, utils/constants.py of each.
 _TORCH_FORMS = {
@@ -92,7 +92,9 @@ def torch_form(source: Source, paths: Collection[str]) -> list[str]:
 def parameters(source: Source, path: str) -> Iterator[tuple[str, str]]:
     """Yield name and storage of each parameter in the flat state dict of a torch file."""
     with passing():
-        tree = read_objects(FileRange(unnoted(source.store), path, 0, source.listing[path] or 0), path).tree
+        tree = read_objects(
+            FileRange(unrecorded(source.store), path, 0, source.listing[path] or 0), path
+        ).tree
     for name, tensor in tree.items() if isinstance(tree, dict) else ():
         if (
             isinstance(tensor, StoredView)

@@ -98,7 +98,7 @@ class Metadata:
         data = source.store.read(name, 0, size)
         self.name, self.bound = name, size
         behind: list[int] = []
-        top = loads(data, TABLE, what=name, behind=behind)
+        top = loads(data, TABLE, label=name, behind=behind)
         if not isinstance(top, Record) or top.kind != "Metadata" or type(top.state) is not dict:
             raise MalformedCheckpoint(f"{name} does not contain torch checkpoint metadata", file=name)
         self.tensors = _mapping(top.state, "state_dict_metadata", name)

@@ -187,7 +187,7 @@ def _leave_unused(content: FileRange, objects: Objects) -> None:
     unused = objects.storages.keys() - storages_in(objects.tree, refused=True) if not objects.refused else ()
     for key in unused:
         start, length, _ = objects.storages[key]
-        content.leave(start, start + length, f"storage {key} of a torch zip")
+        content.add_unused(start, start + length, f"storage {key} of a torch zip")
 
 
 def _compare_ranks(

@@ -441,7 +441,7 @@ class _Columns:
                 # One part that is not wrapped makes the tensor an ordinary one,
                 # and what was collected of it is dropped.
                 if not is_plain_zip[n] or not wrapped.add(number, box, (file, start, length)):
-                    wrapped.leave(number)
+                    wrapped.keep_as_described(number)
                     break
 
     def _safetensors_files(self) -> dict[int, int]:

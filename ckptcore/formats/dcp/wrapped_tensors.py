@@ -87,7 +87,7 @@ class WrappedTensors:
             self._shards.setdefault(tensor, []).append(_Shard(box, file, start, objects))
             return True
         if isinstance(value, RefusedTensor):
-            kind = value.what or value.name
+            kind = value.reason or value.name
             self._builder.withdraw(
                 spec.fqn, Unread(f"its item in {path} is {kind}", spec.dtype, spec.shape, path)
             )
@@ -98,7 +98,7 @@ class WrappedTensors:
         """Path and size of each file: all are known when the first item is opened."""
         return list(zip(self._builder.file_names(), self._builder.file_sizes(), strict=True))
 
-    def leave(self, tensor: int) -> None:
+    def keep_as_described(self, tensor: int) -> None:
         """Leave a tensor as its metadata describes it: not all of its items hold tensors of a class."""
         self._damaged.add(tensor)
 

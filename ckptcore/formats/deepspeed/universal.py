@@ -181,7 +181,9 @@ def _add_optimizer(source: Source, assembly: Assembly) -> None:
     _add_scalars(inner, file, assembly)
     content = FileRange(source.store, file.path, 0, file.size)
     for start, length, _ in file.objects.storages.values():
-        content.leave(start, start + length, "buffer of one rank, whose values the parameters' files have")
+        content.add_unused(
+            start, start + length, "buffer of one rank, whose values the parameters' files have"
+        )
 
 
 def _add_scalars(values: Mapping[Any, Any], file: StatesFile, assembly: Assembly) -> None:

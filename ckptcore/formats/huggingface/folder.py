@@ -42,7 +42,7 @@ from ckptcore.formats.common.weight_index import (
     unlike_index,
     unlike_total,
 )
-from ckptcore.store.subfolder import unnoted
+from ckptcore.store.subfolder import unrecorded
 from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import short_repr
 
@@ -205,7 +205,7 @@ def _add_file(
 
 def _names_in(source: Source, path: str) -> Collection[str]:
     """Return the tensors of a file that is not read, for evidence only."""
-    return read_header(unnoted(source.store), path, source.listing[path], ())[0].keys()
+    return read_header(unrecorded(source.store), path, source.listing[path], ())[0].keys()
 
 
 def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> None:

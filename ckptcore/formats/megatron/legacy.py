@@ -18,9 +18,9 @@ _NAMES = (
 
 def detect(source: Source) -> Evidence | None:
     """Recognise rank folders by their names."""
-    for pattern, what in _NAMES if source.name is None else ():
+    for pattern, title in _NAMES if source.name is None else ():
         if folders := sum(1 for p in source.listing if pattern.match(p)):
-            return Evidence(NAME, (f"{folders} {what}",))
+            return Evidence(NAME, (f"{folders} {title}",))
     return None
 
 

@@ -23,7 +23,7 @@ from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import read_megatron
-from ckptcore.store.subfolder import FileRange, unnoted
+from ckptcore.store.subfolder import FileRange, unrecorded
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.plain_yaml import MAX_YAML, load_yaml
 from ckptcore.utils.text import short_repr
@@ -114,7 +114,7 @@ def _config(source: Source) -> Mapping[str, Any]:
 
 
 def _config_beside(source: Source) -> Mapping[str, Any] | None:
-    store = unnoted(source.store)
+    store = unrecorded(source.store)
     size = source.listing.get(CONFIG)
     if source.name is not None:
         try:
@@ -134,10 +134,11 @@ def _model_state(tree: Any, path: str) -> dict[str, Any]:
     """Return the state dict of the GPT in a file, by its own names."""
     if not isinstance(tree, dict) or any(type(name) is not str for name in tree):
         raise MalformedCheckpoint(f"{path} must hold a state dict", file=path)
-    other = next((name for name in tree if not _MODEL.match(name)), None)
-    if other is not None:
+    foreign_key = next((name for name in tree if not _MODEL.match(name)), None)
+    if foreign_key is not None:
         raise UnsupportedFormat(
-            f"cannot merge the ranks of a NeMo model that is no GPT: {path} has {other!r}, outside of model.",
+            "cannot merge the ranks of a NeMo model that is no GPT: "
+            f"{path} has {foreign_key!r}, outside of model.",
             hint=_SAVE_ANEW,
         )
     return {_MODEL.sub("", name): value for name, value in tree.items()}

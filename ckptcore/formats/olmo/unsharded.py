@@ -173,7 +173,7 @@ def _decoded(key: str, file: str) -> Entry:
         raw = base64.b64decode(key, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
         raise MalformedCheckpoint(f"{label} must be base64, like the others", file=file) from error
-    value = loads(raw, {}, what=label)
+    value = loads(raw, {}, label=label)
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is bool:
         path, pickled = value
         if 0 < len(path) <= _MAX_PATH and all(type(p) in (str, int) for p in path):
@@ -185,7 +185,7 @@ def _decoded(key: str, file: str) -> Entry:
 
 def _unpickled(raw: bytes, label: str) -> Any:
     """Unpickle plain values; globals are refused one by one."""
-    value = loads(raw, {}, what=label, refused=[])
+    value = loads(raw, {}, label=label, refused=[])
     bound_tree(value, len(raw), label)
     return value
 

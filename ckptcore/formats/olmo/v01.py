@@ -145,7 +145,7 @@ def _is_plain(stored: Stored, entry: tuple[str, tuple[int, ...], int, int]) -> b
 
 
 def _unpickled(raw: bytes, label: str) -> Any:
-    value = loads(raw, {}, what=label, refused=[])
+    value = loads(raw, {}, label=label, refused=[])
     bound_tree(value, len(raw), label)
     return value
 

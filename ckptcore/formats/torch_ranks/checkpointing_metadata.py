@@ -74,7 +74,7 @@ def read_metadata(source: Source) -> SavedMetadata | None:
     if size is None:
         return None
     meter().require(size, METADATA)
-    tree = loads(source.store.read(METADATA, 0, size), {}, what=METADATA)
+    tree = loads(source.store.read(METADATA, 0, size), {}, label=METADATA)
     source.explain(METADATA)
     try:
         return _parsed(tree)

@@ -258,7 +258,7 @@ def _read(source: Source, name: str, table: Mapping[str, Any]) -> Objects:
     if size - end <= _MAX_PADDING and not any(source.store.read(name, end, size - end)):
         source.explain(name, end)
     else:
-        FileRange(source.store, name, 0, size).leave(end, size, "the end of the tar")
+        FileRange(source.store, name, 0, size).add_unused(end, size, "the end of the tar")
     objects = read_objects(FileRange(source.store, name, member.start, member.length), name, table)
     moved = {key: (start + member.start, n, crc) for key, (start, n, crc) in objects.storages.items()}
     return replace(objects, storages=moved)

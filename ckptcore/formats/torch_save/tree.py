@@ -172,7 +172,7 @@ def add_odd_piece(builder: Builder, fqn: str, value: Refused, file: str) -> None
     """Note that one rank's piece of a tensor cannot be read, so that the tensor cannot be read either."""
     piece = f"its piece in {file}"
     if isinstance(value, RefusedTensor) and not value.foreign:
-        reason = f"is {value.what}" if value.what else f"has dtype {value.dtype}, which is not supported"
+        reason = f"is {value.reason}" if value.reason else f"has dtype {value.dtype}, which is not supported"
         builder.withdraw(fqn, Unread(f"{piece} {reason}", value.dtype, file=file))
         return
     builder.withdraw(fqn, Unread(f"{piece} needs {value.name}", file=file))
@@ -183,7 +183,7 @@ def add_odd_piece(builder: Builder, fqn: str, value: Refused, file: str) -> None
 
 def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> None:
     """Add a refused tensor of a file as one that cannot be read."""
-    reason = f"{value.what} is not supported" if value.what else f"dtype {value.dtype} is not supported"
+    reason = f"{value.reason} is not supported" if value.reason else f"dtype {value.dtype} is not supported"
     why = Unread(reason, value.dtype, value.shape, file)
     if not value.foreign:
         builder.unread(name, why)
@@ -192,7 +192,7 @@ def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> 
     builder.findings += [
         finding("refused-global", "files", f"object {name} needs {value.name}", fqn=name),
         finding(
-            "refused-tensors", "coverage", f"cannot read the values of {name}: it is {value.what}", fqn=name
+            "refused-tensors", "coverage", f"cannot read the values of {name}: it is {value.reason}", fqn=name
         ),
     ]
 

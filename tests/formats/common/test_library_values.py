@@ -55,7 +55,7 @@ def written(tree: Any, classes: Classes = Classes.LIBRARIES) -> bytes:
 
 
 def parsed(raw: bytes, table: dict[str, Any] = OBJECT_TABLE) -> Any:
-    tree = loads(raw, table, what="x")
+    tree = loads(raw, table, label="x")
     return plain(tree, len(raw), "x") if "torch._C.Generator" in table else tree
 
 
@@ -260,7 +260,7 @@ def test_wrong_values_are_refused_alone_and_by_name(name: str, tmp_path: Path) -
 def test_a_deque_has_no_more_than_it_may() -> None:
     raw = b"\x80\x02ccollections\ndeque\n)K\x01\x86R(K\x01K\x02e."
     with pytest.raises(MalformedCheckpoint, match="at most 1 values has more"):
-        loads(raw, OBJECT_TABLE, what="x")
+        loads(raw, OBJECT_TABLE, label="x")
 
 
 def test_nesting_is_bounded(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ SCALARS = [
 
 
 def read(data: bytes) -> tuple[Any, tuple[str, ...]]:
-    tree = loads(data, OBJECT_TABLE, what="test", refused=[])
+    tree = loads(data, OBJECT_TABLE, label="test", refused=[])
     return tree, refused_in(tree)
 
 

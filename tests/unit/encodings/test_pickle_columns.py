@@ -115,7 +115,7 @@ def test_short_lists_between_many_frames(
 
 def test_most_records_are_read_in_runs() -> None:
     data = pickle.dumps(metadata_of(300, SHAPES), protocol=4)
-    state = loads(data, TABLE, what="it").state
+    state = loads(data, TABLE, label="it").state
     chunks = state["state_dict_metadata"]["a.weight"].state["chunks"]
     assert sum(c.count for c in chunks if type(c) is Columns) > 280
     places = [c.count for c in state["storage_data"] if type(c) is Columns]
@@ -140,7 +140,7 @@ def test_frames_that_begin_inside_a_value_are_not_skipped(one_by_one: Callable[[
 def outcome(data: bytes) -> int:
     """How many chunks the metadata has of the first tensor; -1 when it is malformed."""
     try:
-        chunks = loads(data, TABLE, what="it").state["state_dict_metadata"]["a.weight"].state["chunks"]
+        chunks = loads(data, TABLE, label="it").state["state_dict_metadata"]["a.weight"].state["chunks"]
     except MalformedCheckpoint:
         return -1
     return sum(c.count if type(c) is Columns else 1 for c in chunks)
@@ -158,7 +158,7 @@ def test_an_opcode_between_records_is_not_passed_over(opcode: bytes, one_by_one:
             if turn:
                 one_by_one()
             try:
-                state = loads(changed, TABLE, what="it").state
+                state = loads(changed, TABLE, label="it").state
                 chunks = state["state_dict_metadata"]["w"].state["chunks"]
                 results.append(sum(c.count if type(c) is Columns else 1 for c in chunks))
             except MalformedCheckpoint:
@@ -170,14 +170,14 @@ def test_every_cut_is_an_error() -> None:
     data = pickle.dumps(metadata_of(130, {"w": (130, 4), "b": (130,)}), protocol=4)
     for end in range(1, len(data), 997):
         with pytest.raises(MalformedCheckpoint):
-            loads(data[:end], TABLE, what="it")
+            loads(data[:end], TABLE, label="it")
 
 
 def test_later_references_into_a_run_are_found() -> None:
     """An offset that the metadata names once more, far behind the run that it is part of."""
     metadata = metadata_of(200, {"w": (200, 4)}, share=True)
     data = pickle.dumps(metadata, protocol=4)
-    state = loads(data, TABLE, what="it").state
+    state = loads(data, TABLE, label="it").state
     seen = set()
     for index in state["storage_data"]:
         rows = range(index.count) if type(index) is Columns else [None]
@@ -208,7 +208,7 @@ def test_places_with_a_codec(shared: bool, tmp_path: Path) -> None:
 
 def chunks_of(data: bytes) -> dict[str, list[Any]]:
     """The chunks that each tensor has, as records or runs of them."""
-    listed = loads(data, TABLE, what="it").state["state_dict_metadata"]
+    listed = loads(data, TABLE, label="it").state["state_dict_metadata"]
     return {name: entry.state["chunks"] for name, entry in listed.items() if entry.kind[0] == "T"}
 
 
@@ -249,7 +249,7 @@ def test_lists_that_begin_alike(cut: int, one_by_one: Callable[[], None]) -> Non
 def test_later_references_into_a_repeated_run_are_found() -> None:
     """Offsets of every list, which the places name once more."""
     metadata = metadata_of(200, {f"layers.{n}": (200, n % 3) for n in range(9)}, share=True)
-    state = loads(pickle.dumps(metadata, protocol=4), TABLE, what="it").state
+    state = loads(pickle.dumps(metadata, protocol=4), TABLE, label="it").state
     seen = set()
     for index in state["storage_data"]:
         for row in range(index.count) if type(index) is Columns else [None]:

@@ -74,7 +74,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]
                 patch.setattr(Shortcuts, "size", lambda *_: (None, 0))
                 patch.setattr(Shortcuts, "record", lambda *_: (None, 0))
                 patch.setattr(Shortcuts, "opening", lambda *_: None)
-            found = loads(data, TABLE, what="it")
+            found = loads(data, TABLE, label="it")
         return form(found, {}), memos[0].rows
 
     return run
@@ -111,7 +111,7 @@ def test_tensors_of_one_shape_are_matched_once(monkeypatch: pytest.MonkeyPatch) 
         )
         for n in range(50)
     }
-    found = loads(pickle.dumps(meta.Metadata(listed), protocol=4), TABLE, what="it")
+    found = loads(pickle.dumps(meta.Metadata(listed), protocol=4), TABLE, label="it")
     tensors = list(found.state["state_dict_metadata"].values())
     assert len(matched) == 1
     parts = [{id(t.state[key]) for t in tensors} for key in ("properties", "chunks")]
@@ -174,7 +174,7 @@ def test_what_is_wrong_stays_wrong(body: bytes, load: Callable[..., tuple[Any, l
 
 def test_every_cut_is_an_error() -> None:
     data = pickled(tensor(b"K\x00" * 4))
-    loads(data, TABLE, what="it")
+    loads(data, TABLE, label="it")
     for end in range(1, len(data)):
         with pytest.raises(MalformedCheckpoint):
-            loads(data[:end], TABLE, what="it")
+            loads(data[:end], TABLE, label="it")

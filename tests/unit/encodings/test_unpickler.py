@@ -38,7 +38,7 @@ trees = st.recursive(
 
 @given(trees, st.sampled_from([2, 3, 4, 5]))
 def test_plain_values_are_what_pickle_says(value: Any, protocol: int) -> None:
-    found = loads(pickle.dumps(value, protocol), OBJECT_TABLE, what="test")
+    found = loads(pickle.dumps(value, protocol), OBJECT_TABLE, label="test")
     assert found == value
     assert decode(encode(found)) == value
 
@@ -46,7 +46,7 @@ def test_plain_values_are_what_pickle_says(value: Any, protocol: int) -> None:
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_sets_and_ordered_dicts(protocol: int) -> None:
     value = {"a": {1, 2, 3}, "b": collections.OrderedDict(x=1, y=[2])}
-    assert loads(pickle.dumps(value, protocol), OBJECT_TABLE, what="test") == value
+    assert loads(pickle.dumps(value, protocol), OBJECT_TABLE, label="test") == value
 
 
 class Attack:
@@ -58,9 +58,9 @@ class Attack:
 def test_unknown_globals_are_refused(protocol: int) -> None:
     data = pickle.dumps({"x": Attack()}, protocol)
     with pytest.raises(UnsafeContent, match=r"posix\.system"):
-        loads(data, TABLE, what="test")
+        loads(data, TABLE, label="test")
     names: list[str] = []
-    assert loads(data, OBJECT_TABLE, what="test", refused=names) == {"x": Refused("posix.system")}
+    assert loads(data, OBJECT_TABLE, label="test", refused=names) == {"x": Refused("posix.system")}
     assert names == ["posix.system"]
 
 
@@ -93,7 +93,7 @@ def test_hostile_pickles_are_malformed_and_cheap(name: str) -> None:
     tracemalloc.start()
     began = time.process_time()  # of this process: others may be busy
     with pytest.raises(CkptError) as caught:
-        loads(HOSTILE[name], OBJECT_TABLE, what="test")
+        loads(HOSTILE[name], OBJECT_TABLE, label="test")
     assert isinstance(caught.value, MalformedCheckpoint)
     assert time.process_time() - began < 10
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
@@ -102,7 +102,7 @@ def test_hostile_pickles_are_malformed_and_cheap(name: str) -> None:
 
 def test_a_huge_memo_number_costs_nothing() -> None:
     tracemalloc.start()
-    assert loads(b"\x80\x04Nr\xff\xff\xff\x7f.", OBJECT_TABLE, what="test") is None
+    assert loads(b"\x80\x04Nr\xff\xff\xff\x7f.", OBJECT_TABLE, label="test") is None
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -112,7 +112,7 @@ def test_a_key_that_never_stops_hashing_is_refused() -> None:
     assert pickletools.optimize(data[:2] + b"N.")  # the stdlib agrees on the framing
     began = time.process_time()
     with pytest.raises(MalformedCheckpoint):
-        loads(b"\x80\x04}" + data[3:], OBJECT_TABLE, what="test")
+        loads(b"\x80\x04}" + data[3:], OBJECT_TABLE, label="test")
     assert time.process_time() - began < 10  # 2**60 steps if it hashed
 
 
@@ -121,4 +121,4 @@ def test_shared_values_do_not_become_an_endless_tree() -> None:
     for _ in range(40):
         value = [value, value]
     with pytest.raises(MetadataTooLarge, match="budget"):
-        encode(loads(pickle.dumps(value), OBJECT_TABLE, what="test"))
+        encode(loads(pickle.dumps(value), OBJECT_TABLE, label="test"))

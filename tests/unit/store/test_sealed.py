@@ -12,7 +12,7 @@ from ckptcore.core.byte_ledger import ByteLedger
 from ckptcore.errors import SourceUnreadable, StagingForeign, UnsafeContent
 from ckptcore.store.local import LocalStore
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, refuse_odd
-from ckptcore.store.subfolder import Noting, SubStore
+from ckptcore.store.subfolder import RecordingStore, SubStore
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_store_in_a_store(tmp_path: Path) -> None:
     assert (below.size("a"), below.size("outer")) == (3, None)
     assert below.url == f"{tmp_path}/sub"
     assert below.stamp("a") == store.stamp("sub/a")
-    noting = Noting(below, ledger)
+    noting = RecordingStore(below, ledger)
     assert noting.size("a") == 3
     assert ledger.read == set(), "looking is not reading"
     into = bytearray(2)
