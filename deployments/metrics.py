@@ -84,6 +84,7 @@ def _of(read: Figures) -> list[Metric]:
 
 
 def _each(read: Figures, now: datetime) -> Iterator[Metric]:
+    """Yield every metric of the catalog."""
     yield _labelled("inbox_events", "Events in the inbox.", "stage", read.inbox)
     yield _labelled("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)
     yield _age("inbox_oldest_seconds", "Age of the oldest event that is not done.", read.oldest_event, now)

@@ -103,6 +103,7 @@ def _threads(address: str | None, width: int, gpu: bool) -> Iterator[RunningEngi
 
 @contextmanager
 def _dask(address: str | None, width: int, gpu: bool) -> Iterator[RunningEngine]:
+    """Yield a task runner of Dask: of the cluster at an address, or of one for this run."""
     try:
         import dask
         from distributed import Client

@@ -308,6 +308,7 @@ def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
 
 
 def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
+    """Return checkpoints with their open findings, aliases and metrics, in a fixed number of queries."""
     ids = [row.id for row in rows]
     if not ids:
         return ()

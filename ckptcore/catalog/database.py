@@ -218,6 +218,7 @@ def _file_engine(url: URL, foreign_keys: bool) -> Engine:
 
 
 def _new_engine(url: URL, foreign_keys: bool) -> Engine:
+    """Return an engine whose connections are set up for a catalog."""
     sqlite = url.get_backend_name() == "sqlite"
     # A SQLite connection opens in a millisecond and must not survive a fork. An in-memory database exists as
     # long as its one connection.

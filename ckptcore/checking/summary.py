@@ -181,6 +181,7 @@ def natural(text: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def _parts(manifest: Manifest) -> Iterable[PartSummary]:
+    """Yield the parts of a checkpoint with their counts and bytes: the model first, what has no name last."""
     if not manifest.tensors:
         return
     try:

@@ -219,6 +219,7 @@ class _Side:
 def _prepare(
     manifest: Manifest, label: str, url: str, rules: DiffRules, number: int, form: FormNames
 ) -> _Side:
+    """Name what of one side is compared, and require that it is complete."""
     rename = rules.rename if number == 0 else ()
     prefix = rules.prefixes[number] if number < len(rules.prefixes) else None
 

@@ -88,6 +88,7 @@ def _compared(
     prefix: str | None,
     output: str | None,
 ) -> LiveComparison:
+    """Compare the announced fingerprint of a part with the sums of the stored tensors."""
     if part == _MODEL and output == live:
         return LiveComparison(LiveVerdict(EQUAL, live), (), live)
     try:

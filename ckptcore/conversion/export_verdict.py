@@ -68,7 +68,7 @@ def find_source(
 def _found(
     export: str, against: str | None, options: Mapping[str, Any], registered: _Registered | None
 ) -> KnownExport:
-    """As `find_source`, without what the catalog recorded of the export itself."""
+    """Find the source as `find_source`, without what the catalog recorded of the export itself."""
     exact = bool(options.keys() & set(_DTYPES))
     # Retired or replaced by this very export: there is nothing to compare it with, whatever its card says.
     if registered is not None and against is None and registered.source.gone:

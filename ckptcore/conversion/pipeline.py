@@ -353,6 +353,7 @@ def _convert(
     topology: Layouts | None,
     announcement: Announcement,
 ) -> Result:
+    """Publish and register a conversion; record a failure before it is raised."""
     manifests: list[Manifest] = []
     try:
         stages = publishing(
@@ -717,6 +718,7 @@ def _execute(
     just_planned: bool = False,
     sums: FileSums | None = None,
 ) -> tuple[Receipt, ...]:
+    """Write files of a staged plan, or a part of one; return their receipts."""
     plan = load_head(staging.plan)
     file_indices = [f.index for f in plan.files] if indices is None else list(indices)
     # A killed run published this plan: its receipts are what there is to say about the files.

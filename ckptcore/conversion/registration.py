@@ -171,7 +171,7 @@ def _of_trainer_state(state: Mapping[str, Any]) -> Form:
 
 
 def _lightning(of: _Objects) -> Form:
-    """lightning, trainer/connectors/checkpoint_connector.py, `dump_checkpoint`."""
+    """Return facts of Lightning's state (trainer/connectors/checkpoint_connector.py, `dump_checkpoint`)."""
     if of("global_step") is None or (of("loops") is None and of("pytorch-lightning_version") is None):
         return {}
     metrics: Form = {}
@@ -195,7 +195,10 @@ def _lightning(of: _Objects) -> Form:
 
 
 def _megatron(of: _Objects) -> Form:
-    """Megatron-LM, training/checkpointing.py, `generate_state_dict`: args is a namespace."""
+    """Return facts of Megatron-LM's state (training/checkpointing.py, `generate_state_dict`).
+
+    ``args`` is a namespace.
+    """
     args = of("args")
     # Other trainers have an `args` as well; these two fields are in every Megatron's.
     if not isinstance(args, Mapping) or not {"num_layers", "hidden_size"} & set(args):
@@ -215,7 +218,7 @@ def _megatron(of: _Objects) -> Form:
 
 
 def _olmo(of: _Objects) -> Form:
-    """OLMo, train.py, `trainer_state_dict`; OLMo-core, train/trainer.py, `state_dict`."""
+    """Return facts of the state of OLMo (train.py, `trainer_state_dict`) and OLMo-core (train/trainer.py)."""
     if of("train.global_step") is None:
         return {}
     tokens, loader = of("train.global_train_tokens_seen"), of("train.data_loader")
@@ -229,7 +232,7 @@ def _olmo(of: _Objects) -> Form:
 
 
 def _deepspeed(of: _Objects) -> Form:
-    """DeepSpeed, runtime/engine.py, `_save_checkpoint`."""
+    """Return facts of DeepSpeed's state (runtime/engine.py, `_save_checkpoint`)."""
     samples = of("global_samples")
     if samples is None or of("ds_version") is None:
         return {}
@@ -252,7 +255,10 @@ def _json_state(data: bytes) -> Form:
 
 
 def _olmo_core_config(data: bytes) -> Form:
-    """OLMo-core, train/callbacks/config_saver.py. A hub's config has the same name, and none of its keys."""
+    """Return facts of OLMo-core's config (train/callbacks/config_saver.py).
+
+    A hub's config has the same name, and none of its keys.
+    """
     config = load_json(data)
     # A Hugging Face config.json is in the same place, with other keys.
     is_config = isinstance(config, dict) and {"trainer", "train_module", "data_loader"} & set(config)

@@ -255,6 +255,7 @@ def _pairwise_disjoint(lo: Ints, hi: Ints) -> bool:
 
 
 def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Finding]:
+    """Return findings about a tensor that its chunks do not tile: bounds, overlaps and holes."""
     spec = manifest.tensors[tensor]
     rank = len(spec.shape)
     full = Box.full(spec.shape)

@@ -129,7 +129,7 @@ class Builder:
         return row
 
     def item_crc32(self, item: int) -> int | None:
-        """The stored CRC-32 of an item added before, None without one."""
+        """Return the stored CRC-32 of an item added before; None without one."""
         for part in self._item_parts:
             if item < len(part):
                 crc = int(part.crc32[item])

@@ -112,6 +112,7 @@ class _Sums:
         return sums
 
     def _inside(self, value: Any, depth: int) -> _Below:
+        """Count what is in a container, before it is visited item by item."""
         plain, rest, pairs = [], [], 0
         is_dict = isinstance(value, dict)
         if is_dict:

@@ -189,6 +189,7 @@ def _end_of(tensors: Iterable[tuple[str, _Entry]], label: str, *, in_order: bool
 
 
 def _header_entry(name: str, entry: Any, label: str) -> _Entry:
+    """Return the checked dtype, shape and byte range of one entry of a header."""
     try:
         spelled, dims, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         shape = tuple(dims)

@@ -160,6 +160,7 @@ def _without(manifest: Manifest, names: set[str]) -> Manifest:
 
 
 def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
+    """Return the manifest of the weighted sums of the inputs' tensors."""
     last, shares = inputs[-1], normalized(weights)
     stored = [_stored_names(averaged, last) for averaged in inputs]
     specs = {

@@ -146,8 +146,9 @@ def _verl(source: Source) -> tuple[str, str] | None:
 
 
 def _deepspeed(source: Source) -> tuple[str, str] | None:
-    """DeepSpeed: ``latest`` holds the tag of the newest save, and is written when all ranks have saved.
+    """Return the folder of DeepSpeed's newest save.
 
+    ``latest`` holds its tag, and is written when all ranks have saved:
     deepspeed/runtime/engine.py, `save_checkpoint`. Tags are any text (``global_step10``, ``checkpoint`` of
     Lightning, ``pytorch_model`` of Accelerate). ``latest_universal`` names a folder made of another save,
     and is followed only where ``latest`` is missing.

@@ -389,6 +389,7 @@ def _find_strays(
 def _strays_by_name(
     kinds: StoredKinds, names: Sequence[str], part: ModelPart, states: Mapping[str, Set[str]]
 ) -> set[str]:
+    """Return tensors outside the model part that have the names of parameters with states."""
     inner = {strip_wrappers(n[len(part.prefix) :]) for n in names if n.startswith(part.prefix)}
     parts = part.prefix.split(".")[:-1]
     heads = ("", *(".".join(parts[n:]) + "." for n in range(len(parts))))
@@ -418,6 +419,7 @@ def _strays_by_name(
 
 
 def _strays_by_shape(kinds: StoredKinds, names: Sequence[str], part: ModelPart) -> set[str]:
+    """Return tensors outside the model part that have the shapes of parameters that states number."""
     manifest: Manifest = kinds.manifest
     moments: dict[tuple[str, str], tuple[int, ...]] = {}
     for spec in manifest.tensors:

@@ -597,6 +597,7 @@ def _fitting_names(
     config: ConfigFolder | None,
     class_ties: bool,
 ) -> _Fitted:
+    """Name the output's tensors, and require that they fit the config of the model, if there is one."""
     named = _named_tensors(request, manifest, model, config)
     mapped_names = named.mapped_names
     warnings, naming = (list(mapped_names.warnings), mapped_names.map) if mapped_names else ([], None)

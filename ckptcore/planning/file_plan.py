@@ -163,6 +163,7 @@ class FilePlan:
         return frame.dump(*self._parts())
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Return (head, arrays): the JSON values and the columns of the stored form."""
         r, i = self.reads, self.items
         tensors, arrays = self.columns.parts()
         head = {

@@ -240,6 +240,7 @@ def _base_config(request: Request, named: HubFolder | None, places: _Places) -> 
 def _collected(
     request: Request, config: HubFolder | None, tokenizer: HubFolder | None, findings: list[Finding]
 ) -> ModelFiles:
+    """Return the files of a model beside its weights, from the folders of its config and tokenizer."""
     tokenizer_folder = (
         tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
     )

@@ -137,6 +137,7 @@ class _Open:
 def _run(
     manifest: Manifest, store: Store, records: Records, fills: Sequence[Fill], threads: int, copies: bool
 ) -> None:
+    """Fill all memory with several threads, and close each tensor's reader after its last box."""
     import torch
 
     lock, under_way = threading.Lock(), set[_Open]()

@@ -183,6 +183,7 @@ def _resolve_remote(
 def _resolve(
     chunk: StoredChunk, store: Readable, scratch: str | None, decoded_items: DecodedItems | None
 ) -> Payload:
+    """Find a chunk's elements in its item, by the headers that are in the item."""
     path, item, dtype, shape, view = chunk.path, chunk.item, chunk.dtype, chunk.shape, chunk.view
     read_into, base, length = _opened(chunk, store, scratch, decoded_items)
     where: str | None = None if item.codec else path

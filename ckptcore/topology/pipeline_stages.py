@@ -155,6 +155,7 @@ def _glob(text: str) -> str:
 
 
 def _stage_of_layer(layers: int, stages: int, stage_rules: Stages, pp: int) -> Mapping[int, int]:
+    """Return layer -> stage, by the split that is given or evenly by weights."""
     if stages > layers:
         asked = f"pp={pp}" + (f", virtual={stage_rules.virtual}" if stage_rules.virtual > 1 else "")
         raise UsageError(

@@ -749,6 +749,7 @@ class LocalStaging(Staging):
         )
 
     def _lock_file(self, kind: int, *, make: bool) -> int | None:
+        """Open and lock the lock file of the staging folder; return None where there is none to open."""
         failed: OSError | None = None
         # A run that ends removes folder and lock while another one opens them: the loser tries again.
         for _ in range(_TRIES):

@@ -82,6 +82,7 @@ def _remember(parsed: Parsed, window: Window) -> None:
 
 
 def _template(parsed: Parsed, window: Window) -> _Template | None:
+    """Return which bytes of a zip are the same in all zips of its kind; None where that is not certain."""
     resolved = parsed.resolved
     start, end = resolved.record_start, resolved.record_start + resolved.record_length
     if window.read(end, 4) != DESCRIPTOR:

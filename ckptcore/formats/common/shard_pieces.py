@@ -42,7 +42,7 @@ class Unmerged(ValueError):
 
 
 def same(shape: Shape) -> ShardPlacement:
-    """The placement of a parameter that the rank has as it is."""
+    """Return the placement of a parameter that the rank has as it is."""
     return ShardPlacement(shape, (Piece(Box.full(shape), (0,) * len(shape)),), shape)
 
 

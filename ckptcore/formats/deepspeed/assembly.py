@@ -128,7 +128,7 @@ class Assembly:
                 self._chunk(name, box, item, place)
 
     def fits(self, name: str, dtype: str, placement: ShardPlacement) -> bool:
-        """Whether a copy of a tensor that is there can be cut like the chunks that it has."""
+        """Return whether a copy of a tensor that is there can be cut like the chunks that it has."""
         number = self._tensors.get(name, -1)
         if number < 0 or self.builder.tensors[number] != TensorSpec(name, dtype, placement.shape):
             return False
@@ -270,7 +270,7 @@ class Assembly:
             self.builder.findings.append(finding("rank-object", "files", message, fqn=name, file=path))
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of this name was added."""
+        """Return whether a tensor of this name was added."""
         return name in self._tensors
 
     def same_bytes(self, name: str, stored: FileTensor) -> bool:
@@ -300,7 +300,7 @@ class Assembly:
     def _placed(
         self, name: str, path: str, dtype: str, shape: tuple[int, ...], placement: ShardPlacement
     ) -> bool:
-        """Whether a shard can be added: it has the shape that was placed, and the tensor the same form."""
+        """Return whether a shard can be added: it has the placed shape, and the tensor the same form."""
         if shape == placement.shard:
             return self._declare(name, dtype, placement.shape, path)
         message = f"{path}: {name} has shape {list(shape)}, in another file it has {list(placement.shard)}"

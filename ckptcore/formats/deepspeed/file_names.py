@@ -93,7 +93,7 @@ def files_of(listing: Iterable[str]) -> CheckpointFiles:
 
 
 def is_checkpoint(listing: Iterable[str]) -> bool:
-    """Whether a folder holds files that only DeepSpeed writes."""
+    """Return whether a folder holds files that only DeepSpeed writes."""
     return any(
         p.endswith(".pt") and (MODEL.fullmatch(p) or OPTIM.fullmatch(p) or UNIVERSAL.fullmatch(p))
         for p in listing

@@ -220,6 +220,7 @@ class Partitions:
                     continue
 
     def _groups(self) -> Iterator[Group]:
+        """Yield the parameter groups; raise where ranks or files disagree about them."""
         shapes = self._shapes
         first, state = next(iter(self._state.items()))
         masters = self._master_groups[first]
@@ -261,7 +262,7 @@ class Partitions:
             yield Group(number, parameters, ranks, experts, blocks)
 
     def _members(self, group: Group) -> dict[int, list[int]]:
-        """Expert-parallel rank -> data-parallel ranks with its partitions, of those whose file is there."""
+        """Return expert-parallel rank -> data-parallel ranks that have its partitions, and a file."""
         members: dict[int, list[int]] = {e: [] for e in range(min(group.experts, _MAX_EXPERT_RANKS))}
         for dp in sorted(self._state):
             members.setdefault(group.place(dp)[0], []).append(dp)
@@ -288,6 +289,7 @@ class Partitions:
     def _partitioned(
         self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
     ) -> None:
+        """Add a state that is partitioned over ranks; keep raw buffers where no parameter fits."""
         for rank, ranks in members.items():
             names = dict(zip((p.name for p in group.parameters), self._names(group, rank), strict=True))
             odd = [dp for dp in ranks if dp in values and not isinstance(values[dp], StoredView)]
@@ -418,7 +420,7 @@ class Partitions:
         return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
     def _inner(self, dp: int, number: int) -> Mapping[Any, Any]:
-        """The base optimizer's state of one group; empty before the first step."""
+        """Return the base optimizer's state of one group; empty before the first step."""
         state = self._state[dp]
         base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
         if isinstance(base, (list, tuple)):  # elastic_checkpoint: a dict for each group, without padding
@@ -443,7 +445,7 @@ class Partitions:
         add_more(self._assembly, file)
 
     def _named(self, key: Any, value: Any) -> Any:
-        """Parameter groups with names in place of the numbers of their buffers."""
+        """Return parameter groups with names in place of the numbers of their buffers."""
         if key != "param_groups" or not isinstance(value, (list, tuple)) or self._world.mp > 1:
             return value
         shapes = self._shapes
@@ -529,7 +531,7 @@ def _layer(name: str) -> str:
 
 
 def _local_experts(shapes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """MoE layer -> experts that one rank has of it, which may be spread over groups."""
+    """Return MoE layer -> experts that one rank has of it, which may be spread over groups."""
     experts_by_layer: dict[str, int] = {}
     for name in (n for group in shapes for n in group):
         if m := _EXPERT.match(name):

@@ -173,7 +173,7 @@ def _of(states: ModelStates) -> Iterable[StatesFile]:
 
 
 def _state_shapes(file: StatesFile) -> Iterator[Shape]:
-    """Shapes of parameters by the states of an optimizer without ZeRO."""
+    """Return the shapes of parameters by the states of an optimizer without ZeRO."""
     state = file.tree.get("optimizer")
     optimizer = numbered(state.get("optimizer_state_dict", state)) if isinstance(state, dict) else None
     for values in optimizer.state.values() if optimizer else ():

@@ -62,7 +62,7 @@ class ModelStates:
     findings: tuple[Finding, ...]
 
     def firsts(self) -> dict[int, StatesFile]:
-        """The first file of every model-parallel rank that has one."""
+        """Return the first file of every model-parallel rank that has one."""
         first_files: dict[int, StatesFile] = {}
         for (_, mp), file in self.files.items():
             first_files.setdefault(mp, file)
@@ -141,7 +141,7 @@ def _require_all_ranks_partitioned(file: StatesFile, world: RankGrid) -> None:
 
 
 def config_value(tree: Mapping[str, Any], *keys: str) -> Any:
-    """A value of the stored ``ds_config``, or None."""
+    """Return a value of the stored ``ds_config``, or None."""
     value: Any = tree.get("ds_config")
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None

@@ -240,7 +240,7 @@ class _Reader:
         return in_job
 
     def _compare_buffers(self, file: StatesFile, module: Mapping[str, Any]) -> None:
-        """ZeRO-3: each rank has buffers of its own; rank 0's are the model's, as in DeepSpeed's own tools."""
+        """Compare buffers of ranks: with ZeRO-3 each has its own, and DeepSpeed's tools take rank 0's."""
         self._copies += [
             (f"{MODEL}{name}", FileTensor(file, value))
             for name, value in _flat(module, file.path).items()
@@ -249,7 +249,7 @@ class _Reader:
         ]
 
     def _missing_experts(self) -> Iterator[Finding]:
-        """Findings for experts whose file is missing: ``num_experts`` has how many each MoE layer has."""
+        """Yield findings for experts without a file: ``num_experts`` states how many each layer has."""
         experts_by_layer: dict[int, set[int]] = {}
         for layer, expert, _ in self._files.experts:
             experts_by_layer.setdefault(layer, set()).add(expert)
@@ -278,7 +278,7 @@ class _Reader:
         return file
 
     def _placements(self, parts: list[_Part]) -> dict[str, dict[int, ShardPlacement]]:
-        """FQN -> tensor-parallel rank -> placement of its shard; tensors that cannot be joined are noted."""
+        """Return FQN -> tensor-parallel rank -> placement of its shard; record what cannot be joined."""
         shapes: dict[str, dict[int, Shape]] = {}
         tp = self._states.world.tp
         for mp in self._ranks:
@@ -318,6 +318,7 @@ class _Reader:
     # --- adding ---
 
     def _add_masters(self, placements: Mapping[str, dict[int, ShardPlacement]], use_masters: bool) -> None:
+        """Add master weights and optimizer state, by the form in which the ranks saved them."""
         tp = self._states.world.tp
         target = {name: MODEL + name for name in self._master_names()} if use_masters else {}
         if self._universal:
@@ -403,7 +404,7 @@ class _Reader:
     def _ties(
         self, parts: list[_Part], placements: Mapping[str, dict[int, ShardPlacement]]
     ) -> dict[str, str]:
-        """Alias -> owner: as rank 0 records it, or names of one view where nothing does (stage 0).
+        """Return alias -> owner: as rank 0 records it, or names of one view where nothing does (stage 0).
 
         A layer of a pipeline that is tied has its file under its number, and its parameters are
         ``tied_modules.<key>.<name>`` (deepspeed/runtime/pipe/module.py, `TiedLayerSpec`).
@@ -516,7 +517,7 @@ class _Reader:
     def _misplaced(
         self, placements: Mapping[str, dict[int, ShardPlacement]], aliases: Set[str]
     ) -> Iterator[Finding]:
-        """Findings for rank files in the place of others; tensor ranks that share everything may be equal."""
+        """Yield findings for rank files that are in the place of others; equal replicas are none."""
         tp, models = self._states.world.tp, self._states.files
         # Without a cut all tensor ranks may be equal, since all have the same shards: only
         # within one rank are equal files misplaced.
@@ -544,6 +545,7 @@ class _Reader:
         yield from misplaced_trainer_ranks(self._source, self._states)
 
     def _note_stray(self) -> None:
+        """Report files of states that are no part of this checkpoint."""
         read = set(self._builder.file_names())
         for path in self._source.listing:
             # Other files in the folder, a tokenizer or a log, are nobody's mistake.
@@ -584,7 +586,7 @@ class _Reader:
 
 
 def _is_placeholder(part: _Part, value: StoredView) -> bool:
-    """Whether a weight is what ZeRO-3 leaves in place of one that is partitioned."""
+    """Return whether a weight is what ZeRO-3 leaves in place of one that is partitioned."""
     return value.shape == (0,) and part.partitioned
 
 
@@ -630,7 +632,7 @@ def _tensors(part: _Part) -> Iterable[tuple[str, StoredView]]:
 
 
 def _flat(values: Mapping[Any, Any], path: str) -> dict[str, Any]:
-    """A state dict by dotted names; Megatron-DeepSpeed nests them."""
+    """Return a state dict by dotted names; Megatron-DeepSpeed nests them."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         for name, _, leaf in leaves_below(value, str(key), StoredView):

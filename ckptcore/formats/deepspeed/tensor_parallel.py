@@ -127,6 +127,7 @@ class TensorParallel:
         return cut_parts(shape, dim, [(shape[dim], full)], self._degree, rank)
 
     def _match(self, names: Sequence[str]) -> None:
+        """Assign a rule to each name that a pattern of ``universal_checkpoint_info`` matches."""
         affine_map = self._info.get("affine_map")
         if affine_map is not None:
             version = affine_map.get("version") if isinstance(affine_map, dict) else None
@@ -172,7 +173,7 @@ def _entries(values: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """The names that each pattern matches at their beginning, as `re.match` does."""
+    """Return the names that each pattern matches at their beginning, as `re.match` does."""
     # A converter may list thousands of escaped names: those are looked up, not matched.
     name_set, matched, expressions = set(names), {}, []
     for pattern in patterns:
@@ -193,7 +194,7 @@ def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[st
 
 
 def _stripped(shape: Shape, rank: int, vocabulary: int) -> ShardPlacement:
-    """Rows of a vocabulary, without those that fill it up to a multiple of the ranks."""
+    """Return the rows of a vocabulary, without those that fill it up to a multiple of the ranks."""
     rows = min(max(vocabulary - rank * shape[0], 0), shape[0])
     piece = Piece(Box((0,) * len(shape), (rows, *shape[1:])), (rank * shape[0], *(0,) * (len(shape) - 1)))
     return ShardPlacement((vocabulary, *shape[1:]), (piece,) if rows else (), shape)
@@ -292,7 +293,7 @@ def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, ShardPlacement
 
 
 def _affine(piece: Mapping[str, Any], full: Shape, local: Shape) -> Iterator[Piece]:
-    """The boxes of a strided piece: leading dims that are no box of both tensors are taken one by one."""
+    """Yield the boxes of a strided piece; leading dims that are no box of both are taken one by one."""
     shape = _dims(piece.get("shape"))
     source, dest = (_strided(piece.get(key), shape) for key in ("source", "dest"))
     if shape is None or source is None or dest is None:
@@ -327,7 +328,7 @@ def _affine(piece: Mapping[str, Any], full: Shape, local: Shape) -> Iterator[Pie
 
 
 def _box_of(shape: Shape, strides: Shape, tensor: Shape) -> dict[int, int] | None:
-    """Dim of ``tensor`` -> extent, where strides of its own row-major layout make a box of it; else None."""
+    """Return dim of ``tensor`` -> extent, where the strides make a box of its row-major layout; else None."""
     steps = row_major(tensor)
     extents: dict[int, int] = {}
     for n, stride in zip(shape, strides, strict=True):

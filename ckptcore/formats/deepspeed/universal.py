@@ -112,7 +112,7 @@ def add_universal(
 
 
 def _mixed_up(source: Source, files: CheckpointFiles) -> bool:
-    """Whether the converter that made the folder got names wrong, as far as the configuration says.
+    """Return whether the converter that made the folder got names wrong, as far as the configuration says.
 
     `ds_to_universal` follows ``param_slice_mappings``, whose order is not the buffers' under
     ``round_robin_gradients`` of stages 1 and 2 with several ranks. Weights in float32 prove it either way:
@@ -162,7 +162,7 @@ def _read(source: Source, path: str) -> tuple[StatesFile, Any]:
 
 
 def _add_optimizer(source: Source, assembly: Assembly) -> None:
-    """Parameter groups and scalars of rank 0; its buffers (stage 3) are those of the parameters' files.
+    """Add parameter groups and scalars of rank 0; its buffers (stage 3) are those of the parameters' files.
 
     Raises:
         MalformedCheckpoint: The file is another one: it has no value that an optimizer's state has.

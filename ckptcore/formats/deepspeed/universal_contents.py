@@ -331,7 +331,7 @@ class ParameterGroup:
 
 
 def is_group_part(name: str) -> bool:
-    """Whether an object is a part of parameter groups."""
+    """Return whether an object is a part of parameter groups."""
     return _PART in name.split(".")
 
 

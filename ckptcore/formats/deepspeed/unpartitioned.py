@@ -105,7 +105,7 @@ def add_unpartitioned(
 
 
 def has_masters(file: StatesFile) -> bool:
-    """Whether a model-state file keeps fp32 copies of its parameters."""
+    """Return whether a model-state file keeps fp32 copies of its parameters."""
     state = file.tree.get("optimizer")
     return isinstance(state, dict) and _is_groups(state.get("fp32_groups"))
 
@@ -125,6 +125,7 @@ def _names(
     weights: Mapping[str, StoredView],
     masters: Sequence[StoredView],
 ) -> dict[int, str] | None:
+    """Return number -> name of the parameters, proven by shapes or values; None without a proof."""
     params = [(name, value.shape) for name, value in _once(weights).items()]
     proof = prove(params, [optimizer], lambda v: v.shape if isinstance(v, StoredView) else None)[0]
     if proof.names is not None and len(proof.names) == len(optimizer.ids):
@@ -157,7 +158,7 @@ def _names(
 
 
 def _once(weights: Mapping[str, StoredView]) -> dict[str, StoredView]:
-    """Weights without tied copies: of several names of one view the first."""
+    """Return weights without tied copies: of several names of one view the first."""
     first_names: dict[Any, str] = {}
     for name, value in weights.items():
         first_names.setdefault((value.key, value.offset, value.shape), name)
@@ -165,7 +166,7 @@ def _once(weights: Mapping[str, StoredView]) -> dict[str, StoredView]:
 
 
 def _start(source: Source, file: StatesFile, value: StoredView, dtype: str) -> bytes:
-    """The first elements of a tensor as ``dtype`` has them; b"" where that is not comparable."""
+    """Return the first elements of a tensor as ``dtype`` has them; b"" where that is not comparable."""
     count = min(_COMPARED, int(np.prod(value.shape, dtype=np.int64)))
     if value.strides != row_major(value.shape) or value.flags or value.key not in file.objects.storages:
         return b""

@@ -156,6 +156,7 @@ def load(source: Source, paths: list[str]) -> FolderShards:
 
 
 def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> list[tuple[str, ShardPart]]:
+    """Read the header of one shard file; return (name, part) of each tensor in it."""
     size = source.listing[path]
     if size >= 4 and source.store.read(path, 0, 4) == _ZIP:
         raise MalformedCheckpoint(

@@ -114,6 +114,7 @@ def _torch(source: Source, file: str, part: str) -> Manifest:
 
 
 def _safetensors(source: Source, file: str, part: str) -> Manifest:
+    """Read one safetensors file of an unsharded step, whose pickled values become objects."""
     builder, size = Builder(), source.listing[file]
     tensors, _, begin = read_header(source.store, file, size)
     file_number = builder.file(file, size)

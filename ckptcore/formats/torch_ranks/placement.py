@@ -88,6 +88,7 @@ class Placer:
             raise MalformedCheckpoint(f"{self._path}: {name}: {error}") from error
 
     def _dtensor(self, value: Record, name: str) -> Placed | Refused:
+        """Place the local tensor of a DTensor by its mesh and placements."""
         state = fields(value, DTENSOR)
         local, shape = state.get("_local_tensor"), _dims(value.args[2])
         if isinstance(local, Refused):
@@ -124,6 +125,7 @@ class Placer:
         return Placed(dtype, shape, pieces, mesh.rank, mesh.ranks)
 
     def _sharded(self, value: Record) -> Placed | Refused:
+        """Place the local shards of a ShardedTensor by their metadata."""
         state = value.state
         if type(state) is not tuple or len(state) < 3 or type(state[0]) is not list:
             raise ValueError(f"a ShardedTensor with the state {short_repr(state)}")
