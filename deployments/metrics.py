@@ -80,10 +80,10 @@ class CatalogMetrics(Collector):
 
 
 def _of(read: Figures) -> list[Metric]:
-    return list(_each(read, read.at))
+    return list(_metrics_of(read, read.at))
 
 
-def _each(read: Figures, now: datetime) -> Iterator[Metric]:
+def _metrics_of(read: Figures, now: datetime) -> Iterator[Metric]:
     """Yield every metric of the catalog."""
     yield _labelled("inbox_events", "Events in the inbox.", "stage", read.inbox)
     yield _labelled("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)

@@ -46,8 +46,8 @@ class Ties:
         mine = (self.tags, self.aliases, self.holds, self.readers)
         theirs = (added.tags, added.aliases, added.holds, added.readers)
         new = [(set(a), b) for a, b in zip(mine, theirs, strict=True)]
-        noted = [tuple(f"{x}{note}" for x in b if x not in present) for present, b in new]
-        return Ties(*((*a, *b) for a, b in zip(mine, noted, strict=True)))
+        with_notes = [tuple(f"{x}{note}" for x in b if x not in present) for present, b in new]
+        return Ties(*((*a, *b) for a, b in zip(mine, with_notes, strict=True)))
 
 
 def due(conn: Connection) -> tuple[CheckpointRow, ...]:

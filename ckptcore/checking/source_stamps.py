@@ -161,16 +161,17 @@ def _load(plan: Store, name: str) -> dict[str, Any] | None:
         return None
 
 
-def require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:
+def require_same(stamps: Mapping[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:
     """Raise `SourceChanged` when a file (one of ``paths``, or any) differs from its recorded stamp."""
-    asked = list(noted if paths is None else paths)
+    checked_paths = list(stamps if paths is None else paths)
     # A folder of this machine stops at the first file that changed; a listing has them all.
-    current = stamps_now(asked, source) if source.local is None else None
-    for path in asked:
-        now = source.stamp(path) if current is None else current[path]
-        if now != noted.get(path):
+    listed_stamps = stamps_now(checked_paths, source) if source.local is None else None
+    for path in checked_paths:
+        current_stamp = source.stamp(path) if listed_stamps is None else listed_stamps[path]
+        if current_stamp != stamps.get(path):
             raise SourceChanged(
-                f"{source.url}/{path} changed since it was first read (was {noted.get(path)}, got {now})",
+                f"{source.url}/{path} changed since it was first read "
+                f"(was {stamps.get(path)}, got {current_stamp})",
                 hint="the source is being written; run again when writing has ended",
                 file=path,
             )

@@ -31,7 +31,7 @@ class OpenSide:
         self.store = open_source_store(manifest.root, manifest.versions)
         self.store.observer = manifest.sums
         self.records = Records(self.store, len(manifest.items))
-        self._noted = stamp_files(manifest, self.store)
+        self._stamps = stamp_files(manifest, self.store)
 
     @property
     def observes(self) -> bool:
@@ -78,7 +78,7 @@ class OpenSide:
         """Verify partly read records, and the files' stamps; raise `DamagedCheckpoint` or `SourceChanged`."""
         with labelled(self.label):
             self.records.finish()
-            require_same(self._noted, self.store)
+            require_same(self._stamps, self.store)
 
     def stored_order(self, row: int, reader: BoxReader) -> StoredOrder:
         """Return how a tensor is stored."""

@@ -668,29 +668,29 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
 
     Raises `SourceChanged`. Files that were staged from other bytes are removed first: no run may use them.
     """
-    noted, before = load(staging.plan), load_ctimes(staging.plan)
-    if noted is None:  # without stamps nothing can be proven
+    stamps, before = load(staging.plan), load_ctimes(staging.plan)
+    if stamps is None:  # without stamps nothing can be proven
         raise SourceChanged(
             f"the plan in {staging.plan.url} has no stamps of its source", hint="prepare the conversion again"
         )
-    with closing(open_source_store(plan.source, noted)) as source:
-        require_same(noted, source)
-        now = take_ctimes(noted, source)
+    with closing(open_source_store(plan.source, stamps)) as source:
+        require_same(stamps, source)
+        now = take_ctimes(stamps, source)
         if untouched(before, now):
             return
-        run = plan_run(staging, plan, source, noted)
+        run = plan_run(staging, plan, source, stamps)
         recompute = partial(recompute_files, run, [f.index for f in plan.files], settings, progress)
         # Stamps and ctimes are taken on both sides of the reading; only if they are
         # the same was one state of the files read.
         for _ in range(_TRIES):
             _log.info("%s: %s; reading the source again", plan.source, _why(before, now))
-            before = settled_ctimes(noted, source)
+            before = settled_ctimes(stamps, source)
             _compare_files(staging, plan, recompute)
-            require_same(noted, source)
-            now = take_ctimes(noted, source)
+            require_same(stamps, source)
+            now = take_ctimes(stamps, source)
             if untouched(before, now):
                 # The next run compares with these times, and does not read the source once more.
-                save(staging.plan, noted, now)  # the proof is valid for these times
+                save(staging.plan, stamps, now)  # the proof is valid for these times
                 return
     raise SourceChanged(
         f"cannot prove that {plan.source} is unchanged: the ctimes of its files keep changing "

@@ -137,12 +137,12 @@ class Fingerprinting:
                 "cannot fingerprint: what this engine loaded was not fingerprinted",
                 hint=f'start it with --load-format {LOAD_FORMAT}, and {{"fingerprint": true}} for its loader',
             )
-        noted = _loaded[model]
+        loaded_model = _loaded[model]
         if loaded:
-            return noted.fingerprints.as_dict()
-        if noted.rearranged is not None:
-            raise noted.rearranged
-        return fingerprint_engine(model, noted.specs).as_dict()
+            return loaded_model.fingerprints.as_dict()
+        if loaded_model.rearranged is not None:
+            raise loaded_model.rearranged
+        return fingerprint_engine(model, loaded_model.specs).as_dict()
 
 
 def require_options(options: Any) -> None:

@@ -99,16 +99,17 @@ def collect(
             hint="elsewhere the same conversion, run again, resumes or removes what a killed run left",
         )
     leftovers = []
-    for leftover in _each(client_of(url), url, older_than_s, dry_run, catalog):
+    for leftover in _leftovers(client_of(url), url, older_than_s, dry_run, catalog):
         leftovers.append(leftover)
         if on_item is not None:
             on_item(leftover)
     return tuple(leftovers)
 
 
-def _each(
+def _leftovers(
     client: S3Client, url: str, older_than_s: float, dry_run: bool, catalog: str | bool | None
 ) -> Iterator[Left]:
+    """Remove the staging folders below a URL that nobody uses; yield what was found and what became of it."""
     _, _, key = url.partition("://")[2].strip("/").partition("/")
     prefix = f"{key}/" if key else ""
     folders: dict[str, dict[str, ObjectSeen]] = defaultdict(dict)

@@ -22,7 +22,7 @@ def plan_run(
     staging: Staging,
     plan: Plan,
     source: Store,
-    noted: Mapping[str, str | None],
+    stamps: Mapping[str, str | None],
     settings: Settings | None = None,
 ) -> PlanRun:
     """Return the inputs for carrying out a staged plan.
@@ -31,7 +31,7 @@ def plan_run(
         staging: The staging folder.
         plan: The plan.
         source: The checkpoint's folder.
-        noted: The stamps of the source's files.
+        stamps: The stamps of the source's files.
         settings: Memory of a run that writes.
     """
     return PlanRun(
@@ -40,10 +40,10 @@ def plan_run(
         total=plan.bytes_out,
         source=source,
         items=plan.items,
-        # Where every request is for the version that was noted, each read proves it.
+        # Where every request is for the version of its stamp, each read proves it.
         unchanged=_ignore
         if isinstance(source, ReadsAhead) and source.pins
-        else partial(_require_same, noted, source),
+        else partial(_require_same, stamps, source),
         files=staging.files,
         receipts=staging.receipts,
         scratch=staging.scratch,
@@ -51,8 +51,8 @@ def plan_run(
     )
 
 
-def _require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str]) -> None:
-    require_same(noted, source, paths)
+def _require_same(stamps: Mapping[str, str | None], source: Store, paths: Sequence[str]) -> None:
+    require_same(stamps, source, paths)
 
 
 def _ignore(paths: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ def unused(path: Path, level: str = "coverage") -> list[Finding]:
 def ranges(path: Path) -> list[tuple[int, int, str]]:
     found = unused_bytes(ckptcore.open(str(path)))
     assert found is not None
-    return [(one.start, one.end, one.what) for one in found]
+    return [(one.start, one.end, one.description) for one in found]
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def test_other_records_of_items(folder: Path, tmp_path: Path) -> None:
     manifest = ckptcore.open(str(folder))
     of_object = unused_bytes(manifest)
     assert of_object is not None
-    assert [one.what for one in of_object] == ["storage 7 of a torch zip"]
+    assert [one.description for one in of_object] == ["storage 7 of a torch zip"]
     of_tensors = unused_in_items(manifest, open_store(str(folder)))
-    assert [one.what for one in of_tensors] == ["zip record archive/data/9"] * 2
+    assert [one.description for one in of_tensors] == ["zip record archive/data/9"] * 2
     for one in (*of_object, *of_tensors):
         assert data.read_bytes()[one.start : one.end] == b"hidden" * 5
     at_bytes = unused(folder, "bytes")
@@ -142,7 +142,7 @@ def test_a_member_of_a_blob_that_is_not_listed(request: pytest.FixtureRequest, t
     opened.dump(meta)
     found = unused_in_items(ckptcore.open(str(folder)), open_store(str(folder)))
     assert place.file.name in {one.file for one in found}
-    assert {one.what for one in found} == {f"tensor {place.key.fqn}, which the metadata does not list"}
+    assert {one.description for one in found} == {f"tensor {place.key.fqn}, which the metadata does not list"}
     assert {f.file for f in unused(folder, "bytes")} == {one.file for one in found}
 
 
@@ -308,7 +308,7 @@ def _require_named(source: Path, path: Path, place: Path) -> None:
     found = unused_bytes(manifest)
     assert found is not None
     assert before is not None
-    assert sum(one.what.startswith("zip record") for one in found) == 1, inner
+    assert sum(one.description.startswith("zip record") for one in found) == 1, inner
 
 
 # ------------------------------------------------------------------------------------------ account
