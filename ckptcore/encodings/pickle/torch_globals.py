@@ -103,7 +103,7 @@ class StoredStorage(RefusedTensor):
         return f"torch.{dtype.storage}" if dtype is not None else "torch.storage.UntypedStorage"
 
     @property
-    def what(self) -> str:
+    def reason(self) -> str:
         """The reason as a text."""
         return "a storage outside of a tensor"
 
