@@ -217,11 +217,11 @@ class _Columns:
         self._unlisted(metadata, fqns, join)
         if len(stored.where):
             # With "wrap", -1 (no place) takes the last row, which the next line overwrites.
-            where = stored.where.take(join.place, axis=0, mode="wrap")
-            where[join.place < 0] = -1
+            item_places = stored.where.take(join.place, axis=0, mode="wrap")
+            item_places[join.place < 0] = -1
         else:
-            where = np.full((len(join.place), 4), -1, np.int64)
-        self._rows.append((owner[listed.name], listed, where))
+            item_places = np.full((len(join.place), 4), -1, np.int64)
+        self._rows.append((owner[listed.name], listed, item_places))
         return blobs
 
     @staticmethod
@@ -336,13 +336,13 @@ class _Columns:
         sizes = self._safetensors_files()
         first_offsets: dict[tuple[int, int], tuple[int, ...]] = {}
         specs = self._builder.tensors
-        for tensor, chunks, where in self._rows:
-            file, start, length, codec = where.T
+        for tensor_of_chunk, chunks, item_places in self._rows:
+            file, start, length, codec = item_places.T
             placed, member = file >= 0, isin(file, list(sizes))
             # Items of unreadable tensors only count as bytes of their files.
-            for n in np.flatnonzero((~placed | member) & (tensor >= 0)).tolist():
+            for n in np.flatnonzero((~placed | member) & (tensor_of_chunk >= 0)).tolist():
                 offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())
-                fqn = specs[int(tensor[n])].fqn
+                fqn = specs[int(tensor_of_chunk[n])].fqn
                 if not placed[n]:
                     self._builder.findings.append(
                         finding(
@@ -353,16 +353,21 @@ class _Columns:
                         )
                     )
                     continue
-                first_offset = first_offsets.setdefault((int(tensor[n]), int(file[n])), offset)
+                first_offset = first_offsets.setdefault((int(tensor_of_chunk[n]), int(file[n])), offset)
                 if first_offset != offset:
                     self._builder.findings.append(_lost(fqn, first_offset, offset))
                 # Each item points to the first byte of the blob, which reaches to the end of the file.
                 length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
             envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
-            names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member & (tensor >= 0)).tolist()}
-            self._read_wrapped(tensor, chunks, where, placed & ~member & (tensor >= 0))
-            item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
-            self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
+            names = {
+                n: specs[int(tensor_of_chunk[n])].fqn
+                for n in np.flatnonzero(member & (tensor_of_chunk >= 0)).tolist()
+            }
+            self._read_wrapped(
+                tensor_of_chunk, chunks, item_places, placed & ~member & (tensor_of_chunk >= 0)
+            )
+            item = self._builder.items(item_places[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
+            self._builder.chunks(tensor_of_chunk, chunks.offset, chunks.shape, chunks.rank, item)
         if self._wrapped is not None:
             self._wrapped.finish()
             self.inner = self._wrapped.inner
@@ -371,7 +376,7 @@ class _Columns:
         del self._files
 
     def _read_wrapped(
-        self, tensor: Ints, chunks: MetadataChunks, where: Ints, zips: npt.NDArray[np.bool_]
+        self, tensor_of_chunk: Ints, chunks: MetadataChunks, item_places: Ints, is_zip: npt.NDArray[np.bool_]
     ) -> None:
         """Read tensors of which an item holds a tensor of a class, such as torchao's: those that it wraps.
 
@@ -380,32 +385,34 @@ class _Columns:
         damage, which `check` reports.
         """
         builder = self._builder
-        if not zips.any():
+        if not is_zip.any():
             return
         width = np.array([BY_NAME[t.dtype].itemsize for t in builder.tensors], np.float64)
         # float64 is exact enough for a comparison with a length, and cannot
         # overflow for sizes that a damaged file claims.
         extent = np.where(np.arange(chunks.shape.shape[1]) < chunks.rank[:, None], chunks.shape, 1)
-        nbytes = width[np.where(zips, tensor, 0)] * extent.astype(np.float64).prod(axis=1)
-        plain = zips & (where[:, 3] == 0)
-        short = plain & (where[:, 2] < nbytes)
+        nbytes = width[np.where(is_zip, tensor_of_chunk, 0)] * extent.astype(np.float64).prod(axis=1)
+        is_plain_zip = is_zip & (item_places[:, 3] == 0)
+        is_short = is_plain_zip & (item_places[:, 2] < nbytes)
         if self._wrapped is None:
             # The ordinary case ends here: no item is opened, and the
             # module of wrapped tensors is not imported.
-            if not short.any():
+            if not is_short.any():
                 return
             from ckptcore.formats.dcp.wrapped_tensors import WrappedTensors
 
             self._wrapped = WrappedTensors(builder, self._store)
         wrapped = self._wrapped
-        to_open = short | np.isin(tensor, wrapped.tensors)
-        self._open_wrapped(wrapped, np.unique(tensor[to_open]), tensor, chunks, where, plain)
+        to_open = is_short | np.isin(tensor_of_chunk, wrapped.tensors)
+        self._open_wrapped(
+            wrapped, np.unique(tensor_of_chunk[to_open]), tensor_of_chunk, chunks, item_places, is_plain_zip
+        )
         # Small items are opened only now: without a wrapped tensor in this
         # checkpoint, one request for each is waste.
         if wrapped.tensors:
-            small = np.unique(tensor[plain & (nbytes < _SMALL)])
-            small = small[~np.isin(small, tensor[to_open])]
-            self._open_wrapped(wrapped, small, tensor, chunks, where, plain)
+            small = np.unique(tensor_of_chunk[is_plain_zip & (nbytes < _SMALL)])
+            small = small[~np.isin(small, tensor_of_chunk[to_open])]
+            self._open_wrapped(wrapped, small, tensor_of_chunk, chunks, item_places, is_plain_zip)
 
     @staticmethod
     def _open_wrapped(
@@ -423,7 +430,7 @@ class _Columns:
             tensor_numbers: The tensors to open.
             tensor_of_chunk: The number of each chunk's tensor.
             chunks: All chunks.
-            item_places: (file, first byte, bytes, kind) of each chunk's item.
+            item_places: (file, first byte, bytes, codec) of each chunk's item.
             is_plain_zip: Whether a chunk's item is a torch zip of its own.
         """
         if not len(tensor_numbers):
@@ -452,18 +459,18 @@ class _Columns:
         sizes = self._builder.file_sizes()
         width = np.array([BY_NAME[t.dtype].itemsize for t in self._builder.tensors], np.int64)
         used, has_zips = np.zeros(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
-        for tensor, chunks, where in self._rows:
+        for tensor_of_chunk, chunks, item_places in self._rows:
             shape, rank = chunks.shape, chunks.rank
-            readable = (where[:, 0] >= 0) & (tensor >= 0)
+            readable = (item_places[:, 0] >= 0) & (tensor_of_chunk >= 0)
             if not readable.all():
-                tensor, where, shape, rank = (
-                    tensor[readable],
-                    where[readable],
+                tensor_of_chunk, item_places, shape, rank = (
+                    tensor_of_chunk[readable],
+                    item_places[readable],
                     shape[readable],
                     rank[readable],
                 )
-            file, length = where[:, 0], where[:, 2]
-            nbytes = width[tensor]
+            file, length = item_places[:, 0], item_places[:, 2]
+            nbytes = width[tensor_of_chunk]
             # Columns beyond a size's own rank are zeros. Lengths are below 2**62; false sizes may be larger.
             fits = prod(max(n, 1) for n in shape.max(axis=0, initial=1).tolist()) * 32 < 1 << 62
             real = nbytes.astype(np.float64)
@@ -474,7 +481,7 @@ class _Columns:
                     real *= extent
             nbytes[real >= 2.0**62] = -1
             used[file] = True
-            has_zips[file[(length != nbytes) | (where[:, 3] != 0)]] = True
+            has_zips[file[(length != nbytes) | (item_places[:, 3] != 0)]] = True
         return {n: sizes[n] or 0 for n in np.flatnonzero(used & ~has_zips).tolist()}
 
 
