@@ -85,8 +85,8 @@ def _of(read: Figures) -> list[Metric]:
 
 def _metrics_of(read: Figures, now: datetime) -> Iterator[Metric]:
     """Yield every metric of the catalog."""
-    yield _labelled("inbox_events", "Events in the inbox.", "stage", read.inbox)
-    yield _labelled("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)
+    yield _labelled_gauge("inbox_events", "Events in the inbox.", "stage", read.inbox)
+    yield _labelled_gauge("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)
     yield _age("inbox_oldest_seconds", "Age of the oldest event that is not done.", read.oldest_event, now)
     yield from _conversions(read)
     count = GaugeMetricFamily("ckptcore_checkpoints", "Checkpoints in the catalog.", labels=["kind", "state"])
@@ -109,7 +109,7 @@ def _metrics_of(read: Figures, now: datetime) -> Iterator[Metric]:
         read.oldest_proof,
         now,
     )
-    yield _labelled("open_findings", "Open findings of current checkpoints.", "severity", read.findings)
+    yield _labelled_gauge("open_findings", "Open findings of current checkpoints.", "severity", read.findings)
     yield _gauge("holds", "Holds in force.", read.holds)
     yield _gauge("set_aside_bytes", "Bytes of files that purges free.", read.set_aside_bytes)
     yield _gauge("obligations", "Deletions whose copies must not go.", read.obligations)
@@ -149,7 +149,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"ckptcore_{name}", text, value=value)
 
 
-def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+def _labelled_gauge(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
     family = GaugeMetricFamily(f"ckptcore_{name}", text, labels=[label])
     for key, value in sorted(values.items()):
         family.add_metric([key], value)

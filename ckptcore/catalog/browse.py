@@ -123,7 +123,9 @@ def runs(
         limit: the most runs.
     """
     # One row more than the page: it tells whether there is a next page.
-    query = select(TrainingRun.id, TrainingRun.name).order_by(TrainingRun.name).limit(_checked(limit) + 1)
+    query = (
+        select(TrainingRun.id, TrainingRun.name).order_by(TrainingRun.name).limit(_require_limit(limit) + 1)
+    )
     if name:
         query = query.where(TrainingRun.name >= name, TrainingRun.name.startswith(name, autoescape=True))
     if part:
@@ -177,8 +179,8 @@ def checkpoints(
         query = query.where(Checkpoint.state == member_value(State, state))
     if before:
         query = query.where(_behind(conn, Checkpoint.created_at, Checkpoint.id, before))
-    rows = conn.execute(query.limit(_checked(limit) + 1)).all()
-    return Page(_listed(conn, rows[:limit]), _last_id(rows, limit))
+    rows = conn.execute(query.limit(_require_limit(limit) + 1)).all()
+    return Page(_list_rows(conn, rows[:limit]), _last_id(rows, limit))
 
 
 def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: int = LIMIT) -> Page[Listed]:
@@ -191,7 +193,7 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
     if run_id is None:
         raise UsageError(f"the catalog has no training run {run!r}", hint="the page of runs lists them")
     of_run = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(NOT_CURRENT))
-    limit = _checked(limit)
+    limit = _require_limit(limit)
     rows: list[Any] = []
     step = None if before is None else _cursor(conn, Checkpoint.step, Checkpoint.id, before)
     if before is None or step is not None:
@@ -207,7 +209,7 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
         if before is not None:
             bare = bare.where(Checkpoint.id < int(before))
         rows += conn.execute(bare.order_by(Checkpoint.id.desc()).limit(limit + 1 - len(rows))).all()
-    return Page(_listed(conn, rows[:limit]), _last_id(rows, limit))
+    return Page(_list_rows(conn, rows[:limit]), _last_id(rows, limit))
 
 
 def conversions(
@@ -219,7 +221,7 @@ def conversions(
         query = query.where(Conversion.state == member_value(Outcome, state))
     if before:
         query = query.where(_behind(conn, Conversion.started_at, Conversion.id, before))
-    rows = conn.execute(query.limit(_checked(limit) + 1)).all()
+    rows = conn.execute(query.limit(_require_limit(limit) + 1)).all()
     return Page(tuple(conversion_row(r) for r in rows[:limit]), _last_id(rows, limit))
 
 
@@ -228,7 +230,12 @@ def tensors(
 ) -> Page[TensorRow]:
     """Return tensors of a checkpoint by name. search: text that their names contain."""
     row = resolve_checkpoint(conn, ref)
-    query = select(Tensor).where(Tensor.checkpoint_id == row).order_by(Tensor.fqn).limit(_checked(limit) + 1)
+    query = (
+        select(Tensor)
+        .where(Tensor.checkpoint_id == row)
+        .order_by(Tensor.fqn)
+        .limit(_require_limit(limit) + 1)
+    )
     if search:
         query = query.where(Tensor.fqn.contains(search, autoescape=True))
     if after:
@@ -244,7 +251,7 @@ def files(conn: Connection, ref: str, *, after: str | None = None, limit: int = 
         select(CheckpointFile)
         .where(CheckpointFile.checkpoint_id == row)
         .order_by(CheckpointFile.path)
-        .limit(_checked(limit) + 1)
+        .limit(_require_limit(limit) + 1)
     )
     if after:
         query = query.where(CheckpointFile.path > after)
@@ -303,11 +310,11 @@ def newest_steps(conn: Connection, run: str) -> tuple[CheckpointRow, CheckpointR
 def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
     """Return checkpoints by their public ids, as in lists, in the order of the ids."""
     rows = conn.execute(checkpoint_rows().where(Checkpoint.uuid.in_(list(refs)))).all()
-    by_public_id = {listed_row.checkpoint.id: listed_row for listed_row in _listed(conn, rows)}
+    by_public_id = {listed_row.checkpoint.id: listed_row for listed_row in _list_rows(conn, rows)}
     return tuple(by_public_id[ref] for ref in refs if ref in by_public_id)
 
 
-def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
+def _list_rows(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
     """Return checkpoints with their open findings, aliases and metrics, in a fixed number of queries."""
     ids = [row.id for row in rows]
     if not ids:
@@ -368,7 +375,7 @@ def _bad_cursor(text: str) -> UsageError:
     return UsageError(f"{text[:40]!r} is not a cursor of this list", hint="begin at the first page")
 
 
-def _checked(limit: int) -> int:
+def _require_limit(limit: int) -> int:
     if not 1 <= limit <= MOST:
         raise UsageError(f"the limit must be from 1 to {MOST} (got {limit})")
     return limit

@@ -530,7 +530,7 @@ def transaction(engine: Engine) -> Iterator[Connection]:
             yield connection
             mark = _MARKS[connection.dialect.name](connection)
     except exc.SQLAlchemyError as error:
-        if mark is None or not _committed(engine, mark, error):
+        if mark is None or not _is_committed(engine, mark, error):
             raise
 
 
@@ -572,7 +572,7 @@ _Mark = _TransactionNumber | _HeaderNumber
 _MARKS: dict[str, type[_Mark]] = {"postgresql": _TransactionNumber, "sqlite": _HeaderNumber}
 
 
-def _committed(engine: Engine, mark: _Mark, error: exc.SQLAlchemyError) -> bool:
+def _is_committed(engine: Engine, mark: _Mark, error: exc.SQLAlchemyError) -> bool:
     reader = engine.execution_options(**{BEGIN: READER_BEGIN})
     until = host.monotonic() + mark.wait_s
     while True:

@@ -395,7 +395,7 @@ def adopt(
         .where(same, Checkpoint.id != output.id)
         .order_by(at_source_uri.desc(), *current_first())
     ).first()
-    return None if source is None else _adopted(conn, now, output, source, "export", tool_version)
+    return None if source is None else _adopt(conn, now, output, source, "export", tool_version)
 
 
 def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: str) -> str | None:
@@ -417,7 +417,7 @@ def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: 
         candidates = [row for row in candidates if row.step is not None and row.step == output.step]
     if len(candidates) != 1:
         return None
-    return _adopted(conn, now, output, candidates[0], "rebuilt", tool_version)
+    return _adopt(conn, now, output, candidates[0], "rebuilt", tool_version)
 
 
 def _record_average(
@@ -452,9 +452,7 @@ def _record_average(
     conn.execute(update(Conversion).where(Conversion.id == row.id).values(outcome))
 
 
-def _adopted(
-    conn: Connection, now: datetime, output: Any, source: Any, verb: str, version: str
-) -> str | None:
+def _adopt(conn: Connection, now: datetime, output: Any, source: Any, verb: str, version: str) -> str | None:
     writers = select(ConversionIO.conversion_id).where(
         ConversionIO.checkpoint_id == output.id, ConversionIO.direction == Direction.OUT.value
     )

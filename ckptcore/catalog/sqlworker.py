@@ -250,7 +250,7 @@ def _packed_rows(fetched: Iterable[Any], rows: int) -> list[list[Any]]:
     packed_rows: list[list[Any]] = []
     size = 0
     for row in fetched:
-        packed = [_packed(value) for value in row]
+        packed = [_pack_value(value) for value in row]
         size += sum(map(_packed_size, row, packed))
         # Counted row by row, so that too large an answer is never held completely.
         if size > ANSWER:
@@ -281,7 +281,7 @@ UNPACK: Mapping[str, Callable[[str], Any]] = {
 }
 
 
-def _packed(value: Any) -> Any:
+def _pack_value(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     for types, kind, text in PACK:

@@ -259,9 +259,9 @@ def facts_of_pairs(texts: Iterable[str], option: str = "--meta") -> TrainingFact
             )
         group = "metrics" if group == "metric" else group
         if dot and group in ("metrics", "config"):
-            form.setdefault(group, {})[name] = value if group == "metrics" else _parsed(value)
+            form.setdefault(group, {})[name] = value if group == "metrics" else _parse_value(value)
         else:
-            form[key] = value if SYNONYMS.get(key, key) in (*TEXTS, *LIVE) else _parsed(value)
+            form[key] = value if SYNONYMS.get(key, key) in (*TEXTS, *LIVE) else _parse_value(value)
     facts, left_out = read_facts(form)
     if left_out:
         raise UsageError(f"cannot use {option}: {'; '.join(left_out)}", hint="correct or remove it")
@@ -503,7 +503,7 @@ def _name(text: str) -> str:
     return clean(text)[:MAX_NAME]
 
 
-def _parsed(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return load_json(text)
     except InvalidText:

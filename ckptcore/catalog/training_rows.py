@@ -122,7 +122,7 @@ def read(conn: Connection, checkpoint: int) -> Training | None:
     }
     right, odd_sources = checked(Training, stored)
     return Training(
-        TrainingFacts(**facts, metrics={m.name: _measured(m) for m in metric_rows}),
+        TrainingFacts(**facts, metrics={m.name: _measured_row(m) for m in metric_rows}),
         right["sources"] | {f"metrics.{m.name}": str(m.source) for m in metric_rows},
         right["updated_at"],
         right["live_verdict"],
@@ -143,11 +143,11 @@ def metrics_of(conn: Connection, checkpoints: Sequence[int]) -> dict[int, dict[s
     query = select(Metric).where(Metric.checkpoint_id.in_(checkpoints)).order_by(Metric.name)
     by_checkpoint: dict[int, dict[str, Measured]] = {}
     for m in conn.execute(query):
-        by_checkpoint.setdefault(m.checkpoint_id, {})[m.name] = _measured(m)
+        by_checkpoint.setdefault(m.checkpoint_id, {})[m.name] = _measured_row(m)
     return by_checkpoint
 
 
-def _measured(row: Any) -> Measured:
+def _measured_row(row: Any) -> Measured:
     return sound(Measured, value=row.value, nonfinite=row.nonfinite, step=row.step)
 
 

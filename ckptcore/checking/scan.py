@@ -93,7 +93,7 @@ def scan(
             range(len(part.chunks)), pairs, workers
         )
         findings += [problem for chunk_findings in by_chunk for problem in chunk_findings]
-        findings += _merged(
+        findings += _merge_findings(
             part, [difference for pair_differences in by_pair for difference in pair_differences]
         )
         # Bytes that no chunk has: nobody else reads them, and each may have been damaged.
@@ -160,7 +160,7 @@ class Differing:
     count: int
 
 
-def _merged(manifest: Manifest, differences: Sequence[Differing]) -> list[Finding]:
+def _merge_findings(manifest: Manifest, differences: Sequence[Differing]) -> list[Finding]:
     """Return one finding for each tensor and pair of files: a tensor may have thousands of chunks."""
     groups: dict[tuple[str, tuple[str, str]], list[Differing]] = {}
     for difference in differences:

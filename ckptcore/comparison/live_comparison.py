@@ -68,7 +68,7 @@ def compare_with_live(
         The difference of a part, if there is one; else the equality of a part, if there is one.
     """
     compared = [
-        _compared(manifest, fingerprints, part, live[part], facts or {}, prefix, output)
+        _compare_part(manifest, fingerprints, part, live[part], facts or {}, prefix, output)
         for part in LIVE
         if part in live
     ]
@@ -79,7 +79,7 @@ def compare_with_live(
     return LiveComparison(None, tuple(f for comparison in compared for f in comparison.findings))
 
 
-def _compared(
+def _compare_part(
     manifest: Manifest,
     fingerprints: Mapping[str, str],
     part: str,

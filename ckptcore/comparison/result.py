@@ -203,14 +203,14 @@ class Difference:
     @property
     def parts(self) -> tuple[PartChange, ...]:
         """What changed in each part of the model, most first, by the tensors that both sides have."""
-        return by_part(self.frozen, self._measured())
+        return by_part(self.frozen, self._measures())
 
     @property
     def layers(self) -> tuple[PartChange, ...]:
         """What changed in each layer, most first."""
-        return by_layer(self.frozen, self._measured())
+        return by_layer(self.frozen, self._measures())
 
-    def _measured(self) -> list[tuple[str, Measures | None]]:
+    def _measures(self) -> list[tuple[str, Measures | None]]:
         return [(tensor.name, tensor.measures) for tensor in self.tensors if tensor.has_moved]
 
     @property
@@ -331,7 +331,7 @@ def layer_of(name: str) -> int | None:
 
 def by_part(equal: Iterable[str], changed: Iterable[Changed]) -> tuple[PartChange, ...]:
     """Return the change of each part, what changed most first; parts without a change come last."""
-    return _grouped(equal, changed, part_of)
+    return _group_changes(equal, changed, part_of)
 
 
 def by_layer(equal: Iterable[str], changed: Iterable[Changed]) -> tuple[PartChange, ...]:
@@ -341,10 +341,10 @@ def by_layer(equal: Iterable[str], changed: Iterable[Changed]) -> tuple[PartChan
         layer = layer_of(name)
         return None if layer is None else f"layer {layer}"
 
-    return _grouped(equal, changed, named)
+    return _group_changes(equal, changed, named)
 
 
-def _grouped(
+def _group_changes(
     equal: Iterable[str], changed: Iterable[Changed], group_of: Callable[[str], str | None]
 ) -> tuple[PartChange, ...]:
     same = Counter(filter(None, map(group_of, equal)))

@@ -544,10 +544,10 @@ class _Table:
         """Return the steps of one block."""
         # Most runs are one block, which norms and changes are both computed from.
         if self._latest is None or self._latest[0] != start:
-            self._latest = start, self._built(start)
+            self._latest = start, self._build_block(start)
         return self._latest[1]
 
-    def _built(self, start: int) -> _Block:
+    def _build_block(self, start: int) -> _Block:
         steps = self._steps[start : start + self.blocks().step]
         block = _Block.of(len(steps), self.columns)
         names, columns = list[str](), np.zeros(0, np.int64)

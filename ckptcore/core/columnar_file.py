@@ -54,7 +54,7 @@ class Heads:
 
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """Return one frame; equal inputs give equal bytes."""
-    parts = _encoded(head, arrays)
+    parts = _encode(head, arrays)
     content, position = np.empty(sum(map(len, parts)), np.uint8), 0
     for part in filter(len, parts):  # numpy copies without the GIL, which `join` keeps
         content[position : position + len(part)] = np.frombuffer(part, np.uint8)
@@ -66,12 +66,12 @@ def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
 def digest(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """Return the BLAKE3 digest of a frame's content before compression."""
     total = blake3()
-    for part in _encoded(head, arrays):
+    for part in _encode(head, arrays):
         total.update(part)
     return total.digest()
 
 
-def _encoded(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
+def _encode(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
     # Sorted, so that equal values give equal bytes whatever the order in which a caller collected them.
     table = [{"name": k, "kind": _kind(a), "shape": list(a.shape)} for k, a in sorted(arrays.items())]
     body = b'{"arrays":' + canonical_json(table) + b',"head":' + _json(head) + b"}"

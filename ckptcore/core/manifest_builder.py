@@ -427,7 +427,7 @@ class Builder:
         """Return owner, offset, shape and item of the chunks, in tables of ``rank`` columns."""
         if self._table is not None:
             owner, lo, shape, ranks, item = self._table
-            return owner, _filled(lo, ranks, rank, 0), _filled(shape, ranks, rank, 1), item
+            return owner, _fill_columns(lo, ranks, rank, 0), _fill_columns(shape, ranks, rank, 1), item
         owner = np.frombuffer(self._owner, np.int64) if self._owner else np.zeros(0, np.int64)
         item = np.array(self._item, np.int64)  # a copy: the rows may still grow
         return owner, *self._boxes(rank), item
@@ -478,7 +478,7 @@ class Builder:
         return Items(file, start, length, envelope, codec, crc, tuple(self._codecs), self._member)
 
 
-def _filled(table: Ints, ranks: npt.NDArray[np.int8], rank: int, fill: int) -> Ints:
+def _fill_columns(table: Ints, ranks: npt.NDArray[np.int8], rank: int, fill: int) -> Ints:
     """Return the first ``rank`` columns, with ``fill`` behind each row's own rank."""
     # A table that is filled already is returned as it is: with 10^7 chunks a copy takes gigabytes.
     if table.shape[1] == rank and not any((table[ranks <= d, d] != fill).any() for d in range(rank)):

@@ -118,7 +118,7 @@ def encode(value: Any, _left: list[int] | None = None) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"$": "bytes", "value": base64.b64encode(bytes(value)).decode()}
     if isinstance(value, list):
-        return _encoded(value, budget)
+        return _encode_all(value, budget)
     if isinstance(value, TensorRef):
         return {"$": "tensor", "fqn": value.fqn}
     if isinstance(value, Named):
@@ -131,20 +131,20 @@ def encode(value: Any, _left: list[int] | None = None) -> Any:
             # A dict with the key "$" would be taken for the form of
             # another kind, and JSON has text keys only.
             if kind == "dict" and "$" not in value and all(isinstance(k, str) for k in value):
-                return dict(zip(value, _encoded(value.values(), budget), strict=True))
+                return dict(zip(value, _encode_all(value.values(), budget), strict=True))
             # Pairs: each is a list of its own beside its two values.
             budget[0] -= CONTAINER + 4 * SLOT * len(value)
             items = [[encode(k, budget), encode(v, budget)] for k, v in value.items()]
             return {"$": kind, "items": items}
     for kind, seq in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
         if isinstance(value, seq):
-            items = _encoded(value, budget)
+            items = _encode_all(value, budget)
             # The order of a set depends on the hashes of one process, and forms are digested.
             return {"$": kind, "items": items if kind == "tuple" else sorted(items, key=repr)}
     raise TypeError(f"cannot encode {type(value).__name__}: not a plain value")
 
 
-def _encoded(values: Collection[Any], budget: list[int]) -> list[Any]:
+def _encode_all(values: Collection[Any], budget: list[int]) -> list[Any]:
     """Encode several values; runs of numbers or texts are encoded at once."""
     budget[0] -= CONTAINER + SLOT * len(values)
     return list(values) if are_their_forms(values) else [encode(v, budget) for v in values]
@@ -219,15 +219,15 @@ def _wide(text: Any) -> int:
 _DECODE: dict[str, Any] = {
     "int": lambda v: _wide(v["value"]),
     "float": lambda v: float(v["value"]),
-    "complex": lambda v: complex(*(_decoded(x) for x in v["items"])),
+    "complex": lambda v: complex(*(_decode(x) for x in v["items"])),
     "bytes": lambda v: base64.b64decode(v["value"]),
     "tensor": lambda v: TensorRef(v["fqn"]),
     "refused": lambda v: Refused(v["name"]),
-    "odict": lambda v: OrderedDict((_decoded(k), _decoded(x)) for k, x in v["items"]),
-    "dict": lambda v: {_decoded(k): _decoded(x) for k, x in v["items"]},
-    "tuple": lambda v: tuple(_decoded(v["items"])),
-    "set": lambda v: set(_decoded(v["items"])),
-    "frozenset": lambda v: frozenset(_decoded(v["items"])),
+    "odict": lambda v: OrderedDict((_decode(k), _decode(x)) for k, x in v["items"]),
+    "dict": lambda v: {_decode(k): _decode(x) for k, x in v["items"]},
+    "tuple": lambda v: tuple(_decode(v["items"])),
+    "set": lambda v: set(_decode(v["items"])),
+    "frozenset": lambda v: frozenset(_decode(v["items"])),
 }
 
 
@@ -241,23 +241,23 @@ def decode(form: Any) -> Any:
         InvalidText: It is no such form, or a value is none of its kind.
     """
     with parsing("an object tree"):
-        return _decoded(form)
+        return _decode(form)
 
 
-def _decoded(form: Any) -> Any:
+def _decode(form: Any) -> Any:
     if isinstance(form, list):
         # A list of numbers or texts is copied in one step: they are their own values.
-        return list(form) if set(map(type, form)) <= SCALARS else [_decoded(v) for v in form]
+        return list(form) if set(map(type, form)) <= SCALARS else [_decode(v) for v in form]
     if not isinstance(form, dict):
         return form
     if "$" not in form:
-        return {k: _decoded(v) for k, v in form.items()}
+        return {k: _decode(v) for k, v in form.items()}
     kind = form["$"]
     if kind in _DECODE:
         return _DECODE[kind](form)
     # Through `normal`: a form in a file may hold any value, and what is
     # built of it later must be one of the kind.
-    return Named(kind, normal(kind, _decoded(form["value"])))
+    return Named(kind, normal(kind, _decode(form["value"])))
 
 
 def references(form: Any) -> list[str]:

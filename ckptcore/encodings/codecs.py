@@ -25,7 +25,7 @@ _MAX_WINDOW = 128 << 20  # the window of zstd's highest ordinary levels
 
 def decode_small(codec: str, data: bytes, max_bytes: int, label: str) -> bytes:
     """Return the plain bytes of a complete compressed item; raises when they exceed ``max_bytes``."""
-    return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, label))
+    return b"".join(_decode_steps(codec, io.BytesIO(data), max_bytes, label))
 
 
 def decode_into(
@@ -34,7 +34,7 @@ def decode_into(
     """Return memory with the plain bytes of an item, and their number; both are the kernel's when dropped."""
     stored, plain, total = untouched(length)[:length], untouched(max_bytes), 0
     store.read_into(path, start, stored)
-    for part in _decoded(codec, _InMemory(stored), max_bytes, path):
+    for part in _decode_steps(codec, _InMemory(stored), max_bytes, path):
         plain[total : total + len(part)] = part
         total += len(part)
     return plain, total
@@ -70,7 +70,7 @@ def decode_to_place(
             written += os.pwrite(file, data[written:], begin + total - waiting + written)
         pending.clear()
 
-    for part in _decoded(codec, source, max_bytes, path):
+    for part in _decode_steps(codec, source, max_bytes, path):
         pending.append(part)
         total, waiting = total + len(part), waiting + len(part)
         if waiting >= _STEP:
@@ -114,7 +114,7 @@ class _Range(io.RawIOBase):
         return len(view)
 
 
-def _decoded(codec: str, source: _Reads, max_bytes: int, label: str) -> Iterator[bytes]:
+def _decode_steps(codec: str, source: _Reads, max_bytes: int, label: str) -> Iterator[bytes]:
     """Yield the plain bytes in steps; a small input can expand to any number of them."""
     if codec != "zstd":
         raise MalformedCheckpoint(f"{label}: unknown codec {codec!r}")

@@ -256,7 +256,7 @@ def detect(source: Source) -> tuple[Format, Evidence]:
                 hint=refused.hint,
                 format=refused.name,
             )
-    recognised = _recognised(source)
+    recognised = _matching_formats(source)
     if len(recognised) > 1:
         formats = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in recognised)
         raise AmbiguousModel(
@@ -378,7 +378,7 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
     return replace(manifest, findings=(*manifest.findings, *unread_weights(root, prefix, manifest)))
 
 
-def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
+def _matching_formats(source: Source) -> list[tuple[Format, Evidence]]:
     """Return the formats that find their own files in a source, without those that another refines."""
     # The format that is chosen reads the same bytes again; several formats look at one header.
     with metered(), passing():
@@ -393,7 +393,7 @@ def _require_notes_only(root: Source, below: Source) -> Format | None:
 
     Return the format that reads both where the root has the Trainer's copy of DeepSpeed's save.
     """
-    root_formats = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != TORCH_SAVE.name]
+    root_formats = [(f, e) for f, e in _matching_formats(beside_steps(root)) if f.name != TORCH_SAVE.name]
     folder = below.store.url.removeprefix(join_url(root.store.url, ""))
     if root_formats and all(form.name in COPIES for form, _ in root_formats):
         copied = with_copy(folder, root)

@@ -185,7 +185,7 @@ def _resolve(
 ) -> Payload:
     """Find a chunk's elements in its item, by the headers that are in the item."""
     path, item, dtype, shape, view = chunk.path, chunk.item, chunk.dtype, chunk.shape, chunk.view
-    read_into, base, length = _opened(chunk, store, scratch, decoded_items)
+    read_into, base, length = _open_item(chunk, store, scratch, decoded_items)
     where: str | None = None if item.codec else path
 
     def read(start: int, count: int) -> bytes:
@@ -362,7 +362,7 @@ def _from_memory(content: bytes, base: int) -> ReadInto:
     return read_into
 
 
-def _opened(
+def _open_item(
     chunk: StoredChunk, store: Readable, scratch: str | None, decoded_items: DecodedItems | None
 ) -> tuple[ReadInto, int, int]:
     """Return (reader, the item's first byte for it, the item's plain length)."""

@@ -310,7 +310,7 @@ def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]
         raise NameMismatch(
             f"a DTensor of {list(shape)} must have the local shape {expected} (got {list(local.shape)})"
         )
-    return [(_narrowed(local, local_offset, box), box) for box, local_offset in cuts.boxes(runs)]
+    return [(_narrow(local, local_offset, box), box) for box, local_offset in cuts.boxes(runs)]
 
 
 def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple[cuts.Run, ...]:
@@ -327,7 +327,7 @@ def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple
     return cuts.local_runs(n, mine, order)[0]
 
 
-def _narrowed(local: torch.Tensor, local_offset: tuple[int, ...], box: Box) -> torch.Tensor:
+def _narrow(local: torch.Tensor, local_offset: tuple[int, ...], box: Box) -> torch.Tensor:
     for dim, (first, count) in enumerate(zip(local_offset, box.shape, strict=True)):
         local = local.narrow(dim, first, count)
     return local

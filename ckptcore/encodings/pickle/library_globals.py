@@ -53,7 +53,7 @@ def _call(name: str, build: Callable[..., Any]) -> Call:
     return Call(name, guarded)
 
 
-def _named(kind: str, value: Any) -> Named:
+def _make_named(kind: str, value: Any) -> Named:
     return Named(kind, normal(kind, value))
 
 
@@ -61,13 +61,13 @@ def _named(kind: str, value: Any) -> Named:
 
 
 def _timedelta(days: Any = 0, seconds: Any = 0, microseconds: Any = 0) -> Named:
-    return _named("timedelta", (days, seconds, microseconds))
+    return _make_named("timedelta", (days, seconds, microseconds))
 
 
 def _timezone(offset: Any, name: Any = None) -> Named:
     if type(offset) is not Named or offset.kind != "timedelta":
         raise ValueError("a time zone without an offset")
-    return _named("timezone", (*offset.value, name))
+    return _make_named("timezone", (*offset.value, name))
 
 
 def _zone(value: Any) -> Any:
@@ -76,7 +76,7 @@ def _zone(value: Any) -> Any:
     return None if value is None else value.value
 
 
-def _packed(data: Any, length: int) -> bytes:
+def _packed_fields(data: Any, length: int) -> bytes:
     """Return the packed fields of a date or time (Modules/_datetimemodule.c)."""
     if type(data) is not bytes or len(data) != length:
         raise ValueError(f"a date or time of {short_repr(data, 40)}")
@@ -84,22 +84,24 @@ def _packed(data: Any, length: int) -> bytes:
 
 
 def _date(data: Any) -> Named:
-    year, month, day = int.from_bytes(_packed(data, 4)[:2], "big"), data[2], data[3]
-    return _named("date", datetime.date(year, month, day).isoformat())
+    year, month, day = int.from_bytes(_packed_fields(data, 4)[:2], "big"), data[2], data[3]
+    return _make_named("date", datetime.date(year, month, day).isoformat())
 
 
 def _datetime(data: Any, zone: Any = None) -> Named:
-    year = int.from_bytes(_packed(data, 10)[:2], "big")
+    year = int.from_bytes(_packed_fields(data, 10)[:2], "big")
     # The highest bit of the month is the fold, of a time that of the hour.
     day, hour, minute, second = data[3:7]
     parts = year, data[2] & 0x7F, day, hour, minute, second, int.from_bytes(data[7:10], "big")
     moment = datetime.datetime(*parts)
-    return _named("datetime", (moment.isoformat(), data[2] >> 7, _zone(zone)))
+    return _make_named("datetime", (moment.isoformat(), data[2] >> 7, _zone(zone)))
 
 
 def _time(data: Any, zone: Any = None) -> Named:
-    moment = datetime.time(_packed(data, 6)[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:6], "big"))
-    return _named("time", (moment.isoformat(), data[0] >> 7, _zone(zone)))
+    moment = datetime.time(
+        _packed_fields(data, 6)[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:6], "big")
+    )
+    return _make_named("time", (moment.isoformat(), data[0] >> 7, _zone(zone)))
 
 
 # --- numbers, identifiers -------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def _fraction(over: Any = 0, under: Any = 1) -> Named:
         if parts is None:
             raise ValueError("a fraction of many digits")
         over, under = int(parts[1]), int(parts[2] or 1)
-    return _named("fraction", (over, under))
+    return _make_named("fraction", (over, under))
 
 
 def _version_text(text: Any) -> str:
@@ -162,7 +164,7 @@ def _bytearray(data: Any = b"", encoding: Any = None) -> Named:
     # Objects/bytearrayobject.c: of a text below protocol 3, then of bytes.
     if type(data) is str and encoding == "latin-1":
         data = data.encode("latin1")
-    return _named("bytearray", data)
+    return _make_named("bytearray", data)
 
 
 def _bytes_io() -> Named:
@@ -225,13 +227,13 @@ def _defaultdict(factory: Any = None) -> Named:
 
 
 def _counter(items: Any = None) -> Named:
-    return _named("counter", {} if items is None else items)
+    return _make_named("counter", {} if items is None else items)
 
 
 def _deque(items: Any = (), longest: Any = None) -> Named:
     if type(items) not in (tuple, list) or type(longest) not in (int, type(None)):
         raise ValueError("a deque of something else than a sequence")
-    return _named("deque", {"items": list(items), "maxlen": longest})
+    return _make_named("deque", {"items": list(items), "maxlen": longest})
 
 
 def _attributes(kind: str) -> Call:
@@ -301,8 +303,8 @@ PATHS = {
 # names for some of them (Lib/_compat_pickle.py).
 _CLASSES: dict[str, Callable[..., Any]] = {
     "builtins.bytearray": _bytearray,
-    "builtins.range": lambda *v: _named("range", v),
-    "builtins.slice": lambda *v: _named("slice", v),
+    "builtins.range": lambda *v: _make_named("range", v),
+    "builtins.slice": lambda *v: _make_named("slice", v),
     "collections.Counter": _counter,
     "collections.defaultdict": _defaultdict,
     "collections.deque": _deque,
@@ -311,7 +313,7 @@ _CLASSES: dict[str, Callable[..., Any]] = {
     "datetime.time": _time,
     "datetime.timedelta": _timedelta,
     "datetime.timezone": _timezone,
-    "decimal.Decimal": lambda text: _named("decimal", text),
+    "decimal.Decimal": lambda text: _make_named("decimal", text),
     "fractions.Fraction": _fraction,
     # Of trainers that record `torch.__version__` as it is: a text, of a class that compares versions.
     "torch.torch_version.TorchVersion": _version_text,

@@ -327,7 +327,7 @@ def _parameter(data: Any, grad: Any = True, hooks: Any = None, state: Any = None
     return with_attributes(data, state)
 
 
-def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+def _make_ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
     """Return an empty dict, or one of [key, value] lists, as Python 2 pickles it."""
     if items == ():
         return OrderedDict()
@@ -382,7 +382,7 @@ REFUSED_REBUILDS = {
 # torch/ao: how values of a quantised tensor are scaled.
 _QSCHEMES = {f"torch.{name}": Named("qscheme", name) for name in QSCHEMES}
 COMMON: dict[str, Any] = {
-    "collections.OrderedDict": Call("OrderedDict", _ordered),
+    "collections.OrderedDict": Call("OrderedDict", _make_ordered_dict),
     "torch.Size": Call("torch.Size", _size),
     "torch.serialization._get_layout": Call("_get_layout", _layout),
     "torch.device": Call("torch.device", _device),

@@ -389,7 +389,7 @@ def keeps_class(kind: str, classes: Classes) -> bool:
     return any(kind in kinds and classes >= needed for needed, kinds in _BY_CLASSES)
 
 
-def _named(p: Pickled, value: Named) -> None:
+def _write_named(p: Pickled, value: Named) -> None:
     try:
         content = normal(value.kind, value.value)
     except ValueError as error:
@@ -417,5 +417,5 @@ _VALUES: dict[type, Emit] = {
     set: _set,
     frozenset: _set,
     TensorRef: _tensor,
-    Named: _named,
+    Named: _write_named,
 }

@@ -182,7 +182,7 @@ def parse_tensor(window: Window, label: str) -> Parsed:
     swapped, pickled = _preamble(archive, label)
     tensor, behind = _parsed.get(pickled, (None, 0))
     if tensor is None:
-        tensor, behind, refused = _loaded(pickled, TENSOR_TABLE, label)
+        tensor, behind, refused = _load_pickle(pickled, TENSOR_TABLE, label)
         _require_permitted(tensor, refused, label)
         if len(_parsed) < 4096 and len(pickled) < 4096:
             _parsed[pickled] = tensor, behind
@@ -277,7 +277,7 @@ def read_objects(
             key = blake3(pickled).digest() if shared is not None else b""
             shared_objects = shared.find(key, storages, swapped, label) if shared is not None else None
             if shared_objects is None:
-                tree, behind, refused = _loaded(pickled, table, label)
+                tree, behind, refused = _load_pickle(pickled, table, label)
             else:
                 behind = shared_objects.behind
             for leftover in _behind(archive, behind):
@@ -323,7 +323,7 @@ def _before_zip(
     """Return the pickle of a file of torch.save before 1.6, and what it holds."""
     pickles = read_pickles(window.read, content.length, label)
     sizes = StorageSizes(label)
-    tree, behind, refused = _loaded(pickles.tree, table, label, partial(_older_fields, sizes))
+    tree, behind, refused = _load_pickle(pickles.tree, table, label, partial(_older_fields, sizes))
     places, counts, end = sizes.locate(window.read, content.length, pickles)
     content.explain(np.concatenate([np.array([[0, pickles.end]], np.int64), counts]))
     if pickles.odd_host is not None:
@@ -370,7 +370,7 @@ def _preamble(archive: Archive, label: str) -> tuple[bool, bytes]:
     return order == b"big", archive.read("data.pkl")
 
 
-def _loaded(
+def _load_pickle(
     pickled: bytes, table: Mapping[str, Any], label: str, persistent: Callable[[Any], Any] | None = None
 ) -> tuple[Any, int, list[str]]:
     """Return a pickle's value, the number of bytes behind it, and the globals that were refused."""

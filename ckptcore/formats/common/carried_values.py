@@ -41,7 +41,7 @@ def with_carried(manifest: Manifest, ledger: ByteLedger) -> Manifest:
     forms: dict[str, dict[str, _Forms]] = {}  # object -> key -> its values
     for file, group, values in ledger.carried:
         for key, value in values.items():
-            form, needs = _encoded(value)
+            form, needs = _encode_value(value)
             if needs:
                 refused.setdefault(group, []).extend(needs)
                 message = f"object {group} needs {', '.join(needs)} for {key}: left out"
@@ -65,7 +65,7 @@ def with_carried(manifest: Manifest, ledger: ByteLedger) -> Manifest:
     return replace(merged, findings=(*manifest.findings, *findings))
 
 
-def _encoded(value: Any) -> tuple[Any, tuple[str, ...]]:
+def _encode_value(value: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the JSON form of a value, or None and the classes that it needs."""
     needs = refused_in(value)
     if not needs and storages_in([value], refused=True):

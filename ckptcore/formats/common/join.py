@@ -86,7 +86,7 @@ def join(
                 sizes.append(file.size)
             places[n] = position
         member |= {k + shift: v for k, v in m.items.member.items()}
-        items.append(_moved(m.items, places, codecs))
+        items.append(_renumber_items(m.items, places, codecs))
         chunks.append(_widened(m.chunks, rank, shift, base, any_view))
         base += len(m.chunks)
     # An object that consists of one tensor has the tensor's name.
@@ -96,7 +96,7 @@ def join(
         format,
         root,
         tuple(tensors),
-        _stacked(chunks, rank, any_view),
+        _stack_chunks(chunks, rank, any_view),
         _all_items(items, codecs, member),
         tuple(StoredFile(p, sizes[n]) for p, n in files.items()),
         tuple(blobs),
@@ -139,7 +139,7 @@ def renamed_tree(tree: Any, rename: Callable[[str], str]) -> Any:
     return tree
 
 
-def _moved(items: Items, places: Ints, codecs: list[str]) -> Items:
+def _renumber_items(items: Items, places: Ints, codecs: list[str]) -> Items:
     kinds = np.array([codecs.index(c) for c in items.codecs], np.int8)
     return replace(items, file=places[items.file], codec=kinds[items.codec], codecs=tuple(codecs), member={})
 
@@ -159,7 +159,7 @@ def _widened(chunks: Chunks, rank: int, shift: int, base: int, any_view: bool) -
     return Chunks(chunks.first + base, lo, shape, item, view)
 
 
-def _stacked(chunks: Sequence[Chunks], rank: int, any_view: bool) -> Chunks:
+def _stack_chunks(chunks: Sequence[Chunks], rank: int, any_view: bool) -> Chunks:
     if not chunks:
         empty = np.zeros((0, rank), np.int64)
         return Chunks(np.zeros(1, np.int64), empty, empty, np.zeros(0, np.int64))

@@ -104,7 +104,7 @@ def with_values(manifest: Manifest) -> Manifest:
         )
         if computed is not None:
             computed_tensors[computed[2][0]] = computed
-    return _computed(manifest, computed_tensors) if computed_tensors else manifest
+    return _with_computed_tensors(manifest, computed_tensors) if computed_tensors else manifest
 
 
 def _values(name: str, description: Mapping[str, Any], inner: Sequence[TensorSpec]) -> _Made | None:
@@ -121,7 +121,7 @@ def _values(name: str, description: Mapping[str, Any], inner: Sequence[TensorSpe
     return spec, function, tuple(specs[part].fqn for part in parts), params
 
 
-def _computed(manifest: Manifest, computed_tensors: Mapping[str, _Made]) -> Manifest:
+def _with_computed_tensors(manifest: Manifest, computed_tensors: Mapping[str, _Made]) -> Manifest:
     """Return the manifest with computed tensors, and the record of its names and paths with them."""
     outer = {name: spec.fqn for spec, _, inputs, _ in computed_tensors.values() for name in inputs}
     class_keys = {f"{name}.{CLASS}" for name in outer.values()}

@@ -48,7 +48,7 @@ def leaves_below(
         opened += _taken_apart(tree, name, holds)
 
     def walk(value: Any, name: str, path: tuple[str | int, ...]) -> Iterator[Any]:
-        inside = _opened(value)
+        inside = _unwrap_container(value)
         value = inside if id(inside) in holds else value
         if isinstance(value, (dict, list, tuple)) and id(value) in holds:
             items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -132,7 +132,7 @@ def _require_lists(tree: Any, where: str) -> None:
 
 
 def _taken_apart(value: Any, name: str, holds: set[int]) -> list[tuple[str, str]]:
-    inside = _opened(value)
+    inside = _unwrap_container(value)
     if not isinstance(inside, (dict, list, tuple)) or id(inside) not in holds:
         return []
     containers = [(name, value.kind)] if isinstance(value, Named) else []
@@ -141,7 +141,7 @@ def _taken_apart(value: Any, name: str, holds: set[int]) -> list[tuple[str, str]
     return containers
 
 
-def _opened(value: Any) -> Any:
+def _unwrap_container(value: Any) -> Any:
     """Return the dict or list inside a container of a library; any other value as it is."""
     if isinstance(value, Named) and value.kind in CONTAINERS:
         return content_of(value.kind, value.value)
@@ -157,7 +157,7 @@ def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     def visit(value: Any, depth: int) -> bool:
         if isinstance(value, kinds):
             return True
-        value = _opened(value)
+        value = _unwrap_container(value)
         # A pickle may nest without limit, the interpreter's stack may not.
         if not isinstance(value, (dict, list, tuple)) or depth > 200:
             return False

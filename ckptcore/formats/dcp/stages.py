@@ -139,7 +139,7 @@ def _merged_objects(stages: Mapping[str, Manifest]) -> tuple[dict[str, Manifest]
         if all(_same(first, blob) for _, blob in rest):
             stage_blobs[folder].append(first)
             continue
-        names = _joined([blob.tree for blob in blobs.values()])
+        names = _join_name_lists([blob.tree for blob in blobs.values()])
         if names is not None:
             stage_blobs[folder].append(replace(first, tree=names))
             continue
@@ -161,7 +161,7 @@ def _same(first: Blob, second: Blob) -> bool:
     return forms[0] == forms[1] and first.known
 
 
-def _joined(trees: Sequence[Any]) -> list[str] | None:
+def _join_name_lists(trees: Sequence[Any]) -> list[str] | None:
     """Return all names of lists of names, None for other values, or where two lists have one name."""
     if not all(type(tree) is list and all(type(n) is str for n in tree) for tree in trees):
         return None

@@ -55,7 +55,7 @@ def cut_folder(source: Source, ranges: Ranges) -> dict[str, tuple[FilePiece, ...
     # What the reader only interprets others by, such as the sizes of buckets, goes with its kind.
     unused = {name for name, goes in uses.items() if goes is None and kinds.kind_of(name) in of_dropped}
     staying = {name: places for name, places in entries.items() if not uses[name] and name not in unused}
-    moved, files = _moved(staying)
+    moved, files = _move_items(staying)
     tensors, objects = [], {}
     for name, entry in names:
         if name not in staying:
@@ -116,7 +116,7 @@ def _use(source: Source, name: str, places: Iterable[_Place], ranges: Ranges) ->
     return goes if stays or goes else None
 
 
-def _moved(
+def _move_items(
     staying: Mapping[str, Mapping[int, _Place]],
 ) -> tuple[dict[_Place, _Place], dict[str, tuple[FilePiece, ...]]]:
     """Return the new place of each item that stays, and the pieces of the files with them."""

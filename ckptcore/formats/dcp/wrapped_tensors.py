@@ -114,7 +114,7 @@ class WrappedTensors:
             spec = self._builder.tensors[tensor]
             if tensor in self._damaged:
                 continue  # an item of it is damaged, which `check` reports
-            parts = _joined(spec, shards)
+            parts = _join_shards(spec, shards)
             if parts is None or any(f"{spec.fqn}.{name}" in names for name in (*parts, CLASS)):
                 kind = shards[0].objects.tree[CLASS]["class"]
                 why = f"its shards of class {kind} wrap tensors that cannot be joined"
@@ -154,7 +154,7 @@ class WrappedTensors:
         self._builder.blobs.append(Blob(name, -1, None, classes, known=False))
 
 
-def _joined(spec: TensorSpec, shards: list[_Shard]) -> dict[str, _Part] | None:
+def _join_shards(spec: TensorSpec, shards: list[_Shard]) -> dict[str, _Part] | None:
     """Return the inner tensors of all shards; None where they do not fit together."""
     first, description = shards[0].objects.tree, shards[0].objects.tree[CLASS]
     names = [name for name, value in first.items() if isinstance(value, StoredView)]

@@ -221,10 +221,10 @@ def _stored_objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Pat
                 paths[name] = (*base, *inner)
             if not isinstance(leaf, TensorRef):
                 objects[name] = leaf
-    return _joined(request, objects, paths)
+    return _join_tensorless_dicts(request, objects, paths)
 
 
-def _joined(
+def _join_tensorless_dicts(
     request: Arrangement, objects: dict[str, Any], inner: dict[str, Path]
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return the objects and their paths, with every dict that has no tensor below as one object.

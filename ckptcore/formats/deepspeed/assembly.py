@@ -103,7 +103,7 @@ class Assembly:
         placement = same(value.shape) if placement is None else placement
         # A shard that does not fit is still noted: its bytes are read by
         # nobody, but belong to a file of the save.
-        if not self._placed(name, stored.file.path, value.dtype, value.shape, placement):
+        if not self._can_place(name, stored.file.path, value.dtype, value.shape, placement):
             self.place(stored, name)
             return
         item, view = self.tree(stored.file).place(value, name)
@@ -184,7 +184,7 @@ class Assembly:
             MalformedCheckpoint: The buffer is not flat.
         """
         value, view = buffer.value, buffer.view
-        if not self._placed(name, buffer.path, value.dtype, shape, placement):
+        if not self._can_place(name, buffer.path, value.dtype, shape, placement):
             return
         # A partition is one flat buffer by ZeRO's own definition; anything else was not written by it.
         if len(value.shape) != 1 or view.strides is not None:
@@ -297,7 +297,7 @@ class Assembly:
             tree.leave_out(self._left_out.get(file.path, ()))
             tree.require_all()
 
-    def _placed(
+    def _can_place(
         self, name: str, path: str, dtype: str, shape: tuple[int, ...], placement: ShardPlacement
     ) -> bool:
         """Return whether a shard can be added: it has the placed shape, and the tensor the same form."""

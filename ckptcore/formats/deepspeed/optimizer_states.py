@@ -436,7 +436,9 @@ class Partitions:
         if isinstance(base, dict):
             for key, value in base.items():
                 if key != "state" or not isinstance(value, dict):
-                    self._assembly.value(f"optimizer.{key}", self._named(key, value), file, per_file=True)
+                    self._assembly.value(
+                        f"optimizer.{key}", self._name_parameters(key, value), file, per_file=True
+                    )
         elif isinstance(base, Refused):
             self._assembly.object("optimizer.base_optimizer_state", base, file.path)
         for key, value in state.items():
@@ -444,7 +446,7 @@ class Partitions:
                 self._assembly.value(f"optimizer.{key}", value, file, per_file=True)
         add_more(self._assembly, file)
 
-    def _named(self, key: Any, value: Any) -> Any:
+    def _name_parameters(self, key: Any, value: Any) -> Any:
         """Return parameter groups with names in place of the numbers of their buffers."""
         if key != "param_groups" or not isinstance(value, (list, tuple)) or self._world.mp > 1:
             return value

@@ -123,7 +123,7 @@ class TensorParallel:
         if rule == "vocabulary":
             vocabulary = self._info.get("original_vocab_size")
             if type(vocabulary) is int and 0 < vocabulary < full:
-                return _stripped(shape, rank, vocabulary)
+                return _strip_vocabulary_padding(shape, rank, vocabulary)
         return cut_parts(shape, dim, [(shape[dim], full)], self._degree, rank)
 
     def _match(self, names: Sequence[str]) -> None:
@@ -193,7 +193,7 @@ def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[st
     return {pattern: matched[pattern] for pattern in patterns}
 
 
-def _stripped(shape: Shape, rank: int, vocabulary: int) -> ShardPlacement:
+def _strip_vocabulary_padding(shape: Shape, rank: int, vocabulary: int) -> ShardPlacement:
     """Return the rows of a vocabulary, without those that fill it up to a multiple of the ranks."""
     rows = min(max(vocabulary - rank * shape[0], 0), shape[0])
     piece = Piece(Box((0,) * len(shape), (rows, *shape[1:])), (rank * shape[0], *(0,) * (len(shape) - 1)))
@@ -241,10 +241,10 @@ def _by_sub_params(
         not _are_sizes(row) or len(row) != degree or sum(row) != n for row, n in zip(rows, parts, strict=True)
     ):
         raise Unmerged(f"{_WIDTHS} ({short_repr(widths, 60)}) are not those of parts {short_repr(parts, 40)}")
-    return {r: _fused(shape, dim, parts, rows, r) for r, shape in shapes.items()}
+    return {r: _place_fused(shape, dim, parts, rows, r) for r, shape in shapes.items()}
 
 
-def _fused(
+def _place_fused(
     shape: Shape, dim: int, parts: Sequence[int], widths: Sequence[Sequence[int]], rank: int
 ) -> ShardPlacement:
     pieces, local, begin = [], 0, 0

@@ -359,11 +359,11 @@ def collect_groups(
             hint=f"leave the others out, for example --exclude '{max(roots)}*'",
         )
     for root, values in roots.items():
-        return tuple(_group(root, n, group, parameter) for n, group in enumerate(_listed(values)))
+        return tuple(_group(root, n, group, parameter) for n, group in enumerate(_raw_groups(values)))
     return ()
 
 
-def _listed(values: Mapping[str, Any]) -> list[Any]:
+def _raw_groups(values: Mapping[str, Any]) -> list[Any]:
     """Return the raw groups, whatever form they are stored in."""
     if "" in values:
         groups = values[""]
@@ -379,10 +379,10 @@ def _listed(values: Mapping[str, Any]) -> list[Any]:
             by_parameter.setdefault(fqn, {})[option] = value
     if numbered and not by_parameter:
         return [numbered[n] for n in sorted(numbered)]
-    return _joined(by_parameter)
+    return _join_equal_groups(by_parameter)
 
 
-def _joined(options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _join_equal_groups(options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Join parameters with equal options to one group, in the order of each group's first parameter."""
     groups: dict[str, dict[str, Any]] = {}
     for fqn in sorted(options):

@@ -68,19 +68,19 @@ def read_quantization(source: Source) -> QuantizationConfig:
         return quantization_of(form)
     part = _form(source, MODELOPT).get("quantization")
     stated = {"quant_method": "modelopt", **part} if isinstance(part, dict) and part else None
-    return _checked(stated, MODELOPT)
+    return _parse_checked(stated, MODELOPT)
 
 
 def quantization_of(form: dict[str, Any]) -> QuantizationConfig:
     """Return what the content of a config.json states; raise `MalformedCheckpoint` if it is none."""
-    return _checked(next(_stated(form), None), CONFIG)
+    return _parse_checked(next(_stated(form), None), CONFIG)
 
 
-def _checked(stated: dict[str, Any] | None, label: str) -> QuantizationConfig:
+def _parse_checked(stated: dict[str, Any] | None, label: str) -> QuantizationConfig:
     if not stated:
         return QuantizationConfig()
     try:
-        return _parsed(stated, label)
+        return _parse(stated, label)
     except (TypeError, AttributeError, ValueError) as error:
         raise MalformedCheckpoint(f"cannot read {label}: {error}", file=label, hint=KEEP) from error
 
@@ -119,7 +119,7 @@ def _stated(form: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield stated
 
 
-def _parsed(stated: dict[str, Any], label: str) -> QuantizationConfig:
+def _parse(stated: dict[str, Any], label: str) -> QuantizationConfig:
     blocks, strategies, symmetric = list[tuple[int, int]](), set[str](), True
     if "weight_block_size" in stated:
         size = stated["weight_block_size"]

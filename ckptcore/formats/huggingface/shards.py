@@ -125,7 +125,7 @@ def read(source: Source) -> Manifest:
     if folder is not source:
         manifest = join("hf_shards", source.store.url, [Part(manifest, FOLDER)], manifest.origin)
     manifest = _with_optimizers(source, manifest)
-    return with_copies(manifest, _copied(shards, consolidated), source.listing)
+    return with_copies(manifest, _consolidated_copies(shards, consolidated), source.listing)
 
 
 def _with_optimizers(source: Source, model: Manifest) -> Manifest:
@@ -173,7 +173,7 @@ def _shards_manifest(
     builder.findings += [
         *findings,
         *_incomplete(shards, folder, source, consolidated),
-        *_compared(shards, folder, source, consolidated),
+        *_consolidated_findings(shards, folder, source, consolidated),
     ]
     files = {path: builder.file(path, size) for path, size in shards.sizes.items()}
     for fqn, parts in shards.parts.items():
@@ -246,7 +246,7 @@ def _same_shapes(shards: FolderShards, consolidated: _Consolidated) -> bool:
     )
 
 
-def _copied(shards: FolderShards, consolidated: _Consolidated) -> dict[str, FullTensor]:
+def _consolidated_copies(shards: FolderShards, consolidated: _Consolidated) -> dict[str, FullTensor]:
     """Return the consolidated tensors with the dtype and shape of the shards, except 0-d tensors.
 
     torch consolidates 0-d tensors wrongly; their values are compared together with the headers.
@@ -268,7 +268,7 @@ def _consolidated(source: Source) -> tuple[_Consolidated, list[Finding]]:
     )
 
 
-def _compared(
+def _consolidated_findings(
     shards: FolderShards, folder: Source, source: Source, consolidated: _Consolidated
 ) -> Iterator[Finding]:
     """Yield findings about tensors of the consolidated files that the shards lack or contradict."""

@@ -142,7 +142,7 @@ def _add_common(
         add_object(builder, key, value, file.path)
         return
     first = common[key][1]
-    if value != first and _shared(value) != _shared(first):
+    if value != first and _without_rank_parts(value) != _without_rank_parts(first):
         builder.findings.append(
             finding(
                 "rank-object",
@@ -166,7 +166,7 @@ def _without_refused(
     return {name: value for name, value in values.items() if name not in lost}
 
 
-def _shared(value: Any) -> Any:
+def _without_rank_parts(value: Any) -> Any:
     """Return a value without its per-rank parts, in a comparable form."""
     if isinstance(value, Named) and value.kind == "namespace":
         value = {k: v for k, v in value.value.items() if k not in _PER_RANK}

@@ -46,7 +46,7 @@ def _pair(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}.{kind}" for name in names for kind in ("weight", "bias"))
 
 
-def _fused(name: str) -> tuple[str, ...]:
+def _names_with_norm(name: str) -> tuple[str, ...]:
     """Return the names of a layer that may contain a norm: Transformer Engine registers the norm first."""
     return f"{name}.layer_norm_weight", f"{name}.layer_norm_bias", *_pair(name)
 
@@ -58,17 +58,17 @@ _LAYER = (
     *_pair("input_layernorm"),
     f"{_ATTENTION}core_attention.softmax_offset",
     *_pair(f"{_ATTENTION}linear_proj"),
-    *_fused(f"{_ATTENTION}linear_qkv"),
+    *_names_with_norm(f"{_ATTENTION}linear_qkv"),
     *_pair(f"{_ATTENTION}linear_q_proj", f"{_ATTENTION}linear_q_down_proj"),
-    *_fused(f"{_ATTENTION}linear_q_up_proj"),
+    *_names_with_norm(f"{_ATTENTION}linear_q_up_proj"),
     *_pair(f"{_ATTENTION}linear_kv_down_proj"),
-    *_fused(f"{_ATTENTION}linear_kv_up_proj"),
+    *_names_with_norm(f"{_ATTENTION}linear_kv_up_proj"),
     *_pair(*(f"{_ATTENTION}{kind}_layernorm" for kind in ("q", "k", "kv"))),
     *_pair("pre_mlp_layernorm", "mlp.router"),
     _EXPERTS,
     "mlp.shared_experts.gate_weight",
     *_pair("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
-    *_fused("mlp.linear_fc1"),
+    *_names_with_norm("mlp.linear_fc1"),
     *_pair("mlp.linear_fc2"),
 )
 _FIRST = (
@@ -163,13 +163,13 @@ class ParameterOrder:
         where = Rank(tp, ep, self.first[chunk][pp])
         out: list[Parameter] = []
         if pp == 0 and chunk == 0:
-            out += self._listed(_FIRST, where)
+            out += self._parameters_of(_FIRST, where)
         for layer in range(layers):
             out += self._layer(layer, where)
         if pp == self.world.pp - 1 and chunk == len(self.counts) - 1:
-            out += self._listed(_LAST, where)
+            out += self._parameters_of(_LAST, where)
             if self.tied and self.world.pp > 1:  # its own copy: the embedding is on another rank
-                copied = self._listed(_FIRST[:1], where)
+                copied = self._parameters_of(_FIRST[:1], where)
                 out += [Parameter("output_layer.weight", *_rest(p)) for p in copied]
         return out
 
@@ -177,7 +177,7 @@ class ParameterOrder:
         """Return whether it is one of the two copies of tied embeddings, which have their own buckets."""
         return self.tied and self.world.pp > 1 and parameter.placement.fqn == _FIRST[0]
 
-    def _listed(self, names: tuple[str, ...], where: Rank) -> Iterator[Parameter]:
+    def _parameters_of(self, names: tuple[str, ...], where: Rank) -> Iterator[Parameter]:
         for name in names:
             if name in self._weights:
                 yield self._parameter(name, self._weights[name], self._weights[name].shape, where)

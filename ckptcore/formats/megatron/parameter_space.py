@@ -114,7 +114,7 @@ def restate(manifest: Manifest, space: ParameterSpace) -> Manifest:
         for (chain, field), group_blobs in parts.items():
             if field not in _BUCKETS:
                 place = ".".join(str(n) for n in (_OPTIMIZER, chain, field) if n is not None)
-                merged_blob, value = _merged(field, place, group_blobs)
+                merged_blob, value = _merge_groups(field, place, group_blobs)
                 names |= {n: _moved_to(place, merged_blob.key)(n) for n in references(merged_blob.tree)}
                 moved.setdefault(chain, {})[field] = value
         _require_groups(moved, chains)
@@ -147,7 +147,7 @@ def _moved_to(place: str, key: str) -> Callable[[str], str]:
     return lambda name: place + name.removeprefix(key)
 
 
-def _merged(field: str, place: str, blobs: Sequence[Blob]) -> tuple[Blob, Any]:
+def _merge_groups(field: str, place: str, blobs: Sequence[Blob]) -> tuple[Blob, Any]:
     """Return the object to use for those of all groups of ranks, and its value."""
     unread = [b.key for b in blobs if not b.known]
     if unread:

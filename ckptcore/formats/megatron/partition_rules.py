@@ -207,7 +207,7 @@ def place(name: str, shape: tuple[int, ...], rank: Rank, world: World) -> Placem
     lead = local.rest[: len(local.rest) - len(inside)]
     grouped = _GROUPED.match(inside)
     if grouped:
-        return _grouped(local, lead, grouped[1], shape, rank, world)
+        return _place_grouped_experts(local, lead, grouped[1], shape, rank, world)
     expert, inside = _expert(inside)
     tp, tp_rank = (world.tp, rank.tp) if expert is None else (world.etp, rank.tp % world.etp)
     rule = REPLICATED if tp == 1 and _rule_of(inside) is None else _rule_of(inside)
@@ -359,7 +359,7 @@ def _reordered(
     return _placement(local, local.rest, source, global_shape, tuple(parts), rank, world)
 
 
-def _grouped(
+def _place_grouped_experts(
     local: LocalName, lead: str, which: str, shape: tuple[int, ...], rank: Rank, world: World
 ) -> Placement:
     """Place a tensor of GroupedMLP: all experts of a rank, each as [in, out] (mcore up to 0.16).
@@ -432,7 +432,7 @@ def _fqn(local: LocalName, rest: str, rank: Rank, world: World) -> str:
     """Return the global name of ``rest``, a name below its layer."""
     if not local.block:
         return rest
-    rest = _fused(rest, world)
+    rest = _fused_norm_name(rest, world)
     if local.block == "mtp":
         return f"mtp.layers.{local.layer}.{rest}"
     layer = rank.first_layer + local.layer
@@ -443,7 +443,7 @@ def _fqn(local: LocalName, rest: str, rank: Rank, world: World) -> str:
     return f"{local.block}.layers.{rest}" if world.stacked else f"{local.block}.layers.{layer}.{rest}"
 
 
-def _fused(rest: str, world: World) -> str:
+def _fused_norm_name(rest: str, world: World) -> str:
     if not world.norms_fused:
         return rest
     lead = "transformer_layer." if rest.startswith("transformer_layer.") else ""

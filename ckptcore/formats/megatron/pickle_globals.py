@@ -97,11 +97,11 @@ def plain(tree: Any, nbytes: int, label: str, refused: list[str] | None = None) 
 
     new = visit(tree, 0)
     # `Named` hides what is below it from the first count.
-    bound_tree(_opened(new), nbytes, label)
+    bound_tree(_unwrap_named(new), nbytes, label)
     return new
 
 
-def _opened(tree: Any) -> Any:
+def _unwrap_named(tree: Any) -> Any:
     """Return the tree with `Named` values replaced by their contents, sharing kept."""
     memo: dict[int, Any] = {}
 

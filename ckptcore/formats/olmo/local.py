@@ -288,7 +288,7 @@ def slices(tree: Any, path: str) -> Iterator[Slice]:
             for handle in module["handles"]:
                 for part in _of_handle(handle):
                     fqn = plain_name(f"{prefix.rstrip('.')}.{part.fqn}" if prefix else part.fqn)
-                    yield _checked(
+                    yield _check_slice(
                         Slice(fqn, part.shape, part.start, part.stop, part.data, part.data_start), path
                     )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -333,7 +333,7 @@ def _by_infos(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
             raise TypeError(f"{short_repr(fields)} is not a position")
 
 
-def _checked(part: Slice, path: str) -> Slice:
+def _check_slice(part: Slice, path: str) -> Slice:
     numbers = (part.start, part.stop, part.data_start)
     if any(type(n) is not int for n in numbers):
         raise TypeError(f"{short_repr(numbers)} are not integers")

@@ -28,7 +28,7 @@ def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         UnsupportedFormat: There are no groups, or their parameters have no names.
     """
-    collected = _collected(objects)
+    collected = _collect_groups(objects)
     if not collected:
         raise UnsupportedFormat(
             "cannot name the optimizer's state: it has no parameter groups",
@@ -57,7 +57,7 @@ def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _collected(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _collect_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = objects.get(_PREFIX)
     if type(groups) is list and all(isinstance(g, dict) for g in groups):
         return [dict(g) for g in groups]

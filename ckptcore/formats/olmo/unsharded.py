@@ -118,7 +118,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
     builder, size = Builder(), source.listing[file]
     tensors, _, begin = read_header(source.store, file, size)
     file_number = builder.file(file, size)
-    keys = {key: _decoded(key, file) for key in tensors}
+    keys = {key: _decode_key(key, file) for key in tensors}
     _require_part(part, any(path == ("param_groups",) for path, _ in keys.values()), file)
     values: dict[str, Any] = {}
     for key, (path, pickled) in keys.items():
@@ -128,7 +128,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
             if dtype != "uint8" or len(shape) != 1 or stop - start > _MAX_PICKLE:
                 raise MalformedCheckpoint(f"{label} must be a pickle (got {dtype} {list(shape)})", file=file)
             raw = source.store.read(file, begin + start, stop - start)
-            values[key] = _unpickled(raw, label)
+            values[key] = _unpickle(raw, label)
             source.explain(file, begin + start, begin + stop)
     groups = next((v for k, v in values.items() if keys[k][0] == ("param_groups",)), None)
     names = (names_by_number(groups) if part == "optim" else None) or {}
@@ -168,7 +168,7 @@ def _names_are_pickles(source: Source, file: str) -> bool:
     return _PICKLED.match(source.store.read(file, 8, min(size - 8, 1 << 14))) is not None
 
 
-def _decoded(key: str, file: str) -> Entry:
+def _decode_key(key: str, file: str) -> Entry:
     label = f"the name {key:.40} in {file}"
     try:
         raw = base64.b64decode(key, altchars=b"-_", validate=True)
@@ -184,7 +184,7 @@ def _decoded(key: str, file: str) -> Entry:
     raise MalformedCheckpoint(f"{label} must be a path in a state dict", file=file)
 
 
-def _unpickled(raw: bytes, label: str) -> Any:
+def _unpickle(raw: bytes, label: str) -> Any:
     """Unpickle plain values; globals are refused one by one."""
     value = loads(raw, {}, label=label, refused=[])
     bound_tree(value, len(raw), label)

@@ -119,9 +119,7 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
     label = f"{stored.name} in {shard.file}"
     try:
         raw = folder.source.store.read(shard.file, start, length)
-        value = (
-            int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickled(raw, label)
-        )
+        value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickle(raw, label)
     except (MalformedCheckpoint, UnsafeContent) as error:
         builder.findings.append(
             finding("malformed-item", "coverage", error.message, fqn=stored.name, file=shard.file)
@@ -144,7 +142,7 @@ def _is_plain(stored: Stored, entry: tuple[str, tuple[int, ...], int, int]) -> b
     return recorded == (expected_dtype, numel, expected_dtype, numel) and stop - start <= _MAX_PICKLE
 
 
-def _unpickled(raw: bytes, label: str) -> Any:
+def _unpickle(raw: bytes, label: str) -> Any:
     value = loads(raw, {}, label=label, refused=[])
     bound_tree(value, len(raw), label)
     return value

@@ -144,7 +144,7 @@ def _folder_files(
 ) -> list[FileLayout]:
     """Lay out a folder; its first file gets the texts of `__metadata__`."""
     entries = sorted(entries, key=lambda e: natural(e.name))
-    files = _packed(request, entries) if request.topology is None else _by_rank(request, entries)
+    files = _pack_into_files(request, entries) if request.topology is None else _by_rank(request, entries)
     layouts = [
         _rank_file(f"{prefix}rank_{rank}.safetensors", group, {} if rank else texts)
         for rank, group in enumerate(files)
@@ -157,7 +157,7 @@ def _folder_files(
     return [*layouts, FileLayout(f"{prefix}metadata.json", len(raw), (), (), (Literal(0, raw),), commit=True)]
 
 
-def _packed(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_EntryBox]]:
+def _pack_into_files(request: Arrangement, entries: Sequence[_Entry]) -> list[list[_EntryBox]]:
     """Distribute complete tensors over files of a size."""
     files: list[list[_EntryBox]] = [[]]
     size = 0

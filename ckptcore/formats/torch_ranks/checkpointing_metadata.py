@@ -77,14 +77,14 @@ def read_metadata(source: Source) -> SavedMetadata | None:
     tree = loads(source.store.read(METADATA, 0, size), {}, label=METADATA)
     source.explain(METADATA)
     try:
-        return _parsed(tree)
+        return _parse(tree)
     except (InvalidText, KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedCheckpoint(
             f"{METADATA} is not the metadata of torch_checkpointing: {short_repr(error, 120)}", file=METADATA
         ) from error
 
 
-def _parsed(tree: Any) -> SavedMetadata:
+def _parse(tree: Any) -> SavedMetadata:
     world, version = tree["world_size"], tree.get("version", "1.0")
     if type(world) is not int or not 0 < world <= _MAX_RANKS:
         raise ValueError(f"world_size is {short_repr(world, 40)}")

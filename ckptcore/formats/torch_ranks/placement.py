@@ -120,7 +120,7 @@ class Placer:
             return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
         self._count(prod(map(len, runs)))
         pieces = tuple(
-            (_narrowed(local, local_offset, box.shape), box) for box, local_offset in cuts.boxes(runs)
+            (_narrow(local, local_offset, box.shape), box) for box, local_offset in cuts.boxes(runs)
         )
         return Placed(dtype, shape, pieces, mesh.rank, mesh.ranks)
 
@@ -313,7 +313,7 @@ def _refused_tensor(local: Refused, shape: tuple[int, ...], storages: tuple[str,
     return replace(local, shape=shape, storages=storages or local.storages)
 
 
-def _narrowed(view: StoredView, local_offset: tuple[int, ...], extent: tuple[int, ...]) -> StoredView:
+def _narrow(view: StoredView, local_offset: tuple[int, ...], extent: tuple[int, ...]) -> StoredView:
     if extent == view.shape:
         return view
     offset = view.offset + sum(a * s for a, s in zip(local_offset, view.strides, strict=True))

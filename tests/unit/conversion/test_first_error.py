@@ -15,7 +15,7 @@ from safetensors.torch import load, save_file
 import ckptcore
 from ckptcore.errors import DestinationUnwritable, StorageTrouble
 from ckptcore.planning.request import Settings
-from ckptcore.store.objects.retry import repeated
+from ckptcore.store.objects.retry import with_retries
 from ckptcore.utils.workers import failed, finishing, run_jobs
 
 pytestmark = [
@@ -115,7 +115,7 @@ def test_a_wait_of_another_thread_ends_with_the_first_error() -> None:
 
     def job(number: int) -> None:
         if number:
-            repeated(trouble, "s3://bucket/key", deadline=500.0)
+            with_retries(trouble, "s3://bucket/key", deadline=500.0)
         waiting.wait(10)
         raise DestinationUnwritable("the first error")
 
@@ -133,7 +133,7 @@ def test_the_repeats_of_a_pool_end_with_the_error_of_the_pool_around_it() -> Non
         raise ConnectionResetError("reset by peer")
 
     def inner(number: int) -> None:
-        repeated(trouble, "s3://bucket/key", deadline=500.0)
+        with_retries(trouble, "s3://bucket/key", deadline=500.0)
 
     def job(number: int) -> None:
         if number:
@@ -161,7 +161,7 @@ def test_requests_behind_a_good_end_of_a_pool_are_repeated() -> None:
         return "bytes"
 
     def job(_: int) -> None:
-        found.append(threads.start(lambda _: repeated(trouble, "s3://bucket/key", deadline=500.0)))
+        found.append(threads.start(lambda _: with_retries(trouble, "s3://bucket/key", deadline=500.0)))
 
     run_jobs(iter([0]), lambda: job, threads=1)
     done.set()
@@ -171,7 +171,7 @@ def test_requests_behind_a_good_end_of_a_pool_are_repeated() -> None:
 
 def test_the_error_of_a_thread_alone_is_repeated_to_its_deadline() -> None:
     with pytest.raises(StorageTrouble, match="after"):
-        repeated(lambda: (_ for _ in ()).throw(ConnectionResetError()), "s3://bucket/key", deadline=0.5)
+        with_retries(lambda: (_ for _ in ()).throw(ConnectionResetError()), "s3://bucket/key", deadline=0.5)
 
 
 def test_what_ends_a_failed_job_is_still_repeated() -> None:
@@ -191,7 +191,7 @@ def test_what_ends_a_failed_job_is_still_repeated() -> None:
         while not failed():
             time.sleep(0.01)
         with finishing():
-            repeated(release, "s3://bucket/lease", writing=True)
+            with_retries(release, "s3://bucket/lease", writing=True)
         assert failed()
 
     with pytest.raises(ValueError, match="the first error"):

@@ -45,8 +45,8 @@ def test_an_item_of_many_views_is_decoded_once(
         state, storage_writer=FileSystemWriter(tmp_path / "ckpt", _extensions=[ZStandard()]), no_dist=True
     )
     decoded: list[Any] = []
-    read = codecs._decoded
-    monkeypatch.setattr(codecs, "_decoded", lambda *a: decoded.append(a) or read(*a))
+    read = codecs._decode_steps
+    monkeypatch.setattr(codecs, "_decode_steps", lambda *a: decoded.append(a) or read(*a))
     monkeypatch.setattr(decoded_items, "_IN_MEMORY", in_memory)
     monkeypatch.setattr(decoded_items, "_LEAST", min(kept, decoded_items._LEAST))
     monkeypatch.setattr(decoded_items, "_MOST_KEPT", kept)
@@ -138,8 +138,8 @@ def test_memory_of_decoded_items_belongs_to_the_budget(tmp_path: Path) -> None:
 def test_what_memory_has_no_room_for_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = saved(tmp_path / "ckpt", 12, 1200, compressed=True)  # items of 600 KiB
     decoded: list[Any] = []
-    read = codecs._decoded
-    monkeypatch.setattr(codecs, "_decoded", lambda *a: decoded.append(a) or read(*a))
+    read = codecs._decode_steps
+    monkeypatch.setattr(codecs, "_decode_steps", lambda *a: decoded.append(a) or read(*a))
     taken: list[int] = []
     take, slot, slots = decoded_items.DecodedRoom.take, decoded_items.DecodedRoom.slot, list[int]()
 

@@ -32,7 +32,7 @@ from ckptcore.store.objects.retry import (
     deadline_s,
     explained,
     kind_of,
-    repeated,
+    with_retries,
 )
 from ckptcore.store.objects.small_reads import SmallReads
 
@@ -100,7 +100,7 @@ def run(failures: list[Exception], deadline: float) -> tuple[Any, int]:
         return "done"
 
     try:
-        return repeated(call, "s3://b/k", deadline=deadline), sent
+        return with_retries(call, "s3://b/k", deadline=deadline), sent
     except CkptError as error:
         return error, sent
 
@@ -124,7 +124,7 @@ def test_a_wait_ends_when_the_request_is_given_up() -> None:
         raise answered(503, "SlowDown", {"retry-after": "500"})
 
     with pytest.raises(StorageTrouble, match="SlowDown"):
-        repeated(call, "s3://b/k", deadline=600.0, given_up=given_up.is_set)
+        with_retries(call, "s3://b/k", deadline=600.0, given_up=given_up.is_set)
     assert len(sent) == 1
     assert time.monotonic() - sent[0] < 120
 
