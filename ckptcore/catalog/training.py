@@ -20,6 +20,7 @@ from ckptcore.catalog.normalize import clean
 from ckptcore.errors import UsageError
 from ckptcore.redaction import GONE, without_arguments
 from ckptcore.utils.foreign_text import InvalidText, load_json
+from ckptcore.utils.text import listed
 from ckptcore.utils.text import short_repr as quoted
 
 # Where facts come from. An earlier one replaces a later one, never the other way round.
@@ -394,17 +395,21 @@ def _metrics(form: Any, left_out: list[str]) -> dict[str, Measured]:
             continue
         measurement = measured(value)
         if measurement is None:
-            no_number.append(f"metrics.{_name(str(key))}")
+            no_number.append(f"metrics.{_name(str(key))} must be a number{_got(str(key), value)}")
         elif len(metrics) >= MAX_METRICS:
             too_many += 1
         else:
             metrics[_name(str(key))] = measurement
     if no_number:
-        omitted_text = f", and {len(no_number) - 3} more" if no_number[3:] else ""
-        left_out.append(f"{', '.join(no_number[:3])}{omitted_text} must be a number")
+        left_out.append(listed(no_number, 3))
     if too_many:
         left_out.append(f"metrics: {too_many} beyond the first {MAX_METRICS}")
     return metrics
+
+
+def _got(name: str, value: Any) -> str:
+    """Return what was given in place of a number, for a message; nothing of what may be a secret."""
+    return "" if _is_secret(name) else f" (got {clean(quoted(value, 40))})"
 
 
 def _put(facts: dict[str, Any], name: str, value: Any) -> None:
@@ -453,7 +458,7 @@ def _finite(name: str, value: Any, left_out: list[str]) -> float | None:
         return None
     measurement = measured(value)
     if measurement is None or measurement.value is None:
-        left_out.append(f"{name} must be a finite number")
+        left_out.append(f"{name} must be a finite number{_got(name, value)}")
         return None
     return measurement.value
 
@@ -464,7 +469,7 @@ def _plain(key: str, value: Any, depth: int, nodes: list[int]) -> Any:
     if nodes[0] < 0 or depth < 0:
         raise _TooLarge
     if isinstance(value, str):
-        if _SECRET_KEY.search(key) and not _SPECIAL_TOKEN.search(key):
+        if _is_secret(key):
             return GONE
         if len(value) > MAX_JSON:
             raise _TooLarge
@@ -488,8 +493,11 @@ def _plain(key: str, value: Any, depth: int, nodes: list[int]) -> Any:
 
 def _grants(name: str, value: Any) -> bool:
     """Return whether a value under a secret's name is bytes or a list, which `_plain` would not recognise."""
-    secret = _SECRET_KEY.search(name) and not _SPECIAL_TOKEN.search(name)
-    return bool(secret) and isinstance(value, bytes | bytearray)
+    return _is_secret(name) and isinstance(value, bytes | bytearray)
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET_KEY.search(name) is not None and _SPECIAL_TOKEN.search(name) is None
 
 
 def _number_text(value: float) -> str:

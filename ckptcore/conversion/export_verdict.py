@@ -43,7 +43,7 @@ def find_source(
 
     Raises:
         CatalogError: The catalog cannot be used.
-        UsageError: The options make no request.
+        UsageError: The options make no request, or another verb wrote it.
     """
     # Asked first, as the catalog has the exact request, and a card has only its outcome.
     registered = _registered(export, catalog) if catalog is not False else None
@@ -69,6 +69,8 @@ def _found(
     export: str, against: str | None, options: Mapping[str, Any], registered: _Registered | None
 ) -> KnownExport:
     """Find the source as `find_source`, without what the catalog recorded of the export itself."""
+    if registered is not None and against is None and not options:
+        _require_export(registered.conversion, export)
     exact = bool(options.keys() & set(_DTYPES))
     # Retired or replaced by this very export: there is nothing to compare it with, whatever its card says.
     if registered is not None and against is None and registered.source.gone:
@@ -105,6 +107,15 @@ def _found(
         )
     request = Request(place, export, verb="export", **options)
     return KnownExport(ExportSource(request, by, exact, digest or None))
+
+
+def _require_export(conversion: ConversionRow, place: str) -> None:
+    """Raise `UsageError` for what has the names of its source: as an export, it lacks every tensor."""
+    if conversion.verb in ("consolidate", "reshard"):
+        raise UsageError(
+            f"cannot verify {place} as an export: {conversion.verb} wrote it, under the names of its source",
+            hint=f"compare it with its source: ckptcore diff {conversion.source_uri} {place}",
+        )
 
 
 def record_verdict(export: KnownExport, proof: ExportProof, catalog: str | bool | None) -> ExportProof:

@@ -67,6 +67,13 @@ def in_python(
     return _OPTION.sub(keyword, hint)
 
 
+def _note(error: CkptError) -> None:
+    """Let a traceback end with the next step: most people see nothing else of an error."""
+    note = f"next: {error.hint}"
+    if error.hint and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 def speaking_python(
     arguments: Callable[[], tuple[Collection[str], Collection[str], Collection[str]]],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -83,6 +90,7 @@ def speaking_python(
             except CkptError as error:
                 hint = error.hint.replace(_HELP, f"`help(ckptcore.{function.__name__})`")
                 error.hint = in_python(hint, *arguments())
+                _note(error)
                 raise
 
         return call

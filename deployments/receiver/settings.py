@@ -14,11 +14,13 @@ from typing import Any, Literal
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from ckptcore.errors import UsageError
 from ckptcore.page.http_errors import RequestRefused
 from ckptcore.page.settings import PageTable, access_of
 from ckptcore.utils.foreign_text import InvalidText, load_toml
+from ckptcore.utils.near_names import did_you_mean
 from deployments.parameters import misfits_of
 from deployments.receiver.roots import normal
 from deployments.receiver.senders import DIALECTS, Dialect
@@ -108,6 +110,13 @@ class ReceiverSettings(_Strict):
     page: PageTable | None = None
 
 
+KEYS = [
+    name
+    for model in (ReceiverSettings, SourceSettings, NotifyTarget, PageTable)
+    for name in model.model_fields
+]
+
+
 class Sender:
     """A configured source, with the values that every request needs."""
 
@@ -139,7 +148,8 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[ReceiverSetti
         settings = ReceiverSettings.model_validate(load_toml(path.read_bytes()))
     except (OSError, InvalidText, ValidationError) as error:
         raise UsageError(
-            f"cannot use {path}: {error}", hint="see deployments/receiver/example.toml for a complete file"
+            f"cannot use {path}: {_cause(error)}",
+            hint="see deployments/receiver/example.toml for a complete file",
         ) from error
     wrong = [*problems(settings, env)]
     if wrong:
@@ -147,6 +157,27 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[ReceiverSetti
             f"cannot use {path}: " + "; ".join(wrong), hint="correct the file, or set the variables"
         )
     return settings, {name: Sender(name, source, settings, env) for name, source in settings.sources.items()}
+
+
+def _cause(error: OSError | InvalidText | ValidationError) -> str:
+    """Return why the file cannot be used: by keys, as a value may be a secret in the wrong place."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, ValidationError):
+        return "; ".join(map(_misfit, error.errors(include_url=False, include_input=False)))
+    return str(error)
+
+
+def _misfit(row: ErrorDetails) -> str:
+    place = ".".join(map(str, row["loc"]))
+    match row["type"]:
+        case "missing":
+            return f"{place} is missing"
+        case "extra_forbidden":
+            near = did_you_mean(str(row["loc"][-1]), KEYS)
+            return f"{place} is no key of this file" + (f" ({near})" if near else "")
+        case _:
+            return f"{place}: {row['msg']}"
 
 
 def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def test_errors_name_what_is_near(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ckptcore.CkptError) as error:
         ckptcore.read(manifest, "weight")
     assert (error.value.code, error.value.hint) == ("name-mismatch", "did you mean model.weight?")
+    assert traceback.format_exception(error.value)[-1] == "next: did you mean model.weight?\n"
     with pytest.raises(ckptcore.CkptError) as error:
         ckptcore.read(manifest, "model.weight", ckptcore.Box((0, 0), (9, 9)))
     assert error.value.code == "usage"

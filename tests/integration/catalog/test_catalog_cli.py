@@ -351,7 +351,7 @@ def test_facts_and_rankings(ask, filled):
 def test_a_fact_that_looks_like_a_metric_is_noted(ask, filled):
     note = "note: loss is recorded as a fact; a metric is metrics.loss=VALUE\n"
     assert ask("meta", filled[1], "loss=2.3", "user=ada", stderr=note) == f"{filled[1]}: 2 facts recorded\n"
-    with pytest.raises(UsageError, match=r"metrics\.loss must be a number"):
+    with pytest.raises(UsageError, match=r"metrics\.loss must be a number \(got 'abc'\)"):
         ask("meta", filled[1], "metrics.loss=abc")
 
 

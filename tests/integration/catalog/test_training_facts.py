@@ -150,6 +150,7 @@ HOSTILE = {
         "text": "-Infinity",
         "number": "2.5e-3",
         "tiny": 5e-324,
+        "api_key": "secret-word",
         "huge": 10**400,
         "flag": True,
         "none": None,
@@ -176,10 +177,13 @@ def test_hostile_values_are_the_same_on_both_databases(catalog, facts):
     reported, left_out = read_facts(HOSTILE)
     assert left_out == (
         "git_commit must be a text (got list)",
-        "epoch must be a finite number",
+        "epoch must be a finite number (got inf)",
         "samples must be from 0 to 2**63 - 1",
-        "tokens must be a finite number",
-        "metrics.huge, metrics.flag, metrics.none must be a number",
+        "tokens must be a finite number (got an integer of 1329 bits)",
+        (
+            "metrics.api_key must be a number, metrics.huge must be a number (got an integer of 1329 bits), "
+            "metrics.flag must be a number (got True) and 1 more"
+        ),
         f"config: 2 of its entries, beyond {MAX_JSON >> 10} KiB",
     )
     catalog.record_validation(facts("/r/step-1", training=((ANNOUNCED, reported),)))

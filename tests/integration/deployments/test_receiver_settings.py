@@ -66,7 +66,9 @@ def test_the_example_is_complete_and_has_every_kind() -> None:
         ('roots = ["/runs/../etc"]', "not a plain path"),
         ("roots = []", "source slurm: there are no allowed roots"),
         ('destination = "/out/{step}/{name}"', "{name} is not one of"),
-        ("colour = 3", "colour"),
+        ("colour = 3", "colour is no key of this file"),
+        ('destnation = "/out"', "destnation is no key of this file (did you mean destination?)"),
+        ("destination = 3", "destination: Input should be a valid string"),
         ('sources.Big = { kind = "bearer", secrets = ["TOKEN"] }', "lower-case letters"),
         ('sources.a = { kind = "smoke", secrets = ["TOKEN"] }', "(got 'smoke')"),
         ('sources.a = { kind = "bearer", secrets = [] }', "secrets"),
@@ -93,8 +95,18 @@ def test_errors_are_reported_at_start(line: str, expected: str, tmp_path: Path) 
     assert "fifteen-letters" not in caught.value.message
 
 
+def test_what_is_missing_is_named_and_no_value_is_shown(tmp_path: Path) -> None:
+    config = tmp_path / "receiver.toml"
+    config.write_text('roots = ["/runs"]\nsources.a = { kind = "bearer", secrets = "fifteen-letters" }\n')
+    with pytest.raises(UsageError) as caught:
+        load(config, {})
+    assert caught.value.message == (
+        f"cannot use {config}: destination is missing; sources.a.secrets: Input should be a valid list"
+    )
+
+
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no\.toml"):
+    with pytest.raises(UsageError, match=r"no\.toml: No such file or directory$"):
         load(tmp_path / "no.toml", {})
 
 

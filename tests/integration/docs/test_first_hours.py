@@ -47,7 +47,7 @@ MISTAKES = (
         "already holds the result",
     ),
     ("catalog sql 'SELECT * FROM exports'", 2, "latest_exports"),
-    (f"catalog meta {STEP} metrics.loss=abc", 2, "metrics.loss must be a number"),
+    (f"catalog meta {STEP} metrics.loss=abc", 2, "metrics.loss must be a number (got 'abc')"),
     (f"catalog meta {STEP} loss=2.3", 0, "a metric is metrics.loss=VALUE"),
     (f"catalog alias set tiny/prod {STEP}", 23, "is a source"),
     ("catalog alias set tiny/prod models/tiny", 0, "tiny/prod"),

@@ -377,6 +377,21 @@ def test_arguments_that_say_nothing(llama: Path, options: dict[str, Any], says: 
         ckptcore.verify_export(str(llama / "hf"), against=str(llama / "ckpt"), **options)
 
 
+@pytest.mark.parametrize("verb", ["consolidate", "reshard"])
+def test_what_another_verb_wrote_is_no_export(llama: Path, tmp_path: Path, verb: str) -> None:
+    catalog, out = str(tmp_path / "catalog.sqlite"), str(tmp_path / "out")
+    options: dict[str, Any] = {"to": "dcp", "mesh": "dp=2"} if verb == "reshard" else {}
+    made = ckptcore.convert(llama / "ckpt", out, verb=verb, catalog=catalog, **options)
+    with pytest.raises(UsageError, match=f"as an export: {verb} wrote it") as caught:
+        ckptcore.verify_export(out, catalog=catalog)
+    assert caught.value.hint == f"compare it with its source: ckptcore diff {llama / 'ckpt'} {out}"
+    with open_catalog(catalog) as opened:
+        detail = opened.show(str(made.conversion))
+    assert isinstance(detail, ConversionDetail)
+    assert detail.conversion.export_verdict is None
+    assert ckptcore.verify_export(out, against=llama / "ckpt", catalog=False).source
+
+
 def test_the_catalog_knows_how_it_was_made_and_keeps_the_verdict(llama: Path, tmp_path: Path) -> None:
     catalog, hf = str(tmp_path / "catalog.sqlite"), tmp_path / "hf"
     options: dict[str, Any] = {"rename": [("model.", "net.")], "exclude": ["*lm_head*"], "dtype": "bf16"}
