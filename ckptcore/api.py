@@ -662,7 +662,9 @@ def merge(
 
 
 def _request(source: str, destination: Place, options: dict[str, Any]) -> Request:
-    return Request(source, _place(destination, "destination"), **_fields(options))
+    request = Request(source, _place(destination, "destination"), **_fields(options))
+    request.require_writer()
+    return request
 
 
 def _place(place: Any, noun: str) -> str:

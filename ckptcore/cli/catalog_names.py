@@ -10,8 +10,8 @@ import typer
 
 from ckptcore.cli.catalog_shared import As, Ref, Where, answer, clock, opened
 from ckptcore.cli.options import Output, declared, group, takes
-from ckptcore.errors import UsageError
-from ckptcore.store import local_path
+from ckptcore.errors import SourceUnreadable, UsageError
+from ckptcore.store import local_path, near_place
 from ckptcore.utils import terminal
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 
@@ -316,6 +316,11 @@ def set_root(name: RootName, **arguments: Any) -> None:
     from ckptcore.operations.retention.root_retention import checked
 
     changes, also, retention = _target_form(arguments), arguments["also"], arguments["retention"]
+    if not changes and arguments["include"] is None and also is None and retention is None:
+        raise UsageError(
+            f"no setting of {name} is named",
+            hint=f"for example: ckptcore catalog root set {name} --dtype bf16",
+        )
     with opened(arguments["catalog"]) as catalog_db, catalog_db.writing() as conn:
         row = roots.get(conn, name)
         require_sound(row)  # what an odd row asks for would be replaced by defaults
@@ -354,7 +359,14 @@ def check_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) 
     with opened(catalog) as catalog_db, catalog_db.reading() as conn:
         row = roots.get(conn, name)
     check(row)
+    if not _is_here(row.uri):
+        raise SourceUnreadable(
+            f"there is no folder {row.uri} on this machine",
+            hint=near_place(row.uri) or "check it on the machine that sweeps it, or remove the root",
+        )
     open_source_store(row.uri)
+    if output is Output.TEXT:
+        terminal.line(f"{name} can be swept: its folder is there, and its settings can be used", err=True)
     answer(row, output)
 
 

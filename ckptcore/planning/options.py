@@ -308,7 +308,7 @@ class Options:
         url = source_url(source, recover=self.allow_incomplete)
         if destination is None and is_merged(url):
             raise UsageError("a destination is needed: there are several sources")
-        return Request(
+        request = Request(
             source=url,
             destination=f"{url.rstrip('/')}.consolidated" if destination is None else destination,
             verb=verb,
@@ -338,6 +338,8 @@ class Options:
             allow_untried=self.allow_untried,
             keep_object=tuple(self.keep_object or ()),
         )
+        request.require_writer()
+        return request
 
     def settings(self) -> Settings:
         """Return the resources to use: memory, threads, device; raises `UsageError`."""

@@ -156,6 +156,15 @@ class Request:
         if not self.source or not self.destination:
             raise UsageError("a source and a destination are needed")
 
+    def require_writer(self) -> None:
+        """Raise `UsageError` if the output format cannot be written: known before a source is read.
+
+        A request of a catalog is read without: a package with its format may have been removed since.
+        """
+        from ckptcore.formats import by_name
+
+        by_name(self.format, writes=True)
+
     def _require_mesh(self) -> None:
         if (self.verb == "reshard") != bool(self.mesh):
             raise UsageError(

@@ -23,6 +23,7 @@ _SIZES = {
     "G": 1 << 30,
     "T": 1 << 40,
 }
+_BARE = 1 << 10  # bytes; below it a number without a unit is one whose unit was left out
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 _MOST = float(1 << 63)  # the first size that file offsets and databases cannot hold
@@ -34,6 +35,8 @@ def parse_size(text: str) -> int:
 
     >>> parse_size("5GB"), parse_size("1GiB"), parse_size("1.5 MiB")
     (5000000000, 1073741824, 1572864)
+
+    A small number without a unit is refused: ``--max-file-size 5`` is meant as 5 GB.
     """
     m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not m or m[2].upper() not in _SIZES:
@@ -41,6 +44,11 @@ def parse_size(text: str) -> int:
             f"size must be a number with a unit (got {short_repr(text)})", hint="try 512MiB, 1GiB or 5GB"
         )
     nbytes = float(m[1]) * _SIZES[m[2].upper()]
+    if not m[2] and 0 < nbytes < _BARE:
+        raise UsageError(
+            f"size must be a number with a unit (got {short_repr(text)}, which is {show_size(nbytes)})",
+            hint=f"try {m[1]}GB, {m[1]}GiB or {m[1]}B",
+        )
     if nbytes >= _MOST:
         raise UsageError(
             f"size must be less than 8 EiB (got {short_repr(text)})", hint="try 512MiB, 1GiB or 5GB"

@@ -10,7 +10,7 @@ from ckptcore.catalog import ConversionFacts, audit, default_url, open_catalog
 from ckptcore.catalog.database import HEAD
 from ckptcore.catalog.queues import NewEvent, inbox, outbox
 from ckptcore.cli.catalog import app
-from ckptcore.errors import CatalogError, Conflict, UsageError, finding
+from ckptcore.errors import CatalogError, Conflict, SourceUnreadable, UsageError, finding
 
 LONG = "/data/" + "very-long-folder-name/" * 6
 
@@ -313,7 +313,15 @@ def test_what_a_root_names_is_read_when_it_is_set(ask, filled, tmp_path, monkeyp
     row = json.loads(ask("root", "check", "a", "--output", "json"))
     assert (row["target"]["dtype"], row["target"]["config"]) == ("bf16", settings["config"])
     assert (row["include"], row["retention"]) == (["step-*"], {"keep_last": 2})
+    verdict = "a can be swept: its folder is there, and its settings can be used\n"
+    assert "dtype=bf16" in "".join(ask("root", "check", "a", stderr=verdict).split())
+    with pytest.raises(UsageError, match="no setting of a is named"):
+        ask("root", "set", "a")
     assert "dtype=bf16" in "".join(ask("root", "show", "a").split())
+    (tmp_path / "runs").rename(tmp_path / "runz")
+    with pytest.raises(SourceUnreadable, match="there is no folder") as caught:
+        ask("root", "check", "a")
+    assert caught.value.hint == f"did you mean {tmp_path}/runz?"
     (tmp_path / "model/config.json").unlink()
     with pytest.raises(UsageError, match=r"cannot read --config"):
         ask("root", "check", "a")

@@ -21,8 +21,16 @@ def test_what_is_no_quantity_is_refused(parse: object, text: str) -> None:
     assert len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize("text", ["5", "007", "1.5", "1023"])
+def test_a_small_size_without_a_unit_is_one_whose_unit_was_left_out(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_size(text)
+    assert caught.value.hint == f"try {text}GB, {text}GiB or {text}B"
+
+
 def test_what_is_one() -> None:
-    assert (parse_size("8388607TiB"), parse_size(" 1.5 kib "), parse_size("007")) == (8388607 << 40, 1536, 7)
+    assert (parse_size("8388607TiB"), parse_size(" 1.5 kib "), parse_size("007b")) == (8388607 << 40, 1536, 7)
+    assert (parse_size("0"), parse_size("1024"), parse_size("1B")) == (0, 1024, 1)
     assert (parse_duration("36525d"), parse_duration("0"), parse_duration(" 1.5 h")) == (
         36525 * 86400,
         0,
