@@ -26,6 +26,8 @@ from ckptcore.utils.units import show_duration, show_size
 
 MOST = 2000  # characters of a value on a page
 _CODE = re.compile(r"(?:^|[\s(])([a-z]+(?:-[a-z0-9]+)*)(?=:\s|$)")
+# What a run waits for is tried without a command.
+_RETRIED, _AGAIN, _BY_ITSELF = "next try at ", ", then run the command again", "; it is tried again by itself"
 _DISPLAYED_ABOVE = ("source", "destination", "verb")  # the page has them above
 
 
@@ -138,13 +140,14 @@ def next_step(text: str | None) -> str:
     >>> next_step("worker-lost: the process was ended")
     "check the workers' logs and memory, then run the command again: finished files are kept"
     >>> next_step("next try at 12:00:00 UTC: not-complete: .metadata is missing")
-    'wait until the save has finished, then run the command again'
+    'wait until the save has finished; it is tried again by itself'
     >>> next_step("all is well")
     ''
     """
     steps = _steps()
     codes = (match[1] for match in _CODE.finditer(str(text or "")))
-    return next((steps[code] for code in codes if code in steps), "")
+    step = next((steps[code] for code in codes if code in steps), "")
+    return step.replace(_AGAIN, _BY_ITSELF) if _RETRIED in str(text) else step
 
 
 @cache

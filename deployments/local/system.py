@@ -230,9 +230,12 @@ def _bring_up(supervisor: Supervisor, name: str, state: State) -> None:
     _start(supervisor, name)
     if not _becomes_ready(supervisor, name, state, READY_SECONDS):
         lives = supervisor("getProcessInfo", name)["statename"] in ("STARTING", "RUNNING")
-        problem = "is not ready" if lives else "ended"
+        problem = f"is not ready after {READY_SECONDS:.0f} s" if lives else "ended"
         log = ending(supervisor("readProcessStdoutLog", name, -2000, 0).strip(), 1500)
-        raise UsageError(f"{name} {problem}:\n{log}", hint=f"{state['folder']}/log/{name}.log has more")
+        raise UsageError(
+            f"{name} {problem}:\n{log or 'it has written nothing'}",
+            hint=f"{state['folder']}/log/{name}.log has more",
+        )
     terminal.line(
         f"{name}: started (process {_live(supervisor)[name]})" if name in READY else f"{name}: done"
     )

@@ -86,6 +86,17 @@ SEARCHES = {
 }
 
 
+# Blocks of code with a letter below their button.
+COVERED = """
+[...document.querySelectorAll('div.highlight')].filter(block => {
+  const button = block.querySelector('button.copy').getBoundingClientRect(), text = document.createRange();
+  text.selectNodeContents(block.querySelector('pre'));
+  return [...text.getClientRects()].some(line => line.width && line.right > button.left + 1
+    && line.left < button.right && line.bottom > button.top && line.top < button.bottom);
+}).length
+"""
+
+
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:
         """Log no request."""
@@ -128,6 +139,7 @@ def test_pages_fit_a_phone_and_a_desk_and_code_can_be_copied(served: str, tmp_pa
                     browser.open(f"{served}/{page}.html", width=width, dark=dark)
                     if browser.ask("document.documentElement.scrollWidth > innerWidth + 1"):
                         wrong[page] = width
+                    assert browser.ask(COVERED) == 0, (page, width)
         browser.open(f"{served}/tutorial.html")
         code = "[...document.querySelectorAll('div.highlight > pre')]"
         assert browser.ask(f"{code}.filter(e => e.scrollWidth > e.clientWidth + 1).length") == 0

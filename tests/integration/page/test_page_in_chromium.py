@@ -55,9 +55,9 @@ PAGES = (
     "/login",
     "/nothing",
 )
-# Links of a list that a finger cannot reach without moving the page sideways.
+# Links and texts of a list that a finger cannot reach without moving the list sideways.
 OFF_SCREEN = """
-[...document.querySelectorAll('td.to a')].map(a => a.getBoundingClientRect())
+[...document.querySelectorAll('td.to a, td.name')].map(a => a.getBoundingClientRect())
   .filter(box => box.left < 0 || box.right > document.documentElement.clientWidth + 1).length
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -120,6 +121,28 @@ def test_an_export_is_compared_with_its_source_under_its_names(tmp_path: Path) -
             page = text_of(client.get("/compare", params=pair).text)
             assert "matched by the mapping of the export" in page
             assert "left out by the export" in page
+
+
+def test_a_config_named_in_another_folder_is_the_copy_in_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request has the path as it was typed, the page runs elsewhere, or the config is gone."""
+    sample = ROOT / "tests" / "fixtures" / "torch" / "verl_fsdp2_4r" / "ckpt/global_step_10/actor"
+    shutil.copytree(sample, tmp_path / "step-1")
+    shutil.copytree(tmp_path / "step-1/huggingface", tmp_path / "config")
+    monkeypatch.chdir(tmp_path)
+    catalog, settings = str(tmp_path / "catalog.sqlite"), ckptcore.Settings(fingerprint=True)
+    for out, config in (("relative", "config"), ("absolute", str(tmp_path / "config"))):
+        ckptcore.convert("step-1", out, verb="export", config=config, catalog=catalog, settings=settings)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "config").rename(tmp_path / "gone")
+    with open_catalog(catalog) as opened:
+        for out in ("relative", "absolute"):
+            sides = {"left": str(tmp_path / "step-1"), "right": str(tmp_path / out)}
+            answer = browser(opened).get("/api/v1/compare", params=sides).json()
+            assert answer["unmapped"] == ""
+            assert answer["equal"] > 0
 
 
 def test_names_without_a_mapping_get_a_reason(catalog: Catalog, facts: Facts) -> None:
