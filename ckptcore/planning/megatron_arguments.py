@@ -39,7 +39,7 @@ _BY_TENSOR: Mapping[str, re.Pattern[str]] = {
         "qk_layernorm": r".*\.self_attention\.((q|k|kv)_layernorm|linear_kv_up_proj\.layer_norm)[._].*",
         "add_qkv_bias": r".*\.self_attention\.linear_qkv\.bias",
         "add_bias_linear": r".*\.linear_(proj|fc[12])\.bias",
-        "untie_embeddings_and_output_weights": r"output_layer\.weight",
+        "untie_embeddings_and_output_weights": r"(.*\.)?output_layer\.weight",
         "moe_router_enable_expert_bias": r".*\.mlp\.router\.expert_bias",
     }.items()
 }
@@ -52,8 +52,8 @@ _WIDTHS: Mapping[str, re.Pattern[str]] = {
         "moe_shared_expert_intermediate_size": r".*\.mlp\.shared_experts\.linear_fc2\.weight",
     }.items()
 }
-_DELTA_NET = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.A_log")
-_ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
+_DELTA_NET = re.compile(r"(?:.*\.)?decoder\.layers\.(\d+)\.self_attention\.A_log")
+_ROUTER = re.compile(r"(?:.*\.)?decoder\.layers\.(\d+)\.mlp\.router\.weight")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MESH = {
     "tensor_model_parallel_size": "tp",
@@ -176,7 +176,7 @@ def common_state(
         )
         findings += (finding("unstated-arguments", "coverage", message),)
     elif not findings:  # a provider of Bridge is the model, and no command line completes it
-        dtype = next((t.dtype for t in tensors if t.fqn == _EMBEDDING), "")
+        dtype = next((t.dtype for t in tensors if t.fqn.endswith(_EMBEDDING)), "")
         state["run_config"] = run_config(arguments, dtype)
         bridge = Config("run_config.yaml for Megatron-Bridge", _WORLD, state["run_config"]["model"])
         findings += tuple(unstated(naming, bridge, "run_config.yaml"))
@@ -216,7 +216,7 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
     for argument, pattern in _WIDTHS.items():
         widths = {t.shape[-1] for t in tensors if pattern.fullmatch(t.fqn)}
         out |= {argument: widths.pop()} if len(widths) == 1 else {}
-    rows = next((t.shape[0] for t in tensors if t.fqn == _EMBEDDING), None)
+    rows = next((t.shape[0] for t in tensors if t.fqn.endswith(_EMBEDDING)), None)
     if rows is not None:
         out |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": VOCABULARY_STEP[_WORLD]}
     numbers = agreed(naming.configs)

@@ -25,6 +25,7 @@ from ckptcore.naming.maps.adapters import adapter_maps
 from ckptcore.naming.maps.agreement import agreed
 from ckptcore.naming.maps.conversion import MappedManifest, converted, with_padding, with_zeros
 from ckptcore.naming.maps.declaration import ArchMap, built_in_maps
+from ckptcore.naming.maps.hub_config import TIE
 from ckptcore.naming.maps.hyperparameters import NUMBERS, Config
 from ckptcore.naming.maps.matching import Matched, match, require_fit
 from ckptcore.naming.maps.sizes import names_in
@@ -39,7 +40,6 @@ _HEADS = ("lm_head.weight", "embed_out.weight")  # of causal language models on 
 # World -> the multiple, times tp, to which its trainer pads a vocabulary. Megatron's is the default of
 # --make-vocab-size-divisible-by (megatron/training/arguments.py; megatron/training/tokenizer).
 VOCABULARY_STEP = {"megatron": 128}
-_TIE = "tie_word_embeddings"
 _INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no tensor's shape depends on
 
 
@@ -300,8 +300,8 @@ def _tied_by(configs: Sequence[Config], *, ties: bool = True) -> str:
         # Fields of the config come before those of its class, which are defaults.
         if config.fields is None:
             continue
-        stated = config.fields.get(_TIE)
-        value = (config.fields.of_class or {}).get(_TIE) if stated is None else stated.value
+        stated = config.fields.get(TIE)
+        value = (config.fields.of_class or {}).get(TIE) if stated is None else stated.value
         if value is ties:
             return config.name
     return ""

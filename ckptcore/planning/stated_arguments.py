@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.maps.agreement import agreed, agreement
-from ckptcore.naming.maps.hub_config import field_of
+from ckptcore.naming.maps.hub_config import TEXT, field_of
 from ckptcore.naming.maps.hyperparameters import NUMBERS, Config, hub_places
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.name_maps import NameMap
@@ -72,6 +72,6 @@ def unstated(naming: NameMap, written: Config, place: str) -> Iterator[Finding]:
     if not config.numbers.get("window", (0, ""))[0]:
         equal |= _OF_WINDOW
     stated = {f for f in comparison.unconfirmed if (s := fields.get(f)) is not None and s.value is not None}
-    if lacking := sorted(stated - equal):
+    if lacking := sorted(f for f in stated if equal.isdisjoint((f, f.removeprefix(f"{TEXT}.")))):
         message = f"{place} does not say {listed(lacking, 12)} of {config.name}"
         yield finding("unstated-arguments", "coverage", message)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from families import model_class
 from safetensors.torch import load_file, save_file
 from trainer_names import WORLDS, State, nanotron_config, tiny_model
 
@@ -51,10 +52,16 @@ class Tiny:
     @cached_property
     def live(self) -> Any:
         """Its module in the installed transformers."""
-        import transformers
+        return opened(self.hub)
 
-        library: Any = transformers
-        return library.AutoModelForCausalLM.from_pretrained(self.hub, dtype="auto").eval()
+
+def opened(folder: Path) -> Any:
+    """A folder's module in the installed transformers."""
+    import transformers
+
+    library: Any = transformers
+    config = library.AutoConfig.from_pretrained(folder)
+    return model_class(config).from_pretrained(folder, dtype="auto").eval()
 
 
 def weights(folder: Path) -> State:
@@ -118,7 +125,7 @@ def adapted(tiny: Tiny) -> Any:
     import transformers
 
     library: Any = transformers
-    base = library.AutoModelForCausalLM.from_pretrained(tiny.hub, dtype="auto").eval()
+    base = opened(tiny.hub)
     linear = (torch.nn.Linear, library.pytorch_utils.Conv1D)
     head, modules = base.get_output_embeddings(), base.named_modules()
     names = {name.rpartition(".")[2] for name, m in modules if isinstance(m, linear) and m is not head}
@@ -138,7 +145,7 @@ def adapted(tiny: Tiny) -> Any:
 def _megatron(tiny: Tiny, form: str, folder: Path) -> Path:
     """A torch_dist folder, with the arguments of its training in common.pt."""
     dcp.save(_named(tiny, "megatron", form), checkpoint_id=folder, no_dist=True)
-    config, args = tiny.config, argparse.Namespace(iteration=3)
+    config, args = tiny.config.get("text_config", tiny.config), argparse.Namespace(iteration=3)
     from_zero = ("gemma", "qwen3_next", "qwen3_5")  # models whose norms count from 0
     args.layernorm_zero_centered_gamma = config["model_type"].startswith(from_zero)
     args.swiglu = args.gated_linear_unit = config["model_type"] != "gpt2"

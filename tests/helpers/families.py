@@ -41,11 +41,32 @@ _DELTA = {
     "linear_value_head_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "patch_size": 2,
+    "fullatt_block_indexes": [0],
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
 # Architecture -> (model type, config, trainers' worlds that have a map for it).
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("llama", {}, ("megatron", "torchtitan", "olmo_core", "nanotron")),
     "mistral": ("mistral", {}, ("megatron", "torchtitan")),
     "qwen2": ("qwen2", {}, ("megatron", "olmo_core", "nanotron")),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {
+            "text_config": {**_SMALL, "rope_parameters": _MROPE},
+            "vision_config": _VISION,
+            "image_token_id": 39,
+            "video_token_id": 38,
+            "vision_start_token_id": 37,
+        },
+        ("megatron",),
+    ),
     "qwen3": ("qwen3", {"head_dim": 8}, ("megatron", "torchtitan", "olmo_core")),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}, ("megatron", "torchtitan")),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ("megatron", "torchtitan")),
@@ -178,3 +199,12 @@ def tiny_config(family: str) -> Any:
     cls = library.CONFIG_MAPPING[kind]
     known = {*cls().to_dict(), *cls.attribute_map}
     return cls(**({k: v for k, v in _SMALL.items() if k in known} | more))
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that builds the model of a config: with a head, and all its modules."""
+    import transformers
+
+    library: Any = transformers
+    language, pictures = library.AutoModelForCausalLM, library.AutoModelForImageTextToText
+    return language if type(config) in language._model_mapping else pictures

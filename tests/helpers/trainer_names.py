@@ -11,17 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from families import FAMILIES, FORMS, tiny_config
+from families import FAMILIES, FORMS, model_class, tiny_config
 
 State = dict[str, torch.Tensor]
 
 
 def tiny_model(family: str) -> Any:
     """A family's tiny model: all tensors are random, and differ; those of one dim are about one."""
-    import transformers
-
-    library: Any = transformers
-    model = library.AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    config = tiny_config(family)
+    model = model_class(config).from_config(config).eval()
     model.config.architectures = [type(model).__name__]
     generator = torch.Generator().manual_seed(sorted(FAMILIES).index(family))
     with torch.no_grad():
@@ -48,6 +46,11 @@ def megatron(config: Mapping[str, Any], hub: State, form: str) -> State:
     """As Megatron-Core names it. form: stacked, layers (experts in one tensor), grouped or sequential."""
     if config["model_type"] == "gpt2":
         return _megatron_gpt2(hub)
+    if config["model_type"] == "qwen2_5_vl":  # models/qwen_vl/modeling_qwen25_vl.py of Megatron-Bridge
+        pictures = {n: t for n, t in hub.items() if n.startswith("visual.")}
+        language = {n: t for n, t in hub.items() if n not in pictures}
+        named = megatron(config["text_config"], language, form)
+        return pictures | {f"language_model.{n}": t for n, t in named.items()}
     out: State = {}
     for name, tensor in hub.items():
         if name.startswith("model.layers."):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from families import model_class
 
 UNOPENED = "the right folder does not open"
 NO_CLASS = "has no such class"
@@ -91,7 +92,8 @@ def _opened(folder: Path, base: Path | None) -> Any:
 
     library: Any = transformers
     library.logging.set_verbosity_error()
-    model, report = library.AutoModelForCausalLM.from_pretrained(
+    config = library.AutoConfig.from_pretrained(base or folder, local_files_only=True)
+    model, report = model_class(config).from_pretrained(
         base or folder, dtype="auto", output_loading_info=True, local_files_only=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

@@ -59,9 +59,9 @@ _STACKED_DIMS = (re.compile(r"(?:^|\.)layers\.(?!\d)"), re.compile(r"\.experts\.
 _RUN_CONFIG = "run_config"  # the object that becomes Megatron-Bridge's run_config.yaml
 RELEASE = "release"  # the folder, and the word for it in the tracker
 _PARAMETER = re.compile(r"^(?P<module>.+)\.(?:layer_norm_)?(?:weight|bias)$")
-_STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
+_STACKED_LAYERS = re.compile(r"(?:^|\.)decoder\.layers\.(?!\d+\.)")
 _EXPERTS = ".experts.experts."
-_STATELESS = re.compile(r"^(?:embedding\..+|output_layer|.+\.router)$")  # modules that have no such state
+_STATEFUL = re.compile(r"(?:^|\.)(?:decoder|mtp)\.(?!.*\.router$)")  # Megatron's modules that have such a state
 _PROJECTION, _ATTENTION = ".self_attention.linear_proj", ".self_attention.core_attention"
 
 
@@ -388,9 +388,9 @@ def extra_states(tensors: Sequence[TensorSpec]) -> Iterator[str]:
     grids: dict[str, tuple[int, ...]] = {}
     for spec in tensors:
         match = _PARAMETER.match(spec.fqn)
-        if match is None or _STATELESS.match(module := match["module"]):
+        if match is None or not _STATEFUL.search(module := match["module"]):
             continue
-        dims = bool(_STACKED_LAYERS.match(module)) + (_EXPERTS in f"{module}.")
+        dims = bool(_STACKED_LAYERS.search(module)) + (_EXPERTS in f"{module}.")
         grids[module] = spec.shape[:dims] or (1,)
         if module.endswith(_PROJECTION):
             grids[module.removesuffix(_PROJECTION) + _ATTENTION] = grids[module]

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.hub_config import (
+    TEXT,
     HubFields,
     Stated,
     field_of,
@@ -91,11 +92,13 @@ def agreement(config: Config, other_configs: Sequence[Config]) -> Agreement:
         for compare in _BY_MEANING:
             compare(config, other_config, notes)
     open_fields = _open_fields(config.fields) if config.fields is not None else set()
+    # What is compared is of the language model, whose config may be within the other one.
+    unconfirmed = {f for f in open_fields if notes.confirmed.isdisjoint((f, f.removeprefix(f"{TEXT}.")))}
     return Agreement(
         tuple({c.text: c for c in notes.contradictions}.values()),
         frozenset(notes.confirmed),
         frozenset(notes.one_sided),
-        tuple(sorted(open_fields - notes.confirmed)),
+        tuple(sorted(unconfirmed)),
     )
 
 
@@ -117,9 +120,7 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
 
 def _open_fields(fields: HubFields) -> set[str]:
     """Return the fields that shapes do not show, also those that a config leaves to its class."""
-    of_class = (
-        f for f, default in (fields.of_class or {}).items() if default is not None and fields.counts(f)
-    )
+    of_class = (f for f, default in fields.defaults.items() if default is not None and fields.counts(f))
     return {f for f in (*fields.functional, *of_class) if not in_shapes(f)}
 
 
@@ -141,7 +142,7 @@ def _compare_fields(
     config: Config, other_config: Config, fields: HubFields, other_fields: HubFields, notes: _Notes
 ) -> None:
     """Compare all fields of two configs of one model type."""
-    mine, theirs = fields.functional, other_fields.functional
+    mine, theirs = _in_one_form(fields.functional, other_fields.functional)
     unset, their_unset = fields.unset, other_fields.unset
     for name in mine.keys() | theirs.keys():
         stated, their_stated = mine.get(name), theirs.get(name)
@@ -155,6 +156,24 @@ def _compare_fields(
             notes.confirmed.add(name)
         elif not name.endswith("vocab_size") and fields.reads(name):
             notes.differs(first.place, f"{config.name} says {first}", f"{other_config.name} says {second}")
+
+
+def _in_one_form(
+    fields: Mapping[str, Stated], other: Mapping[str, Stated]
+) -> tuple[Mapping[str, Stated], Mapping[str, Stated]]:
+    """Return the fields of two configs, those of the language model among the others where one has them so.
+
+    Earlier releases of transformers wrote no config for it.
+    """
+    both = fields, other
+    if len({any(f.startswith(f"{TEXT}.") for f in each) for each in both}) == 1:
+        return both
+    first, second = ({f.removeprefix(f"{TEXT}."): s for f, s in each.items()} | _own(each) for each in both)
+    return first, second
+
+
+def _own(fields: Mapping[str, Stated]) -> dict[str, Stated]:
+    return {f: s for f, s in fields.items() if not f.startswith(f"{TEXT}.")}
 
 
 def _taken(name: str, unset: Mapping[str, Any], other: Stated | None) -> Stated | None:

@@ -54,7 +54,8 @@ all by default; one that `GENERATIONS` does not list is only read. ``loaded_by =
 release of the trainer whose own code has loaded what the way back makes, in tests. ``by_name = true`` is for
 a map that only ``--arch`` or a config selects, because its names and shapes are those of another family.
 ``stacked = {layer = "decoder.layers."}``, also of a group: names below that prefix may also come without
-their index, with the layers in a first dim of their own.
+their index, with the layers in a first dim of their own. ``below = "language_model."``: names of the trainer
+in groups have this prefix, because its model is a module of another one.
 
 A map may have ``[[map.again]]`` for layers that are built like others: a rule whose names all begin with the
 first text of ``from`` and of ``to`` also applies with the other texts, as the part ``name``; ``without``
@@ -358,6 +359,11 @@ class RuleForm(_Form):
             raise ValueError("`repeats` has no way back: say why in `one_way`")
         return self
 
+    def below(self, prefix: str) -> RuleForm:
+        """Return the rule for a trainer whose names have a prefix."""
+        source, *spellings = (tuple(prefix + t for t in side) for side in (self.source, *self.spellings))
+        return self.model_copy(update={"source": source, "spellings": tuple(spellings)})
+
 
 class GroupForm(_Form):
     """Rules that families share, or what their maps require. defaults: texts for names in angle brackets."""
@@ -426,6 +432,8 @@ class MapForm(_Form):
     # They change no output of the map: no part of its digest.
     generations: tuple[str, ...] = Field((), exclude=True)
     loaded_by: str = Field("", exclude=True)
+    # Part of the digest where there is one, so that digests of maps without it stay.
+    below: str = Field("", exclude=True)
 
 
 class FamilyForm(_Form):
@@ -536,9 +544,10 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         used |= {x for r in group.rule for x in _TEXT.findall(r.model_dump_json())}
         texts = group.defaults | form.texts
         axes = group.axes | form.axes
-        group_rules = [r for r in group.rule if f"{name}/{r.name}" not in form.without]
+        stacked = {axis: form.below + prefix for axis, prefix in group.stacked.items()}
+        group_rules = [r.below(form.below) for r in group.rule if f"{name}/{r.name}" not in form.without]
         for rule_form in group_rules:
-            rules += _rules_of_form(rule_form, name, texts, axes, form.stacked | group.stacked)
+            rules += _rules_of_form(rule_form, name, texts, axes, form.stacked | stacked)
             rules += _rules_of_alike(form, rule_form, name, texts, axes)
     for rule_form in form.rule:
         rules += _rules_of_form(rule_form, "", form.texts, form.axes, form.stacked)
@@ -558,6 +567,7 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
     declaration["again"] = declaration.pop("alike")
     for alike, alike_form in zip(form.alike, declaration["again"], strict=True):
         alike_form.update({"without": list(alike.without)} if alike.without else {})
+    declaration |= {"below": form.below} if form.below else {}
     content = [family.arch, declaration, [g.model_dump(mode="json") for _, g in groups]]
     return ArchMap(
         family.arch,

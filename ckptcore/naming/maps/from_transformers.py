@@ -24,7 +24,7 @@ from typing import Any
 
 from ckptcore.naming import transformers_private
 from ckptcore.naming.maps.declaration import RuleForm, built_in_maps, compiled
-from ckptcore.naming.maps.hub_config import FROZEN, NULL, hub_fields
+from ckptcore.naming.maps.hub_config import FROZEN, NULL, TEXT, hub_fields
 from ckptcore.naming.maps.live_families import LiveFamilyForm, PartForm
 from ckptcore.naming.maps.live_steps import ITEM, StepForm, Substitution
 
@@ -473,8 +473,16 @@ def configs_toml(version: str) -> str:
 
 
 def _defaults(library: Any, kind: str) -> dict[str, Any]:
-    """Return field -> default of a config class; "null" for none, or one that other fields give."""
+    """Return field -> default of a config class; "null" for none, or one that other fields give.
+
+    Fields of its language model, which a config has in a config of its own or, of earlier releases, among the
+    others, are those of the class.
+    """
     cls = library.CONFIG_MAPPING[kind]
+    nested = cls.sub_configs.get(TEXT)
+    language_model = (
+        _defaults(library, nested.model_type) if nested in library.CONFIG_MAPPING.values() else {}
+    )
     config = cls()
     saved = {k: v for k, v in config.to_dict().items() if k not in ("architectures", "transformers_version")}
     fields = hub_fields({k: v for k, v in saved.items() if k in _ROPE or not isinstance(v, (list, dict))})
@@ -487,7 +495,8 @@ def _defaults(library: Any, kind: str) -> dict[str, Any]:
     # They count with other values of the field that `hub_config.toml` names beside them.
     uncounted = {n: declared.get(n) for n in has if not fields.counts(n)}
     unused = {n: v for n, v in uncounted.items() if isinstance(v, (bool, int, float, str))}
-    return dict.fromkeys(has, NULL) | unused | functional_defaults | dict.fromkeys(derived, NULL)
+    own = dict.fromkeys(has, NULL) | unused | functional_defaults | dict.fromkeys(derived, NULL)
+    return language_model | own
 
 
 def _toml_value(value: Any) -> str:

@@ -25,7 +25,8 @@ PLAIN_ROPE = "default"  # what transformers calls rotary embeddings without scal
 # Values of a config may be lists or dicts: they are compared, never hashed.
 _SAME_AS_PLAIN = (PLAIN_ROPE, "mrope")  # sections of the second for pictures, no other frequencies
 _FACTOR_ALONE = ("linear", "llama3", "yarn")  # without scaling where the factor is 1
-_TEXT = "text_config"
+TIE = "tie_word_embeddings"
+TEXT = "text_config"  # the config of the language model inside another one
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,24 @@ class HubFields:
     architectures: tuple[str, ...]
 
     def get(self, field: str) -> Stated | None:
-        """Return a field of the language model: of its own config, where the config has a nested one."""
-        nested = self.values.get(f"{_TEXT}.{field}")
-        return nested if nested is not None else self.values.get(field)
+        """Return a field of the language model: of its own config, where the config has a nested one.
+
+        A head beside the language model is tied where either config says so.
+        """
+        nested, own = self.values.get(f"{TEXT}.{field}"), self.values.get(field)
+        if field == TIE and own is not None and own.value:
+            return own
+        return nested if nested is not None else own
 
     @property
     def functional(self) -> dict[str, Stated]:
         """The fields that change what the model computes."""
         return {k: v for k, v in self.values.items() if self.counts(k)}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The fields of the model's class, with their defaults, but those that the nested config states."""
+        return {f: v for f, v in (self.of_class or {}).items() if f"{TEXT}.{f}" not in self.values}
 
     @property
     def rope_by_layer(self) -> bool:

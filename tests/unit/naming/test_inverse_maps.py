@@ -86,9 +86,9 @@ def trainer_state(family: str, world: str, form: str) -> State:
     """What a trainer has of the hub's model: no rows pad its vocabulary, and biases of experts are zero."""
     config, hub = hub_model(family)
     state = WORLDS[world][0](config, dict(hub), form)
-    for name in PADDED.get(world, ()):
-        if name in state:
-            state[name] = state[name][: config["vocab_size"]]
+    vocabulary = config.get("text_config", config)["vocab_size"]
+    for name in (n for n in state if n.endswith(PADDED.get(world, ()))):
+        state[name] = state[name][:vocabulary]
     if form == "stacked":
         for old, new in FUSED_NORMS.items():
             state = {n.replace(old, new): t for n, t in state.items()}
