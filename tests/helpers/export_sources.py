@@ -129,9 +129,10 @@ def adapted(tiny: Tiny) -> Any:
     linear = (torch.nn.Linear, library.pytorch_utils.Conv1D)
     head, modules = base.get_output_embeddings(), base.named_modules()
     names = {name.rpartition(".")[2] for name, m in modules if isinstance(m, linear) and m is not head}
-    # peft puts none on the output of a Mamba layer, which does not call it as a module.
+    # peft puts none on the output of a Mamba layer, which does not call it as a module. Numbers name layers.
+    without = {"out_proj", "router", "0", "2"}
     lora: Any = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=sorted(names - {"out_proj", "router"}), task_type="CAUSAL_LM"
+        r=2, lora_alpha=6, target_modules=sorted(names - without), task_type="CAUSAL_LM"
     )
     model: Any = peft.get_peft_model(base, lora)
     generator = torch.Generator().manual_seed(11)

@@ -192,6 +192,53 @@ def test_a_padding_token_counts_for_a_classifier() -> None:
     assert "pad_token_id = 1" in texts(one, other)
 
 
+VISION_MODEL: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "qwen2_5_vl_text",
+        "num_attention_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 0]},
+    },
+    "vision_config": {"depth": 2},
+}
+
+
+def test_the_fields_of_a_language_model_are_in_its_config_or_among_the_others() -> None:
+    """Those that transformers wrote before it nested them."""
+    text = VISION_MODEL["text_config"]
+    flat = {k: v for k, v in text.items() if k != "rope_parameters"}
+    flat |= {k: v for k, v in VISION_MODEL.items() if k != "text_config"}
+    flat |= {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}
+    nested, older = (Config(name, "hf-hub", form) for name, form in (("new", VISION_MODEL), ("old", flat)))
+    assert texts(nested, older) == texts(older, nested) == ""
+    for config in (nested, older):
+        assert {n: config.numbers[n][0] for n in ("heads", "norm_eps", "rope_theta")} == {
+            "heads": 4,
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        }
+    other = Config("old", "hf-hub", flat | {"rms_norm_eps": 1e-6})
+    assert "new says text_config.rms_norm_eps = 1e-05, old says rms_norm_eps = 1e-06" in texts(nested, other)
+
+
+@pytest.mark.parametrize(
+    ("own", "of_language_model", "tied"),
+    [(True, False, True), (True, None, True), (False, True, True), (False, False, False), (None, True, True)],
+)
+def test_embeddings_are_tied_where_the_model_or_its_language_model_says_so(
+    own: bool | None, of_language_model: bool | None, tied: bool
+) -> None:
+    """As transformers ties them (models/qwen2_5_vl/configuration_qwen2_5_vl.py)."""
+    text = {} if of_language_model is None else {"tie_word_embeddings": of_language_model}
+    form = {"model_type": "qwen2_5_vl", "text_config": text, "tie_word_embeddings": own}
+    fields = hub_fields({k: v for k, v in form.items() if v is not None})
+    stated = fields.get("tie_word_embeddings")
+    assert stated is not None
+    assert stated.value is tied
+
+
 def test_a_language_model_in_a_larger_one() -> None:
     larger = Config(
         "the source's", "hf-hub", {"model_type": "llava", "text_config": LLAMA, "vision_config": {}}
