@@ -42,7 +42,7 @@ PEFT = "peft"
 # layers, OLMo-core's like its modules of experts, nanotron's like how it stores rotary pairs.
 GENERATIONS: Mapping[str, tuple[str, ...]] = {
     "torchtitan": ("qkv_linear", "wqkv", "wq"),
-    "megatron": ("stacked", "fused", "layers", "grouped", "sequential"),
+    "megatron": ("stacked", "fused", "layers", "grouped", "sequential", "transformer-engine"),
     "gpt_neox": ("pipeline", "sequential"),
     "olmo_core": ("default", "dropless"),
     "nanotron": ("halves", "interleaved"),

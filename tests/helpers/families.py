@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "qwen2_5_vl": (
         "qwen2_5_vl",
         {
-            "text_config": {**_SMALL, "rope_parameters": _MROPE},
+            "text_config": {**_SMALL, "rms_norm_eps": 1e-6, "rope_parameters": _MROPE},
             "vision_config": _VISION,
             "image_token_id": 39,
             "video_token_id": 38,

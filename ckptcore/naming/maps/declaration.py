@@ -87,7 +87,8 @@ from ckptcore.utils.text import short_repr
 
 _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
 _ALL, _NONE = frozenset[str](), frozenset({"-"})  # generations of names that have a spelling
-STACKED = "stacked"  # the generation of names in which one tensor holds all layers
+# Generations of names in which one tensor holds all layers.
+STACKED = frozenset({"stacked", "transformer-engine"})
 PADDING = "padding"  # the axis of rows that pad a vocabulary
 
 
@@ -710,7 +711,7 @@ def _stacked(
     ]
     if not stacked_sides:
         return [(side, labels)]
-    stacked_labels = frozenset({STACKED}) if not labels or STACKED in labels else _NONE
+    stacked_labels = (STACKED & labels if labels else STACKED) or _NONE
     return [
         (side, labels - stacked_labels or _ALL if labels != _NONE else _NONE),
         *((stacked_side, stacked_labels) for stacked_side in stacked_sides),

@@ -144,6 +144,23 @@ def test_a_layer_of_multi_token_prediction_that_the_hub_counts_apart(tmp_path: P
     equal(back.mapped.manifest, hub)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "gpt_oss"])
+def test_names_of_jobs_with_transformer_engine(tmp_path: Path, family: str) -> None:
+    """Norms before experts are modules of their own; those before dense layers are in these."""
+    source = hub_manifest(tmp_path / "hub", family)
+    found = to_trainer(remap(source), source, "megatron:transformer-engine")
+    for name, _, _ in found.conversion.zeros:
+        assert name.endswith(".expert_bias")
+    state = trainer_state(family, "megatron", "stacked")
+    fused = ".mlp.linear_fc1.layer_norm_"
+    if family != "llama":
+        assert any(fused in name for name in state)
+        state = {n.replace(fused, ".pre_mlp_layernorm."): t for n, t in state.items()}
+    equal(found.mapped.manifest, state)
+    back = map_names(found.mapped, "megatron", NameRequest(arch=family, to="hf-hub", source=source))
+    equal(back.mapped.manifest, hub_model(family)[1])
+
+
 def tensors(folder: Path) -> State:
     manifest = ckptcore.open(str(folder))
     return {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
