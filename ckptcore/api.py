@@ -21,7 +21,7 @@ from ckptcore.planning.compose import Composed, compose, map_export
 from ckptcore.planning.options import Options, VerifyOptions, options_of, pairs, read_rules, request_field
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.merged import source_url
-from ckptcore.utils.average_url import average_url, weights_for
+from ckptcore.utils.average_url import sum_url
 from ckptcore.utils.near_names import did_you_mean
 from ckptcore.utils.python_hints import speaking_python
 from ckptcore.utils.units import parse_size
@@ -626,6 +626,7 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     decay: float | None = None,
+    adapter: Place | None = None,
     settings: Settings | None = None,
     progress: Progress | None = None,
     catalog: Place | bool | None = None,
@@ -637,11 +638,14 @@ def merge(
     so), in the order of ``sources``, by weights that are divided by their sum; everything else is the last
     source's. The optimizers are left out.
 
+    With ``adapter``, a LoRA adapter is merged into the one source, as peft's `merge_and_unload` does it.
+
     Args:
-        sources: Paths or URLs, two or more.
+        sources: Paths or URLs, two or more; with an adapter one, its base.
         destination: Path or URL of the output.
         weights: One for each source; None for equal ones.
         decay: Of an exponential moving average in the order of the sources, instead of weights.
+        adapter: Path or URL of the folder that has adapter_config.json.
         settings: Memory budget, threads and device. Memory use is ``settings.memory``, for any number of
             sources.
         progress: Called with (stage, bytes done, bytes in total).
@@ -657,7 +661,8 @@ def merge(
         CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
     """
     places = [_place(source, "source") for source in sources]
-    url = average_url(places, weights_for(len(places), weights, decay))
+    merged_adapter = None if adapter is None else _place(adapter, "adapter")
+    url = sum_url(places, weights, decay, merged_adapter)
     return run_all(_request(url, destination, options), settings, progress, _spelled(catalog))
 
 

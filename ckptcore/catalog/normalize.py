@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.redaction import bare_url, redacted
-from ckptcore.utils.average_url import average_url, is_average, split_average
+from ckptcore.utils.average_url import is_average, split_average, with_inputs
 from ckptcore.utils.merged_url import is_merged, merged_url, split_merged
 
 # Schemes of one file system of fsspec, which takes the options of all of them.
@@ -70,8 +70,7 @@ def normal_uri(uri: str) -> str:
     'merged://[/nowhere/n0,s3://b/n1]'
     """
     if is_average(uri):
-        inputs, weights = split_average(uri)
-        return average_url([normal_uri(root) for root in inputs], weights)
+        return with_inputs(uri, [normal_uri(root) for root in split_average(uri)[0]])
     if is_merged(uri):
         roots, inner = split_merged(uri)
         return merged_url(map(normal_uri, roots)) + (f"/{storable(inner)}" if inner else "")

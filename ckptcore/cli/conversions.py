@@ -102,7 +102,7 @@ def merge(
         typer.Argument(
             metavar="SRC... DST",
             help="Two or more checkpoints of one model, of any formats, topologies and dtypes, in the order "
-            "of the sum; then the new folder or file. With --run only DST.",
+            "of the sum; then the new folder or file. With --run only DST, with --adapter one SRC.",
         ),
     ],
     shares: Annotated[
@@ -128,6 +128,14 @@ def merge(
     every: Annotated[
         int, typer.Option("--every", metavar="STEPS", min=1, help="With --run: multiples of STEPS only.")
     ] = 1,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="DIR",
+            help="LoRA adapter, with its adapter_config.json, to merge into the one SRC.",
+        ),
+    ] = None,
     verb: Annotated[
         str,
         typer.Option(
@@ -139,7 +147,7 @@ def merge(
     ] = "",
     **arguments: Any,
 ) -> None:
-    """Average checkpoints of one model, and write the average.
+    """Average checkpoints of one model, or merge an adapter into it.
 
     Each tensor with fractions is the weighted sum of those of all SRC, in float32; all else is the last
     SRC's. The optimizer is left out. The output is that of consolidate, export or reshard.
@@ -156,7 +164,8 @@ def merge(
     if run is not None and last is not None:
         src = window(options.register_in, run, last=last, every=every)
     weights = None if shares is None else numbers(shares)
-    _convert(merge_request(options, named_places(src, arguments), dst, weights, decay, verb), arguments)
+    places = named_places(src, arguments)
+    _convert(merge_request(options, places, dst, weights, decay, verb, adapter), arguments)
 
 
 @takes(declared(*MODEL, *_VIRTUAL, *MEANS))

@@ -30,6 +30,7 @@ cut into boxes changes no bit.
 - ``sum_DTYPE``, ``mean_DTYPE``: n inputs of that dtype and of one shape; params (n,). out = ((a + b) + c)
   and so on, each sum rounded to the dtype, and divided by n for the mean (convert_neox_to_hf.py of GPT-NeoX).
 - ``weighted_DTYPE``: see `ckptcore.core.weighted_sums`.
+- ``adapted_DTYPE``: see `ckptcore.core.adapted_weights`.
 - ``zeros_float32``: no input; params: the shape. Biases that a trainer begins with.
 - ``padded_DTYPE``: one input [R, ...] of that dtype; params (R, *shape), where shape has more rows. out has
   the rows of the input, and zeros behind them: a vocabulary that a trainer pads.
@@ -42,9 +43,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ckptcore.core.adapted_weights import adapted_needs, adapted_shape, fill_adapted, most_adapted
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import SUM, TensorSpec
+from ckptcore.core.manifest import ADAPTED, SUM, Derived, TensorSpec
 from ckptcore.core.weighted_sums import SUMMED, fill_sum, sum_shape
 
 Shape = tuple[int, ...]
@@ -66,6 +68,9 @@ class Function:
         width: Most bytes of those boxes per element of the output.
         fill: Called as (torch, box, inputs over the needed boxes, params, out). Fills ``out``, a contiguous
             tensor over the box.
+        most: Called as (bytes, shape of a box, bytes of an element of the output, dtypes of the inputs,
+            params). Returns the most elements of a tile of the box (`Box.tiles`) that fit, with their inputs;
+            None where ``width`` says it.
     """
 
     title: str
@@ -74,6 +79,7 @@ class Function:
     needs: Callable[[Box, Shape], tuple[Box, ...]]
     width: Callable[[Sequence[str]], int]
     fill: Callable[[Any, Box, Sequence[Any], Shape, Any], None]
+    most: Callable[[int, Shape, int, Sequence[str], Shape], int] | None = None
 
 
 def _block_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
@@ -438,6 +444,18 @@ FUNCTIONS: dict[str, Function] = {
         for dtype in sorted(set(SUMMED.values()))
     },
     **{
+        f"{ADAPTED}{dtype}": Function(
+            "weights with an adapter",
+            dtype,
+            adapted_shape,
+            adapted_needs,
+            lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+            fill_adapted,
+            most_adapted,
+        )
+        for dtype in sorted(set(SUMMED.values()))
+    },
+    **{
         f"padded_{dtype}": Function(
             "rows, and zeros behind them",
             dtype,
@@ -464,3 +482,19 @@ FUNCTIONS: dict[str, Function] = {
         for dtype in ADDED
     },
 }
+
+
+def most_elements(node: Derived, room: int, shape: Shape, itemsize: int, dtypes: Sequence[str]) -> int:
+    """Return the most elements of a tile of a box that fit so many bytes, with their inputs.
+
+    Args:
+        node: How they are computed.
+        room: The bytes.
+        shape: Shape of the box.
+        itemsize: Bytes of an element of the output.
+        dtypes: Of the inputs.
+    """
+    function = FUNCTIONS[node.fn]
+    if function.most is not None:
+        return function.most(room, shape, itemsize, dtypes, node.params)
+    return room // (itemsize + function.width(dtypes))

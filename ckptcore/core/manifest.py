@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 SUM = "weighted_"  # what the names of functions of weighted sums begin with
+ADAPTED = "adapted_"  # and those of weights with an adapter
 CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
 
 
@@ -188,6 +189,11 @@ class Derived:
     def is_sum(self) -> bool:
         """Whether it is a weighted sum of several checkpoints (`ckptcore.core.weighted_sums`)."""
         return self.fn.startswith(SUM)
+
+    @property
+    def is_of_checkpoints(self) -> bool:
+        """Whether it is computed of several checkpoints; otherwise it is of quantised values."""
+        return self.fn.startswith((SUM, ADAPTED))
 
 
 @dataclass(frozen=True)
@@ -358,7 +364,7 @@ class Manifest:
     @property
     def dequantized(self) -> frozenset[int]:
         """Return the tensors whose values are computed of quantised ones."""
-        return frozenset(tensor for tensor, node in self.derived.items() if not node.is_sum)
+        return frozenset(tensor for tensor, node in self.derived.items() if not node.is_of_checkpoints)
 
     @cached_property
     def index(self) -> dict[str, int]:

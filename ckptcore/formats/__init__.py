@@ -85,7 +85,7 @@ from ckptcore.store import ReadObserver, Store, hub_hint, join_url, near_place, 
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import RecordingStore
-from ckptcore.utils.average_url import is_average
+from ckptcore.utils.average_url import is_adapted, is_average
 from ckptcore.utils.memory import reusing_memory
 
 WRAPPED = ".tensor_class"  # what the object of a tensor that wraps others ends with
@@ -284,8 +284,12 @@ def read_manifest(source: Source) -> Manifest:
         MetadataTooLarge: The metadata takes more memory than `ckptcore.core.metadata_budget` allows.
         CkptError: What `detect` and the format's reader raise.
     """
+    if is_adapted(source.store.url):
+        from ckptcore.formats.adapted import read_adapted  # most sources are no sum
+
+        return read_adapted(source, partial(_read_input, source))
     if is_average(source.store.url):
-        from ckptcore.formats.average import read_average  # most sources are no average
+        from ckptcore.formats.average import read_average
 
         return read_average(source, partial(_read_input, source))
     with metered(), reusing_memory():

@@ -36,7 +36,7 @@ _FRACTIONS = "fcp"  # kinds of dtypes: floating-point, complex and packed number
 
 
 @dataclass(frozen=True)
-class _Input:
+class ModelInput:
     """One input without its optimizer.
 
     Attributes:
@@ -89,16 +89,21 @@ def read_average(source: Source, read: Callable[[str, ObservedInput | None], Man
     """
     store = source.store
     assert isinstance(store, AverageStore)  # the caller has checked
-    roots, weights = split_average(store.url)
-    inputs = []
-    for place, root in enumerate(roots):
-        observer = store.observer
-        inner = None if observer is None else ObservedInput(observer, folder_of_input(place, len(roots)))
-        inputs.append(_input(root, read(root, inner)))
-    return _average(inputs, weights)
+    inputs = [model_input(root, manifest) for root, manifest in input_manifests(store, read)]
+    return _average(inputs, split_average(store.url)[1])
 
 
-def _input(url: str, manifest: Manifest) -> _Input:
+def input_manifests(
+    store: AverageStore, read: Callable[[str, ObservedInput | None], Manifest]
+) -> Iterator[tuple[str, Manifest]]:
+    """Yield the URL and the manifest of each input; ``read`` as for `read_average`."""
+    observer, count = store.observer, len(store.roots)
+    for place, root in enumerate(store.roots):
+        inner = None if observer is None else ObservedInput(observer, folder_of_input(place, count))
+        yield root, read(root, inner)
+
+
+def model_input(url: str, manifest: Manifest) -> ModelInput:
     """Return an input without the tensors and objects of its optimizers, and without copies of its model."""
     manifest = manifest.without_copies()
     if manifest.inputs is not None:
@@ -137,7 +142,7 @@ def _input(url: str, manifest: Manifest) -> _Input:
     left_bytes = sum(manifest.tensors[manifest.index[name]].nbytes for name in left_out)
     if left_out or values:
         manifest = _without(manifest, {*left_out, *values})
-    return _Input(url, manifest, inside, tuple(left_out), left_bytes)
+    return ModelInput(url, manifest, inside, tuple(left_out), left_bytes)
 
 
 def _without(manifest: Manifest, names: set[str]) -> Manifest:
@@ -159,7 +164,7 @@ def _without(manifest: Manifest, names: set[str]) -> Manifest:
     )
 
 
-def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
+def _average(inputs: Sequence[ModelInput], weights: Sequence[float]) -> Manifest:
     """Return the manifest of the weighted sums of the inputs' tensors."""
     last, shares = inputs[-1], normalized(weights)
     stored = [_stored_names(averaged, last) for averaged in inputs]
@@ -173,24 +178,30 @@ def _average(inputs: Sequence[_Input], weights: Sequence[float]) -> Manifest:
     dtypes = {name: max(SUMMED[spec.dtype] for spec in several) for name, several in specs.items()}
     nodes = {name: Derived(f"{SUM}{dtype}", (), packed_weights(shares)) for name, dtype in dtypes.items()}
     url = average_url([averaged.manifest.root for averaged in inputs], weights)
-    manifest = summed(_layers(url, inputs, stored), nodes, dtypes)
+    manifest = summed(layers_of(url, [averaged.manifest for averaged in inputs], stored), nodes, dtypes)
     evidence = f"the average of {len(inputs)} checkpoints, by the weights {', '.join(map(repr, shares))}"
-    origin = {**last.manifest.origin, "file": None}
+    manifest = replace(manifest, findings=(*manifest.findings, *_notes(inputs, specs)))
+    return with_files(manifest, [averaged.manifest for averaged in inputs], evidence)
+
+
+def with_files(manifest: Manifest, inputs: Sequence[Manifest], evidence: str) -> Manifest:
+    """Return the manifest of a sum with the files of all inputs, under their names in it."""
+    last = inputs[-1]
+    origin = {**last.origin, "file": None}
     folders = [folder_of_input(place, len(inputs)) for place in range(len(inputs))]
-    placed = list(zip(folders, (averaged.manifest for averaged in inputs), strict=True))
+    placed = list(zip(folders, inputs, strict=True))
     return replace(
         manifest,
         origin={**origin, "evidence": [*origin.get("evidence", ()), evidence]},
-        findings=(*manifest.findings, *_notes(inputs, specs)),
         stamps={folder + path: stamp for folder, m in placed for path, stamp in m.stamps.items()},
         described=tuple(StoredFile(folder + f.path, f.size) for folder, m in placed for f in m.described),
         beside=tuple(StoredFile(folder + f.path, f.size) for folder, m in placed for f in m.beside),
         ledger=_ledger(placed),
-        order=last.manifest.order,
+        order=last.order,
     )
 
 
-def _stored_names(averaged: _Input, last: _Input) -> dict[str, str]:
+def _stored_names(averaged: ModelInput, last: ModelInput) -> dict[str, str]:
     """Return for each tensor that is summed its name in the last input -> its name in this one.
 
     Raises:
@@ -242,7 +253,7 @@ def _with_prefix(names: Mapping[str, str], expected_names: Collection[str]) -> d
     return {longer: names[shorter] for shorter, longer in bare.items()}
 
 
-def _require_alike(name: str, specs: Sequence[TensorSpec], inputs: Sequence[_Input]) -> None:
+def _require_alike(name: str, specs: Sequence[TensorSpec], inputs: Sequence[ModelInput]) -> None:
     """Require one shape in all inputs, and dtypes that are summed."""
     for spec, averaged in zip(specs, inputs, strict=True):
         if spec.shape != specs[-1].shape:
@@ -258,11 +269,17 @@ def _require_alike(name: str, specs: Sequence[TensorSpec], inputs: Sequence[_Inp
             )
 
 
-def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, str]]) -> list[Manifest]:
-    """Return what each input gives to the sums, over the items of all; the last one with all its tensors."""
+def layers_of(url: str, inputs: Sequence[Manifest], stored: Sequence[Mapping[str, str]]) -> list[Manifest]:
+    """Return what each input gives to the sums, over the items of all; the last one with all its tensors.
+
+    Args:
+        url: Of the sum.
+        inputs: In their order.
+        stored: For each input: name in its layer -> its stored name.
+    """
     parts, spans = [], []
-    for place, (averaged, names) in enumerate(zip(inputs, stored, strict=True)):
-        manifest, folder = averaged.manifest, folder_of_input(place, len(inputs))
+    for place, (manifest, names) in enumerate(zip(inputs, stored, strict=True)):
+        folder = folder_of_input(place, len(inputs))
         if folder:
             rows = [manifest.index[name] for name in names.values()]
             called = {stored_name: name for name, stored_name in names.items()}
@@ -274,7 +291,7 @@ def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, st
             manifest = replace(select(manifest, rows, list(names)), blobs=(), findings=findings, order=())
         spans.append(len(manifest.tensors))
         parts.append(Part(manifest, folder.rstrip("/"), folder.__add__))
-    joined = join(inputs[-1].manifest.format, url, parts, inputs[-1].manifest.origin)
+    joined = join(inputs[-1].format, url, parts, inputs[-1].origin)
     layers, begin = [], 0
     for part, size in zip(parts, spans, strict=True):
         layer_names = [spec.fqn for spec in part.manifest.tensors]
@@ -283,7 +300,7 @@ def _layers(url: str, inputs: Sequence[_Input], stored: Sequence[Mapping[str, st
     return layers
 
 
-def _notes(inputs: Sequence[_Input], summed_names: Mapping[str, object]) -> Iterator[Finding]:
+def _notes(inputs: Sequence[ModelInput], summed_names: Mapping[str, object]) -> Iterator[Finding]:
     """Yield findings on what is not summed."""
     last = inputs[-1]
     unsummed = [spec.fqn for spec in last.manifest.tensors if spec.fqn not in summed_names]
@@ -298,6 +315,11 @@ def _notes(inputs: Sequence[_Input], summed_names: Mapping[str, object]) -> Iter
     if parts:
         message = f"not averaged, but taken from the last input, {last.url}: {'; '.join(parts)}"
         yield finding("of-last-input", "coverage", message)
+    yield from left_out(inputs)
+
+
+def left_out(inputs: Sequence[ModelInput]) -> Iterator[Finding]:
+    """Yield a finding on the optimizers of the inputs."""
     left = [(len(averaged.left_out), averaged.left_bytes) for averaged in inputs]
     tensors, nbytes = (sum(column) for column in zip(*left, strict=True))
     if tensors:

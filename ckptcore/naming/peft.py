@@ -499,19 +499,33 @@ def _ranks(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def _odd_ranks(ranks: Mapping[str, int], form: Mapping[str, Any]) -> Iterable[str]:
-    pattern = form.get("rank_pattern") or {}
-    if all(_PLAIN.fullmatch(key) for key in pattern):
-        hits = [[_ends(module, [key]) for module in ranks] for key in pattern]
-    else:  # as peft matches them, `get_pattern_key`
-        try:
-            hits = [list(h) for h in full_matches([rf"(.*\.)?({key})" for key in pattern], list(ranks))]
-        except UnusablePattern as error:
-            yield f"rank_pattern cannot be matched: {error}"
-            return
-    for n, (module, rank) in enumerate(ranks.items()):
-        hit = next((v for v, of in zip(pattern.values(), hits, strict=True) if of[n]), form["r"])
+    try:
+        stated_ranks = pattern_values(form.get("rank_pattern") or {}, list(ranks), form["r"])
+    except UsageError as error:
+        yield f"rank_pattern: {error.message}"
+        return
+    for (module, rank), hit in zip(ranks.items(), stated_ranks, strict=True):
         if hit != rank:
             yield f"{module} has rank {rank} (config says {hit})"
+
+
+def pattern_values(pattern: Mapping[str, Any], modules: Sequence[str], default: Any) -> list[Any]:
+    """Return the value of each module in ``rank_pattern`` or ``alpha_pattern``, as peft matches its keys.
+
+    Raises:
+        UsageError: A key cannot be matched.
+    """
+    if all(_PLAIN.fullmatch(key) for key in pattern):
+        hits = [[_ends(module, [key]) for module in modules] for key in pattern]
+    else:  # as peft matches them, `get_pattern_key`
+        try:
+            hits = [list(h) for h in full_matches([rf"(.*\.)?({key})" for key in pattern], modules)]
+        except UnusablePattern as error:
+            raise UsageError(f"a pattern of the adapter's config cannot be matched: {error}") from error
+    return [
+        next((value for value, of in zip(pattern.values(), hits, strict=True) if of[n]), default)
+        for n in range(len(modules))
+    ]
 
 
 def _unlike_base(sizes: Mapping[str, Shape], base: Mapping[str, Shape]) -> Iterable[str]:

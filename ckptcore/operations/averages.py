@@ -12,7 +12,7 @@ from ckptcore.custody.gate import existing_catalog
 from ckptcore.errors import UsageError
 from ckptcore.planning.options import Options
 from ckptcore.planning.request import Request
-from ckptcore.utils.average_url import average_url, is_average, weights_for
+from ckptcore.utils.average_url import is_average, sum_url
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -40,8 +40,9 @@ def merge_request(
     weights: Sequence[float] | None = None,
     decay: float | None = None,
     verb: str = "",
+    adapter: str | None = None,
 ) -> Request:
-    """Return the request for an average.
+    """Return the request for an average, or for a model with an adapter merged into it.
 
     Args:
         options: How it is written.
@@ -50,18 +51,18 @@ def merge_request(
         weights: Of the inputs.
         decay: Of an exponential moving average, instead of weights.
         verb: ``consolidate``, ``export`` or ``reshard``; empty: as the options need it.
+        adapter: The adapter; then there is one input, its base.
 
     Raises:
         UsageError: There are fewer than two inputs, weights do not fit, or options contradict each other.
     """
-    if nested := next((source for source in sources if is_average(source)), None):
+    if nested := next((source for source in (*sources, adapter or "") if is_average(source)), None):
         raise UsageError(
             f"cannot average {nested}: it is an average", hint="write it first, or name its checkpoints"
         )
     for_hub = options.config is not None or options.tokenizer is not None
     usual = "reshard" if options.mesh else "export" if for_hub else "consolidate"
-    shares = weights_for(len(sources), weights, decay)
-    return options.request(verb or usual, average_url(sources, shares), destination)
+    return options.request(verb or usual, sum_url(sources, weights, decay, adapter), destination)
 
 
 def window(catalog: str | Literal[False] | None, run: str, *, last: int, every: int = 1) -> list[str]:

@@ -165,8 +165,10 @@ def _usual_dtypes(manifest: Manifest) -> dict[str, str]:
     """
     usual: dict[str, str] = {}
     for tensor, node in manifest.derived.items():
-        if node.is_sum and manifest.inputs is not None:
-            dtypes = {manifest.inputs.tensors[number].dtype for number in node.inputs}
+        if node.is_of_checkpoints and manifest.inputs is not None:
+            # Of an adapter and a weight it is the weight's.
+            summed = node.inputs if node.is_sum else node.inputs[:1]
+            dtypes = {manifest.inputs.tensors[number].dtype for number in summed}
             spec = manifest.tensors[tensor]
             if len(dtypes) == 1 and dtypes != {spec.dtype}:
                 usual[spec.fqn] = dtypes.pop()

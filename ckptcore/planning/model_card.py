@@ -27,7 +27,7 @@ from ckptcore.planning.model_files import ModelFiles
 from ckptcore.planning.request import Request
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.store import local_path, split_url
-from ckptcore.utils.average_url import average_url, is_average, split_average
+from ckptcore.utils.average_url import is_average, split_average, with_inputs
 from ckptcore.utils.markdown import code, prose, uncoded, yaml_text
 from ckptcore.utils.merged_url import merged_url, roots_of
 
@@ -275,8 +275,7 @@ def _place(text: str, export: str) -> str:
 def _of_all(url: str, change: Callable[[str], str]) -> str:
     """Return a path or URL, or that of several, with each of its places changed."""
     if is_average(url):
-        inputs, weights = split_average(url)
-        return average_url([_of_all(root, change) for root in inputs], weights)
+        return with_inputs(url, [_of_all(root, change) for root in split_average(url)[0]])
     if roots := roots_of(url):
         return merged_url(change(root) for root in roots)
     return change(url)

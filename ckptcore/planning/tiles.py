@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.box import Box, flat_start
-from ckptcore.core.dequantize import FUNCTIONS
+from ckptcore.core.dequantize import FUNCTIONS, most_elements
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.fingerprints.device_sums import ROOM
@@ -237,9 +237,12 @@ def _computed_elements(plan: FilePlan, budget: Budget, tensor: int, widest: int)
         BudgetTooSmall: It does not hold those of one element.
     """
     node = plan.derived[tensor]
-    element_bytes = widest + FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])
-    count = (budget.tile - max(64, 16 * (len(node.inputs) + 1))) // element_bytes
+    dtypes = [plan.inputs[i].dtype for i in node.inputs]
+    room, shape = budget.tile - max(64, 16 * (len(node.inputs) + 1)), plan.tensors[tensor].box.shape
+    count = most_elements(node, room, shape, widest, dtypes)
     if count < 1:
+        needs = FUNCTIONS[node.fn].needs(Box((0,) * len(shape), (1,) * len(shape)), node.params)
+        element_bytes = widest + sum(box.numel * BY_NAME[d].itemsize for box, d in zip(needs, dtypes, strict=True))
         raise BudgetTooSmall(
             f"memory must be at least {4 * budget.threads * 2 * element_bytes} bytes for {budget.threads} "
             f"workers and {len(node.inputs)} inputs of a tensor (got tiles of {budget.tile} bytes)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckptcore.core.box import Box, flat_start
-from ckptcore.core.dequantize import FUNCTIONS
+from ckptcore.core.dequantize import FUNCTIONS, most_elements
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Derived, Manifest, view_of
 from ckptcore.errors import DamagedCheckpoint, finding
@@ -79,7 +79,7 @@ class BoxReader:
         itemsize = BY_NAME[self._tensor.dtype].itemsize
         flat = tile.reshape(-1).view(np.uint8)
         spare = np.empty(0, np.uint8)
-        for box in want.tiles(len(scratch) // (function.width(dtypes) + itemsize)):
+        for box in want.tiles(most_elements(node, len(scratch), want.shape, itemsize, dtypes)):
             inputs = []
             for reader, needed in zip(self._below, function.needs(box, node.params), strict=True):
                 dtype = reader._tensor.dtype

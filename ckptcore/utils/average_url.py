@@ -2,6 +2,8 @@
 
 The order of the inputs is that of the sum, so it stays. A root has ``%,[]`` in it as ``%25``, ``%2C``,
 ``%5B`` and ``%5D``; it may itself be a source of several folders (`ckptcore.utils.merged_url`).
+
+A model with an adapter merged into it is a sum, too: ``adapted://[ADAPTER,BASE]``, in which both count fully.
 """
 
 from __future__ import annotations
@@ -13,15 +15,42 @@ from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
 
-_SCHEME = "average://"
-_SPELLED = re.compile(r"average://\[([^\[\]]+)\](?:/(.*))?", re.DOTALL)
+_SCHEME, _ADAPTED = "average://", "adapted://"
+_SPELLED = re.compile(r"a(?:verage|dapted)://\[([^\[\]]+)\](?:/(.*))?", re.DOTALL)
 _FOLDER = re.compile(r"@\d+/")
 _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 
 
 def is_average(url: str) -> bool:
-    """Report whether a URL names a weighted average of checkpoints."""
-    return url.startswith(_SCHEME)
+    """Report whether a URL names a sum of checkpoints: a weighted average, or a model with an adapter."""
+    return url.startswith((_SCHEME, _ADAPTED))
+
+
+def is_adapted(url: str) -> bool:
+    """Report whether a URL names a model with an adapter merged into it."""
+    return url.startswith(_ADAPTED)
+
+
+def adapted_url(base: str, adapter: str) -> str:
+    """Return the URL of a model with an adapter merged into it.
+
+    >>> adapted_url("/models/base", "/runs/lora")
+    'adapted://[/runs/lora,/models/base]'
+    """
+    # The base comes last: the names, the config and all else of a sum are its last input's.
+    return f"{_ADAPTED}[{_escaped(adapter)},{_escaped(base)}]"
+
+
+def with_inputs(url: str, roots: Sequence[str]) -> str:
+    """Return the URL of the same sum of other inputs.
+
+    >>> with_inputs("average://[1.0*a,3.0*b]", ["/a", "/b"]), with_inputs("adapted://[a,b]", ["/a", "/b"])
+    ('average://[1.0*/a,3.0*/b]', 'adapted://[/a,/b]')
+    """
+    if is_adapted(url):
+        adapter, base = roots
+        return adapted_url(base, adapter)
+    return average_url(roots, split_average(url)[1])
 
 
 def average_url(roots: Sequence[str], weights: Sequence[float]) -> str:
@@ -43,6 +72,8 @@ def split_average(url: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
 
     >>> split_average("average://[1.0*/run/a,3.0*merged://%5B/n0%2C/n1%5D]")
     (('/run/a', 'merged://[/n0,/n1]'), (1.0, 3.0))
+    >>> split_average("adapted://[/runs/lora,/models/base]")
+    (('/runs/lora', '/models/base'), (1.0, 1.0))
     >>> split_average("/run/a")
     ((), ())
 
@@ -52,7 +83,15 @@ def split_average(url: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
     if not is_average(url):
         return (), ()
     matched = _SPELLED.fullmatch(url)
-    pairs = [part.partition("*") for part in matched[1].split(",")] if matched is not None else []
+    parts = matched[1].split(",") if matched is not None else []
+    if is_adapted(url):
+        if len(parts) != 2 or "" in parts:
+            raise UsageError(
+                f"cannot read {url}: not an adapter and a base",
+                hint="write adapted://[ADAPTER,BASE], with %25, %2C, %5B and %5D for %,[] in names",
+            )
+        return (unquote(parts[0]), unquote(parts[1])), (1.0, 1.0)
+    pairs = [part.partition("*") for part in parts]
     try:
         weights = tuple(float(weight) for weight, _, _ in pairs)
     except ValueError:
@@ -171,6 +210,27 @@ def weights_for(count: int, weights: Sequence[float] | None, decay: float | None
     if weights is not None:
         return tuple(map(float, weights))
     return (1.0,) * count if decay is None else decaying(decay, count)
+
+
+def sum_url(
+    roots: Sequence[str],
+    weights: Sequence[float] | None = None,
+    decay: float | None = None,
+    adapter: str | None = None,
+) -> str:
+    """Return the URL of an average, or of a base with an adapter.
+
+    Raises:
+        UsageError: Weights do not fit, or an adapter has several bases or weights.
+    """
+    if adapter is None:
+        return average_url(roots, weights_for(len(roots), weights, decay))
+    if len(roots) != 1 or weights is not None or decay is not None:
+        raise UsageError(
+            f"--adapter is merged into one base, without weights (got {len(roots)} checkpoints)",
+            hint="ckptcore merge BASE DST --adapter ADAPTER",
+        )
+    return adapted_url(roots[0], adapter)
 
 
 def _escaped(root: str) -> str:
