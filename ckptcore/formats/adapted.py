@@ -75,7 +75,7 @@ def read_adapted(source: Source, read: Callable[[str, ObservedInput | None], Man
     manifest = replace(manifest, findings=(*manifest.findings, *left_out([base])))
     evidence = f"{adapter_url} is merged into {count(len(nodes), 'weight')}"
     evidence += f", and takes the place of {count(len(replaced), 'tensor')}" if replaced else ""
-    return _with_form(with_files(manifest, inputs, evidence), store)
+    return with_files(manifest, inputs, evidence)
 
 
 def _form(store: AverageStore, adapter_url: str) -> dict[str, Any]:
@@ -95,14 +95,6 @@ def _form(store: AverageStore, adapter_url: str) -> dict[str, Any]:
         return load_json_object(store.read(_FORM, 0, size))
     except InvalidText as error:
         raise DamagedCheckpoint(f"{damaged}: {error}") from error
-
-
-def _with_form(manifest: Manifest, store: AverageStore) -> Manifest:
-    """Return the manifest with adapter_config.json among the files that must not change."""
-    status = store.look(_FORM)
-    if status is None:
-        return manifest
-    return replace(manifest, stamps={**manifest.stamps, _FORM: (status.stamp, status.settled_ctime)})
 
 
 def _summed(spec: TensorSpec) -> str:

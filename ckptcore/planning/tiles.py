@@ -212,7 +212,10 @@ def _parts_of_file(
         limit = budget.step(stored_order(plan.reads, n, len(tensor.shape), of_item), tensor.shape, widest)
         # Inputs of computed tensors need room in the same buffer.
         if n in plan.derived:
-            limit = min(limit, _computed_elements(plan, budget, n, widest) * widest)
+            computed = _computed_elements(plan, budget, n, widest) * widest
+            # Where each tile needs more than its own part of an input, large tiles read that less often.
+            reads_more = FUNCTIONS[plan.derived[n].fn].most is not None
+            limit = min(max(limit, budget.tile) if reads_more else limit, computed)
         for box in tensor.box.tiles(limit // widest):
             offset = flat_start(tensor.shape, box.within(tensor.box).offset) * itemsize
             yield TensorPart(n, box, box.numel * itemsize, offset)
