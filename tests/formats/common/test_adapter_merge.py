@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptcore
+from ckptcore.catalog import open_catalog
 from ckptcore.checking.export_proof import VALUES
+from ckptcore.cli.main import run
 from ckptcore.errors import CkptError, NameMismatch, SourceChanged, UnsupportedDtype, UsageError
 from ckptcore.planning.request import Settings
 from ckptcore.utils.average_url import adapted_url
@@ -189,6 +191,23 @@ def test_an_export_is_verified_and_a_change_is_seen(asked_here: None, tmp_path: 
         ckptcore.execute(prepared)
     proof = ckptcore.verify_export(tmp_path / "hub", against=url, catalog=False)
     assert {check.name: check.verdict for check in proof.checks}[VALUES] == "failed"
+
+
+def test_the_command_line_records_both_parents(
+    asked_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("linear", tmp_path)
+    url = f"sqlite:///{tmp_path}/catalog.sqlite"
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", url)
+    base, adapter, out = (str(tmp_path / name) for name in ("base", "adapter", "out"))
+    assert run(["merge", base, out, "--adapter", adapter, "--verb", "export"]) == 0
+    with open_catalog(url) as catalog:
+        ancestors = catalog.lineage(out, down=False).ancestors
+        assert sorted(step.source.uri for step in ancestors if step.depth == 2) == sorted([adapter, base])
+    capsys.readouterr()
+    assert run(["verify-export", out, "--output", "json"]) == 0
+    assert {c["verdict"] for c in json.loads(capsys.readouterr().out)["checks"]} == {"ok"}
+    assert run(["merge", base, base, out, "--adapter", adapter]) == UsageError.exit_code
 
 
 def changed_form(folder: Path, **fields: Any) -> None:
