@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fault_s3 import Stored, serving
 from safetensors.torch import load_file, save_file
 
 import ckptcore
@@ -92,6 +96,21 @@ def saved(
     return theirs
 
 
+def save_pair(folder: Path) -> None:
+    """Save a matrix, and an adapter of it whose rank is not small beside it."""
+    torch.manual_seed(1)
+    base = {"up.weight": torch.randn(24, 2048)}
+    pair = {
+        "base_model.model.up.lora_A.weight": torch.randn(32, 2048),
+        "base_model.model.up.lora_B.weight": torch.randn(24, 32),
+    }
+    for name, tensors in (("base/model", base), ("adapter/adapter_model", pair)):
+        (folder / name).parent.mkdir()
+        save_file(tensors, folder / f"{name}.safetensors")
+    form = {"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": ["up"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(form))
+
+
 def merged(folder: Path, target: str = "out", **options: Any) -> ckptcore.Result:
     places = {"sources": [folder / "base"], "destination": folder / target, "adapter": folder / "adapter"}
     return ckptcore.merge(**places, catalog=False, **options)
@@ -139,17 +158,7 @@ def test_bits_depend_on_neither_memory_nor_workers(tmp_path: Path) -> None:
 
 def test_a_tile_of_a_large_rank_fits_its_budget(tmp_path: Path) -> None:
     """A row is cut where its part of A would not fit; bits are the same."""
-    torch.manual_seed(1)
-    base = {"up.weight": torch.randn(24, 2048)}
-    pair = {
-        "base_model.model.up.lora_A.weight": torch.randn(32, 2048),
-        "base_model.model.up.lora_B.weight": torch.randn(24, 32),
-    }
-    for name, tensors in (("base/model", base), ("adapter/adapter_model", pair)):
-        (tmp_path / name).parent.mkdir()
-        save_file(tensors, tmp_path / f"{name}.safetensors")
-    form = {"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": ["up"]}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(form))
+    save_pair(tmp_path)
     merged(tmp_path, "small.safetensors", settings=Settings(memory=1 << 20, workers=1))
     merged(tmp_path, "large.safetensors", settings=Settings(memory=1 << 30, workers=1))
     require_bits(load_file(tmp_path / "small.safetensors"), load_file(tmp_path / "large.safetensors"))
@@ -177,6 +186,26 @@ def test_a_base_of_another_format_and_mesh(tmp_path: Path) -> None:
     require_bits(
         load_file(tmp_path / "out.safetensors"), {f"model.{name}": tensor for name, tensor in theirs.items()}
     )
+
+
+def test_both_on_an_object_store(tmp_path: Path) -> None:
+    """Each tile reads all of A once more: blocks that were read ahead may be gone by then."""
+    save_pair(tmp_path)
+    merged(tmp_path, "here.safetensors")
+    with serving() as server:
+        for file in (path for name in ("base", "adapter") for path in (tmp_path / name).iterdir()):
+            data = file.read_bytes()
+            crc = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+            key = f"b/{file.relative_to(tmp_path)}"
+            server.objects[key] = Stored(data, hashlib.md5(data).hexdigest(), crc32=crc)
+        ckptcore.merge(
+            ["s3://b/base"],
+            tmp_path / "there.safetensors",
+            adapter="s3://b/adapter",
+            settings=Settings(memory=2 << 20, workers=2),
+            catalog=False,
+        )
+    require_bits(load_file(tmp_path / "there.safetensors"), load_file(tmp_path / "here.safetensors"))
 
 
 def test_an_export_is_verified_and_a_change_is_seen(asked_here: None, tmp_path: Path) -> None:
