@@ -237,7 +237,7 @@ def _compare_box(
     expected = stored
     if source.dtype != export.dtype:
         expected = room[: len(got)]
-        cast_into(tile_view(stored, box.shape, source.dtype), source.dtype, expected, export.dtype, "cpu")
+        cast_into(tile_view(stored, box.shape, source.dtype), source.dtype, expected, export.dtype)
     first_and_count = differing(expected, got, itemsize)
     # Only a cast computes NaN; stored bits are compared as they are.
     if first_and_count is not None and expected is not stored:

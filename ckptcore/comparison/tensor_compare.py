@@ -214,7 +214,7 @@ def _cast(tile: Bytes, dtype: str, target_dtype: str, target: Bytes) -> Bytes:
     """Cast elements into the first bytes of ``target``, and return these."""
     width = BY_NAME[dtype].itemsize
     into = target[: len(tile) // width * BY_NAME[target_dtype].itemsize]
-    cast_into(tile.view(f"u{width}"), dtype, into, target_dtype, "cpu")
+    cast_into(tile.view(f"u{width}"), dtype, into, target_dtype)
     return into
 
 

@@ -47,7 +47,7 @@ from ckptcore.core.adapted_weights import adapted_needs, adapted_shape, fill_ada
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import ADAPTED, SUM, Derived, TensorSpec
-from ckptcore.core.weighted_sums import SUMMED, fill_sum, sum_shape
+from ckptcore.core.weighted_sums import SUMMED, fill_sum, pieces_at_once, sum_shape
 
 Shape = tuple[int, ...]
 # The 4-bit floats E2M1, indexed by their bits.
@@ -185,11 +185,13 @@ def _fill_fp4(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
     groups = inputs[1].shape[-1]
     blocks, scales = inputs[0].reshape(-1, groups, GROUP // 2), inputs[1].reshape(-1, groups)
     lines = out.view(-1, box.shape[-1])
-    values = torch.tensor(FP4, dtype=out.dtype, device=out.device)
+    # Made there: a copy from here would make the host wait for what the device has begun.
+    values = torch.stack([torch.full((), value, dtype=out.dtype, device=out.device) for value in FP4])
     byte = torch.arange(256, device=out.device)
     pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)  # of every byte value
     skipped = box.offset[-1] % GROUP
-    step, wide = max(1, _PIECE // max(groups, 1)), min(groups, _PIECE)
+    most = _PIECE * pieces_at_once(out, 8)
+    step, wide = max(1, most // max(groups, 1)), min(groups, most)
     for a in range(0, len(lines), step):
         for g in range(0, groups, wide):
             part = blocks[a : a + step, g : g + wide]
@@ -213,7 +215,9 @@ def _affine_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
 def _fill_affine(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
     weight, scale, zero = inputs
     row, column = (first % size for first, size in zip(box.offset, params, strict=True))
-    of_column = torch.div(torch.arange(column, column + box.shape[1]), params[1], rounding_mode="floor")
+    of_column = torch.div(
+        torch.arange(column, column + box.shape[1], device=out.device), params[1], rounding_mode="floor"
+    )
     out.copy_(weight)
     for n in range(len(scale)):
         begin, end = max(n * params[0] - row, 0), (n + 1) * params[0] - row
@@ -270,13 +274,14 @@ def _flat_fill(bits: int, values: int) -> Callable[[Any, Box, Sequence[Any], Sha
         codes, scale, *table = inputs
         run, shape = params[0], params[1:]
         lines, codes, width = out.view(-1), codes.reshape(-1), _contiguous(box, shape)
+        most = _LINE * pieces_at_once(out, 32)
         first, packed = (_flat_span(box, params, step).offset[0] for step in (run, 2))
         for number, begin in enumerate(range(0, lines.numel(), width)):
             index = _line_start(box, width, number)
             start = _flat(index, shape)
             # In pieces: the positions of a complete line would take 8 bytes an element.
-            for a in range(0, width, _LINE):
-                place = torch.arange(start + a, start + min(a + _LINE, width), device=out.device)
+            for a in range(0, width, most):
+                place = torch.arange(start + a, start + min(a + most, width), device=out.device)
                 if bits == 8:
                     code = codes[begin + a : begin + a + len(place)]
                 else:

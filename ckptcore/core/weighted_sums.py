@@ -30,6 +30,7 @@ Shape = tuple[int, ...]
 # Dtype of an input -> the dtype of the sum; the wider of several counts.
 SUMMED = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 _PIECE = 1 << 16  # elements of a sum that stay in a core's cache
+_ON_DEVICE = 16  # pieces
 
 
 def packed_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -59,9 +60,7 @@ def fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: An
     # when it multiplies would be up to each device.
     weights = [torch.tensor(weight, dtype=out.dtype).item() for weight in weights_of(params)]
     total, parts = out.view(-1), [part.reshape(-1) for part in inputs]
-    # On an accelerator one piece: a call for each 64 Ki elements
-    # would cost more than the memory that it saves.
-    step = _PIECE if out.device.type == "cpu" else max(total.numel(), 1)
+    step = _PIECE * pieces_at_once(out, _ON_DEVICE)
     room = torch.empty(min(step, total.numel()), dtype=out.dtype, device=out.device)
     for begin in range(0, total.numel(), step):
         piece = total[begin : begin + step]
@@ -72,6 +71,15 @@ def fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: An
             product.copy_(part[begin : begin + step]).mul_(weight)
             if place:
                 piece.add_(product)
+
+
+def pieces_at_once(out: Any, on_device: int) -> int:
+    """Return how many pieces of a result are computed together.
+
+    A piece fits a core's cache. On an accelerator a call for each would cost more than the memory that it
+    saves: there it is ``on_device``, of at most 16 MiB with all temporaries.
+    """
+    return 1 if out.device.type == "cpu" else on_device
 
 
 def layers(manifest: Manifest) -> tuple[Manifest, ...]:

@@ -1,33 +1,27 @@
-"""Assemble, sum and cast tiles on an accelerator, through reused buffers.
+"""Hold what a device needs to change batches of tensors: pinned memory here, a few slots of memory there.
 
-Each worker has one `DeviceStream`: a stream, two tiles on the device, and room for a range that was read.
-Ranges are copied to the device as they are and scattered there; the tile is summed and cast there, and copied
-back once. The host's side of every transfer is pinned memory, so that copies run beside reading and beside
-other streams. On "cpu" a stream does the same with torch alone, which tests it on machines without a device.
+Workers share the slots. A worker has read a batch (`ckptcore.execution.device_batch`) before it takes one, so
+it has it for the transfers and kernels alone, and other workers read meanwhile. It waits once, for all of the
+batch. On "cpu" a slot does the same with torch alone, which tests it on machines without a device.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from math import prod
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.core.box import Box
-from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import CONJ, NEG
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.fingerprints.device_sums import DeviceSums
-from ckptcore.fingerprints.sums import Sum
-from ckptcore.planning.tiles import paged_buffer
-from ckptcore.reading.casting import cast_into, has_nan, torch_on
-from ckptcore.reading.gather import tile_view
+from ckptcore.planning.tiles import DEVICE_SLOTS, paged_buffer
+from ckptcore.reading.casting import torch_on
 
 Bytes = npt.NDArray[np.uint8]
-# Bits move as integers of their width, whatever they mean; 16 bytes are one complex number.
-_UNITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+ANSWERS = 4096  # numbers that a batch may bring back beside its results
 
 
 def host_buffer(nbytes: int, device: str) -> Bytes:
@@ -47,14 +41,12 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
     return pinned
 
 
-class DeviceStream:
-    """One worker's stream and buffers on a device.
-
-    The device holds three tiles, and at most `ckptcore.fingerprints.device_sums.ROOM` bytes more during sums.
+class DeviceSlot:
+    """A stream on a device, memory there for what a batch brings, and memory for what it takes back.
 
     Args:
         device: Name of the device.
-        nbytes: Bytes of a tile.
+        nbytes: Bytes of each of the two memories.
 
     Raises:
         DeviceUnavailable: torch cannot use the device.
@@ -62,142 +54,89 @@ class DeviceStream:
     """
 
     def __init__(self, device: str, nbytes: int) -> None:
-        self._torch = torch = torch_on(device)
+        self.torch = torch = torch_on(device)
         self.device = device
         try:
-            self._front, self._back, self._read = (
-                torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(3)
+            self.inputs, self.outputs = (
+                torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)
             )
         except RuntimeError as error:
             raise BudgetTooSmall(
-                f"cannot allocate 3 tiles of {nbytes} bytes on {device}: {_first_line(error)}",
-                hint="try a smaller --memory or fewer --workers",
+                f"cannot allocate 2 buffers of {nbytes} bytes on {device}: {_first_line(error)}",
+                hint="try a smaller --memory",
             ) from error
+        self.answers = host_buffer(8 * ANSWERS, device).view(np.int64)
         self._stream = torch.cuda.Stream(device) if device != "cpu" else None
-        self._copied = torch.cuda.Event() if device != "cpu" else None
+        # A thread that waits sleeps: others need the core to read.
+        self._ended = torch.cuda.Event(blocking=True) if device != "cpu" else None
         self._sums: DeviceSums | None = None
 
-    def tile(self, shape: tuple[int, ...], dtype: str) -> DeviceTile:
-        """Return a row-major tile on the device; its elements are undefined until they are placed."""
-        unit = getattr(self._torch, _UNITS[BY_NAME[dtype].itemsize])
-        nbytes = prod(shape) * BY_NAME[dtype].itemsize
-        return DeviceTile(self, self._front[:nbytes].view(unit).reshape(shape))
+    @property
+    def sums(self) -> DeviceSums:
+        """Return what sums tensors here; only work that `run` begins uses it."""
+        if self._sums is None:
+            self._sums = DeviceSums(self.torch, self.device)
+        return self._sums
 
-    def fetch(self, tile: DeviceTile, into: Bytes) -> None:
-        """Copy a tile's bits to the host."""
-        self._home(tile.bits.reshape(-1).view(self._torch.uint8), into)
-
-    def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str, spare: Bytes) -> None:
-        """Cast a tile of ``dtype`` on the device, and copy the result to the host.
-
-        A tile with a NaN comes to ``spare``, memory of a tile on the host, and is cast there: see
-        `ckptcore.reading.casting.has_nan`.
-        """
-        cast = self._back[: len(into)]
-        with self._on():
-            values = self.values(tile, dtype)
-            self._cast(values, cast.view(getattr(self._torch, target_dtype)))
-            odd = has_nan(values)
-        if not odd:
-            self._home(cast, into)
-            return
-        host_tile = tile_view(spare, tuple(tile.bits.shape), dtype)
-        self.fetch(tile, host_tile.reshape(-1).view(np.uint8))
-        cast_into(host_tile, dtype, into, target_dtype, "cpu")
-
-    def _cast(self, values: Any, into: Any) -> None:
-        into.copy_(values)
-
-    def sum(self, tile: DeviceTile, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
-        """Return what a tile adds to the sum of a tensor.
-
-        Args:
-            tile: The tile.
-            dtype: Dtype of its elements.
-            shape: Shape of the tensor.
-            box: Box of the tile in the tensor.
+    def run(self, work: Callable[[DeviceSlot], None]) -> None:
+        """Begin transfers and kernels, and wait for them once.
 
         Raises:
-            BudgetTooSmall: The device has no room for sums.
+            BudgetTooSmall: The device has no room for what the kernels take.
         """
-        elements = tile.bits.reshape(-1).view(self._torch.uint8)
         try:
-            with self._on():
-                if self._sums is None:
-                    self._sums = DeviceSums(self._torch, self.device)
-                return self._sums.box_sum(dtype, shape, box, elements)
-        except self._torch.OutOfMemoryError as error:
+            self._begin(work)
+            self._wait()
+        except self.torch.OutOfMemoryError as error:
             raise BudgetTooSmall(
-                f"cannot allocate memory for sums on {self.device}: {_first_line(error)}",
-                hint="try a smaller --memory or fewer --workers",
+                f"cannot allocate memory on {self.device}: {_first_line(error)}",
+                hint="try a smaller --memory",
             ) from error
 
-    def values(self, tile: DeviceTile, dtype: str) -> Any:
-        """Return the tile as a torch tensor of its dtype, on the device."""
-        return tile.bits.reshape(-1).view(self._torch.uint8).view(getattr(self._torch, dtype))
+    def bring(self, source: Bytes) -> None:
+        """Copy bytes of the host to the beginning of the inputs."""
+        self.inputs[: len(source)].copy_(self.torch.from_numpy(source), non_blocking=True)
 
-    def place(
-        self,
-        target: Any,
-        buffer: Bytes,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: str,
-        flags: int,
-    ) -> None:
-        """Scatter a range that was read: its elements at ``strides`` go to ``target``.
+    def take_back(self, values: Any, target: npt.NDArray[Any]) -> None:
+        """Copy a tensor of the device to the host, into an array of its dtype."""
+        self.torch.from_numpy(target).copy_(values, non_blocking=True)
 
-        The buffer may be overwritten when this returns.
-        """
-        torch = self._torch
-        with self._on():
-            range_bytes = self._read[: len(buffer)]
-            range_bytes.copy_(torch.from_numpy(buffer), non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-            lazy = flags & (CONJ | NEG)
-            kind = getattr(torch, dtype) if lazy else target.dtype
-            values = range_bytes.view(kind).as_strided(shape, strides)
-            if flags & CONJ:
-                values = values.conj()
-            if flags & NEG:
-                values = -values
-            (target.view(kind) if lazy else target).copy_(values)
-        # The caller reuses the buffer: it waits for the copy alone, and not for the scattering.
-        if self._copied is not None:
-            self._copied.synchronize()
+    def _begin(self, work: Callable[[DeviceSlot], None]) -> None:
+        with nullcontext() if self._stream is None else self.torch.cuda.stream(self._stream):
+            work(self)
+            if self._ended is not None:
+                self._ended.record()
 
-    def _home(self, bits: Any, into: Bytes) -> None:
-        with self._on():
-            self._torch.from_numpy(into).copy_(bits, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _on(self) -> Any:
-        return nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream)
+    def _wait(self) -> None:
+        if self._ended is not None:
+            self._ended.synchronize()
 
 
-def stream_on(device: str, nbytes: int) -> DeviceStream | None:
-    """Return a worker's stream, or None where tiles stay on the host."""
-    return None if device == "cpu" else DeviceStream(device, nbytes)
+class DeviceSlots:
+    """The slots of all workers of a run on one device.
+
+    Two are enough: one batch is on its way there while the other comes back, and a worker reads and writes
+    for much longer than it has a slot.
+    """
+
+    def __init__(self, device: str, nbytes: int) -> None:
+        self._free: queue.SimpleQueue[DeviceSlot] = queue.SimpleQueue()
+        for _ in range(DEVICE_SLOTS):
+            self._free.put(DeviceSlot(device, nbytes))
+
+    @contextmanager
+    def one(self) -> Iterator[DeviceSlot]:
+        """Wait for a slot, and have it."""
+        slot = self._free.get()
+        try:
+            yield slot
+        finally:
+            self._free.put(slot)
 
 
-class DeviceTile:
-    """A tile, or a part of one, on a device; ``bits`` is a torch tensor of integers of the same width."""
-
-    __slots__ = ("_device_stream", "bits")
-
-    def __init__(self, stream: DeviceStream, bits: Any) -> None:
-        self._device_stream, self.bits = stream, bits
-
-    def __getitem__(self, index: Any) -> DeviceTile:
-        return DeviceTile(self._device_stream, self.bits[index])
-
-    def place(
-        self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, flags: int
-    ) -> None:
-        """See `DeviceStream.place`."""
-        self._device_stream.place(self.bits, buffer, shape, strides, dtype, flags)
+def slots_on(device: str, nbytes: int) -> DeviceSlots | None:
+    """Return the slots of a run, each for batches of ``nbytes``; None where nothing leaves the host."""
+    return None if device == "cpu" else DeviceSlots(device, nbytes)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 1. A file is cut into jobs of at most one tile (`ckptcore.planning.tiles`), in file order.
 2. Workers take jobs of the open files in turn: gather the boxes from the source (CRC-32 of every range read),
-   compare replicas, cast on the device, and write the tile at its place.
+   compare replicas, cast (a device: a batch), and write the tile at its place.
 3. In file order, the worker that completes the next tile also digests it (BLAKE3), fills in checksums that
    the format stores behind the data, and frees the buffer.
 4. The last tile's worker makes the file durable and writes its receipt.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptcore.errors import BudgetTooSmall, DiskFull
-from ckptcore.execution.device import host_buffer, stream_on
+from ckptcore.execution.device import host_buffer, slots_on
 from ckptcore.execution.expected_reads import expect_files, prove_files
 from ckptcore.execution.file_writer import FileWork, open_writer, proven
 from ckptcore.execution.parts import FilePart, jobs_of
@@ -32,7 +32,7 @@ from ckptcore.execution.source_order import SourceOrder, ordered_jobs
 from ckptcore.execution.tensor_filler import Workspace, expect
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget, Job, jobs
+from ckptcore.planning.tiles import Budget, Job, jobs, paged_buffer
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.reading.rereading import rereading
@@ -184,6 +184,7 @@ class _Run:
         self._differing: dict[int, CompareWriter | DigestWriter] = {}
         # Two for each worker: one is filled while the other waits to be flushed in order.
         self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
+        self._slots = slots_on(settings.device, self._budget.tile)
 
     def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter | DigestWriter]]:
         """Run to the end; return (receipts of files, differing files in order). Raises the first error."""
@@ -295,9 +296,7 @@ class _Run:
         return work
 
     def _worker(self) -> Callable[[_Task], None]:
-        workspace = Workspace(
-            self._buffer(), self._buffer(), stream_on(self._settings.device, self._budget.tile)
-        )
+        workspace = Workspace(paged_buffer(self._budget.tile), self._buffer(), self._slots)
         # Compressed files use a part of the buffers: the rest of the budget is for decoded items.
         smaller_workspace = workspace.of(self._budget.beside_decoded.tile)
 

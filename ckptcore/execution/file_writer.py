@@ -108,10 +108,13 @@ class FileWork:
         # Many small tensors are read with few calls; what is left is filled one by one.
         if not self._direct and len(job.parts) > 1:
             filled = self._tensors.fill_small(job.parts, buffer, workspace, counts=self._counts(job))
+        filled |= self._tensors.fill_on_device(job.parts, buffer, workspace, counts=self._counts(job))
+        # What is filled has its own place in the buffer.
+        reused = self._direct and not filled
         for offset, part in job.parts:
             if self._direct and self._copied(part, job.start + offset):
                 continue
-            target = buffer[: part.nbytes] if self._direct else buffer[offset : offset + part.nbytes]
+            target = buffer[: part.nbytes] if reused else buffer[offset : offset + part.nbytes]
             if isinstance(part, LiteralPart):
                 data = self.plan.literals[part.literal].data
                 target[:] = np.frombuffer(data, np.uint8)[part.begin : part.end]

@@ -1,22 +1,21 @@
 """Make the bytes of a tensor part of an output file: read, computed, cast, and summed on the way.
 
-Any worker makes parts in any order, with a `Workspace` of its own. Parts that are cast are assembled on the
-accelerator, if there is one, and copied back once.
+Any worker makes parts in any order, with a `Workspace` of its own. An accelerator, if there is one, casts and
+computes those of a job in few batches.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from ckptcore.core.box import Box, is_run
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
-from ckptcore.execution.device import DeviceStream
+from ckptcore.execution.device import DeviceSlots
+from ckptcore.execution.device_batch import DeviceBatch, Place, StoredInput, SumRequest
 from ckptcore.execution.small_tensors import SmallTensors
 from ckptcore.fingerprints.statistics import FileStatistics
 from ckptcore.fingerprints.sums import ZERO, Sum, add, box_sum, pack
@@ -30,31 +29,33 @@ from ckptcore.reading.gather import Bytes, Overlap, tile_view
 from ckptcore.reading.payload import Payload, StoredChunk
 from ckptcore.store import Store
 
+_DEVICE_SUM = 1 << 20  # bytes: a sum there takes a dozen kernels, here as long as to begin them
+
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """One worker's own buffers of a tile, and its stream through a device, if any.
+    """One worker's own buffers of a tile, and the slots of all workers on a device, if any.
 
     Attributes:
         scratch: For what is read and not yet in its place.
         cast: For elements before they are cast, and for inputs of derived tensors.
-        stream: None where tiles stay on the host.
+        slots: None where everything stays on the host.
     """
 
     scratch: Bytes
     cast: Bytes
-    stream: DeviceStream | None = None
+    slots: DeviceSlots | None = None
 
     def of(self, nbytes: int) -> Workspace:
         """Return the first bytes of these buffers."""
-        return Workspace(self.scratch[:nbytes], self.cast[:nbytes], self.stream)
+        return Workspace(self.scratch[:nbytes], self.cast[:nbytes], self.slots)
 
 
 class TensorFiller:
     """Fills the tensor parts of one output file. Safe for threads."""
 
     def __init__(self, plan: FilePlan, source: Store, settings: Settings, records: Records) -> None:
-        self._plan, self._device, self._verify = plan, settings.device, settings.verify
+        self._plan = plan
         self._chunks = ChunkReader(_PlannedReads(plan), records, compare=settings.verify)
         self._small = SmallTensors(plan, source, records) if settings.verify else None
         self._sums = [ZERO] * len(plan.columns) if settings.fingerprint else None
@@ -92,16 +93,12 @@ class TensorFiller:
         changes = tensor.dtype != tensor.source_dtype
         if part.tensor in self._plan.derived:
             self._derive(part, target, workspace)
-        # On a device only what is cast: what is only moved would cross the bus twice.
-        elif workspace.stream is not None and changes:
-            self._on_device(part, target, workspace, workspace.stream, counts=counts)
-            return
         else:
             # Elements before a cast go into a buffer of their own; others directly to their place.
             tile = tile_view(workspace.cast if changes else target, part.box.shape, tensor.source_dtype)
             self._chunks.read(self._stored(part.tensor), part.box, tile, workspace.scratch)
             if changes:
-                cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._device)
+                cast_into(tile, tensor.source_dtype, target, tensor.dtype)
         if self._passes and counts:
             self._sum(part, workspace.cast if changes else target, workspace)
 
@@ -132,6 +129,47 @@ class TensorFiller:
                 if isinstance(part, TensorPart) and part.tensor in filled:
                     self._sum(part, buffer[start : start + part.nbytes], workspace)
         return filled
+
+    def fill_on_device(
+        self,
+        parts: Sequence[tuple[int, LiteralPart | TensorPart]],
+        output: Bytes,
+        workspace: Workspace,
+        *,
+        counts: bool = True,
+    ) -> frozenset[int]:
+        """Fill what a device casts and computes of a job; what only moves would cross the bus twice.
+
+        Args:
+            parts: The job's parts, with their first bytes in ``output``.
+            output: The job's buffer.
+            workspace: The worker's buffers.
+            counts: Add the parts to fingerprint and statistics.
+
+        Returns:
+            The tensors that are filled; `fill` is for the others.
+        """
+        slots, filled = workspace.slots, set[int]()
+        if slots is None:
+            return frozenset()
+        batch = DeviceBatch(workspace.cast, output)
+        for start, part in parts:
+            if not isinstance(part, TensorPart):
+                continue
+            tensor = self._plan.tensors[part.tensor]
+            derived = part.tensor in self._plan.derived
+            if not derived and tensor.dtype == tensor.source_dtype:
+                continue
+            add = self._compute_in if derived else self._cast_in
+            place = Place(start, part.nbytes, tensor.dtype)
+            if not add(batch, part, place, workspace, counts):
+                self._run(batch, slots)
+                batch = DeviceBatch(workspace.cast, output)
+                fits = add(batch, part, place, workspace, counts)
+                assert fits  # a part is at most a tile, with all of its inputs
+            filled.add(part.tensor)
+        self._run(batch, slots)
+        return frozenset(filled)
 
     def runs(self, part: TensorPart) -> list[tuple[Payload, Overlap]] | None:
         """Return the chunks of a part if it is complete runs of them, uncast, row-major, in plain files.
@@ -176,40 +214,68 @@ class TensorFiller:
         once = number - len(tensors) in self._plan.summed_once
         return ChunkedTensor(number, tensor.name, tensor.source_dtype, once)
 
+    def _inputs(self, part: TensorPart) -> Iterator[tuple[ChunkedTensor, Box]]:
+        """Yield the inputs of a computed part, each with the box that is needed of it."""
+        node = self._plan.derived[part.tensor]
+        for i, box in zip(node.inputs, FUNCTIONS[node.fn].needs(part.box, node.params), strict=True):
+            yield self._stored(len(self._plan.tensors) + i), box
+
     def _derive(self, part: TensorPart, target: Bytes, workspace: Workspace) -> None:
         """Compute a part: its inputs are gathered into the cast buffer, behind room for the result."""
         tensor, node = self._plan.tensors[part.tensor], self._plan.derived[part.tensor]
         room = part.box.numel * BY_NAME[tensor.source_dtype].itemsize
         offset, inputs = room, []
-        for i, box in zip(node.inputs, FUNCTIONS[node.fn].needs(part.box, node.params), strict=True):
-            stored = self._stored(len(self._plan.tensors) + i)
+        for stored, box in self._inputs(part):
             nbytes = box.numel * BY_NAME[stored.dtype].itemsize
             offset += -offset % 16  # aligned for the widest elements
             tile = tile_view(workspace.cast[offset : offset + nbytes], box.shape, stored.dtype)
             self._chunks.read(stored, box, tile, workspace.scratch)
             inputs.append((tile, stored.dtype))
             offset += nbytes
-        derive_into(node, part.box, inputs, target, tensor.dtype, self._device, workspace.cast[:room])
+        derive_into(node, part.box, inputs, target, tensor.dtype, workspace.cast[:room])
 
-    def _on_device(
-        self, part: TensorPart, target: Bytes, workspace: Workspace, stream: DeviceStream, *, counts: bool
-    ) -> None:
-        """Scatter, sum and cast a part on the device; copies are compared here, before the cast."""
+    def _cast_in(
+        self, batch: DeviceBatch, part: TensorPart, place: Place, workspace: Workspace, counts: bool
+    ) -> bool:
+        """Read a part that is cast in a batch; return False if the batch has no room."""
         tensor, stored = self._plan.tensors[part.tensor], self._stored(part.tensor)
-        tile = stream.tile(part.box.shape, stored.dtype)
+        sums = self._sums is not None and counts
+        large = part.box.numel * BY_NAME[stored.dtype].itemsize >= _DEVICE_SUM
+        asked = SumRequest(part, tensor.full) if sums and large else None
+        elements = batch.cast(part.box.numel, stored.dtype, place, asked)
+        if elements is None:
+            return False
+        tile = tile_view(elements, part.box.shape, stored.dtype)
         # Copies are compared before the cast, which may make different values equal.
-        copies = self._chunks.fill(stored, part.box, tile, workspace.scratch)
-        if self._sums is not None and counts:
-            self._add(part, stream.sum(tile, stored.dtype, tensor.full, part.box))
+        self._chunks.read(stored, part.box, tile, workspace.scratch)
+        if counts:
+            self._measure(part, elements)
+        if sums and asked is None:
+            self._add(part, box_sum(stored.dtype, tensor.full, part.box, elements, workspace.scratch))
+        return True
+
+    def _compute_in(
+        self, batch: DeviceBatch, part: TensorPart, place: Place, workspace: Workspace, counts: bool
+    ) -> bool:
+        """Read the inputs of a part that is computed in a batch; return False if the batch has no room."""
+        node, inputs = self._plan.derived[part.tensor], list(self._inputs(part))
+        shape = self._plan.tensors[part.tensor].full if self._sums is not None and counts else None
+        needs = [StoredInput(box.shape, stored.dtype) for stored, box in inputs]
         measured = self._statistics is not None and counts
-        # Statistics and comparisons need the elements here: they are fetched once for both.
-        if copies or measured:
-            host_tile = tile_view(workspace.cast, part.box.shape, stored.dtype)
-            stream.fetch(tile, host_tile.reshape(-1).view(np.uint8))
-            if measured:
-                self._measure(part, host_tile.reshape(-1).view(np.uint8))
-            self._chunks.compare(stored, part.box, copies, host_tile, workspace.scratch)
-        stream.fetch_cast(tile, stored.dtype, target, tensor.dtype, workspace.cast)
+        memories = batch.compute(node, part, needs, place, shape, uncast=measured)
+        if memories is None:
+            return False
+        for (stored, box), memory in zip(inputs, memories, strict=True):
+            self._chunks.read(stored, box, tile_view(memory, box.shape, stored.dtype), workspace.scratch)
+        return True
+
+    def _run(self, batch: DeviceBatch, slots: DeviceSlots) -> None:
+        """Let the device do a batch; count what it found."""
+        sums, uncast = batch.run(slots)
+        for part, part_sum in sums:
+            self._add(part, part_sum)
+        for part, elements in uncast:
+            self._measure(part, elements)
 
     def _sum(self, part: TensorPart, source: Bytes, workspace: Workspace) -> None:
         """Sum a part on the host, as it is before any cast."""

@@ -44,7 +44,6 @@ _LATER: dict[str, Any] = {
 WEIGHTS = ("auto", "master", "module")
 # Bytes of the budget for each worker where nobody says how many: four buffers of large steps (`Budget`).
 _PER_WORKER = 64 << 20
-_ON_DEVICE = 4  # workers: with fewer of them each can move more of what a device has room for
 STORED = "stored"  # a world of names: those of the checkpoint
 
 
@@ -285,8 +284,7 @@ class Settings:
         """Number of threads to run."""
         if self.workers is not None:
             return self.workers
-        most = self.memory // _PER_WORKER if self.device == "cpu" else _ON_DEVICE
-        return max(2, min(usable_cores(), most))
+        return max(2, min(usable_cores(), self.memory // _PER_WORKER))
 
     def within(self, memory: int) -> Settings:
         """Return the settings with another budget, and as many threads as these have."""

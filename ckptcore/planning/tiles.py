@@ -36,10 +36,15 @@ _READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, i
 _RUN = 4 << 10  # bytes that a read should have where dims are stored in another order: a page
 _MIN_TILE = 64 << 10
 _MAX_TILE = 256 << 20
-# Bytes of a device's memory that all workers take together, where each has more than its sums need. A worker
-# has three tiles there, and up to two more while it casts.
+# Bytes of a device's memory that all workers take together: slots that they share, each with a tile for what
+# comes and one for what goes back, and twice the room of sums, which torch rounds up.
 DEVICE_BYTES = 256 << 20
-_DEVICE_TILES = 5
+DEVICE_SLOTS = 2
+_BATCH = (DEVICE_BYTES // DEVICE_SLOTS - 2 * ROOM) // 2
+# Bytes of the host that a device copies from and to: pinned memory is taken from everybody else. A worker has
+# two tiles for output there, and one for a batch.
+PINNED_BYTES = 256 << 20
+_PINNED_TILES = 3
 
 Strides = Callable[[int, int], "tuple[int, ...] | None"]
 
@@ -51,7 +56,7 @@ class Budget:
     Attributes:
         tile: Bytes of one tile buffer, the most that one step may take.
         threads: Number of workers with such buffers.
-        on_device: Tiles pass through a device: every step waits for it, so steps are as large as tiles.
+        on_device: Tiles pass through a device: a step is a batch for it, as large as a tile.
     """
 
     tile: int
@@ -72,11 +77,10 @@ class Budget:
                 f"memory must be at least {4 * _MIN_TILE * settings.threads} bytes for {settings.threads} "
                 f"workers: each needs 4 tiles of {_MIN_TILE} bytes (got {settings.memory})"
             )
-        # A device has its own bound, which its memory sets.
         if settings.device == "cpu":
             return cls(size, settings.threads)
-        # At least a small tile, even where many threads share a device.
-        most = (DEVICE_BYTES // settings.threads - ROOM) // _DEVICE_TILES // 4096 * 4096
+        # A device has its own bounds. At least a small tile, even where many threads share it.
+        most = min(PINNED_BYTES // (_PINNED_TILES * settings.threads), _BATCH) // 4096 * 4096
         return cls(min(size, max(most, _MIN_TILE)), settings.threads, on_device=True)
 
     @property

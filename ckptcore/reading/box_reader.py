@@ -90,7 +90,7 @@ class BoxReader:
                 inputs.append((filled, dtype))
             start = flat_start(want.shape, box.within(want).offset) * itemsize
             target = flat[start : start + box.numel * itemsize]
-            derive_into(node, box, inputs, target, self._tensor.dtype, "cpu", spare)
+            derive_into(node, box, inputs, target, self._tensor.dtype, spare)
 
 
 class _ManifestChunks:

@@ -1,4 +1,4 @@
-"""Cast a tile's elements to another dtype, or compute them from other tensors, on any device.
+"""Cast a tile's elements to another dtype, or compute them from other tensors, on the CPU.
 
 Torch does this, with one exception: numpy casts between float32 and bfloat16, the most common cast, to the
 same bits. Importing torch takes about as long as casting 10 GB.
@@ -20,9 +20,7 @@ from ckptcore.core.manifest import Derived
 from ckptcore.errors import DeviceUnavailable
 
 
-def cast_into(
-    tile: npt.NDArray[Any], dtype: str, target: npt.NDArray[np.uint8], target_dtype: str, device: str
-) -> None:
+def cast_into(tile: npt.NDArray[Any], dtype: str, target: npt.NDArray[np.uint8], target_dtype: str) -> None:
     """Cast a row-major tile to another dtype, rounding to nearest, ties to even, like torch.
 
     Args:
@@ -30,34 +28,14 @@ def cast_into(
         dtype: Dtype of the tile.
         target: Receives the bytes.
         target_dtype: Dtype to cast to.
-        device: Device that computes.
-
-    Raises:
-        DeviceUnavailable: torch cannot use the device.
     """
     plain = PLAIN.get((dtype, target_dtype))
-    if plain is not None and device == "cpu" and "torch" not in sys.modules:
+    if plain is not None and "torch" not in sys.modules:
         plain(tile.reshape(-1), target)
         return
-    torch = torch_on(device)
+    torch = torch_on("cpu")
     source = torch.from_numpy(tile.reshape(-1).view(np.uint8)).view(getattr(torch, dtype))
-    into = torch.from_numpy(target).view(getattr(torch, target_dtype))
-    on_device = source.to(device)
-    if device == "cpu" or has_nan(on_device):
-        into.copy_(source)
-    else:
-        into.copy_(on_device.to(into.dtype))
-
-
-def has_nan(values: Any) -> bool:
-    """Report whether a tensor of floating-point numbers has a NaN.
-
-    Devices write other bits for one than the CPU does (CUDA: 0x7FFF for float16), and an output's bytes must
-    not depend on the device: what has one is cast and computed on the CPU.
-    """
-    # Of 8-bit floats torch has no comparison; float16 has all their values.
-    wide = values.half() if values.element_size() == 1 else values
-    return bool(wide.isnan().any())
+    torch.from_numpy(target).view(getattr(torch, target_dtype)).copy_(source)
 
 
 def derive_into(
@@ -66,7 +44,6 @@ def derive_into(
     inputs: Sequence[tuple[npt.NDArray[Any], str]],
     target: npt.NDArray[np.uint8],
     target_dtype: str,
-    device: str,
     spare: npt.NDArray[np.uint8],
 ) -> None:
     """Compute the elements ``box`` of a derived tensor from its inputs.
@@ -77,14 +54,10 @@ def derive_into(
         inputs: Row-major tiles over the boxes from `Function.needs`, and their dtypes.
         target: Receives the bytes.
         target_dtype: Dtype to cast to.
-        device: Device that computes.
         spare: Room for the box in the function's own dtype, used if ``target_dtype`` differs. The uncast box
             stays in it.
-
-    Raises:
-        DeviceUnavailable: torch cannot use the device.
     """
-    torch = torch_on(device)
+    torch = torch_on("cpu")
     function = FUNCTIONS[node.fn]
     sources = [
         torch.from_numpy(tile.reshape(-1).view(np.uint8)).view(getattr(torch, dtype)).reshape(tile.shape)
@@ -92,21 +65,11 @@ def derive_into(
     ]
     kind = getattr(torch, function.dtype)
     into = torch.from_numpy(target).view(getattr(torch, target_dtype)).reshape(box.shape)
-    if device != "cpu":
-        sources = [t.to(device) for t in sources]
-        out = torch.empty(box.shape, dtype=kind, device=device)
-    elif target_dtype == function.dtype:
-        out = into
-    else:
-        out = torch.from_numpy(spare).view(kind).reshape(box.shape)
+    cast = target_dtype != function.dtype
+    out = torch.from_numpy(spare).view(kind).reshape(box.shape) if cast else into
     function.fill(torch, box, sources, node.params, out)
-    if device != "cpu" and has_nan(out):
-        derive_into(node, box, inputs, target, target_dtype, "cpu", spare)
-        return
-    if device != "cpu" and target_dtype != function.dtype:
-        torch.from_numpy(spare).view(kind).reshape(box.shape).copy_(out)
-    if out is not into:
-        into.copy_(out.to(into.dtype) if device != "cpu" else out)
+    if cast:
+        into.copy_(out)
 
 
 def _round_to_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:

@@ -20,7 +20,7 @@ from ckptcore.core.manifest import Chunks
 from ckptcore.errors import CkptError, DamagedCheckpoint, Interrupted, finding
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import require_equal
-from ckptcore.reading.gather import Bytes, Overlap, RemoteTile, index_of, overlaps, tile_view
+from ckptcore.reading.gather import Bytes, Overlap, index_of, overlaps, tile_view
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk
 
@@ -90,14 +90,12 @@ class ChunkReader:
         Raises:
             DamagedCheckpoint: There are holes, wrong checksums, or copies that differ.
         """
-        copies = self.fill(tensor, want, tile, scratch)
+        copies = self._fill(tensor, want, tile, scratch)
         if copies:
-            self.compare(tensor, want, copies, tile, scratch)
+            self._compare(tensor, want, copies, tile, scratch)
 
-    def fill(
-        self, tensor: ChunkedTensor, want: Box, tile: Tile | RemoteTile, scratch: Bytes
-    ) -> list[Overlap]:
-        """Fill a tile, possibly in another process or device; return the copies, which are not read yet."""
+    def _fill(self, tensor: ChunkedTensor, want: Box, tile: Tile, scratch: Bytes) -> list[Overlap]:
+        """Fill a tile; return the copies, which are not read yet."""
         copies: list[Overlap] = []
         into = Interleaver(tile, want, tensor.dtype, scratch)
         filled = 0
@@ -114,10 +112,10 @@ class ChunkReader:
             raise DamagedCheckpoint(message, findings=(finding("hole", "coverage", message, fqn=tensor.fqn),))
         return copies
 
-    def compare(
+    def _compare(
         self, tensor: ChunkedTensor, want: Box, copies: list[Overlap], tile: Tile, scratch: Bytes
     ) -> None:
-        """Compare copies with the elements that `fill` has read, half a scratch buffer at a time."""
+        """Compare copies with the elements that `_fill` has read, half a scratch buffer at a time."""
         half = len(scratch) // 2 // 16 * 16
         for copy in copies:
             for piece in copy.common.tiles(half // BY_NAME[tensor.dtype].itemsize):

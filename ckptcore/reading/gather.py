@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 from operator import mul, sub
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +33,6 @@ _SIDE = 128  # elements of a block's side, while dims change their order
 SLOTS = 1 << 21  # bytes read before a copy, so that they are still in a core's cache
 # Element-wide integers: copies move bits, whatever they mean.
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-
-
-class RemoteTile(Protocol):
-    """A tile in another memory, which receives what was read range by range."""
-
-    def __getitem__(self, index: Any) -> RemoteTile: ...
-
-    def place(
-        self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, flags: int
-    ) -> None:
-        """Copy a range that was read: elements of ``shape`` in ``buffer``, with these strides and flags."""
 
 
 def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
@@ -157,7 +146,7 @@ def gather(
     chunk: Box,
     want: Box,
     dtype: str,
-    tile: npt.NDArray[Any] | RemoteTile,
+    tile: npt.NDArray[Any],
     scratch: Bytes,
     verify_range: RangeVerifier | None,
 ) -> None:
@@ -201,7 +190,7 @@ class _GatherArgs(NamedTuple):  # made for every chunk that is read
 
 
 def _copy_box(
-    args: _GatherArgs, offset: tuple[int, ...], shape: tuple[int, ...], tile: npt.NDArray[Any] | RemoteTile
+    args: _GatherArgs, offset: tuple[int, ...], shape: tuple[int, ...], tile: npt.NDArray[Any]
 ) -> None:
     """Copy the elements [offset, offset + shape) of a chunk, cut as far as the buffer requires."""
     payload, strides, itemsize, verify_range = args.payload, args.strides, args.itemsize, args.verify_range
@@ -247,7 +236,7 @@ def _fill_slices(
     first_slice: tuple[int, int, int],
     shape: tuple[int, ...],
     dim: int,
-    tile: npt.NDArray[Any] | RemoteTile,
+    tile: npt.NDArray[Any],
 ) -> None:
     """Copy a box whose slices along ``dim`` are a range each, as many at a time as fit a core's cache.
 
@@ -357,7 +346,7 @@ def _element_range(
 
 
 def _assign(
-    tile: npt.NDArray[Any] | RemoteTile,
+    tile: npt.NDArray[Any],
     buffer: Bytes,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -369,9 +358,6 @@ def _assign(
         # Complex numbers are two parts, and each is swapped by itself.
         part = itemsize // 2 if BY_NAME[dtype].kind == "c" else itemsize
         buffer.view(UNITS[part]).byteswap(inplace=True)
-    if not isinstance(tile, np.ndarray):
-        tile.place(buffer, shape, strides, dtype, flags)
-        return
     unit = UNITS[itemsize]
     source: npt.NDArray[Any] = np.ndarray(
         shape, unit, buffer=buffer.data, strides=tuple(s * itemsize for s in strides)

@@ -23,7 +23,6 @@ from ckptcore.reading.gather import (
     SLOTS,
     UNITS,
     Bytes,
-    RemoteTile,
     gather,
     index_of,
     range_of,
@@ -62,7 +61,7 @@ class Interleaver:
         scratch: Working memory, in use until `flush`.
     """
 
-    def __init__(self, tile: npt.NDArray[Any] | RemoteTile, of: Box, dtype: str, scratch: Bytes) -> None:
+    def __init__(self, tile: npt.NDArray[Any], of: Box, dtype: str, scratch: Bytes) -> None:
         self._tile: Any = tile
         self._of, self._dtype, self._scratch = of, dtype, scratch
         self._itemsize = BY_NAME[dtype].itemsize
@@ -83,7 +82,7 @@ class Interleaver:
         slot_range = self._range(chunk, want, verify_range is not None) if plain else None
         if slot_range is None:
             part = self._part(want)
-            straight = plain and isinstance(part, np.ndarray) and part.flags.c_contiguous
+            straight = plain and part.flags.c_contiguous
             run = run_start(want, chunk) if straight else None
             if run is None:
                 self.flush()
@@ -139,9 +138,7 @@ class Interleaver:
         return range_of(inside.offset, inside.shape, row_major(chunk.shape), self._itemsize, room, rows)
 
     def _narrow(self, want: Box) -> bool:
-        """Report whether the elements are short runs of a tile in the host's memory."""
-        if not isinstance(self._tile, np.ndarray):
-            return False
+        """Report whether the elements are short runs of the tile."""
         run = self._itemsize
         for mine, tiles in zip(reversed(want.shape), reversed(self._of.shape), strict=True):
             run *= mine

@@ -353,26 +353,28 @@ def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) -> None:
-    """A lane sums what is scattered and cast in it, on "cpu" with torch as on a device; the host sums the
-    rest, and all of it where no tensor is cast or computed."""
+    """A device sums large parts that are cast in it, and what it computes, on "cpu" with torch; the host sums
+    the rest, and all of it where no tensor is cast or computed."""
     import torch
 
-    from ckptcore.execution.device import DeviceStream
+    from ckptcore.execution import device as devices
+    from ckptcore.execution import tensor_filler
 
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
     means = replace(ON, memory=1 << 22, workers=2, device=device)
     wanted = taken(source), taken(ckpt)
-    sums, lane_sum = list[str](), DeviceStream.sum
+    sums, total = list[str](), devices.DeviceSums.box_total
 
-    def counted(lane: DeviceStream, tile: Any, dtype: str, *of: Any) -> Any:
+    def counted(device_sums: Any, dtype: str, *of: Any) -> Any:
         sums.append(dtype)
-        return lane_sum(lane, tile, dtype, *of)
+        return total(device_sums, dtype, *of)
 
     with (
-        mock.patch.object(DeviceStream, "sum", counted),
-        mock.patch("ckptcore.execution.execute.stream_on", lambda _, nbytes: DeviceStream(device, nbytes)),
+        mock.patch.object(devices.DeviceSums, "box_total", counted),
+        mock.patch.object(tensor_filler, "_DEVICE_SUM", 64),
+        mock.patch("ckptcore.execution.execute.slots_on", lambda _, n: devices.DeviceSlots(device, n)),
     ):
         cast = convert(str(source), str(tmp_path / "cast"), dtype="fp16", settings=means)
         assert set(sums) == {"float32", "bfloat16"}
