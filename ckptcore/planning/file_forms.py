@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckptcore.core.file_layout import FileLayout
 from ckptcore.core.manifest import Ints
-from ckptcore.formats.base import FileLayout
 from ckptcore.utils.ordering import ascends
 
 _FORMS = 64  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more

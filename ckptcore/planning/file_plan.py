@@ -22,6 +22,7 @@ from ckptcore.core import columnar_file as frame
 from ckptcore.core.box import Box
 from ckptcore.core.columnar_file import Array, Spelled
 from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.file_layout import Literal
 from ckptcore.core.manifest import (
     Chunks,
     Derived,
@@ -32,7 +33,6 @@ from ckptcore.core.manifest import (
     dump_derived,
     load_derived,
 )
-from ckptcore.formats.base import Literal
 from ckptcore.utils.row_wise import any_rows, prod_rows
 
 PLACE, COMPARE = 0, 1

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.box import Box
+from ckptcore.core.file_layout import FileLayout, Literal, Slot
 from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
-from ckptcore.formats.base import FileLayout, Literal, Slot
 from ckptcore.planning.file_forms import FileForm, Forms, Spread
 from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, place_keys, stored_tensor
 from ckptcore.planning.reads import (

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -23,7 +23,6 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import describe_derived
 from ckptcore.core.tree_paths import Path
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
-from ckptcore.formats.base import Arrangement, Layout
 from ckptcore.naming.rename import MadeTensor, Mapped
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.file_planner import file_plans
@@ -32,6 +31,9 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import Store, fetch, put_each
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
+
+if TYPE_CHECKING:
+    from ckptcore.formats.base import Arrangement, Layout
 
 HEAD = "head.json"
 _KEPT_BYTES = 64 << 20
@@ -78,6 +80,9 @@ class Target:
             topology: Boxes of each rank, for layouts of a mesh; None for a mesh of one.
             order: Names in the order of the saved state dict, if paths have another order.
         """
+        # A late import: processes that write files of a plan know no formats.
+        from ckptcore.formats.base import Arrangement
+
         return Arrangement(
             [TensorSpec(t.fqn, self.dtypes.get(t.fqn, t.dtype), t.shape) for t in tensors],
             self.objects,

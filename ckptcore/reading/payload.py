@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 from ckptcore.core.byte_ledger import UnusedBytes
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Item, View, is_row_major, row_major
 from ckptcore.encodings.safetensors_header import parse_header
 from ckptcore.encodings.torchzip.archive import Unused, Window
-from ckptcore.encodings.torchzip.reader import Resolved
 from ckptcore.encodings.torchzip.templates import read_tensor
 from ckptcore.errors import (
     AlteredInTransit,
@@ -35,6 +35,9 @@ from ckptcore.store import Buffer, Readable
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.globs import leave_out
+
+if TYPE_CHECKING:
+    from ckptcore.encodings.torchzip.reader import Resolved
 
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
 RangeVerifier = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read

@@ -145,7 +145,8 @@ def test_workers_import_nothing_that_composes_plans(worker: str) -> None:
     """A command starts several, and each takes its imports' processor time once more."""
     program = f"import sys, ckptcore.{worker}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    of_plans = {"pydantic", "ckptcore.planning.compose", "ckptcore.naming.maps.matching"}
+    of_plans = {"pydantic", "ckptcore.planning.compose", "ckptcore.naming.maps.matching", "ckptcore.formats"}
+    of_plans |= {"ckptcore.encodings.torchzip.reader", "ckptcore.encodings.pickle.unpickler"}
     assert of_plans.union(HEAVY).intersection(done.stdout.split()) == set()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.encodings.pickle.records import Memo, Record, RecordSpan, match_record
+from ckptcore.encodings.pickle.records import RECORD_PATTERN, Memo, Record, RecordSpan
 from ckptcore.utils.distinct_values import isin
 
 Hashes = npt.NDArray[np.uint64]
@@ -147,7 +147,7 @@ class Pattern:
 def pattern_of(record: RecordSpan, data: bytes, memo: Memo) -> Pattern | None:
     """Return the pattern of a record if a run of such records can be read, else None."""
     call, start, behind, _ = record
-    match = match_record(data, behind)
+    match = RECORD_PATTERN.match(data, behind)
     assert match is not None  # it was read
     names, values = match.groups()[::2], match.groups()[1::2]
     names, values = tuple(n for n in names if n), tuple(v for v in values if v)

@@ -11,6 +11,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 
@@ -76,19 +77,31 @@ _VALUE = (
     rb"|\]\x94" + _REF + rb"a)"
 )
 _PAIR = rb"(" + _REF + rb")" + _VALUE
-_match_size = re.compile(_SIZE, re.DOTALL).match
-match_record = re.compile(
+
+
+class _Pattern:
+    """A pattern that is compiled when it is first used: these take 20 ms, and most processes need none."""
+
+    def __init__(self, pattern: bytes) -> None:
+        self._pattern = pattern
+
+    @cached_property
+    def match(self) -> Callable[[bytes, int], re.Match[bytes] | None]:
+        """Match at a position."""
+        return re.compile(self._pattern, re.DOTALL).match
+
+
+_SIZE_PATTERN = _Pattern(_SIZE)
+RECORD_PATTERN = _Pattern(
     # EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK, names and values, SETITEMS, BUILD
-    rb"\)\x81\x94}\x94\(" + _PAIR + _PAIR + rb"(?:" + _PAIR + rb")?(?:" + _PAIR + rb")?ub",
-    re.DOTALL,
-).match
+    rb"\)\x81\x94}\x94\(" + _PAIR + _PAIR + rb"(?:" + _PAIR + rb")?(?:" + _PAIR + rb")?ub"
+)
 # An instance up to the list at the end of its dict: a record with a tuple as its state, a size, and a list.
-_match_opening = re.compile(
+_OPENING_PATTERN = _Pattern(
     rb"\)\x81\x94}\x94\((" + _REF + rb")(" + _REF + rb")\)\x81\x94\("
     rb"((?:" + _REF + rb"|" + _INT + rb"|[\x88\x89N])+)t\x94b"
-    rb"(" + _REF + rb")(" + _REF + rb")(" + _SIZE + rb")(" + _REF + rb")\]\x94",
-    re.DOTALL,
-).match
+    rb"(" + _REF + rb")(" + _REF + rb")(" + _SIZE + rb")(" + _REF + rb")\]\x94"
+)
 _PART = re.compile(rb"(" + _REF + rb")|(" + _INT + rb")|(.)", re.DOTALL)
 _PLAIN = {b"\x88": True, b"\x89": False, b"N": None}
 _DIM = re.compile(rb"K(.)|M(..)|J(....)", re.DOTALL)
@@ -189,7 +202,7 @@ class Shortcuts:
 
     def size(self, start: int) -> tuple[Any, int]:
         """Return (dims, end) of a size behind its class at ``start``; end 0 when it does not match."""
-        match = _match_size(self._data, start)
+        match = _SIZE_PATTERN.match(self._data, start)
         if match is None:
             return None, 0
         dims = self._size(match[0])
@@ -207,7 +220,7 @@ class Shortcuts:
         rows.append(new_record)
         cached = self._last.get(call)
         if cached is None or not self._data.startswith(cached[0], start):
-            match = match_record(self._data, start)
+            match = RECORD_PATTERN.match(self._data, start)
             if match is None:
                 rows.pop()
                 return None, 0
@@ -259,7 +272,7 @@ class Shortcuts:
         """
         raw, values = self._opened
         if not raw or not self._data.startswith(raw, start):
-            match = _match_opening(self._data, start)
+            match = _OPENING_PATTERN.match(self._data, start)
             if match is None:
                 return None
             raw = match[0]

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.encodings.torchzip.archive import DESCRIPTOR, Window
-from ckptcore.encodings.torchzip.reader import Parsed, Resolved, parse_tensor
 from ckptcore.errors import ChecksumMismatch
 from ckptcore.utils.crc32 import crc32
+
+if TYPE_CHECKING:
+    from ckptcore.encodings.torchzip.reader import Parsed, Resolved
 
 _MAX_TEMPLATES = 1024
 _MAX_ALIKE = 8  # templates of one length
@@ -56,6 +59,9 @@ def read_tensor(window: Window, label: str) -> Resolved:
             window.read(position, 4) == window.read(behind, 4) for position, behind in template.same
         ):
             return _resolved_by(template, window, label)
+    # A late import: a process that reads no torch zip needs no pickles.
+    from ckptcore.encodings.torchzip.reader import parse_tensor
+
     parsed = parse_tensor(window, label)
     _remember(parsed, window)
     return parsed.resolved

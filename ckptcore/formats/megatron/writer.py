@@ -61,7 +61,7 @@ RELEASE = "release"  # the folder, and the word for it in the tracker
 _PARAMETER = re.compile(r"^(?P<module>.+)\.(?:layer_norm_)?(?:weight|bias)$")
 _STACKED_LAYERS = re.compile(r"(?:^|\.)decoder\.layers\.(?!\d+\.)")
 _EXPERTS = ".experts.experts."
-_STATEFUL = re.compile(r"(?:^|\.)(?:decoder|mtp)\.(?!.*\.router$)")  # Megatron's modules that have such a state
+_STATEFUL = re.compile(r"(?:^|\.)(?:decoder|mtp)\.(?!.*\.router$)")  # modules that have such a state
 _PROJECTION, _ATTENTION = ".self_attention.linear_proj", ".self_attention.core_attention"
 
 
