@@ -280,7 +280,10 @@ def verify_export(
 def _exported_with(options: Options) -> dict[str, Any]:
     """Return the fields of a request that the command line gives."""
     request = options.request("export", "-", "-")
-    names = [name for name in _EXPORTED_WITH if getattr(options, name)]
+    usual = Options()  # what nobody named changes nothing: the catalog has the exact request
+    names = [
+        name for name in _EXPORTED_WITH if getattr(options, name) not in (None, (), [], getattr(usual, name))
+    ]
     return {name: getattr(request, name) for name in map(request_field, names)}
 
 

@@ -212,7 +212,7 @@ def files_line(value: RetireReport) -> str:
 
 def _item(item: SweepItem) -> str:
     to = f" -> {item.destination}" if item.standing in ("ready", "made") else ""
-    why = f": {item.why}" if item.why else ""
+    why = f": {item.why.removeprefix(f'{item.source} ')}" if item.why else ""
     return f"{item.standing:<9} {item.source}{to}{why}"
 
 

@@ -6,6 +6,7 @@ who verifies an export can name its source.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.export_proof import ALWAYS, NOT_DONE, ExportProof
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.planning.export_source import ExportRecord, ExportSource, KnownExport
+from ckptcore.planning.export_source import ExportRecord, ExportSource, KnownExport, with_own_config
 from ckptcore.planning.model_card import names_by_card, provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store, split_url
@@ -259,15 +260,21 @@ def _by_catalog(registered: _Registered, export: str, against: str | None) -> Ex
     if request.verb != "export":
         return None
     # The recorded place counts only while the source is there; else the copy that took its place.
-    as_requested = source.place == registered.conversion.source_uri
+    as_requested = source.place == registered.conversion.source_uri and _is_anywhere(request.source)
     place = against if against is not None else request.source if as_requested else source.place
     return ExportSource(
-        replace(request, source=place, destination=export),
+        with_own_config(replace(request, source=place, destination=export), export),
         "--against" if against is not None else source.by,
         exact=True,
         digest=source.digest or None,
         asked=against is not None,
     )
+
+
+def _is_anywhere(place: str) -> bool:
+    """Return whether a place is the same from every working folder."""
+    path = local_path(place)
+    return path is None or os.path.isabs(path)
 
 
 def _card(export: str) -> str:

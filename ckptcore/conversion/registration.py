@@ -402,7 +402,7 @@ def _start_of(request: Request, flow_run_id: str | None) -> ConversionStart:
     from ckptcore.catalog.types import ConversionStart
     from ckptcore.utils.version import __version__
 
-    options, ends = request.as_dict(), (request.source, request.destination)
+    options, ends = request.anchored().as_dict(), (request.source, request.destination)
     return ConversionStart(options, *ends, request.verb, __version__, flow_run_id)
 
 

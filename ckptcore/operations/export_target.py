@@ -262,7 +262,7 @@ def _require_types(options: Mapping[str, Any], kind: type[Any] = Request) -> Non
 
 def options_digest(request: Request) -> str:
     """Return a digest that is equal for requests that make the same bytes from the same source."""
-    form = {k: v for k, v in request.as_dict().items() if k not in _NOT_OUTPUT}
+    form = {k: v for k, v in request.anchored().as_dict().items() if k not in _NOT_OUTPUT}
     return blake3(canonical_json({**form, "to": request.format})).hexdigest()
 
 

@@ -6,7 +6,6 @@ options. No tensor is read. A cast changes no name, so it is left out: it would 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,9 +14,8 @@ from ckptcore.catalog.types import CheckpointDetail, ConversionRow
 from ckptcore.errors import CkptError
 from ckptcore.page.shards import Manifests
 from ckptcore.planning.compose import map_export
-from ckptcore.planning.hub_files import NONE
+from ckptcore.planning.export_source import with_own_config
 from ckptcore.planning.request import Request
-from ckptcore.store import local_path
 
 
 def mapping_between(manifests: Manifests, sides: Sequence[CheckpointDetail]) -> NameMapping | None:
@@ -40,7 +38,7 @@ def _mapping(
 ) -> NameMapping:
     row = source.checkpoint
     try:
-        request = _with_config(Request.from_dict(conversion.request), export)
+        request = with_own_config(Request.from_dict(conversion.request), export)
         manifest = manifests.read(row.uri, row.manifest_digest)
         mapped = map_export(replace(request, dtype=None, dtype_for=()), manifest).mapped
     except CkptError as error:
@@ -53,14 +51,3 @@ def _mapping(
     unchanged = {target.sources[0]: target.name for target in mapped.made if target.same}
     composed = {target.name: target.sources for target in mapped.made if not target.same}
     return NameMapping(number, dict(mapped.renamed) | unchanged, composed, dropped)
-
-
-def _with_config(request: Request, export: str) -> Request:
-    """Take an export's copy of its config where the recorded path says nothing any more.
-
-    A relative path was typed in another working folder, which may have a config of another model here.
-    """
-    path = None if request.config in (None, NONE) else local_path(str(request.config))
-    if path is None or (os.path.isabs(path) and os.path.exists(path)):
-        return request
-    return replace(request, config=export)

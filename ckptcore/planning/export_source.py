@@ -5,11 +5,14 @@ A module of its own: `comparison` uses it, `conversion` finds it in the catalog,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
+from ckptcore.planning.hub_files import NONE
 from ckptcore.planning.request import Request
+from ckptcore.store import local_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,14 @@ class KnownExport:
     reason: str = "no source is known"
     conversion: str | None = None
     record: ExportRecord | None = None
+
+
+def with_own_config(request: Request, export: str) -> Request:
+    """Take an export's copy of its config where the recorded path says nothing any more.
+
+    A relative path, of an older catalog, was typed in another working folder: here it may be another model's.
+    """
+    path = None if request.config in (None, NONE) else local_path(str(request.config))
+    if path is None or (os.path.isabs(path) and os.path.exists(path)):
+        return request
+    return replace(request, config=export)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ckptcore.core import dtype as dtypes
 from ckptcore.errors import UsageError
 from ckptcore.naming.worlds import GENERATIONS, HUB, PEFT, is_world, parse_world, worlds
-from ckptcore.store import split_url
+from ckptcore.store import local_path, split_url
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.utils.near_names import did_you_mean
 from ckptcore.utils.workers import usable_cores
@@ -202,6 +203,10 @@ class Request:
                 hint="change the suffix, or leave --to out",
             )
 
+    def anchored(self) -> Request:
+        """Return the request with absolute paths of config and tokenizer, to be read from any folder."""
+        return replace(self, config=_absolute(self.config), tokenizer=_absolute(self.tokenizer))
+
     @property
     def format(self) -> str:
         """The output format's name."""
@@ -310,6 +315,11 @@ class Settings:
 
 def _usual_names(verb: str) -> str:
     return HUB if verb == "export" else STORED
+
+
+def _absolute(place: str | None) -> str | None:
+    path = None if place in (None, "none") else local_path(str(place))
+    return place if path is None else os.path.abspath(path)
 
 
 def _is_one_file(format: str) -> bool:

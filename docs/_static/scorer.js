@@ -12,8 +12,8 @@ var Scorer = {
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
   objPrioDefault: 0,
-  title: 15,
-  partialTitle: 7,
+  title: 40,
+  partialTitle: 15,
   term: 5,
   partialTerm: 2,
 };

@@ -13,7 +13,6 @@ Small checkpoints are converted in batches.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -210,8 +209,8 @@ def forget_events(catalog: Catalog) -> None:
 
 
 def note_swept(catalog: Catalog, root: RootRow, items: Sequence[SweepItem]) -> None:
-    """Record that a root was swept, and the number of checkpoints by standing."""
-    counts = Counter(i.standing.value for i in items)
+    """Record that a root was swept, and what a sweep of it alone would answer."""
+    counts = Swept(tuple(items)).counts
     with catalog.writing() as conn:
         if any(r.name == root.name for r in roots.every(conn)):  # it may have been removed meanwhile
             note = ", ".join(f"{n} {s}" for s, n in sorted(counts.items())) or "nothing there"

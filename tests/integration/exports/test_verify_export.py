@@ -377,6 +377,29 @@ def test_arguments_that_say_nothing(llama: Path, options: dict[str, Any], says: 
         ckptcore.verify_export(str(llama / "hf"), against=str(llama / "ckpt"), **options)
 
 
+def test_the_recorded_request_is_read_from_any_folder(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on the command line, whose options have defaults that nobody named."""
+    catalog = str(tmp_path / "catalog.sqlite")
+    monkeypatch.chdir(tmp_path)
+    for name in ("ckpt", "config"):
+        shutil.copytree(llama / name, name)
+    forms: dict[str, dict[str, Any]] = {
+        "named": {"rename": {"model.": "net."}},
+        "config": {"config": "config"},
+    }
+    for name, options in forms.items():
+        ckptcore.convert("ckpt", f"{name}-out", verb="export", catalog=catalog, **options)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in forms:
+        main.run(["verify-export", f"{tmp_path}/{name}-out", "--catalog", catalog, "--output", "json"])
+        answer = json.loads(capsys.readouterr().out)
+        verdicts_of = {check["check"]: check["verdict"] for check in answer["checks"]}
+        assert (verdicts_of["elements"], verdicts_of["fingerprints"]) == ("ok", "ok"), name
+
+
 @pytest.mark.parametrize("verb", ["consolidate", "reshard"])
 def test_what_another_verb_wrote_is_no_export(llama: Path, tmp_path: Path, verb: str) -> None:
     catalog, out = str(tmp_path / "catalog.sqlite"), str(tmp_path / "out")

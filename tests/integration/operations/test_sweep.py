@@ -76,6 +76,19 @@ def test_an_incomplete_checkpoint_is_broken_only_when_it_stops_changing(runs, wa
     assert swept()[0]["step-1"].standing == "made"
 
 
+def test_a_broken_checkpoint_counts_once_however_many_outputs_are_made_of_it(runs, catalog, url, capsys):
+    (save(runs / "llama" / "step-1") / ".metadata").unlink()
+    with catalog.writing() as conn:
+        targets = [{"destination": f"{{root}}/../{place}/{{name}}"} for place in ("a", "b")]
+        roots.add(conn, datetime.now(UTC), "r", str(runs), targets=targets)
+    run(["sweep", "--min-age", "0s", "--catalog", url])
+    line, counted = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"broken    {runs}/llama/step-1: has *.distcp files but no .metadata")
+    assert counted == "1 broken"
+    with catalog.reading() as conn:
+        assert roots.get(conn, "r").swept_note == "1 broken"
+
+
 def test_an_unchanged_checkpoint_is_not_reopened(runs, watch, swept, monkeypatch):
     save(runs / "llama" / "step-1")
     (save(runs / "llama" / "step-2") / ".metadata").unlink()
