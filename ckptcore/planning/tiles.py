@@ -249,7 +249,9 @@ def _computed_elements(plan: FilePlan, budget: Budget, tensor: int, widest: int)
     count = most_elements(node, room, shape, widest, dtypes)
     if count < 1:
         needs = FUNCTIONS[node.fn].needs(Box((0,) * len(shape), (1,) * len(shape)), node.params)
-        element_bytes = widest + sum(box.numel * BY_NAME[d].itemsize for box, d in zip(needs, dtypes, strict=True))
+        element_bytes = widest + sum(
+            box.numel * BY_NAME[d].itemsize for box, d in zip(needs, dtypes, strict=True)
+        )
         raise BudgetTooSmall(
             f"memory must be at least {4 * budget.threads * 2 * element_bytes} bytes for {budget.threads} "
             f"workers and {len(node.inputs)} inputs of a tensor (got tiles of {budget.tile} bytes)"
