@@ -383,6 +383,7 @@ class _TooLarge(Exception):
 
 
 def _metrics(form: Any, left_out: list[str]) -> dict[str, Measured]:
+    """Return the metrics that are numbers; add what is omitted, and why, to ``left_out``."""
     if form is None or form == {}:
         return {}
     if not isinstance(form, Mapping):

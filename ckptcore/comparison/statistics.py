@@ -198,7 +198,7 @@ def _read(
     settings: Settings,
     progress: Progress | None,
 ) -> list[Row]:
-    """Return the numbers of some tensors. rows: of each in each manifest."""
+    """Measure tensors, each given by its row in every manifest, in several processes where that pays."""
     sides = [OpenSide(manifest.root, manifest) for manifest in manifests]
     try:
         sizes = [

@@ -113,7 +113,7 @@ def require_place(
     """
     # Before URLs are compared, since messages quote them.
     require_no_credentials(source, destination, config, tokenizer)
-    path = _require_plain(destination)
+    path = _require_unambiguous(destination)
     parent, name = split_url(destination)
     # Checked, too: it is beside the destination, and would be written even where the destination itself is
     # apart.
@@ -310,7 +310,7 @@ def _named_folder(named: str | None) -> str | None:
     return split_url(named)[0] if named.endswith(f"/{CONFIG}") or named == CONFIG else named
 
 
-def _require_plain(destination: str) -> Path | None:
+def _require_unambiguous(destination: str) -> Path | None:
     """Raise `UsageError` unless a destination has one meaning: here, in its store, and for later readers.
 
     Returns:

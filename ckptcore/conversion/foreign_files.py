@@ -132,6 +132,7 @@ def _prefix_below(url: str, destination: str) -> str:
 def _proofs(
     destination: str, extra: Mapping[str, bytes], catalog: str | bool | None, unfinished: Publication | None
 ) -> _Proofs:
+    """Return name -> (bytes, BLAKE3) of contents that this conversion may replace: ours, or recorded ones."""
     proofs: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for name, data in extra.items():
         proofs[name].add((len(data), blake3(data).hexdigest()))
