@@ -29,7 +29,7 @@ from ckptcore.cli.options import (
     takes,
 )
 from ckptcore.cli.render_operations import already, waits
-from ckptcore.errors import UsageError
+from ckptcore.errors import DestinationExists, UsageError
 from ckptcore.planning.options import (
     CONTENT,
     MEANS,
@@ -354,7 +354,12 @@ def _convert(request: Request, arguments: dict[str, Any]) -> None:
                 request, options.settings(), progress, options.register_in, announcement=announcement
             )
         else:
-            result = _once(request, options, progress, wait, announcement)
+            try:
+                result = _once(request, options, progress, wait, announcement)
+            except DestinationExists as error:
+                if arguments.get("if_exists") is IfExists.SKIP:
+                    error.hint = f"this request did not make it of this source; {error.hint}"
+                raise
     as_json = arguments["output"] is Output.JSON
     if result is None:
         already(request.destination, as_json=as_json)

@@ -83,6 +83,8 @@ SEARCHES = {
     "webhook": "how-to/webhooks",
     "resume": "how-to/resume",
     "retire": "how-to/retention",
+    "diff": "reference/cli/diff",
+    "exit+code": "reference/errors",
 }
 
 
