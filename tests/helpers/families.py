@@ -137,11 +137,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("megatron", "olmo_core"),
     ),
     "qwen3_next": ("qwen3_next", {**_MOE, **_DELTA, "shared_expert_intermediate_size": 12}, ("megatron",)),
-    "qwen3_5": ("qwen3_5_text", _DELTA, ("megatron",)),
+    "qwen3_5": ("qwen3_5_text", _DELTA, ("megatron", "torchtitan")),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
         {**_MOE, **_DELTA, "shared_expert_intermediate_size": 12},
-        ("megatron",),
+        ("megatron", "torchtitan"),
     ),
     "nemotron_h": (
         "nemotron_h",
@@ -178,6 +178,8 @@ def forms(family: str, world: str) -> tuple[str, ...]:
     _, config, _ = FAMILIES[family]
     if world == "torchtitan" and family in ("mistral", "mixtral"):
         return ("old",)  # of Mistral itself, which has the names of Meta's Llama
+    if world == "torchtitan" and family in ("qwen3_5", "qwen3_5_moe"):
+        return ("linear",)  # torchtitan has it since then
     if world == "torchtitan" and family == "deepseek_v3":
         return ("old", "linear")
     if world == "megatron" and not any(k in config for k in _EXPERTS):

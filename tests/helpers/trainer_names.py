@@ -338,6 +338,8 @@ def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
     }
     for n in range(config["num_hidden_layers"]):
         left, prefix = _apart(config, below(hub, n)), f"layers.{n}."
+        if config["model_type"].startswith("qwen3_5"):
+            _torchtitan_gated_layer(config, left, out, prefix)
         for old, new in names.items():
             if old in left:
                 out[prefix + new] = left.pop(old)
@@ -387,6 +389,23 @@ def torchtitan(config: Mapping[str, Any], hub: State, form: str) -> State:
                 out[prefix + experts + x + suffix] = torch.stack(each)
         assert not left, sorted(left)
     return out
+
+
+def _torchtitan_gated_layer(config: Mapping[str, Any], left: State, out: State, prefix: str) -> None:
+    """The attention or delta net of Qwen3.5 (models/qwen3_5/state_dict_adapter.py), taken out of ``left``."""
+    for module in ("self_attn.", "linear_attn."):
+        for name in [n for n in left if n.startswith(module)]:
+            value, own = left.pop(name), name.removeprefix(module)
+            if own.startswith(("in_proj_qkv.", "conv1d.")):
+                wide = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+                kind = "conv_" if own.startswith("conv") else "in_proj_"
+                parts = value.split([wide, wide, len(value) - 2 * wide])
+                out |= {f"{prefix}attn.{kind}{x}.weight": p for x, p in zip("qkv", parts, strict=True)}
+            else:
+                own = re.sub(r"^([qkvo])_proj", r"w\1", own)
+                out[f"{prefix}attn.{own}"] = value
+    if "mlp.shared_expert_gate.weight" in left:
+        out[f"{prefix}moe.shared_experts.gate.weight"] = left.pop("mlp.shared_expert_gate.weight")
 
 
 def _unrotated(w: torch.Tensor, heads: int) -> torch.Tensor:
