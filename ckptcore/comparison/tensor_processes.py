@@ -67,7 +67,7 @@ def in_processes(
         return None
     # Each worker sums up the files that it reads; `join` adds the sums of all workers.
     side_setups = tuple((side.label, replace(side.manifest, sums=None), side.observes) for side in sides)
-    setup = _Setup((share.__module__, share.__name__), side_setups, settings.share(count))
+    setup = _Setup((share.__module__, share.__name__), side_setups, settings.of_processes(count))
     rows = batches(range(len(tensors)), sizes, count)
     jobs = [(batch, [tensors[n] for n in batch]) for batch in rows]
     values_by_number: dict[int, Any] = {}

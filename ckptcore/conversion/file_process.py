@@ -17,7 +17,7 @@ from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import Staging
 from ckptcore.core.file_sums import FileSums
 from ckptcore.errors import CkptError
-from ckptcore.execution.execute import write_files
+from ckptcore.execution.execute import files_writer
 from ckptcore.execution.plan_run import Elsewhere
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.plan import Plan, load_head
@@ -76,7 +76,7 @@ def elsewhere(
 
     def write(indices: Sequence[int], records: Records, meter: ProgressMeter) -> dict[int, Receipt]:
         some = min(count, len(indices))
-        setup = _Setup(staging.plan_uri, settings.share(some), sums is not None)
+        setup = _Setup(staging.plan_uri, settings.of_processes(some), sums is not None)
         jobs = batches(indices, [sizes[index] for index in indices], some)
         assert staging.lock_fd is not None  # it was there
         try:
@@ -107,9 +107,5 @@ def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
     source.observer = sums
     run = plan_run(staging, plan, source, stamps, setup.settings)
     records = Records(source, run.items, setup.settings.verify, run.scratch)
-    meter = CountedMeter(finished)
-
-    def write(indices: tuple[int, ...]) -> tuple[Receipt, ...]:
-        return write_files(run, indices, setup.settings, records, meter)
-
+    write = files_writer(run, setup.settings, records, CountedMeter(finished))
     return write, lambda: _Report(records.progress(), sums)

@@ -122,15 +122,50 @@ def execute_files(
     return tuple(receipts[i] for i in indices)
 
 
-def write_files(
-    run: PlanRun, indices: Sequence[int], settings: Settings, records: Records, meter: ProgressMeter
-) -> tuple[Receipt, ...]:
-    """Write output files as one of several processes: see `PlanRun.elsewhere`.
+class Tiles:
+    """The buffers of runs that follow each other in a process: fresh memory costs as much as a copy.
 
-    What others read the rest of stays open in ``records``. Raises the first error of any worker.
+    Args:
+        nbytes: Of a buffer.
+        device: That copies from and to the buffers, or cpu.
     """
-    written, _ = _Run(run, settings, records, meter, (Budget.of(settings), None)).finish(indices)
-    return tuple(written[index] for index in indices)
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        self._nbytes, self._device = nbytes, device
+        self._lock = threading.Lock()
+        self._made: list[Bytes] = []
+        self._idle: list[Bytes] = []
+
+    def take(self) -> Bytes:
+        """Return a buffer that no worker has."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            self._made.append(buffer := host_buffer(self._nbytes, self._device))
+        return buffer
+
+    def take_back(self) -> None:
+        """Take back all buffers, at the end of a run."""
+        with self._lock:
+            self._idle = list(self._made)
+
+
+def files_writer(
+    run: PlanRun, settings: Settings, records: Records, meter: ProgressMeter
+) -> Callable[[Sequence[int]], tuple[Receipt, ...]]:
+    """Return what writes output files by their indices, as one of several processes: see `PlanRun.elsewhere`.
+
+    What others read the rest of stays open in ``records``. It raises the first error of any worker.
+    """
+    budget = Budget.of(settings)
+    tiles = Tiles(budget.tile, settings.device)
+
+    def write(indices: Sequence[int]) -> tuple[Receipt, ...]:
+        written, _ = _Run(run, settings, records, meter, (budget, None), tiles=tiles).finish(indices)
+        tiles.take_back()
+        return tuple(written[index] for index in indices)
+
+    return write
 
 
 @rereading
@@ -160,7 +195,8 @@ class _Run:
     """The files that one group of workers makes, its buffers, and its shared state.
 
     ``schedule`` is as `expect_files` returns it: the budget, and the order of reads, None for that of files.
-    ``compare`` compares the files with the existing ones instead of writing them.
+    ``compare`` compares the files with the existing ones instead of writing them. ``tiles`` are the buffers,
+    if another run has used them.
     """
 
     def __init__(
@@ -173,6 +209,7 @@ class _Run:
         *,
         part: FilePart | None = None,
         compare: bool = False,
+        tiles: Tiles | None = None,
     ) -> None:
         self._run, self._settings, self._records, self._meter = run, settings, records, meter
         self._part, self._compare = part, compare
@@ -183,7 +220,8 @@ class _Run:
         self._open: dict[int, FileWork] = {}
         self._differing: dict[int, CompareWriter | DigestWriter] = {}
         # Two for each worker: one is filled while the other waits to be flushed in order.
-        self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
+        self._tiles = tiles or Tiles(self._budget.tile, settings.device)
+        self._buffers = Buffers(self._tiles.take() for _ in range(2 * settings.threads))
         self._slots = slots_on(settings.device, self._budget.tile)
 
     def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter | DigestWriter]]:
@@ -296,7 +334,9 @@ class _Run:
         return work
 
     def _worker(self) -> Callable[[_Task], None]:
-        workspace = Workspace(paged_buffer(self._budget.tile), self._buffer(), self._slots)
+        # A device never sees what is read and not yet in its place.
+        scratch = self._tiles.take() if self._slots is None else paged_buffer(self._budget.tile)
+        workspace = Workspace(scratch, self._tiles.take(), self._slots)
         # Compressed files use a part of the buffers: the rest of the budget is for decoded items.
         smaller_workspace = workspace.of(self._budget.beside_decoded.tile)
 
@@ -337,9 +377,6 @@ class _Run:
         with self._lock:
             self._done[receipt.index] = receipt
             del self._open[receipt.index]
-
-    def _buffer(self) -> Bytes:
-        return host_buffer(self._budget.tile, self._settings.device)
 
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, DiskFull) and "lacks" not in error.values:  # bytes, not inodes or a quota

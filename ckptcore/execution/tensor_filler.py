@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptcore.core.box import Box, is_run
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
 from ckptcore.execution.device import DeviceSlots
-from ckptcore.execution.device_batch import DeviceBatch, Place, StoredInput, SumRequest
 from ckptcore.execution.small_tensors import SmallTensors
 from ckptcore.fingerprints.statistics import FileStatistics
 from ckptcore.fingerprints.sums import ZERO, Sum, add, box_sum, pack
@@ -28,6 +28,9 @@ from ckptcore.reading.chunk_reader import COPY, READ, ChunkedTensor, ChunkReader
 from ckptcore.reading.gather import Bytes, Overlap, tile_view
 from ckptcore.reading.payload import Payload, StoredChunk
 from ckptcore.store import Store
+
+if TYPE_CHECKING:
+    from ckptcore.execution.device_batch import DeviceBatch, Place
 
 _DEVICE_SUM = 1 << 20  # bytes: a sum there takes a dozen kernels, here as long as to begin them
 
@@ -152,6 +155,9 @@ class TensorFiller:
         slots, filled = workspace.slots, set[int]()
         if slots is None:
             return frozenset()
+        # A late import, here and below: most conversions have no device.
+        from ckptcore.execution.device_batch import DeviceBatch, Place
+
         batch = DeviceBatch(workspace.cast, output)
         for start, part in parts:
             if not isinstance(part, TensorPart):
@@ -238,6 +244,8 @@ class TensorFiller:
         self, batch: DeviceBatch, part: TensorPart, place: Place, workspace: Workspace, counts: bool
     ) -> bool:
         """Read a part that is cast in a batch; return False if the batch has no room."""
+        from ckptcore.execution.device_batch import SumRequest
+
         tensor, stored = self._plan.tensors[part.tensor], self._stored(part.tensor)
         sums = self._sums is not None and counts
         large = part.box.numel * BY_NAME[stored.dtype].itemsize >= _DEVICE_SUM
@@ -258,6 +266,8 @@ class TensorFiller:
         self, batch: DeviceBatch, part: TensorPart, place: Place, workspace: Workspace, counts: bool
     ) -> bool:
         """Read the inputs of a part that is computed in a batch; return False if the batch has no room."""
+        from ckptcore.execution.device_batch import StoredInput
+
         node, inputs = self._plan.derived[part.tensor], list(self._inputs(part))
         shape = self._plan.tensors[part.tensor].full if self._sums is not None and counts else None
         needs = [StoredInput(box.shape, stored.dtype) for stored, box in inputs]

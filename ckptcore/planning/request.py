@@ -262,6 +262,7 @@ class Settings:
         digest: Whether every output file gets a BLAKE3.
         fingerprint: Whether tensors are fingerprinted before any cast; None for a reshard only.
         stats: Whether statistics of tensors are computed before any cast.
+        processes: Number of processes that each have such settings, for one piece of work.
     """
 
     memory: int = 1 << 30
@@ -271,6 +272,7 @@ class Settings:
     digest: bool = True
     fingerprint: bool | None = None
     stats: bool = False
+    processes: int = 1
 
     def __post_init__(self) -> None:
         # Words that fit the command line and Python: both make settings.
@@ -298,6 +300,10 @@ class Settings:
     def share(self, count: int) -> Settings:
         """Return the settings of each of some processes that share these."""
         return replace(self, memory=self.memory // count, workers=max(1, self.threads // count))
+
+    def of_processes(self, count: int) -> Settings:
+        """Return the settings of each of some processes that do one piece of work together."""
+        return replace(self.share(count), processes=count)
 
     def of(self, mesh: str) -> Settings:
         """Return the settings with ``fingerprint`` decided: files of a mesh look least like their source."""

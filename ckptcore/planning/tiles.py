@@ -31,6 +31,7 @@ from ckptcore.utils.row_wise import prod_rows
 # stay in cache, and the same memory for 1 to 4 workers.
 TILES = 4 << 20
 # More workers wait for each other's turns with Python's lock, so each call moves as much as theirs together.
+# Those of several processes count together: they have the cores of many workers.
 _FEW = 4
 _READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, if the budget allows it
 _RUN = 4 << 10  # bytes that a read should have where dims are stored in another order: a page
@@ -57,11 +58,13 @@ class Budget:
         tile: Bytes of one tile buffer, the most that one step may take.
         threads: Number of workers with such buffers.
         on_device: Tiles pass through a device: a step is a batch for it, as large as a tile.
+        processes: Number of processes that each have such buffers.
     """
 
     tile: int
     threads: int = 1
     on_device: bool = False
+    processes: int = 1
 
     @classmethod
     def of(cls, settings: Settings) -> Budget:
@@ -78,7 +81,7 @@ class Budget:
                 f"workers: each needs 4 tiles of {_MIN_TILE} bytes (got {settings.memory})"
             )
         if settings.device == "cpu":
-            return cls(size, settings.threads)
+            return cls(size, settings.threads, processes=settings.processes)
         # A device has its own bounds. At least a small tile, even where many threads share it.
         most = min(PINNED_BYTES // (_PINNED_TILES * settings.threads), _BATCH) // 4096 * 4096
         return cls(min(size, max(most, _MIN_TILE)), settings.threads, on_device=True)
@@ -88,7 +91,8 @@ class Budget:
         """Return the bytes of a step without special needs."""
         if self.on_device:
             return self.tile
-        return min(self.tile, TILES // self.threads if self.threads <= _FEW else TILES)
+        few = self.threads * self.processes <= _FEW
+        return min(self.tile, TILES // self.threads if few else TILES)
 
     @property
     def decoded(self) -> int:
