@@ -41,7 +41,7 @@ class StoredInput(NamedTuple):
         return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
-class Place(NamedTuple):
+class OutputRange(NamedTuple):
     """Where results go in the output, and their dtype there."""
 
     start: int
@@ -64,7 +64,7 @@ class _Cast:
     begin: int
     nbytes: int
     made: int
-    place: Place
+    place: OutputRange
     sums: list[tuple[SumRequest, int]]  # with the first byte of each in the batch
 
     def enqueue(self, slot: DeviceSlot, output: Bytes) -> tuple[Any, list[Any]]:
@@ -105,7 +105,7 @@ class _Computed:
     inputs: tuple[tuple[int, StoredInput], ...]
     room: int | None
     made: int
-    place: Place
+    place: OutputRange
     shape: tuple[int, ...] | None  # of its tensor, if it is summed
     uncast: bool
 
@@ -181,7 +181,9 @@ class DeviceBatch:
     _casts: list[_Cast] = field(default_factory=list)
     _computed: list[_Computed] = field(default_factory=list)
 
-    def cast(self, count: int, dtype: str, place: Place, asked: SumRequest | None = None) -> Bytes | None:
+    def cast(
+        self, count: int, dtype: str, place: OutputRange, asked: SumRequest | None = None
+    ) -> Bytes | None:
         """Add ``count`` elements of ``dtype`` that are cast.
 
         Returns:
@@ -197,7 +199,7 @@ class DeviceBatch:
         if not self._fits(begin + nbytes, 0, made + place.nbytes, answers):
             return None
         if last is None or not follows:
-            last = _Cast(dtype, begin, 0, made, Place(place.start, 0, place.dtype), [])
+            last = _Cast(dtype, begin, 0, made, OutputRange(place.start, 0, place.dtype), [])
             self._casts.append(last)
         last.nbytes += nbytes
         last.place = last.place._replace(nbytes=last.place.nbytes + place.nbytes)
@@ -211,7 +213,7 @@ class DeviceBatch:
         node: Derived,
         part: TensorPart,
         inputs: Sequence[StoredInput],
-        place: Place,
+        place: OutputRange,
         shape: tuple[int, ...] | None = None,
         *,
         uncast: bool = False,
@@ -286,7 +288,7 @@ class DeviceBatch:
         return max(behind, made) <= len(self.memory) and self._answers + answers <= ANSWERS
 
 
-def _follow(last: _Cast, begin: int, made: int, dtype: str, place: Place) -> bool:
+def _follow(last: _Cast, begin: int, made: int, dtype: str, place: OutputRange) -> bool:
     """Report whether elements directly follow those of a cast, there and here, and are cast alike."""
     same = (last.dtype, last.place.dtype) == (dtype, place.dtype)
     ends = (last.begin + last.nbytes, last.made + last.place.nbytes, last.place.start + last.place.nbytes)
@@ -310,7 +312,7 @@ def _typed(slot: DeviceSlot, memory: Any, begin: int, nbytes: int, dtype: str) -
     return memory[begin : begin + nbytes].view(getattr(slot.torch, dtype))
 
 
-def _take_back(slot: DeviceSlot, made: int, place: Place, output: Bytes) -> None:
+def _take_back(slot: DeviceSlot, made: int, place: OutputRange, output: Bytes) -> None:
     target = output[place.start : place.start + place.nbytes]
     slot.take_back(slot.outputs[made : made + place.nbytes], target)
 

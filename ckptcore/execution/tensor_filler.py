@@ -30,7 +30,7 @@ from ckptcore.reading.payload import Payload, StoredChunk
 from ckptcore.store import Store
 
 if TYPE_CHECKING:
-    from ckptcore.execution.device_batch import DeviceBatch, Place
+    from ckptcore.execution.device_batch import DeviceBatch, OutputRange
 
 _DEVICE_SUM = 1 << 20  # bytes: a sum there takes a dozen kernels, here as long as to begin them
 
@@ -156,7 +156,7 @@ class TensorFiller:
         if slots is None:
             return frozenset()
         # A late import, here and below: most conversions have no device.
-        from ckptcore.execution.device_batch import DeviceBatch, Place
+        from ckptcore.execution.device_batch import DeviceBatch, OutputRange
 
         batch = DeviceBatch(workspace.cast, output)
         for start, part in parts:
@@ -167,7 +167,7 @@ class TensorFiller:
             if not derived and tensor.dtype == tensor.source_dtype:
                 continue
             add = self._compute_in if derived else self._cast_in
-            place = Place(start, part.nbytes, tensor.dtype)
+            place = OutputRange(start, part.nbytes, tensor.dtype)
             if not add(batch, part, place, workspace, counts):
                 self._run(batch, slots)
                 batch = DeviceBatch(workspace.cast, output)
@@ -241,7 +241,7 @@ class TensorFiller:
         derive_into(node, part.box, inputs, target, tensor.dtype, workspace.cast[:room])
 
     def _cast_in(
-        self, batch: DeviceBatch, part: TensorPart, place: Place, workspace: Workspace, counts: bool
+        self, batch: DeviceBatch, part: TensorPart, place: OutputRange, workspace: Workspace, counts: bool
     ) -> bool:
         """Read a part that is cast in a batch; return False if the batch has no room."""
         from ckptcore.execution.device_batch import SumRequest
@@ -263,7 +263,7 @@ class TensorFiller:
         return True
 
     def _compute_in(
-        self, batch: DeviceBatch, part: TensorPart, place: Place, workspace: Workspace, counts: bool
+        self, batch: DeviceBatch, part: TensorPart, place: OutputRange, workspace: Workspace, counts: bool
     ) -> bool:
         """Read the inputs of a part that is computed in a batch; return False if the batch has no room."""
         from ckptcore.execution.device_batch import StoredInput

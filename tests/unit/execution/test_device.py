@@ -23,7 +23,7 @@ from ckptcore.core.manifest import Derived
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.execution import device as module
 from ckptcore.execution.device import DeviceSlot, DeviceSlots, host_buffer
-from ckptcore.execution.device_batch import DeviceBatch, Place, StoredInput, SumRequest
+from ckptcore.execution.device_batch import DeviceBatch, OutputRange, StoredInput, SumRequest
 from ckptcore.fingerprints.device_sums import ROOM, DeviceSums
 from ckptcore.fingerprints.sums import box_sum
 from ckptcore.planning.tiles import DEVICE_BYTES, DEVICE_SLOTS, PINNED_BYTES, Budget, TensorPart
@@ -67,7 +67,7 @@ def cast_in(batch: DeviceBatch, values: torch.Tensor, start: int, target: str, s
     count, width = values.numel(), BY_NAME[target].itemsize
     box = Box.full(tuple(values.shape))
     asked = SumRequest(TensorPart(start, box, count * width, 0), box.shape) if summed else None
-    place = Place(start, count * width, target)
+    place = OutputRange(start, count * width, target)
     memory = batch.cast(count, str(values.dtype).removeprefix("torch."), place, asked)
     assert memory is not None
     memory[:] = raw(values)
@@ -163,7 +163,7 @@ def test_what_is_computed(target: str, nan: bool, device: str) -> None:
         box, nbytes = Box.full(shape), prod(shape) * BY_NAME[target].itemsize
         needs = [StoredInput(tuple(t.shape), dtype) for t, dtype in inputs]
         part = TensorPart(end, box, nbytes, 0)
-        memories = batch.compute(node, part, needs, Place(end, nbytes, target), shape, uncast=True)
+        memories = batch.compute(node, part, needs, OutputRange(end, nbytes, target), shape, uncast=True)
         assert memories is not None
         for memory, (tensor, _) in zip(memories, inputs, strict=True):
             memory[:] = raw(tensor)
@@ -183,13 +183,13 @@ def test_what_is_computed(target: str, nan: bool, device: str) -> None:
 
 def test_a_full_batch_takes_no_more() -> None:
     batch = DeviceBatch(np.zeros(1 << 10, np.uint8), np.zeros(1 << 12, np.uint8))
-    assert batch.cast(200, "float32", Place(0, 400, "float16")) is not None
-    assert batch.cast(60, "float32", Place(400, 120, "float16")) is None, "no room for what is read"
-    assert batch.cast(56, "float32", Place(400, 112, "float16")) is not None
+    assert batch.cast(200, "float32", OutputRange(0, 400, "float16")) is not None
+    assert batch.cast(60, "float32", OutputRange(400, 120, "float16")) is None, "no room for what is read"
+    assert batch.cast(56, "float32", OutputRange(400, 112, "float16")) is not None
     narrow = DeviceBatch(np.zeros(1 << 10, np.uint8), np.zeros(1 << 12, np.uint8))
-    assert narrow.cast(257, "float8_e5m2", Place(0, 1028, "float32")) is None, "no room for results"
+    assert narrow.cast(257, "float8_e5m2", OutputRange(0, 1028, "float32")) is None, "no room for results"
     many = DeviceBatch(np.zeros(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8))
-    added = [many.cast(1, "float32", Place(8 * n, 2, "float16")) is not None for n in range(5000)]
+    added = [many.cast(1, "float32", OutputRange(8 * n, 2, "float16")) is not None for n in range(5000)]
     assert added == [n < module.ANSWERS for n in range(5000)]
 
 
