@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.naming.maps.declaration import built_in_maps
 from ckptcore.naming.rename import Mapped, remap
-from ckptcore.naming.worlds import parse_world
+from ckptcore.naming.worlds import GENERATIONS, parse_world
 from ckptcore.planning.model_card import is_untouched
 from ckptcore.planning.name_maps import MappedNames, NameRequest, map_names
 
@@ -120,6 +121,29 @@ def test_comes_out_as_the_trainer_has_it_and_back(tmp_path: Path, family: str, w
         save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "stored.safetensors")
         stored = remap(ckptcore.open(str(tmp_path / "stored.safetensors")))
     back = map_names(stored, world, NameRequest(arch=found.map.arch, to="hf-hub", source=source))
+    equal(back.mapped.manifest, hub_model(family)[1])
+
+
+def generations() -> Iterator[tuple[str, str, str]]:
+    for rules in built_in_maps():
+        if not rules.refused and rules.to == "hf-hub":
+            written = GENERATIONS.get(rules.world, ("",))  # others are only read
+            yield from ((rules.arch, rules.world, of) for of in rules.generations or ("",) if of in written)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "of"), grids.sliced(list(generations()), lambda row: (row[0], row[1:]))
+)
+def test_every_generation_comes_back(tmp_path: Path, family: str, world: str, of: str) -> None:
+    source = hub_manifest(tmp_path / "hub", family)
+    found = to_trainer(remap(source), source, f"{world}:{of}".rstrip(":")).mapped.manifest
+    state = {t.fqn: ckptcore.read(found, t.fqn).contiguous() for t in found.tensors}
+    save_file(state, tmp_path / "stored.safetensors")
+    if world == "nanotron":
+        own = trainer_names.nanotron_config(hub_model(family)[0], of)
+        (tmp_path / "hub/model_config.json").write_text(json.dumps(own))
+    stored = remap(ckptcore.open(str(tmp_path / "stored.safetensors")))
+    back = map_names(stored, world, NameRequest(arch=family, to="hf-hub", source=source))
     equal(back.mapped.manifest, hub_model(family)[1])
 
 
