@@ -60,11 +60,13 @@ def adapted_needs(box: Box, params: Shape) -> tuple[Box, ...]:
 def most_adapted(room: int, shape: Shape, itemsize: int, dtypes: Sequence[str], params: Shape) -> int:
     """Return the most elements of a box that fit so many bytes, with their inputs; see `Function.most`.
 
-    >>> most_adapted(1 << 20, (1000, 100), 4, ("bfloat16", "float32", "float32"), (0, 8, 0))
-    100000
+    >>> most_adapted(1 << 20, (1000, 1000), 4, ("bfloat16", "float32", "float32"), (0, 8, 0))
+    168000
     """
     weight, *pair = (BY_NAME[dtype].itemsize for dtype in dtypes)
-    each, vector, columns = itemsize + weight, params[1] * max(pair), shape[1]
+    # A and B are widened as a whole where they are narrower than the sum.
+    widened = 0 if min(pair) >= itemsize else itemsize
+    each, vector, columns = itemsize + weight, params[1] * (max(pair) + widened), shape[1]
     # A tile is complete rows, which need all of one matrix, or a part of one row.
     rows = (room - vector * columns) // (each * columns + vector)
     return rows * columns if rows > 0 else min((room - vector) // (each + vector), columns)

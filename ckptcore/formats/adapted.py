@@ -14,7 +14,7 @@ from typing import Any
 from ckptcore.core.adapted_weights import adapted, adapted_node
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.weighted_sums import SUMMED
-from ckptcore.errors import DamagedCheckpoint, UnsupportedDtype, UsageError
+from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnsupportedDtype, UsageError
 from ckptcore.formats.average import input_manifests, layers_of, left_out, model_input, with_files
 from ckptcore.formats.base import Source
 from ckptcore.naming.low_rank import adapter_merge
@@ -54,6 +54,11 @@ def read_adapted(source: Source, read: Callable[[str, ObservedInput | None], Man
     base = model_input(base_url, base_manifest)
     model_names = {name: stored for stored, name in base.inside.items()}
     specs = {strip_wrappers(spec.fqn): spec for spec in adapter.tensors}
+    if len(model_names) < len(base.inside) or len(specs) < len(adapter.tensors):
+        raise NameMismatch(
+            f"cannot merge {adapter_url}: two tensors of it, or of its base, have one name without wrappers",
+            hint="export each first",
+        )
     merge = adapter_merge(
         {name: spec.shape for name, spec in specs.items()},
         form,

@@ -220,10 +220,15 @@ def _stored_names(averaged: ModelInput, last: ModelInput) -> dict[str, str]:
     unexpected = [name for name in names if name not in last_names]
     lacks = [f"{averaged.url} lacks {some(missing)}{why}"] if missing else []
     lacks += [f"{last.url} lacks {some(unexpected)}"] if unexpected else []
+    hint = (
+        "a tied weight may be stored by some of them only: export each, then average the exports. "
+        "`ckptcore diff A B` shows the names of two"
+    )
+    if any(".lora_" in name for name in (*names, *last_names)):
+        hint = "an adapter is merged into its base by: ckptcore merge BASE DST --adapter ADAPTER"
     raise NameMismatch(
         f"cannot average checkpoints whose tensors differ: {'; '.join(lacks)}",
-        hint="a tied weight may be stored by some of them only: export each, then average the exports. "
-        "`ckptcore diff A B` shows the names of two",
+        hint=hint,
         missing=missing,
         unexpected=unexpected,
     )

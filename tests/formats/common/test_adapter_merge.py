@@ -305,3 +305,10 @@ def test_an_adapter_has_one_base_and_no_weights(options: dict[str, Any], tmp_pat
     places = {"sources": ["a"], "destination": tmp_path / "out", "adapter": "c"}
     with pytest.raises(UsageError, match="one base"):
         ckptcore.merge(**places | options, catalog=False)
+
+
+def test_an_average_of_a_base_and_an_adapter_names_the_option(tmp_path: Path) -> None:
+    save_pair(tmp_path)
+    with pytest.raises(NameMismatch) as refusal:
+        ckptcore.merge([tmp_path / "base", tmp_path / "adapter"], tmp_path / "out", catalog=False)
+    assert "--adapter" in refusal.value.hint
