@@ -66,10 +66,10 @@ def most_adapted(room: int, shape: Shape, itemsize: int, dtypes: Sequence[str], 
     weight, *pair = (BY_NAME[dtype].itemsize for dtype in dtypes)
     # A and B are widened as a whole where they are narrower than the sum.
     widened = 0 if min(pair) >= itemsize else itemsize
-    each, vector, columns = itemsize + weight, params[1] * (max(pair) + widened), shape[1]
+    per_element, vector, columns = itemsize + weight, params[1] * (max(pair) + widened), shape[1]
     # A tile is complete rows, which need all of one matrix, or a part of one row.
-    rows = (room - vector * columns) // (each * columns + vector)
-    return rows * columns if rows > 0 else min((room - vector) // (each + vector), columns)
+    rows = (room - vector * columns) // (per_element * columns + vector)
+    return rows * columns if rows > 0 else min((room - vector) // (per_element + vector), columns)
 
 
 def fill_adapted(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
@@ -108,11 +108,11 @@ def adapted(
         replaced: Name of a tensor of which the adapter has all elements -> the adapter's name of it.
     """
     tables, shift = stacked_chunks((base.chunks, adapter.chunks)), len(base.tensors)
-    tensors, own = list(base.tensors), list[int | None](range(shift))
+    tensors, stored_rows = list(base.tensors), list[int | None](range(shift))
     for name, stored in replaced.items():
         row, number = base.index[name], adapter.index[stored]
         tensors[row] = replace(tensors[row], dtype=adapter.tensors[number].dtype)
-        own[row] = shift + number
+        stored_rows[row] = shift + number
     derived: dict[int, Derived] = {}
     inputs: list[TensorSpec] = []
     rows: list[int | None] = []
@@ -120,10 +120,10 @@ def adapted(
         row = base.index[name]
         derived[row] = replace(node, inputs=tuple(range(len(inputs), len(inputs) + 1 + len(pair))))
         inputs += [tensors[row], *(replace(adapter.tensors[adapter.index[n]], fqn=f"@1/{n}") for n in pair)]
-        rows += [own[row], *(shift + adapter.index[n] for n in pair)]
+        rows += [stored_rows[row], *(shift + adapter.index[n] for n in pair)]
         tensors[row] = replace(tensors[row], dtype=node.fn.removeprefix(ADAPTED))
-        own[row] = None
-    stored_tensors = replace(base, tensors=tuple(tensors), chunks=chunks_of_rows(tables, own))
+        stored_rows[row] = None
+    stored_tensors = replace(base, tensors=tuple(tensors), chunks=chunks_of_rows(tables, stored_rows))
     if not derived:
         return stored_tensors
     return stored_tensors.deriving(derived, tuple(inputs), chunks_of_rows(tables, rows))

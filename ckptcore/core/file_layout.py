@@ -1,7 +1,7 @@
 """Describe an output file: which bytes are known, and where the bytes of tensors go.
 
-Formats lay files out so, and workers fill them. It is apart from the formats, because a worker process needs
-none of them.
+Formats arrange files in this form, and workers fill them. It is apart from the formats, because a worker
+process needs none of them.
 """
 
 from __future__ import annotations

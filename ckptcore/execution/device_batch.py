@@ -63,14 +63,14 @@ class _Cast:
     dtype: str
     begin: int
     nbytes: int
-    made: int
+    result_start: int
     place: OutputRange
     sums: list[tuple[SumRequest, int]]  # with the first byte of each in the batch
 
     def enqueue(self, slot: DeviceSlot, output: Bytes) -> tuple[Any, list[Any]]:
         """Begin the cast; return whether there is a NaN, and the sums, all on the device."""
         values = _typed(slot, slot.inputs, self.begin, self.nbytes, self.dtype)
-        result = _typed(slot, slot.outputs, self.made, self.place.nbytes, self.place.dtype)
+        result = _typed(slot, slot.outputs, self.result_start, self.place.nbytes, self.place.dtype)
         result.copy_(values)
         totals = [
             slot.sums.box_total(
@@ -78,7 +78,7 @@ class _Cast:
             )
             for asked, begin in self.sums
         ]
-        _take_back(slot, self.made, self.place, output)
+        _take_back(slot, self.result_start, self.place, output)
         return _nan_flag(slot.torch, values, result), totals
 
     def recast(self, memory: Bytes, output: Bytes) -> None:
@@ -104,7 +104,7 @@ class _Computed:
     part: TensorPart
     inputs: tuple[tuple[int, StoredInput], ...]
     room: int | None
-    made: int
+    result_start: int
     place: OutputRange
     shape: tuple[int, ...] | None  # of its tensor, if it is summed
     uncast: bool
@@ -120,11 +120,11 @@ class _Computed:
     def enqueue(self, slot: DeviceSlot, output: Bytes, memory: Bytes, rooms: int) -> tuple[Any, list[Any]]:
         """Begin the computation; return whether there is a NaN, and the sums, all on the device."""
         sources = [
-            _typed(slot, slot.inputs, begin, one.nbytes, one.dtype).view(one.shape)
-            for begin, one in self.inputs
+            _typed(slot, slot.inputs, begin, stored.nbytes, stored.dtype).view(stored.shape)
+            for begin, stored in self.inputs
         ]
-        result = _typed(slot, slot.outputs, self.made, self.place.nbytes, self.place.dtype)
-        elements, size = slot.outputs[self.made : self.made + self.place.nbytes], self._size
+        result = _typed(slot, slot.outputs, self.result_start, self.place.nbytes, self.place.dtype)
+        elements, size = slot.outputs[self.result_start : self.result_start + self.place.nbytes], self._size
         if self.room is not None:
             elements = slot.inputs[rooms + self.room : rooms + self.room + size]
         values = elements.view(getattr(slot.torch, self.dtype))
@@ -138,7 +138,7 @@ class _Computed:
         totals = []
         if self.shape is not None:
             totals.append(slot.sums.box_total(self.dtype, self.shape, self.box, elements))
-        _take_back(slot, self.made, self.place, output)
+        _take_back(slot, self.result_start, self.place, output)
         return _nan_flag(slot.torch, values, values), totals
 
     def elements(self, memory: Bytes, rooms: int, output: Bytes) -> Bytes:
@@ -150,8 +150,8 @@ class _Computed:
     def recompute(self, memory: Bytes, rooms: int, output: Bytes) -> Sum | None:
         """Compute on the host; return the sum, if it is asked for."""
         inputs = [
-            (tile_view(memory[begin : begin + one.nbytes], one.shape, one.dtype), one.dtype)
-            for begin, one in self.inputs
+            (tile_view(memory[begin : begin + stored.nbytes], stored.shape, stored.dtype), stored.dtype)
+            for begin, stored in self.inputs
         ]
         elements = self.elements(memory, rooms, output)
         target = output[self.place.start : self.place.start + self.place.nbytes]
@@ -176,7 +176,7 @@ class DeviceBatch:
     output: Bytes
     _used: int = 0  # bytes of `memory` that cross the bus
     _rooms: int = 0  # bytes of results before a cast, behind what crosses
-    _made: int = 0  # bytes of results
+    _result_bytes: int = 0  # bytes of results
     _answers: int = 0
     _casts: list[_Cast] = field(default_factory=list)
     _computed: list[_Computed] = field(default_factory=list)
@@ -191,21 +191,29 @@ class DeviceBatch:
         """
         nbytes, answers = count * BY_NAME[dtype].itemsize, 2 if asked is not None else 0
         last = self._casts[-1] if self._casts else None
-        begin, made = self._used, self._made
+        begin, result_start = self._used, self._result_bytes
         # Sums read words.
-        follows = last is not None and _follow(last, begin, made, dtype, place) and not (asked and begin % 8)
+        follows = (
+            last is not None
+            and _follow(last, begin, result_start, dtype, place)
+            and not (asked and begin % 8)
+        )
         if not follows:
-            begin, made, answers = _aligned(begin), _aligned(made), answers + 1
-        if not self._fits(begin + nbytes, 0, made + place.nbytes, answers):
+            begin, result_start, answers = _aligned(begin), _aligned(result_start), answers + 1
+        if not self._fits(begin + nbytes, 0, result_start + place.nbytes, answers):
             return None
         if last is None or not follows:
-            last = _Cast(dtype, begin, 0, made, OutputRange(place.start, 0, place.dtype), [])
+            last = _Cast(dtype, begin, 0, result_start, OutputRange(place.start, 0, place.dtype), [])
             self._casts.append(last)
         last.nbytes += nbytes
         last.place = last.place._replace(nbytes=last.place.nbytes + place.nbytes)
         if asked is not None:
             last.sums.append((asked, begin))
-        self._used, self._made, self._answers = begin + nbytes, made + place.nbytes, self._answers + answers
+        self._used, self._result_bytes, self._answers = (
+            begin + nbytes,
+            result_start + place.nbytes,
+            self._answers + answers,
+        )
         return self.memory[begin : begin + nbytes]
 
     def compute(
@@ -232,19 +240,23 @@ class DeviceBatch:
             Where the caller puts the inputs before `run`; None if there is no room.
         """
         begins, end, dtype = list[int](), self._used, FUNCTIONS[node.fn].dtype
-        for one in inputs:
+        for stored in inputs:
             begins.append(_aligned(end))
-            end = begins[-1] + one.nbytes
+            end = begins[-1] + stored.nbytes
         room = _aligned(part.box.numel * BY_NAME[dtype].itemsize) if place.dtype != dtype else 0
-        made, answers = _aligned(self._made), 1 if shape is None else 3
-        if not self._fits(end, room, made + place.nbytes, answers):
+        result_start, answers = _aligned(self._result_bytes), 1 if shape is None else 3
+        if not self._fits(end, room, result_start + place.nbytes, answers):
             return None
         start = self._rooms if room else None
-        begun = tuple(zip(begins, inputs, strict=True))
-        self._computed.append(_Computed(node, part, begun, start, made, place, shape, uncast))
-        self._used, self._made, self._answers = end, made + place.nbytes, self._answers + answers
+        input_places = tuple(zip(begins, inputs, strict=True))
+        self._computed.append(_Computed(node, part, input_places, start, result_start, place, shape, uncast))
+        self._used, self._result_bytes, self._answers = (
+            end,
+            result_start + place.nbytes,
+            self._answers + answers,
+        )
         self._rooms += room
-        return tuple(self.memory[begin : begin + one.nbytes] for begin, one in begun)
+        return tuple(self.memory[begin : begin + stored.nbytes] for begin, stored in input_places)
 
     def run(self, slots: DeviceSlots) -> tuple[list[tuple[TensorPart, Sum]], list[tuple[TensorPart, Bytes]]]:
         """Do it; the results are in the output.
@@ -265,34 +277,40 @@ class DeviceBatch:
             if odd:
                 cast.recast(self.memory, self.output)
             sums += [(asked.part, _lanes(lanes)) for asked, _ in cast.sums]
-        for one, odd in zip(self._computed, answers[len(self._casts) :], strict=False):
-            summed = _lanes(lanes) if one.shape is not None else None
+        for computed, odd in zip(self._computed, answers[len(self._casts) :], strict=False):
+            summed = _lanes(lanes) if computed.shape is not None else None
             if odd:
-                summed = one.recompute(self.memory, rooms, self.output)
+                summed = computed.recompute(self.memory, rooms, self.output)
             if summed is not None:
-                sums.append((one.part, summed))
+                sums.append((computed.part, summed))
         return sums, [
-            (one.part, one.elements(self.memory, rooms, self.output)) for one in self._computed if one.uncast
+            (computed.part, computed.elements(self.memory, rooms, self.output))
+            for computed in self._computed
+            if computed.uncast
         ]
 
     def _enqueue(self, slot: DeviceSlot, rooms: int) -> None:
         slot.bring(self.memory[: self._used])
-        begun = [cast.enqueue(slot, self.output) for cast in self._casts]
-        begun += [one.enqueue(slot, self.output, self.memory, rooms) for one in self._computed]
-        flags = slot.torch.stack([flag for flag, _ in begun]).to(slot.torch.int64)
-        answers = slot.torch.cat([flags, *(total for _, totals in begun for total in totals)])
+        enqueued = [cast.enqueue(slot, self.output) for cast in self._casts]
+        enqueued += [computed.enqueue(slot, self.output, self.memory, rooms) for computed in self._computed]
+        flags = slot.torch.stack([flag for flag, _ in enqueued]).to(slot.torch.int64)
+        answers = slot.torch.cat([flags, *(total for _, totals in enqueued for total in totals)])
         slot.take_back(answers, slot.answers[: self._answers])
 
-    def _fits(self, used: int, room: int, made: int, answers: int) -> bool:
+    def _fits(self, used: int, room: int, result_start: int, answers: int) -> bool:
         behind = _aligned(used) + self._rooms + room if self._rooms + room else used
-        return max(behind, made) <= len(self.memory) and self._answers + answers <= ANSWERS
+        return max(behind, result_start) <= len(self.memory) and self._answers + answers <= ANSWERS
 
 
-def _follow(last: _Cast, begin: int, made: int, dtype: str, place: OutputRange) -> bool:
+def _follow(last: _Cast, begin: int, result_start: int, dtype: str, place: OutputRange) -> bool:
     """Report whether elements directly follow those of a cast, there and here, and are cast alike."""
     same = (last.dtype, last.place.dtype) == (dtype, place.dtype)
-    ends = (last.begin + last.nbytes, last.made + last.place.nbytes, last.place.start + last.place.nbytes)
-    return same and ends == (begin, made, place.start)
+    ends = (
+        last.begin + last.nbytes,
+        last.result_start + last.place.nbytes,
+        last.place.start + last.place.nbytes,
+    )
+    return same and ends == (begin, result_start, place.start)
 
 
 def _aligned(nbytes: int) -> int:
@@ -312,9 +330,9 @@ def _typed(slot: DeviceSlot, memory: Any, begin: int, nbytes: int, dtype: str) -
     return memory[begin : begin + nbytes].view(getattr(slot.torch, dtype))
 
 
-def _take_back(slot: DeviceSlot, made: int, place: OutputRange, output: Bytes) -> None:
+def _take_back(slot: DeviceSlot, result_start: int, place: OutputRange, output: Bytes) -> None:
     target = output[place.start : place.start + place.nbytes]
-    slot.take_back(slot.outputs[made : made + place.nbytes], target)
+    slot.take_back(slot.outputs[result_start : result_start + place.nbytes], target)
 
 
 def _nan_flag(torch: Any, values: Any, result: Any) -> Any:
@@ -326,7 +344,7 @@ def _nan_flag(torch: Any, values: Any, result: Any) -> Any:
         values = result = torch.view_as_real(values)
     if not values.is_floating_point():
         return torch.zeros((), dtype=torch.bool, device=values.device)
-    wide = next((one for one in (values, result) if one.is_floating_point() and one.element_size() > 1), None)
+    wide = next((t for t in (values, result) if t.is_floating_point() and t.element_size() > 1), None)
     if wide is not None:
         return wide.amax().isnan()
     return torch.stack([part.half().amax().isnan() for part in values.split(_HALVES)]).any()

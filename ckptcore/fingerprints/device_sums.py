@@ -94,7 +94,7 @@ class DeviceSums:
             size = (*values.shape[:2], values.shape[2] // per)
             steps = (values.stride(0) // per, values.stride(1) // per, 1)
             values = qwords.as_strided(size, steps, values.storage_offset() // per)
-            factors = self._row_positions(cut, piece, per, self._of_words)
+            factors = self._row_positions(cut, piece, per, self._of_lanes)
         else:
             factors = self._row_positions(cut, piece, 1, self._of_elements)
         for group, lead, across in blocks(values, min(ROW, max(1, _UNITS // values.shape[2]))):
@@ -133,7 +133,7 @@ class DeviceSums:
     def _row_page(self, number: int) -> Any:
         return self._on_device(page("row", number))
 
-    def _of_words(self, place: slice | npt.NDArray[np.int64], per: int) -> Any:
+    def _of_lanes(self, place: slice | npt.NDArray[np.int64], per: int) -> Any:
         """Return the multipliers of words at these positions of a row, [2, positions]."""
         return self._factors[:, self._index(place)]
 

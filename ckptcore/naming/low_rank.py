@@ -120,8 +120,8 @@ def _base_names(adapter: Adapter, base_shapes: Mapping[str, Shape]) -> dict[str,
     Raises:
         NameMismatch: The base lacks some of them, whatever its prefix.
     """
-    wanted = [*(f"{module}.weight" for module in adapter.modules), *_complete_tensors(adapter)]
-    shortest = min(wanted, key=len)
+    weight_names = [*(f"{module}.weight" for module in adapter.modules), *_complete_tensors(adapter)]
+    shortest = min(weight_names, key=len)
     longer = {name.removesuffix(shortest) for name in base_shapes if f".{name}".endswith(f".{shortest}")}
     shorter = {shortest.removesuffix(name) for name in base_shapes if f".{shortest}".endswith(f".{name}")} - {
         ""
@@ -131,15 +131,17 @@ def _base_names(adapter: Adapter, base_shapes: Mapping[str, Shape]) -> dict[str,
         *((prefix, "") for prefix in sorted(longer)),
         *(("", cut) for cut in sorted(shorter)),
     ]:
-        names = {name: added + name.removeprefix(removed) for name in wanted if name.startswith(removed)}
-        if len(names) == len(wanted) and base_shapes.keys() >= set(names.values()):
+        names = {
+            name: added + name.removeprefix(removed) for name in weight_names if name.startswith(removed)
+        }
+        if len(names) == len(weight_names) and base_shapes.keys() >= set(names.values()):
             fits.append(names)
     if len(fits) == 1:
         return fits[0]
-    missing = [name for name in wanted if name not in base_shapes]
+    missing = [name for name in weight_names if name not in base_shapes]
     why = "the base lacks" if not fits else "several parts of the base have"
     raise NameMismatch(
-        f"cannot merge the adapter: {why} {some(missing or wanted)}",
+        f"cannot merge the adapter: {why} {some(missing or weight_names)}",
         hint="name the base that it was trained on; where a trainer has other names, export the base first",
         missing=missing,
     )
@@ -183,7 +185,7 @@ def _oriented(
         for name, update in updates.items()
     }
     oriented, square = {}, []
-    known: Collection[bool] = set()
+    orientations: Collection[bool] = set()
     for name, update in updates.items():
         size, shape = sizes[name], base_shapes[name]
         pair = adapter_shapes[update.first], adapter_shapes[update.second]
@@ -200,9 +202,9 @@ def _oriented(
         elif size[0] == size[1]:
             square.append(name)
         else:
-            known = {*known, shape != size}
+            orientations = {*orientations, shape != size}
             oriented[name] = _turned(update, shape != size)
-    if square and known not in (set(), {fan_in_fan_out}):
+    if square and orientations not in (set(), {fan_in_fan_out}):
         raise UsageError(
             f"cannot merge the adapter: how {square[0]} is stored is unknown, because fan_in_fan_out is "
             f"{fan_in_fan_out}, and other weights are stored otherwise",

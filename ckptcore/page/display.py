@@ -27,7 +27,7 @@ from ckptcore.utils.units import show_duration, show_size
 MOST = 2000  # characters of a value on a page
 _CODE = re.compile(r"(?:^|[\s(])([a-z]+(?:-[a-z0-9]+)*)(?=:\s|$)")
 # What a run waits for is tried without a command.
-_RETRIED, _AGAIN, _BY_ITSELF = "next try at ", ", then run the command again", "; it is tried again by itself"
+_RETRIED, _RERUN, _BY_ITSELF = "next try at ", ", then run the command again", "; it is tried again by itself"
 _DISPLAYED_ABOVE = ("source", "destination", "verb")  # the page has them above
 
 
@@ -147,7 +147,7 @@ def next_step(text: str | None) -> str:
     steps = _steps()
     codes = (match[1] for match in _CODE.finditer(str(text or "")))
     step = next((steps[code] for code in codes if code in steps), "")
-    return step.replace(_AGAIN, _BY_ITSELF) if _RETRIED in str(text) else step
+    return step.replace(_RERUN, _BY_ITSELF) if _RETRIED in str(text) else step
 
 
 @cache

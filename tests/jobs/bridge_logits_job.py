@@ -115,10 +115,10 @@ def _questions(config: Any) -> dict[str, dict[str, Tensor]]:
     picture = config.image_token_id
     ids = torch.tensor([[1, 2, config.vision_start_token_id, *[picture] * 4, 3, 4, 5]])
     patches = torch.randn(16, 3 * 2 * config.vision_config.patch_size**2)
-    shown = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    picture_inputs = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return {
         "text": {"input_ids": torch.arange(24).reshape(3, 8)},
-        "picture": {"input_ids": ids, "mm_token_type_ids": (ids == picture).int(), **shown},
+        "picture": {"input_ids": ids, "mm_token_type_ids": (ids == picture).int(), **picture_inputs},
     }
 
 

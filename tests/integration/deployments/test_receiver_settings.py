@@ -95,7 +95,7 @@ def test_errors_are_reported_at_start(line: str, expected: str, tmp_path: Path) 
     assert "fifteen-letters" not in caught.value.message
 
 
-def test_what_is_missing_is_named_and_no_value_is_shown(tmp_path: Path) -> None:
+def test_what_is_missing_is_named_without_values(tmp_path: Path) -> None:
     config = tmp_path / "receiver.toml"
     config.write_text('roots = ["/runs"]\nsources.a = { kind = "bearer", secrets = "fifteen-letters" }\n')
     with pytest.raises(UsageError) as caught:
