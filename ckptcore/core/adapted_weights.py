@@ -20,10 +20,11 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import ADAPTED, Derived, Manifest, TensorSpec
 from ckptcore.core.subset import chunks_of_rows
-from ckptcore.core.weighted_sums import SUMMED, packed_weights, stacked_chunks, weights_of
+from ckptcore.core.weighted_sums import SUMMED, packed_weights, pieces_at_once, stacked_chunks, weights_of
 
 Shape = tuple[int, ...]
 _PIECE = 1 << 16  # elements of an update that stay in a core's cache
+_ON_DEVICE = 64  # bytes of an element of all pieces that an accelerator computes at once
 
 
 def adapted_node(dtype: str, scale: float, rank: int, *, transposed: bool) -> Derived:
@@ -81,10 +82,11 @@ def fill_adapted(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out
     first, second = first.to(out.dtype), second.to(out.dtype)
     # By rows of the weight, and by columns of it: one vector for each part of the rank.
     down, across = (first, second.t()) if transposed else (second.t(), first)
-    step = max(1, (_PIECE if out.device.type == "cpu" else out.numel()) // max(1, box.shape[1]))
+    step = max(1, _PIECE * pieces_at_once(out, _ON_DEVICE // out.element_size()) // max(1, box.shape[1]))
+    room = torch.empty((2, min(step, box.shape[0]), box.shape[1]), dtype=out.dtype, device=out.device)
     for begin in range(0, box.shape[0], step):
         piece = out[begin : begin + step]
-        update, product = torch.empty_like(piece), torch.empty_like(piece)
+        update, product = room[:, : len(piece)]
         for place, (column, row) in enumerate(zip(down[:, begin : begin + step], across, strict=True)):
             # Two roundings: a fused multiply-add rounds once, and not every device or end of a loop has one.
             torch.mul(column[:, None], row[None, :], out=product if place else update)

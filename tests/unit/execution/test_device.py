@@ -20,6 +20,7 @@ from ckptcore import Box, Settings
 from ckptcore.core.dequantize import ADDED, FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Derived
+from ckptcore.core.weighted_sums import packed_weights
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.execution import device as module
 from ckptcore.execution.device import DeviceSlot, DeviceSlots, host_buffer
@@ -310,6 +311,9 @@ def computed_inputs() -> dict[str, tuple[Shape, list[tuple[Shape, str]], tuple[A
     for name in FUNCTIONS:
         if name.startswith("weighted_"):
             table[name] = (shape, [(shape, "float32")] * 2, tuple(range(1, 3)))
+        if name.startswith("adapted_"):
+            pair = [((8, 4096), "float32"), ((512, 8), "float32")]
+            table[name] = (shape, [(shape, "float32"), *pair], (*packed_weights([0.5]), 8, 0))
     return table
 
 
