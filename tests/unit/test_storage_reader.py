@@ -142,7 +142,7 @@ def test_names_by_a_mapping(folder: Path) -> None:
     assert torch.equal(state["tied"], STEPS.float())
     assert torch.equal(state["steps"], STEPS.float())
     assert state["step"] == 7
-    with pytest.raises(errors.NameMismatch, match=r"the checkpoint lacks: model\.stepz$") as error:
+    with pytest.raises(errors.NameMismatch, match=r"the checkpoint lacks: model\.stepz(?m:$)") as error:
         ckptcore.StorageReader(folder / "all.pt", {"x": "model.stepz"})
     assert "model.steps" in error.value.hint
 
