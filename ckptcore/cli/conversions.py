@@ -147,7 +147,7 @@ def merge(
     ] = "",
     **arguments: Any,
 ) -> None:
-    """Average checkpoints of one model, or merge an adapter into it.
+    """Average checkpoints, or merge an adapter into a model.
 
     Each tensor with fractions is the weighted sum of those of all SRC, in float32; all else is the last
     SRC's. The optimizer is left out. The output is that of consolidate, export or reshard.

@@ -78,7 +78,7 @@ def test_full_optimizer_state(cli: Cli, root: Path, step: Path, tmp_path: Path) 
 def test_one_file_per_tensor(cli: Cli, root: Path, step: Path, tmp_path: Path) -> None:
     """`one_file_per_tensor`."""
     wanted = expected_tensors(root / "expected.safetensors")
-    assert unshard(cli, step, tmp_path / "o", "--max-file-size", "1") == wanted
+    assert unshard(cli, step, tmp_path / "o", "--max-file-size", "1B") == wanted
     assert len(list((tmp_path / "o").glob("*.safetensors"))) == len(wanted)
 
 

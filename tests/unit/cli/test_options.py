@@ -40,7 +40,8 @@ OPTIONS = {
     "reshard": WRITE + NAMES + " --keep-object --mesh --serialization --sharding --tokenizer",
     "merge": WRITE
     + NAMES
-    + """ --decay --every --keep-object --last --mesh --run --serialization --sharding --tokenizer --verb""",
+    + """ --adapter --decay --every --keep-object --last --mesh --run
+        --serialization --sharding --tokenizer --verb""",
     "verify-export": """--against --allow-incomplete --any-memory --catalog --device --dtype --dtype-for
         --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near

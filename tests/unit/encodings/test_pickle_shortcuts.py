@@ -101,8 +101,9 @@ def test_values_and_memo_are_those_of_single_opcodes(
 def test_tensors_of_one_shape_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the first two tensors, the second of which refers to classes and names by number."""
     matched: list[int] = []
-    match = records._match_opening
-    monkeypatch.setattr(records, "_match_opening", lambda data, at: matched.append(at) or match(data, at))
+    pattern = records._OPENING_PATTERN
+    match = pattern.match
+    monkeypatch.setattr(pattern, "match", lambda data, at: matched.append(at) or match(data, at))
     listed = {
         f"w.{n}": meta.TensorStorageMetadata(
             meta.TensorProperties(torch.bfloat16),
