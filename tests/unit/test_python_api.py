@@ -46,7 +46,7 @@ def test_a_conversion_is_recorded_unless_it_is_asked_not_to_be(
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "c.db"))
     assert ckptcore.convert(source, tmp_path / "apart", catalog=False).conversion is None
     assert not (tmp_path / "c.db").exists()
-    recorded = ckptcore.convert(source, tmp_path / "out").conversion
+    recorded = ckptcore.convert(source, tmp_path / "out", verb="export").conversion
     with open_catalog(str(tmp_path / "c.db")) as catalog:
         assert catalog.show(str(tmp_path / "out")).checkpoint.uri == str(tmp_path / "out")
     assert recorded is not None
