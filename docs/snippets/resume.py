@@ -50,4 +50,5 @@ optimizer.step()
 if int(os.environ.get("RANK", 0)) == 0:
     print(f"{how}: resumed at step {state['step']}, loss {loss.item():.3f}")
 if how != "alone":
+    dist.barrier()  # so that no thread of gloo still has a tensor when Python ends
     dist.destroy_process_group()

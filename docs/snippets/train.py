@@ -34,4 +34,5 @@ dcp.save({"model": weights, "optimizer": states, "step": 10}, checkpoint_id="run
 if dist.get_rank() == 0:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained("config")
+dist.barrier()  # so that no thread of gloo still has a tensor when Python ends
 dist.destroy_process_group()
