@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import trainer_names
-from megatron_models import Answer
+from megatron_models import Answers
 from safetensors.torch import load_file, save_file
 from samples import FIXTURES, unpack
 
@@ -84,7 +84,7 @@ def trained_sample(folders: dict[str, Path], trained: str) -> tuple[dict[str, An
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> dict[str, Answer]:
+def megatron(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Answers:
     """What Megatron-Core answers: of every family with random weights, and of every sample."""
     asked = {}
     for arch, more in megatron_models.FAMILIES.items():
@@ -133,9 +133,9 @@ def from_hub(arch: str, folder: Path) -> int:
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("arch", megatron_models.FAMILIES)
-def test_megatron_begins_from_the_hub(megatron: dict[str, Answer], tmp_path: Path, arch: str) -> None:
+def test_megatron_begins_from_the_hub(megatron: Answers, tmp_path: Path, arch: str) -> None:
     """Its own loader finds every key, and its model the logits of transformers."""
-    config, answer = family(arch), megatron[f"{arch} of the hub"][1]
+    config, answer = family(arch), megatron(f"{arch} of the hub")[1]
     (tmp_path / "config.json").write_text(json.dumps(config))
     state = trainer_names.hub_model(arch)[1]
     save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "model.safetensors", {"format": "pt"})
@@ -146,11 +146,9 @@ def test_megatron_begins_from_the_hub(megatron: dict[str, Answer], tmp_path: Pat
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("arch", megatron_models.FAMILIES)
-def test_megatrons_own_model_agrees_with_the_export(
-    megatron: dict[str, Answer], tmp_path: Path, arch: str
-) -> None:
+def test_megatrons_own_model_agrees_with_the_export(megatron: Answers, tmp_path: Path, arch: str) -> None:
     """Random weights of GPTModel, saved by its own names, exported, opened by transformers."""
-    config, (state, answer) = family(arch), megatron[arch]
+    config, (state, answer) = family(arch), megatron(arch)
     dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     export(tmp_path / "ckpt", tmp_path / "out", tmp_path / "config.json")
@@ -162,12 +160,12 @@ def test_megatrons_own_model_agrees_with_the_export(
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("trained", SAMPLES)
 def test_the_truth_beside_a_sample_is_megatrons_own(
-    megatron: dict[str, Answer], folders: dict[str, Path], tmp_path: Path, trained: str
+    megatron: Answers, folders: dict[str, Path], tmp_path: Path, trained: str
 ) -> None:
     """The sample's tensors in GPTModel, the export in transformers, and the logits stored with the truth."""
     config, stored = trained_sample(folders, trained)
     limit = LATENT if "kv_lora_rank" in config else EXACT
-    answer = megatron[trained][1][..., : config["vocab_size"]]
+    answer = megatron(trained)[1][..., : config["vocab_size"]]
     assert apart(answer, stored["logits"]) < limit
     export(folders[trained] / "ckpt", tmp_path / "out", folders[SAMPLES[trained]])
     assert apart(logits(opened(tmp_path / "out"), stored["ids"]), answer) < limit
