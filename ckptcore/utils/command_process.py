@@ -25,8 +25,8 @@ _GARBAGE = 1_000_000
 
 VARIABLE = "CKPTCORE_PROCESSES"
 LEAST_THREADS = 8  # of one process, from which several are faster
-LEAST_BYTES = 2 << 30  # for less, the start of processes takes as long as the work
-_BYTES_EACH = 1 << 30  # a process takes 0.2 s of processor time to start, a gigabyte about 1 s
+_BYTES_EACH = 2 << 30  # a process takes 0.28 s of processor time to start, a gigabyte 0.7 to 1 s
+LEAST_BYTES = 2 * _BYTES_EACH
 THREADS_EACH = 2
 _LEAST_MEMORY = 1 << 20  # bytes of the budget for each process
 _ROOM_EACH = 512 << 20  # free bytes of the machine for each process beside the budget: torch takes 190 MiB
@@ -51,7 +51,7 @@ def process_count(threads: int, memory: int, nbytes: int, most: int) -> int:
     """Return how many processes should share some work; 1 for threads of this one.
 
     Several are used where ``CKPTCORE_PROCESSES`` says so. Without it, a command on 8 and more cores uses
-    them for 2 GiB and more, and another program never does.
+    them for 4 GiB and more, and another program never does.
 
     Args:
         threads: Of all processes together.

@@ -140,8 +140,8 @@ def test_when_processes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 100 * GIB)
     assert process_count(16, GIB, 100 * GIB, 100) == 8
     assert process_count(16, GIB, 100 * GIB, 3) == 3
-    assert process_count(16, GIB, 5 * GIB, 100) == 5
-    assert process_count(16, GIB, GIB, 100) == 1
+    assert process_count(16, GIB, 7 * GIB, 100) == 3
+    assert process_count(16, GIB, 4 * GIB - 1, 100) == 1
     assert process_count(7, GIB, 100 * GIB, 100) == 1
     monkeypatch.setattr(memory, "available_memory", lambda: 3 * GIB)
     assert process_count(16, GIB, 100 * GIB, 100) == 4
