@@ -187,13 +187,14 @@ OUTPUTS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("first", list(OUTPUTS))
 def test_what_was_written_here_is_replaced(first: str, second: str, tmp_path: Path) -> None:
     """Also without a catalog: the format's own reader accounts for it."""
-    dst, fresh = tmp_path / "out", tmp_path / "fresh" / "out"
+    # Of equal depth: a card names a source nearby by its relative path.
+    dst, fresh = tmp_path / "replaced" / "out", tmp_path / "fresh" / "out"
     ckptcore.convert(str(SAMPLE), str(dst), **OUTPUTS[first])
     options = OUTPUTS[first if second == "same" else second]
     ckptcore.convert(str(SAMPLE), str(dst), overwrite=True, **options)
     ckptcore.convert(str(SAMPLE), str(fresh), **options)
     assert tree(dst) == tree(fresh)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["fresh", "out"]
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")) == ["fresh/out", "replaced/out"]
 
 
 def test_files_of_the_catalog_are_accounted_for(
