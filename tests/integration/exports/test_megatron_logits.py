@@ -26,7 +26,7 @@ transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 
 pytestmark = pytest.mark.soak
 
-EXACT, LATENT = 1e-5, 1e-3  # of the standard deviation of logits, or of 1; latent attention rounds more
+EXACT, LATENT = 1e-5, 1e-3  # of logits whose standard deviation is about 1; latent attention rounds more
 SAMPLES = {
     "gpt_llama_tp2pp2_0.19.2": "hf_llama",
     "gpt_qwen2_tied_bias_tp2pp2_0.19.2": "hf_qwen2",
@@ -59,7 +59,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    difference = float((a - b).abs().max() / b.std().clamp(min=1))
+    difference = float((a - b).abs().max())
     print(f"logits differ by {difference:.1e}")
     return difference
 
