@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shlex
 import shutil
 import subprocess
@@ -20,10 +19,10 @@ from xmlrpc.client import Fault, ServerProxy
 import httpx
 from supervisor.xmlrpc import SupervisorTransport
 
-from ckptcore.errors import MissingDependency, UsageError
+from ckptcore.errors import UsageError
 from ckptcore.redaction import ending
 from ckptcore.utils import terminal
-from deployments import POOL, with_project
+from deployments import POOL, database_server, with_project
 from deployments.local.state import State, load, load_or_create, locked, write_private
 from deployments.processes import end_having
 
@@ -33,7 +32,6 @@ ORDER = ("initdb", "postgres", "databases", "prefect", "deploy", "worker", "rece
 # Settings of another Prefect server must not leak in. Only variables about this machine are kept.
 INHERITED = ("HOME", "PATH", "LANG", "TZ", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 INHERITED_GROUPS = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "SSL_", "LC_")
-DEBIAN = Path("/usr/lib/postgresql")
 READY_SECONDS = 180.0  # the first start migrates Prefect's database
 ANSWER_SECONDS = 60.0  # for what runs already, and may have been started again a moment ago
 LOOK = 0.2
@@ -58,7 +56,8 @@ def up(folder: Path, chosen: State) -> State:
         for place in (state["root"], state["exports"]):
             if "://" not in place:
                 Path(place).mkdir(parents=True, exist_ok=True)
-        os.chown(folder / "postgres", _postgres_user().pw_uid, _postgres_user().pw_gid)
+        account = database_server.account()
+        os.chown(folder / "postgres", account.pw_uid, account.pw_gid)
         supervisor = _configured(state)
         before = _live(supervisor)
         try:
@@ -111,9 +110,7 @@ def status(folder: Path) -> dict[str, bool]:
 def is_ready(name: str, state: State) -> bool:
     """Return whether a service does its work."""
     if name == "postgres":
-        port = f"--port={state['postgres_port']}"
-        command = [str(_programs() / "pg_isready"), "--quiet", "--host=127.0.0.1", port]
-        return subprocess.run(command, check=False).returncode == 0
+        return database_server.answers(state["postgres_port"])
     try:
         return httpx.get(state[name] + READY[name], timeout=5).status_code == 200
     except httpx.HTTPError:
@@ -133,7 +130,8 @@ def filled(name: str, state: State) -> str:
         "destination": json.dumps(state["exports"] + "/{path}"),
     }
     if name.endswith(".conf"):
-        values |= {"programs": _programs(), "postgres_user": _postgres_user().pw_name}
+        account = database_server.account()
+        values |= {"programs": database_server.programs(), "postgres_user": account.pw_name}
         values = {key: str(value).replace("%", "%%") for key, value in values.items()}
     return Path(__file__).with_name(name).read_text().format_map(values)
 
@@ -151,22 +149,6 @@ def _program() -> str:
     if not ours.exists() or (in_path is not None and Path(in_path).samefile(ours)):
         return "ckptcore"
     return shlex.quote(str(ours.relative_to(working_dir) if ours.is_relative_to(working_dir) else ours))
-
-
-def _programs() -> Path:
-    """Return the folder of the newest PostgreSQL server: Debian's is outside PATH."""
-    newest = sorted(DEBIAN.glob("*/bin"), key=lambda path: -int(path.parent.name))
-    for folder in (*newest, Path(os.path.realpath(shutil.which("initdb") or "")).parent):
-        if os.access(folder / "initdb", os.X_OK):
-            return folder
-    raise MissingDependency("PostgreSQL's server is not installed", hint="run apt-get install postgresql")
-
-
-def _postgres_user() -> pwd.struct_passwd:
-    """Return who runs PostgreSQL: this user, or for root, whom it refuses, ``postgres``, else ``nobody``."""
-    if os.geteuid() != 0:
-        return pwd.getpwuid(os.geteuid())
-    return pwd.getpwnam("postgres" if any(u.pw_name == "postgres" for u in pwd.getpwall()) else "nobody")
 
 
 def _call(socket_path: Path, method: str, *arguments: Any) -> Any:

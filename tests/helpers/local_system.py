@@ -21,7 +21,8 @@ def state(folder: Path = Path("/state"), **values: Any) -> State:
 
 def environment(state: State, program: str, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     """The variables that a program of the configuration gets, with those of all programs."""
-    monkeypatch.setattr(system, "_programs", lambda: Path("/usr/bin"))  # PostgreSQL need not be installed
+    # PostgreSQL need not be installed.
+    monkeypatch.setattr(system.database_server, "programs", lambda: Path("/usr/bin"))
     sections = configparser.RawConfigParser()
     sections.read_string(system.filled("supervisord.conf", state))
     texts = [sections[name]["environment"] for name in ("supervisord", f"program:{program}")]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pwd
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,8 +23,9 @@ from typing import Any
 import psycopg
 import sqlalchemy
 
-# Debian keeps server programs out of PATH.
-DEBIAN = Path("/usr/lib/postgresql")
+from ckptcore.errors import MissingDependency
+from deployments import database_server
+
 PATIENCE = 60  # seconds for a start on a busy machine; a quiet one takes less than one
 PR_SET_PDEATHSIG = 1
 
@@ -44,10 +43,10 @@ ALWAYS = (
 
 def programs() -> Path | None:
     """The folder of initdb and postgres; None where there is none."""
-    found = shutil.which("initdb")
-    newest_first = sorted(DEBIAN.glob("*/bin"), key=lambda p: -int(p.parent.name)) if DEBIAN.is_dir() else []
-    folders = [*newest_first, *([Path(os.path.realpath(found)).parent] if found else [])]
-    return next((f for f in folders if os.access(f / "initdb", os.X_OK)), None)
+    try:
+        return database_server.programs()
+    except MissingDependency:
+        return None
 
 
 class Server:
@@ -195,8 +194,7 @@ def _unprivileged(folder: Path) -> dict[str, Any]:
     """How `subprocess` runs something as the user that owns `folder` from now on."""
     if os.geteuid() != 0:
         return {}
-    names = {user.pw_name for user in pwd.getpwall()}
-    user = pwd.getpwnam("postgres" if "postgres" in names else "nobody")
+    user = database_server.account()
     os.chown(folder, user.pw_uid, user.pw_gid)
     return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
 

@@ -60,7 +60,8 @@ def programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     def is_ready(name: str, state: State) -> bool:
         return (folder / f"{name}.ready").exists() and name in system.pids(folder)
 
-    monkeypatch.setattr(system, "_programs", lambda: Path("/usr/bin"))  # PostgreSQL need not be installed
+    # PostgreSQL need not be installed.
+    monkeypatch.setattr(system.database_server, "programs", lambda: Path("/usr/bin"))
     monkeypatch.setattr(system, "is_ready", is_ready)
     return use
 
