@@ -20,6 +20,8 @@ from typing import Any
 LOCAL: Mapping[str, Any] = MappingProxyType({"local_files_only": True, "trust_remote_code": False})
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _MOST_LINES, _MOST_CHARACTERS = 4, 500  # of an error
+# -P: nothing is imported from the current folder. Not -I: PYTHONPATH may be where ckptcore is.
+COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m")  # before the name of a module
 
 Answer = dict[str, Any]
 
@@ -37,8 +39,7 @@ def ask(module: str, asked: object, *, seconds: float | None) -> Answer:
     """
     try:
         run = subprocess.run(
-            # -P: nothing is imported from the current folder. Not -I: PYTHONPATH may be where ckptcore is.
-            [sys.executable, "-P", "-m", module],
+            [*COMMAND, module],
             input=json.dumps(asked).encode(),
             capture_output=True,
             timeout=seconds,

@@ -70,6 +70,11 @@ def test_modules_and_errors(python: list[str]) -> None:
         [*python, "-m", "json.tool"], input="[1]", capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["[", "1", "]"]
+    asks = "import sys; print(sys.argv[1:], '' in sys.path)"
+    done = subprocess.run([*python, "-", "a"], input=asks, capture_output=True, text=True, check=True)
+    assert done.stdout == "['a'] True\n"
+    done = subprocess.run([*python, "-P", "-c", asks, "a"], capture_output=True, text=True, check=True)
+    assert done.stdout == "['a'] False\n"
     done = subprocess.run([*python, "-c", "1 / 0"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
 

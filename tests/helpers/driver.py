@@ -199,6 +199,9 @@ def load() -> None:
     for name in ("numpy.ma", "torch", "zstandard", "fsspec", "ckptcore.__main__", *_own_modules()):
         importlib.import_module(name)
     importlib.import_module("quick_disks").install()
+    # Importing transformers takes seconds. Tests of `transformers_process` start it as users do.
+    asking = importlib.import_module("ckptcore.planning.transformers_process")
+    asking.COMMAND = (*warm.python(), *asking.COMMAND[1:])
     _warm_up(importlib.import_module("ckptcore.__main__").main)
 
 

@@ -13,6 +13,7 @@ import atexit
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import sys
@@ -46,6 +47,25 @@ def python(server: str = TESTS) -> list[str]:
     return [sys.executable, "-S", "-E", __file__, CLIENT, address] if address else [sys.executable]
 
 
+def programs(folder: Path) -> Path:
+    """Make a folder for `PATH` whose `ckptcore`, `python` and `torchrun` are forks, where there is a server.
+
+    Args:
+        folder: Where the folder is made.
+    """
+    starts = {
+        "ckptcore": command(),
+        "python": python(),
+        "torchrun": [*python(), "-m", "torch.distributed.run"],
+    }
+    made = folder / "programs"
+    made.mkdir()
+    for name, start in starts.items():
+        (made / name).write_text(f'#!/bin/sh\nexec {shlex.join(start)} "$@"\n')
+        (made / name).chmod(0o755)
+    return made
+
+
 def command() -> list[str]:
     """How a command line of `ckptcore` begins, in a test that is about its answer and not about its start."""
     return [*python(COMMANDS), "-m", "ckptcore"]
@@ -53,7 +73,6 @@ def command() -> list[str]:
 
 def prepare(config: pytest.Config, specs: list[Any]) -> None:
     """Let all local workers of `specs` be forks of a server, which ends with `config`."""
-    import shlex
     import tempfile
 
     import driver
@@ -280,22 +299,28 @@ def _become(request: dict[str, Any], settled: dict[str, str], streams: list[int]
     os.environ.update(settled | request["environment"])
     options, path = request["argv"], os.environ.get("PYTHONPATH", "")
     sys.path[1:1] = [folder for folder in path.split(os.pathsep) if folder]
-    while options[0] == "-u":
-        options.pop(0)
+    safe = False
+    while options[0] in ("-u", "-P"):
+        safe |= options.pop(0) == "-P"
     kind, rest = options[0], options[1:]
-    if kind == "-c":
-        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+    sys.path[0] = {"-": "", "-c": "", "-m": os.getcwd()}.get(kind, str(Path(kind).resolve().parent))
+    if safe:
+        del sys.path[0]
+    if kind in ("-", "-c"):
+        code, sys.argv = sys.stdin.read() if kind == "-" else rest.pop(0), [kind, *rest]
         main = type(sys)("__main__")
         sys.modules["__main__"] = main
-        exec(rest[0], main.__dict__)
+        exec(code, main.__dict__)
     elif kind == "-m":
-        sys.argv, sys.path[0] = rest, os.getcwd()
-        sys.modules.pop(f"{rest[0]}.__main__", None)  # runpy warns of what is imported already
+        sys.argv = rest
+        # runpy warns of what is imported already
+        package = hasattr(sys.modules.get(rest[0]), "__path__")
+        sys.modules.pop(f"{rest[0]}.__main__" if package else rest[0], None)
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif kind.startswith("-"):
         raise ValueError(f"a fork takes no option {kind!r}")
     else:
-        sys.argv, sys.path[0] = options, str(Path(kind).resolve().parent)
+        sys.argv = options
         runpy.run_path(kind, run_name="__main__")
 
 

@@ -1,4 +1,8 @@
-"""Run the commands of tutorial and how-to pages in their order; `doc_pages` says how."""
+"""Run the commands of tutorial and how-to pages in their order; `doc_pages` says how.
+
+The programs are forks of processes that have imported what they need. `test_first_hours` starts them as users
+do.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from doc_pages import DOCS, SANDBOX, run
 
 PAGES = sorted(p for p in DOCS.rglob("*.md") if SANDBOX.search(p.read_text(encoding="utf-8")))
@@ -19,10 +24,14 @@ _CASES = [
 
 
 @pytest.mark.parametrize("page", _CASES)
-def test_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_page(
+    page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
+    programs = warm.programs(tmp_path_factory.mktemp("bin"))
     env = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHON_EXEC": str(programs / "python"),  # of the ranks that torchrun starts
         "CKPTCORE_CATALOG_URL": f"sqlite:///{tmp_path}/catalog.sqlite",
         "PREFECT_HOME": str(tmp_path / "prefect"),
         "HF_HUB_OFFLINE": "1",
