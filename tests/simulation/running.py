@@ -284,7 +284,7 @@ def _run_suite(count: int, jobs: int) -> int:
     for outcome in failed:
         print(*outcome.trace, outcome.broken, sep="\n")
     print(f"{len(failed)} of {len(outcomes)} failed{'; a program ended in two ways' * differ}")
-    return _run_mutants(16) or bool(failed) or differ
+    return _run_mutants(32) or bool(failed) or differ
 
 
 def _of_disk(disk: str, steps: Steps, beat_s: float = heartbeats.PERIOD_S) -> Outcome:

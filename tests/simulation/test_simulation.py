@@ -31,7 +31,7 @@ def simulated(*options: object) -> tuple[int, list[str]]:
 
 def test_programs_hold_and_known_faults_are_found() -> None:
     """In one process, which takes seconds to begin: the programs, those that once failed, and mutants."""
-    status, lines = simulated("--suite", 48, "--jobs", 2)
+    status, lines = simulated("--suite", 16, "--jobs", 2)
     assert not status, "\n".join(lines)
 
 
