@@ -35,7 +35,7 @@ from ckptcore.reading.equality import differing, index_in, mismatch
 from ckptcore.reading.expected_items import expect_items, item_reads
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.reading.interleave import Interleaver
-from ckptcore.reading.payload import Payload, StoredChunk, resolve
+from ckptcore.reading.payload import Payload, StoredChunk, late_imports, resolve
 from ckptcore.reading.rereading import rereading
 from ckptcore.reading.unused_in_items import unused_in_blobs
 from ckptcore.reading.zero_ranges import without_padding
@@ -234,7 +234,7 @@ def _in_processes(state: _Scan, pairs: Sequence[tuple[int, int]], workers: int) 
     setup = _Setup(*shared, state.skip, state.values, max(1, workers // count))
     by_chunk: dict[int, list[Finding]] = {}
     by_pair: dict[tuple[int, int], list[Differing]] = {}
-    with ProcessPool(__name__, [setup] * count) as pool:
+    with ProcessPool(__name__, [setup] * count, imports=late_imports(observed=setup.observe)) as pool:
         for job, outcome in pool.run(jobs, state.meter.add):
             by_chunk.update(zip(job[0], outcome[0], strict=True))
             by_pair.update(zip(job[1], outcome[1], strict=True))

@@ -16,6 +16,7 @@ from ckptcore.comparison.opened import OpenSide, SideProgress
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Settings
+from ckptcore.reading.payload import late_imports
 from ckptcore.utils.command_process import process_count
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
 from ckptcore.utils.workers import CountedMeter, ProgressMeter
@@ -71,7 +72,8 @@ def in_processes(
     rows = batches(range(len(tensors)), sizes, count)
     jobs = [(batch, [tensors[n] for n in batch]) for batch in rows]
     values_by_number: dict[int, Any] = {}
-    with ProcessPool(__name__, [setup] * count) as pool:
+    imports = [share.__module__, *late_imports(observed=any(side.observes for side in sides))]
+    with ProcessPool(__name__, [setup] * count, imports=imports) as pool:
         for batch, values in pool.run(jobs, meter.add):
             values_by_number.update(zip(batch, values, strict=True))
         reports: list[list[SideProgress]] = pool.finish()

@@ -22,7 +22,9 @@ from ckptcore.execution.plan_run import Elsewhere
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.plan import Plan, load_head
 from ckptcore.planning.request import Settings
+from ckptcore.reading.casting import PLAIN
 from ckptcore.reading.checksums import RecordProgress, Records
+from ckptcore.reading.payload import late_imports
 from ckptcore.store import open_source_store
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
@@ -74,13 +76,17 @@ def elsewhere(
     if staging.lock_fd is None:
         return None
 
+    imports = late_imports(observed=sums is not None)
+    # What torch alone casts or computes: importing it takes a second.
+    imports += ["torch"] if plan.derived or any(cast[1:] not in PLAIN for cast in plan.cast) else []
+
     def write(indices: Sequence[int], records: Records, meter: ProgressMeter) -> dict[int, Receipt]:
         some = min(count, len(indices))
         setup = _Setup(staging.plan_uri, settings.of_processes(some), sums is not None)
         jobs = batches(indices, [sizes[index] for index in indices], some)
         assert staging.lock_fd is not None  # it was there
         try:
-            with ProcessPool(__name__, [setup] * some, fds=[staging.lock_fd]) as pool:
+            with ProcessPool(__name__, [setup] * some, fds=[staging.lock_fd], imports=imports) as pool:
                 written = [receipt for answer in pool.run(jobs, meter.add) for receipt in answer]
                 reports: list[_Report] = pool.finish()
         except BaseException:

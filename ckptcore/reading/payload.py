@@ -45,6 +45,15 @@ Forget = Callable[[str, int, int], bool]  # (file, first byte, bytes)
 _MAX_HEADER = 100_000_000
 
 
+def late_imports(*, observed: bool) -> list[str]:
+    """Return the modules that reads import when they first need them.
+
+    Args:
+        observed: Whether the files that are read get a digest.
+    """
+    return ["ckptcore.encodings.torchzip.reader", *(["awscrt.checksums"] if observed else [])]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
     """Where one chunk is stored, and as what: an entry of DCP's ``storage_data``, with its chunk.

@@ -1,12 +1,14 @@
 """Run jobs in several processes, each with an interpreter, and so with a Python lock, of its own.
 
-A worker is a fresh interpreter with a socket to the process that started it: no fork, and nothing imported
-but what the module of its work needs. It takes one job after the other, and reports finished bytes and log
-records on the way. `ProcessPool` is the side of the process that has the jobs, `serve` that of a worker.
+A fresh interpreter, the fork server, imports what the work needs and nothing else, and forks the workers: so
+imports are paid for once, and a process with threads is never forked. A worker has a socket to the process
+that has the jobs. It takes one job after the other, and reports finished bytes and log records on the way.
+`ProcessPool` is the side of the process that has the jobs, `serve` that of the fork server and its workers.
 
 - The first error of a worker ends the others, and is raised. One that was killed is `WorkerLost`.
-- A worker ends with its parent, also when that is killed, and also while it is stopped.
-- Ctrl-C reaches the parent alone, which asks its workers to end: they discard what they have begun.
+- The fork server ends with the process that started it, and a worker with the fork server: also when that is
+  killed, and also while it is stopped.
+- Ctrl-C reaches the first process alone, which asks the workers to end: they discard what they have begun.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ _ENDS_WITHIN = 5.0  # seconds for a worker to discard what it has begun
 _POLL_S, _REPORT_S = 0.2, 0.05
 _LOST = os.EX_SOFTWARE
 _READY, _MOST_FDS = b"+", 16
-_WORKER = "from ckptcore.utils.process_pool import serve; serve()"
 
 _Item = TypeVar("_Item")
 Begun = tuple[Callable[[Any], Any], Callable[[], Any]]
@@ -66,25 +67,79 @@ def batches(items: Sequence[_Item], sizes: Sequence[int], count: int) -> Iterato
         yield tuple(batch)
 
 
-class _Worker:
-    """One process, as its parent sees it."""
+class _ForkServer:
+    """The process that forks the workers, as its parent sees it. All of them are one process group.
 
-    def __init__(self, module: str) -> None:
-        self.connection: Connection[Any, Any] | None = None  # once it has said that it ends with this process
-        self.socket, theirs = socket.socketpair()
+    Args:
+        module: Dotted name of the module of their work.
+        imports: Further modules that they need.
+        sockets: One for each worker.
+    """
+
+    def __init__(self, module: str, imports: Sequence[str], sockets: Sequence[socket.socket]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
-        with theirs:
-            # -P: nothing is imported from the current folder. A process group of its own: Ctrl-C is for the
-            # parent. Numpy starts a thread for each core otherwise.
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _WORKER, module, str(theirs.fileno()), str(os.getpid())],
+        report_fd, theirs = os.pipe()
+        self._reports = os.fdopen(report_fd)
+        fds = [theirs, *(each.fileno() for each in sockets)]
+        names = ",".join((module, *imports))
+        try:
+            # A process group of its own: Ctrl-C is for the parent. Numpy starts a thread for each core
+            # otherwise.
+            self._process = subprocess.Popen(
+                [*_program("serve"), module, str(os.getpid()), names, *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=fds,
                 process_group=0,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
+        finally:
+            os.close(theirs)
+
+    def lost(self) -> WorkerLost:
+        """Return the error of a worker that has ended, or of the fork server itself."""
+        from multiprocessing.connection import wait
+
+        # A killed worker has a line here, a killed fork server none.
+        line = self._reports.readline().strip() if wait([self._reports.fileno()], _ENDS_WITHIN) else ""
+        if not line:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ENDS_WITHIN)
+            line = _end_of(self._process.pid, self._process.returncode)
+        self._stderr.seek(0)
+        last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        return WorkerLost(
+            f"{line}{f': {last[0][:500]}' if last else ''}",
+            hint="check the memory of this machine, then run the command again: finished files are kept",
+        )
+
+    def stop(self) -> None:
+        """Ask all to discard what they have begun, and to end; force those that take too long."""
+        # A stopped process takes no SIGTERM before it continues.
+        self._signal(signal.SIGTERM, signal.SIGCONT)
+        try:
+            self._process.wait(_ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._reports.close()
+        self._stderr.close()
+
+    def _signal(self, *signals: signal.Signals) -> None:
+        # Before its end was seen, no other group has its number.
+        if self._process.poll() is None:
+            for each in signals:
+                os.killpg(self._process.pid, each)
+
+
+class _Worker:
+    """One process, as the process that has the jobs sees it."""
+
+    def __init__(self, server: _ForkServer, own: socket.socket) -> None:
+        # The connection is there once the worker has said that it ends with the fork server.
+        self.connection: Connection[Any, Any] | None = None
+        self.socket, self._server = own, server
 
     @property
     def waits_on(self) -> Any:
@@ -94,7 +149,7 @@ class _Worker:
     def begin(self, setup: object, fds: Sequence[int]) -> None:
         """Hand over descriptors and what the work begins with, to a process that is ready.
 
-        Not before: one that is stopped until then does not end with this process, and must keep no lock.
+        Not before: one that is stopped until then does not end with its parent, and must keep no lock.
 
         Raises:
             WorkerLost: The process has ended.
@@ -103,10 +158,10 @@ class _Worker:
 
         try:
             if not self.socket.recv(1):
-                raise self._lost()
+                raise self._server.lost()
             socket.send_fds(self.socket, [_READY], fds)
         except OSError as error:
-            raise self._lost() from error
+            raise self._server.lost() from error
         self.connection = Connection(self.socket.detach())
         self.send(_SETUP, setup)
 
@@ -116,7 +171,7 @@ class _Worker:
         try:
             self.connection.send((kind, value))
         except OSError as error:
-            raise self._lost() from error
+            raise self._server.lost() from error
 
     def receive(self) -> tuple[int, Any]:
         """Wait for a message; raise `WorkerLost` if the process has ended."""
@@ -124,38 +179,19 @@ class _Worker:
         try:
             kind, value = self.connection.recv()
         except (EOFError, OSError) as error:
-            raise self._lost() from error
+            raise self._server.lost() from error
         return kind, value
 
-    def _lost(self) -> WorkerLost:
-        try:
-            status: int | None = self.process.wait(_ENDS_WITHIN)
-        except subprocess.TimeoutExpired:
-            status = None
-        fate = "ended" if status is None or status >= 0 else f"was ended by signal {-status}"
-        self._stderr.seek(0)
-        last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        return WorkerLost(
-            f"process {self.process.pid} of this command {fate}{f': {last[0][:500]}' if last else ''}",
-            hint="check the memory of this machine, then run the command again: finished files are kept",
-        )
-
-    def stop(self) -> None:
-        """Ask the process to discard what it has begun, and to end; also one that is stopped."""
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGTERM)
-            # A stopped process takes no SIGTERM before it continues.
-            self.process.send_signal(signal.SIGCONT)
-
-    def close(self, seconds: float) -> None:
-        """Wait for the end of the process, and force it then."""
-        try:
-            self.process.wait(max(seconds, 0.0))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        (self.connection or self.socket).close()
-        self._stderr.close()
+    def close(self) -> None:
+        """Close the connection of a process that ends now."""
+        if self.connection is None:
+            self.socket.close()  # a process that has not begun ends because of this
+            return
+        # The kernel ends the worker of a killed fork server, a moment later; the socket says when it did.
+        with suppress(EOFError, OSError):
+            while self.connection.poll(_ENDS_WITHIN):
+                self.connection.recv_bytes()
+        self.connection.close()
 
 
 class ProcessPool:
@@ -166,23 +202,32 @@ class ProcessPool:
             function that reports finished bytes; it returns what does one job, and what reports at the end.
         setups: What each of them begins with.
         fds: Descriptors that they keep open, such as that of a lock.
+        imports: Modules that its work imports later: they are imported once, for all of them.
     """
 
-    def __init__(self, module: str, setups: Sequence[object], *, fds: Sequence[int] = ()) -> None:
-        self._module, self._setups, self._fds = module, setups, fds
+    def __init__(
+        self, module: str, setups: Sequence[object], *, fds: Sequence[int] = (), imports: Sequence[str] = ()
+    ) -> None:
+        self._module, self._setups, self._fds, self._imports = module, setups, fds, imports
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> ProcessPool:
+        pairs = [socket.socketpair() for _ in self._setups]
         try:
-            for _ in self._setups:
-                self._workers.append(_Worker(self._module))
-        except BaseException:
-            self._stop()
-            raise
+            self._server = _ForkServer(self._module, self._imports, [theirs for _, theirs in pairs])
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        self._workers = [_Worker(self._server, own) for own, _ in pairs]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
+        for worker in self._workers:
+            if worker.connection is None:
+                worker.close()
+        self._server.stop()
+        for worker in self._workers:
+            worker.close()
 
     def run(self, jobs: Iterable[Any], progress: Callable[[int], None]) -> Iterator[Any]:
         """Yield what the workers answer to each job, in any order.
@@ -226,16 +271,6 @@ class ProcessPool:
                     busy.remove(worker)
         return reports
 
-    def _stop(self) -> None:
-        for worker in self._workers:
-            if worker.process.poll() is None:
-                worker.stop()
-        # One deadline for all of them: they end at the same time.
-        until = time.monotonic() + _ENDS_WITHIN
-        for worker in self._workers:
-            worker.close(until - time.monotonic())
-        self._workers = []
-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
@@ -267,16 +302,43 @@ def _answer(worker: _Worker, progress: Callable[[int], None]) -> _Answer | None:
     return None
 
 
-def serve() -> NoReturn:
-    """Do the jobs of a parent until it asks for the end, in this process of their own."""
+def serve(module: str, parent: str, imports: str, report_fd: str, *fds: str) -> NoReturn:
+    """Import what some work needs, start its workers, and report lost ones: in a process of its own."""
+    _end_with(int(parent))
+    for name in imports.split(","):
+        with suppress(Exception):  # the worker that needs the module imports it, too, and reports the error
+            import_module(name)
+    # Blocked for good here, and in a worker until it can discard what it has begun.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    server, left = os.getpid(), [int(report_fd), *map(int, fds)]
+    while len(left) > 1:
+        fd = left.pop()
+        if _thread_count() > 1:
+            # A module has started a thread, which may have a lock that nothing would release in a fork.
+            argv = [*_program("work"), module, str(server), str(fd)]
+            closed = [(os.POSIX_SPAWN_CLOSE, other) for other in left]
+            os.posix_spawn(argv[0], argv, os.environ, file_actions=closed)
+        elif not os.fork():
+            for other in left:
+                os.close(other)
+            work(module, server, fd)
+        os.close(fd)
+    with suppress(ChildProcessError):  # all have ended
+        while True:
+            pid, status = os.wait()
+            if code := os.waitstatus_to_exitcode(status):
+                os.write(left[0], f"{_end_of(pid, code)}\n".encode())
+    os._exit(0)
+
+
+def work(module: str, server: str | int, fd: str | int) -> NoReturn:
+    """Do the jobs that come by a socket until its other side asks for the end: in a process of its own."""
     from multiprocessing.connection import Connection
 
-    module, fd, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    _end_with(parent)
-    gc.set_threshold(1_000_000, 10, 10)  # see `command_process`
+    _end_with(int(server))
     # SIGTERM ends work as Ctrl-C does elsewhere: what was begun is discarded.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with socket.socket(fileno=fd) as waiting:
+    with socket.socket(fileno=int(fd)) as waiting:
         waiting.send(_READY)
         if not socket.recv_fds(waiting, 1, _MOST_FDS)[0]:  # the descriptors stay open until the end
             os._exit(_LOST)
@@ -284,13 +346,12 @@ def serve() -> NoReturn:
     talk = _Talk(parent_side)
     messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     # Only the main thread takes SIGTERM: it may be waiting, and no other thread would wake it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_listen, args=(parent_side, messages), daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     code = 0
     try:
-        work: Begun = import_module(module).begin(messages.get()[1], talk.finished)
-        do, end = work
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        begun: Begun = import_module(module).begin(messages.get()[1], talk.finished)
+        do, end = begun
         while (message := messages.get())[0] == _JOB:
             talk.send(_ANSWER, do(message[1]))
         talk.send(_ANSWER, end())
@@ -355,13 +416,34 @@ def _listen(connection: Connection[Any, Any], messages: queue.SimpleQueue[tuple[
         os._exit(_LOST)
 
 
+def _program(function: str) -> list[str]:
+    """Return the command line of a process that calls a function of this module with its arguments."""
+    called = f"import sys; from ckptcore.utils.process_pool import {function} as call; call(*sys.argv[1:])"
+    return [sys.executable, "-P", "-c", called]  # -P: nothing is imported from the current folder
+
+
 def _end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends: also while this one is stopped."""
+    gc.set_threshold(1_000_000, 10, 10)  # see `command_process`
     with suppress(AttributeError, OSError):  # not Linux: then the socket's end is seen
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # It may have ended before the call, which does not report that.
     if os.getppid() != parent:
         os._exit(_LOST)
+
+
+def _thread_count() -> int:
+    """Count the threads of this process, also those that Python did not start."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:  # not Linux
+        return threading.active_count()
+
+
+def _end_of(pid: int, code: int | None) -> str:
+    """Describe how a process has ended."""
+    fate = f"was ended by signal {-code}" if code is not None and code < 0 else "ended"
+    return f"process {pid} of this command {fate}"
 
 
 def _described(error: Exception) -> Exception:

@@ -18,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 from ckptcore.cli import main as cli
 from ckptcore.cli.catalog import app as catalog
+from ckptcore.reading.payload import late_imports
 
 HEAVY = ("torch", "transformers", "prefect", "numpy.ma")
 # What else a verb must not wait for: libraries of other verbs, and stages that it does not go through.
@@ -148,6 +149,19 @@ def test_workers_import_nothing_that_composes_plans(worker: str) -> None:
     of_plans = {"pydantic", "ckptcore.planning.compose", "ckptcore.naming.maps.matching", "ckptcore.formats"}
     of_plans |= {"ckptcore.encodings.torchzip.reader", "ckptcore.encodings.pickle.unpickler"}
     assert of_plans.union(HEAVY).intersection(done.stdout.split()) == set()
+
+
+def test_what_workers_import_starts_no_thread() -> None:
+    """A fork server imports it and forks the workers; with a second thread, each imports it once more."""
+    names = [*(f"ckptcore.{worker}" for worker in WORKERS), *late_imports(observed=True), "torch"]
+    program = (
+        f"import {', '.join(names)}; from ckptcore.utils import process_pool as p; print(p._thread_count())"
+    )
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env
+    )
+    assert done.stdout.strip() == "1"
 
 
 def test_names_of_what_is_not_imported_are_right() -> None:

@@ -103,14 +103,15 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """Wait for the workers of a command; empty if it ends before they are there."""
+def processes_of(process: subprocess.Popen[str]) -> list[int]:
+    """Wait for the workers of a command, behind their fork server; empty if it ends before they are there."""
     until = time.monotonic() + 300
     while process.poll() is None:
-        found = children(process.pid)
+        servers = children(process.pid)
+        workers = children(servers[0]) if servers else []
         # The second thread comes when a worker is bound to its parent; before, it has no lock and no work.
-        if len(found) == PROCESSES and all(len(tasks(pid)) > 1 for pid in found):
-            return found
+        if len(workers) == PROCESSES and all(len(tasks(pid)) > 1 for pid in workers):
+            return [*servers, *workers]
         assert time.monotonic() < until
         time.sleep(0.002)
     return []
@@ -211,15 +212,18 @@ def test_shared_records_are_read_once(source: Path, tmp_path: Path, monkeypatch:
     assert sum(receipt.verified for receipt in result.files) > 0
 
 
-def test_a_worker_is_killed(cli: Cli, source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [0, -1], ids=["the fork server", "a worker"])
+def test_one_is_killed(
+    killed: int, cli: Cli, source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     with command(source, tmp_path / "out") as process:
-        workers = workers_of(process)
-        os.kill(workers[-1], signal.SIGSTOP)  # so that it has not ended before
-        os.kill(workers[-1], signal.SIGKILL)
+        processes = processes_of(process)
+        os.kill(processes[-1], signal.SIGSTOP)  # so that it has not ended before
+        os.kill(processes[killed], signal.SIGKILL)
         answer = json.loads(process.communicate()[0])
     assert process.returncode == 22, answer
     assert "ended by signal 9" in answer["error"]["message"]
-    wait_for_end(workers)
+    wait_for_end(processes)
     assert not (tmp_path / "out").exists()
     resumed(cli, source, tmp_path, alone)
 
@@ -228,17 +232,18 @@ def test_the_command_is_killed_while_a_worker_is_stopped(
     cli: Cli, source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     with command(source, tmp_path / "out") as process:
-        workers = workers_of(process)
-        os.kill(workers[0], signal.SIGSTOP)
+        processes = processes_of(process)
+        for pid in processes[:2]:
+            os.kill(pid, signal.SIGSTOP)
         process.kill()
-    wait_for_end(workers)
+    wait_for_end(processes)
     assert not (tmp_path / "out").exists()
     resumed(cli, source, tmp_path, alone)
 
 
 def test_a_stopped_worker_goes_on(source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     with command(source, tmp_path / "out") as process:
-        stopped = workers_of(process)[0]
+        stopped = processes_of(process)[-1]
         os.kill(stopped, signal.SIGSTOP)
         time.sleep(1)
         assert process.poll() is None  # without this worker nothing is complete
@@ -253,12 +258,13 @@ def test_ctrl_c_ends_all_and_leaves_nothing_half_written(
     cli: Cli, source: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     with command(source, tmp_path / "out") as process:
-        workers = workers_of(process)
-        os.kill(workers[0], signal.SIGSTOP)
+        processes = processes_of(process)
+        for pid in processes[:2]:
+            os.kill(pid, signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
         answer = json.loads(process.communicate()[0])
     assert answer["error"]["code"] == "interrupted"
-    wait_for_end(workers)
+    wait_for_end(processes)
     assert not [path for path in tmp_path.rglob("*.part") if path.is_file()]
     resumed(cli, source, tmp_path, alone)
 
@@ -306,7 +312,7 @@ def test_many_full_disks(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("whom", ["the command", "a worker", "all", "a stopped worker"])
+@pytest.mark.parametrize("whom", ["the command", "a worker", "the fork server", "all", "a stopped worker"])
 def test_many_ends(
     whom: str,
     cli: Cli,
@@ -319,9 +325,13 @@ def test_many_ends(
     for number in range(10):
         (folder := tmp_path / str(number)).mkdir()
         with command(source, folder / "out") as process:
-            workers = workers_of(process)
+            processes = processes_of(process)
             time.sleep(rng.uniform(0, 0.5))
-            pids = {"the command": [process.pid], "all": [*workers, process.pid]}.get(whom, workers[-1:])
+            pids = {
+                "the command": [process.pid],
+                "the fork server": processes[:1],
+                "all": [*processes, process.pid],
+            }.get(whom, processes[-1:])
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP if whom == "a stopped worker" else signal.SIGKILL)
@@ -329,7 +339,7 @@ def test_many_ends(
                 time.sleep(0.1)
                 process.kill()
             process.communicate()
-        wait_for_end(workers)
+        wait_for_end(processes)
         if (folder / "out").exists():
             assert contents(folder / "out") == alone["safetensors"]["bytes"], "half a result"
             continue

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def begin(
             raise KeyError("a defect")
         if act == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if act == "kills-server":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        if act == "stops-server":
+            os.kill(os.getppid(), signal.SIGSTOP)
         if act == "waits":
             try:
                 (folder / "waits").write_text(str(os.getpid()))
@@ -38,7 +44,8 @@ def begin(
                 (folder / "cleaned").touch()
                 raise
         if act == "meets":  # until another worker has such a job, too: a fast one would do all of them
-            (folder / f"meets-{os.getpid()}").touch()
+            imported = import_module(setup["module"]).PID if "module" in setup else ""
+            (folder / f"meets-{os.getpid()}").write_text(f"{imported} {os.getppid()}")
             until = time.monotonic() + 60
             while len(list(folder.glob("meets-*"))) < 2 and time.monotonic() < until:
                 time.sleep(0.01)

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 from ckptcore.errors import DiskFull, UsageError, WorkerLost
-from ckptcore.utils import command_process, memory
+from ckptcore.utils import command_process, memory, process_pool
 from ckptcore.utils.command_process import VARIABLE, process_count
 from ckptcore.utils.process_pool import ProcessPool
 
@@ -27,9 +27,9 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests/jobs'}")
 
 
-def pool(folder: Path, count: int = 2, **acts: str) -> ProcessPool:
+def pool(folder: Path, count: int = 2, imports: Sequence[str] = (), **acts: str) -> ProcessPool:
     setup = {"folder": str(folder)} | {name.removeprefix("job"): act for name, act in acts.items()}
-    return ProcessPool("pool_job", [setup] * count)
+    return ProcessPool("pool_job", [setup] * count, imports=imports)
 
 
 def within(seconds: float, check: Callable[[], bool]) -> None:
@@ -89,9 +89,29 @@ def test_a_defect_has_its_place(tmp_path: Path) -> None:
         list(w.run([1], lambda nbytes: None))
 
 
-def test_a_killed_worker_is_lost(tmp_path: Path) -> None:
-    with pytest.raises(WorkerLost, match="ended by signal 9"), pool(tmp_path, job2="killed") as workers:
+@pytest.mark.parametrize("act", ["killed", "kills-server"])
+def test_a_killed_process_is_lost(tmp_path: Path, act: str) -> None:
+    with pytest.raises(WorkerLost, match="ended by signal 9"), pool(tmp_path, job2=act) as workers:
         list(workers.run([1, 2, 3], lambda nbytes: None))
+
+
+@pytest.mark.parametrize("module", ["imported_job", "threaded_job"])
+def test_imports_are_paid_for_once_without_forking_threads(tmp_path: Path, module: str) -> None:
+    with pool(tmp_path, imports=[module], module=module, job1="meets", job2="meets") as workers:
+        pids = {pid for _, pid in workers.run([1, 2], lambda nbytes: None)}
+        workers.finish()
+    imported, servers = zip(*[path.read_text().split() for path in tmp_path.glob("meets-*")], strict=True)
+    assert len(pids) == 2
+    assert len(set(servers)) == 1
+    assert set(imported) == (set(servers) if module == "imported_job" else set(map(str, pids)))
+
+
+def test_a_stopped_fork_server_delays_nothing(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pool(tmp_path, job1="stops-server") as workers:
+        assert len(list(workers.run([1, 2, 3], lambda nbytes: None))) == 3
+        workers.finish()
+    assert time.monotonic() < began + process_pool._ENDS_WITHIN
 
 
 def test_a_module_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
@@ -102,8 +122,8 @@ def test_a_module_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
         list(workers.run([1], lambda nbytes: None))
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_worker_ends_with_its_killed_parent(tmp_path: Path, stopped: bool) -> None:
+@pytest.mark.parametrize("stopped", ["", "worker", "fork server", "both"])
+def test_all_end_with_a_killed_parent(tmp_path: Path, stopped: str) -> None:
     program = (
         "import sys; from ckptcore.utils.process_pool import ProcessPool\n"
         "with ProcessPool('pool_job', [{'folder': sys.argv[1], '1': 'waits'}]) as workers:\n"
@@ -114,11 +134,13 @@ def test_a_worker_ends_with_its_killed_parent(tmp_path: Path, stopped: bool) -> 
             written = tmp_path / "waits"
             within(60, lambda: written.exists() and written.read_text() != "")
             worker = int(written.read_text())
-            if stopped:
-                os.kill(worker, signal.SIGSTOP)
+            server = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+            for pid in {"": [], "worker": [worker], "fork server": [server]}.get(stopped, [server, worker]):
+                os.kill(pid, signal.SIGSTOP)
         finally:
             parent.kill()
-    within(20, lambda: has_ended(worker))
+    assert server != parent.pid
+    within(20, lambda: has_ended(worker) and has_ended(server))
 
 
 def test_a_stopped_worker_ends_when_others_fail(tmp_path: Path) -> None:
