@@ -145,7 +145,7 @@ def _one(
     timings: dict[str, float],
 ) -> Result:
     """Plan, write, publish and record one output of a checked source."""
-    live = LiveSource.of(registration, job.announcement)
+    live = LiveSource.of(registration or job.announcement)
     settings = live.settings(job.settings)
     prepared = plan(request, settings, closed(manifest), job.catalog)
     timings = timings | prepared.timings

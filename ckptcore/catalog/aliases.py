@@ -21,6 +21,7 @@ from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog import audit
 from ckptcore.catalog.audit import AuditRow
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.history import Alarm, alarms_behind
 from ckptcore.catalog.models import Alias, AuditRecord, Checkpoint
 from ckptcore.catalog.normalize import storable
@@ -56,7 +57,6 @@ class AliasRow:
 
 def promote(
     conn: Connection,
-    now: datetime,
     name: str,
     ref: str,
     expect: str | None = None,
@@ -68,8 +68,7 @@ def promote(
     """Point an alias at a checkpoint that is fit to be served, and record who did it.
 
     Args:
-        conn: a writer's transaction.
-        now: the time to record.
+        conn: a writer's transaction; its time is recorded.
         name: the alias.
         ref: id, unique prefix, URI or alias of the new checkpoint.
         expect: what the alias must refer to now; see `set_alias`.
@@ -96,6 +95,7 @@ def promote(
             name=name,
         )
     before = next((row.checkpoint for row in every(conn) if row.name == name), None)
+    now = clock(conn)
     row = set_alias(conn, now, name, ref, expect)
     forced: dict[str, Any] = {} if objection is None else {"forced": objection.reason}
     if accept:

@@ -67,7 +67,7 @@ def set_alias(
 
     codes = aliases.accepted_codes(accept or ())
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
-        row = aliases.promote(conn, clock(conn), name, ref, expect, force=force, accept=codes)
+        row = aliases.promote(conn, name, ref, expect, force=force, accept=codes)
     answer((row,), output)
 
 
@@ -90,7 +90,7 @@ def roll_back_alias(
 
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
         current = aliases.get(conn, name).checkpoint
-        row = aliases.promote(conn, clock(conn), name, aliases.previous(conn, name), current, force=force)
+        row = aliases.promote(conn, name, aliases.previous(conn, name), current, force=force)
     answer((row,), output)
 
 

@@ -49,11 +49,11 @@ class LiveSource:
     training: Training | None = None
 
     @classmethod
-    def of(cls, registration: Registration | None, announcement: Announcement = UNANNOUNCED) -> LiveSource:
-        """Return what a conversion knows. announcement: for one that no catalog records."""
-        if registration is None:
-            return cls(announcement)
-        return cls(registration.announcement, registration.source, registration.training)
+    def of(cls, known: Registration | Announcement) -> LiveSource:
+        """Return what a conversion knows. known: what a user reports, for one that no catalog records."""
+        if isinstance(known, Announcement):
+            return cls(known)
+        return cls(known.announcement, known.source, known.training)
 
     def settings(self, settings: Settings) -> Settings:
         """Return settings that sum the tensors if there is something to compare the sums with."""

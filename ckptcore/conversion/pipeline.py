@@ -338,46 +338,31 @@ def convert(
     # an error before the work and not after it.
     registration = start(request, catalog_url, announcement=announcement)
     log_values = {**_ends(request), "conversion": registration.id if registration else None}
-    with log_fields(**log_values), span("conversion", verb=request.verb, **log_values):
-        return _convert(
-            registration, request, settings or Settings(), progress, catalog_url, topology, announcement
-        )
-
-
-def _convert(
-    registration: Registration | None,
-    request: Request,
-    settings: Settings,
-    progress: Progress | None,
-    catalog_url: str | bool | None,
-    topology: Layouts | None,
-    announcement: Announcement,
-) -> Result:
-    """Publish and register a conversion; record a failure before it is raised."""
+    known = registration or announcement
     manifests: list[Manifest] = []
-    try:
-        stages = publishing(
-            request,
-            settings,
-            progress,
-            catalog_url,
-            topology,
-            manifests=manifests,
-            registration=registration,
-            announcement=announcement,
-        )
-        with stages as result:
-            (progress or _silent)("register", result.nbytes, result.nbytes)
-            with span("register", destination=request.destination):
-                result = register(registration, result, manifests[0])
-    except BaseException as error:
-        stop = stopped(error)
-        fail(registration, stop, manifests[0] if manifests else None)
-        # Ctrl-C is raised as an error with an exit code of its own,
-        # after the catalog knows that the run ended.
-        if stop is not error:
-            raise stop from error
-        raise
+    with log_fields(**log_values), span("conversion", verb=request.verb, **log_values):
+        try:
+            stages = publishing(
+                request,
+                settings or Settings(),
+                progress,
+                catalog_url,
+                topology,
+                manifests=manifests,
+                known=known,
+            )
+            with stages as result:
+                (progress or _silent)("register", result.nbytes, result.nbytes)
+                with span("register", destination=request.destination):
+                    result = register(registration, result, manifests[0])
+        except BaseException as error:
+            stop = stopped(error)
+            fail(registration, stop, manifests[0] if manifests else None)
+            # Ctrl-C is raised as an error with an exit code of its own,
+            # after the catalog knows that the run ended.
+            if stop is not error:
+                raise stop from error
+            raise
     return result
 
 
@@ -390,8 +375,7 @@ def publishing(
     topology: Layouts | None = None,
     *,
     manifests: list[Manifest],
-    registration: Registration | None = None,
-    announcement: Announcement = UNANNOUNCED,
+    known: Registration | Announcement = UNANNOUNCED,
 ) -> Iterator[Result]:
     """Run the stages of a conversion up to publishing, and keep the destination while the block runs.
 
@@ -404,14 +388,14 @@ def publishing(
         catalog_url: The catalog that accounts for files of a destination that is replaced; see `prepare`.
         topology: See `ckptcore.planning.compose.compose`.
         manifests: Receives the source's manifest, as soon as it is read.
-        registration: The conversion in the catalog, which records the digests of the source's files; None
-            without a catalog.
-        announcement: What is known of the source without a catalog.
+        known: The conversion in the catalog, which records the digests of the source's files; without a
+            catalog, what a user reports about the source.
 
     Yields:
         The published output, not yet recorded.
     """
     report = progress or _silent
+    registration = known if isinstance(known, Registration) else None
     _require_means(settings, request)
     _require_apart(request)
     began = time.perf_counter()
@@ -422,7 +406,7 @@ def publishing(
         )
     # Given to the caller before anything can fail: a failure is recorded with the source it belongs to.
     manifests.append(manifest)
-    live = LiveSource.of(registration, announcement)
+    live = LiveSource.of(known)
     # Sums are computed while tensors are moved: whether they are needed must be known before.
     settings = live.settings(settings)
     inspected = time.perf_counter() - began

@@ -18,7 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.execution.device import host_buffer, slots_on
@@ -85,12 +85,11 @@ def execute_files(
     reused_bytes = sum(receipt.nbytes for receipt in receipts.values())
     if reused_bytes:
         meter.add(reused_bytes)
+    shared = _Shared(records, meter)
     # Doubtful files are computed once more and compared; what is equal need not be written.
     if old.doubted:
         budget, _ = expect_files(replace(run, uploads=None), list(old.doubted), settings, records)
-        recomputed, _ = _Run(run, settings, records, meter, (budget, None), compare=True).finish(
-            list(old.doubted)
-        )
+        recomputed, _ = _Run(run, settings, shared, (budget, None), compare=True).finish(list(old.doubted))
         for index, receipt in recomputed.items():
             receipts[index] = confirmed(old.doubted[index], receipt)
             write_receipt(run.receipts, run.digest, receipts[index])
@@ -100,7 +99,7 @@ def execute_files(
         receipts |= run.elsewhere(todo, records, meter)
     elif todo:
         schedule = expect_files(run, todo, settings, records, part)
-        receipts |= _Run(run, settings, records, meter, schedule, part=part).finish(todo)[0]
+        receipts |= _Run(run, settings, shared, schedule, part=part).finish(todo)[0]
     # The store's checksums last: they also cover what `finish` reads.
     # Records that only part of was read are read to their end, so that
     # each has been verified or has no checksum.
@@ -159,9 +158,10 @@ def files_writer(
     """
     budget = Budget.of(settings)
     tiles = Tiles(budget.tile, settings.device)
+    shared = _Shared(records, meter, tiles)
 
     def write(indices: Sequence[int]) -> tuple[Receipt, ...]:
-        written, _ = _Run(run, settings, records, meter, (budget, None), tiles=tiles).finish(indices)
+        written, _ = _Run(run, settings, shared, (budget, None)).finish(indices)
         tiles.take_back()
         return tuple(written[index] for index in indices)
 
@@ -182,45 +182,58 @@ def recompute_files(
     records = Records(run.source, run.items, settings.verify, run.scratch)
     # Digests and sums are in the receipts already: only the bytes are compared here.
     means = replace(settings, digest=False, fingerprint=False, stats=False)
-    meter = ProgressMeter(progress, "verify", run.total)
     budget, _ = expect_files(replace(run, uploads=None), indices, means, records)  # compared in file order
-    _, differing = _Run(run, means, records, meter, (budget, None), compare=True).finish(indices)
+    shared = _Shared(records, ProgressMeter(progress, "verify", run.total))
+    _, differing = _Run(run, means, shared, (budget, None), compare=True).finish(indices)
     for writer in differing:
         raise writer.mismatch()
     records.finish(settings.threads)
     prove_files(run, indices, records)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What runs that follow each other in a process share.
+
+    Attributes:
+        records: What was read of the records of the source.
+        meter: The progress of all of them.
+        tiles: The buffers, if another run has used them.
+    """
+
+    records: Records
+    meter: ProgressMeter
+    tiles: Tiles | None = None
+
+
 class _Run:
     """The files that one group of workers makes, its buffers, and its shared state.
 
     ``schedule`` is as `expect_files` returns it: the budget, and the order of reads, None for that of files.
-    ``compare`` compares the files with the existing ones instead of writing them. ``tiles`` are the buffers,
-    if another run has used them.
+    ``compare`` compares the files with the existing ones instead of writing them.
     """
 
     def __init__(
         self,
         run: PlanRun,
         settings: Settings,
-        records: Records,
-        meter: ProgressMeter,
+        shared: _Shared,
         schedule: tuple[Budget, SourceOrder | None],
         *,
         part: FilePart | None = None,
         compare: bool = False,
-        tiles: Tiles | None = None,
     ) -> None:
-        self._run, self._settings, self._records, self._meter = run, settings, records, meter
+        self._run, self._settings = run, settings
+        self._records, self._meter = shared.records, shared.meter
         self._part, self._compare = part, compare
         self._budget, self._order = schedule
-        records.limit_decoded(self._budget.decoded)
+        self._records.limit_decoded(self._budget.decoded)
         self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
         self._differing: dict[int, CompareWriter | DigestWriter] = {}
         # Two for each worker: one is filled while the other waits to be flushed in order.
-        self._tiles = tiles or Tiles(self._budget.tile, settings.device)
+        self._tiles = shared.tiles or Tiles(self._budget.tile, settings.device)
         self._buffers = Buffers(self._tiles.take() for _ in range(2 * settings.threads))
         self._slots = slots_on(settings.device, self._budget.tile)
 

@@ -20,7 +20,7 @@ def set_alias(
 ) -> AliasRow:
     """Set an alias, if it still refers to the checkpoint that the user expects; None expects nothing."""
     with catalog.writing() as conn:
-        return aliases.promote(conn, clock(conn), name, ref, expect, force=force, author=_author(user))
+        return aliases.promote(conn, name, ref, expect, force=force, author=_author(user))
 
 
 def roll_back(catalog: Catalog, user: str, name: str, expect: str | None, force: bool = False) -> AliasRow:
@@ -28,8 +28,7 @@ def roll_back(catalog: Catalog, user: str, name: str, expect: str | None, force:
     with catalog.writing() as conn:
         before = aliases.previous(conn, name)
         expected = expect or aliases.get(conn, name).checkpoint
-        now = clock(conn)
-        return aliases.promote(conn, now, name, before, expected, force=force, author=_author(user))
+        return aliases.promote(conn, name, before, expected, force=force, author=_author(user))
 
 
 def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: datetime | None) -> HoldRow:

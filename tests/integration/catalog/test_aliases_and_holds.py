@@ -173,22 +173,22 @@ def test_what_nobody_should_serve_is_no_alias(write, two, export, catalog):
     refused[damaged] = "is damaged"
     for ref, reason in refused.items():
         with pytest.raises(Conflict, match=reason) as caught:
-            write(aliases.promote, NOW, "prod", ref)
+            write(aliases.promote, "prod", ref)
         assert "--force" in str(caught.value.hint)
         assert write(aliases.every) == ()
     for version, (ref, reason) in enumerate(refused.items(), 1):
-        assert write(aliases.promote, NOW, "prod", ref, force=True).version == version
+        assert write(aliases.promote, "prod", ref, force=True).version == version
         assert reason in write(aliases.history, "prod")[0].detail["forced"]
 
 
 def test_an_alias_goes_back_to_what_it_was(write, export):
     first, second = export(1, "ok"), export(2, "ok")
-    write(aliases.promote, NOW, "prod", first)
+    write(aliases.promote, "prod", first)
     with pytest.raises(UsageError, match="no other checkpoint"):
         write(aliases.previous, "prod")
-    write(aliases.promote, NOW, "prod", second, first)
+    write(aliases.promote, "prod", second, first)
     assert write(aliases.previous, "prod") == first
-    assert write(aliases.promote, NOW, "prod", first).version == 3
+    assert write(aliases.promote, "prod", first).version == 3
     assert [row.subject for row in write(aliases.history, "prod")] == [first, second, first]
     assert [row.detail["before"] for row in write(aliases.history, "prod")] == [second, first, None]
     assert write(aliases.history, "other") == ()

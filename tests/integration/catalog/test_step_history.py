@@ -10,7 +10,6 @@ from sqlalchemy import select, update
 
 import ckptcore
 from ckptcore.catalog import aliases, history, open_catalog
-from ckptcore.catalog.database import clock
 from ckptcore.catalog.models import Checkpoint, StepStatistics
 from ckptcore.cli.catalog_render import render_history
 from ckptcore.comparison.step_history import read_history, settle
@@ -111,13 +110,13 @@ def test_faults_are_found_by_a_line_of_sql_and_on_the_page_and_stop_promotion(
         outputs[run] = ckptcore.convert(source, output, catalog=recorded).destination
     with open_catalog(recorded) as catalog, catalog.writing() as conn:
         with pytest.raises(Conflict, match=r"frozen-changed.*step 17") as refusal:
-            aliases.promote(conn, clock(conn), "prod", outputs["faulty"])
+            aliases.promote(conn, "prod", outputs["faulty"])
         assert "--accept frozen-changed" in refusal.value.hint
-        aliases.promote(conn, clock(conn), "prod", outputs["healthy"])
+        aliases.promote(conn, "prod", outputs["healthy"])
         with pytest.raises(Conflict):  # the name of another alarm accepts nothing
-            aliases.promote(conn, clock(conn), "prod", outputs["faulty"], accept=["norm-jumped"])
+            aliases.promote(conn, "prod", outputs["faulty"], accept=["norm-jumped"])
         codes = ["expert-died", "frozen-changed"]
-        aliases.promote(conn, clock(conn), "prod", outputs["faulty"], accept=codes)
+        aliases.promote(conn, "prod", outputs["faulty"], accept=codes)
         assert aliases.history(conn, "prod")[0].detail["accepted"] == codes
 
 
