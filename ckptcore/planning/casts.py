@@ -47,12 +47,12 @@ def half_dtype(dtype: str | None) -> str:
 
 
 def frozen_float32(
-    request: Request, naming: NameMap | None, config: Mapping[str, Any] | None, mapped: Mapped
+    dtype: str | None, naming: NameMap | None, config: Mapping[str, Any] | None, mapped: Mapped
 ) -> frozenset[str] | None:
     """Return the names of tensors that stay in float32 in a cast to 16 bits, by the frozen families.
 
     Args:
-        request: The output.
+        dtype: Of ``--dtype``, or None.
         naming: How names were mapped, if they were.
         config: Content of config.json, or None.
         mapped: The tensors under the output's names.
@@ -60,8 +60,8 @@ def frozen_float32(
     Returns:
         None if no frozen family is that of the model.
     """
-    dtype = half_dtype(request.dtype)
-    if not dtype or (config is None and naming is None):
+    half = half_dtype(dtype)
+    if not half or (config is None and naming is None):
         return None
     from ckptcore.naming.maps.live_families import called, float32_names, frozen_family  # imports pydantic
 
@@ -69,18 +69,18 @@ def frozen_float32(
     if family is None and naming is not None:
         family = called(naming.arch)
     names = [t.fqn for t in mapped.manifest.tensors]
-    return None if family is None else frozenset(float32_names(family, names, dtype))
+    return None if family is None else frozenset(float32_names(family, names, half))
 
 
-def loaded_as(request: Request, specs: Iterable[TensorSpec], written: Mapping[str, str]) -> str | None:
+def loaded_as(dtype: str | None, specs: Iterable[TensorSpec], written: Mapping[str, str]) -> str | None:
     """Return the dtype for a model's config: the only one of the weights, or that of the cast.
 
-    written: name -> dtype of the tensors that are cast.
+    dtype: of ``--dtype``, or None. written: name -> dtype of the tensors that are cast.
     """
     floats = {d for t in specs if dtypes.get(d := written.get(t.fqn, t.dtype)).is_float}
     if len(floats) == 1:
         return floats.pop()
-    cast = dtypes.get(request.dtype).name if request.dtype else None
+    cast = dtypes.get(dtype).name if dtype else None
     return cast if cast in floats else None
 
 
@@ -148,13 +148,13 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
             if spec.dtype == target_dtype.name:
                 continue
         cast_dtypes[spec.fqn] = target_dtype.name
-    findings = [_kept(request, quantized)] if quantized else []
-    findings += [_wide(request, wide)] if wide else []
+    findings = [_kept(request.dtype, quantized)] if quantized else []
+    findings += [_wide(request.dtype, wide)] if wide else []
     if request.verb == "export" and float32 is None and half_dtype(request.dtype):
         rounded = [
             name for name in cast_dtypes if _OFTEN_FLOAT32.search(name) and half_dtype(cast_dtypes[name])
         ]
-        findings += [_rounded(request, rounded)] if rounded else []
+        findings += [_rounded(request.dtype, rounded)] if rounded else []
     return Casts(cast_dtypes, tuple(findings))
 
 
@@ -193,18 +193,16 @@ def _stored(source: Manifest) -> list[TensorSpec]:
     return [t for n, t in enumerate(source.tensors) if n not in source.derived]
 
 
-def _wide(request: Request, names: list[str]) -> Finding:
-    message = f"--dtype {request.dtype} leaves {count(len(names), 'tensor')} in float32: {some(names)}"
+def _wide(dtype: str | None, names: list[str]) -> Finding:
+    message = f"--dtype {dtype} leaves {count(len(names), 'tensor')} in float32: {some(names)}"
     return finding("kept-float32", "coverage", message)
 
 
-def _rounded(request: Request, names: list[str]) -> Finding:
-    message = f"--dtype {request.dtype} rounds {count(len(names), 'tensor')}: {some(names)}"
+def _rounded(dtype: str | None, names: list[str]) -> Finding:
+    message = f"--dtype {dtype} rounds {count(len(names), 'tensor')}: {some(names)}"
     return finding("rounded-float32", "coverage", message)
 
 
-def _kept(request: Request, names: list[str]) -> Finding:
-    message = (
-        f"--dtype {request.dtype} leaves {count(len(names), 'tensor')} of quantised values: {some(names)}"
-    )
+def _kept(dtype: str | None, names: list[str]) -> Finding:
+    message = f"--dtype {dtype} leaves {count(len(names), 'tensor')} of quantised values: {some(names)}"
     return finding("kept-quantized", "coverage", message)

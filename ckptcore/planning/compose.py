@@ -607,7 +607,7 @@ def _fitting_names(
             from ckptcore.planning.config_agreement import require_agreement
 
             warnings += require_agreement(request, config, manifest, model_names(request, manifest).values())
-        return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request, naming, None, mapped))
+        return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request.dtype, naming, None, mapped))
     # A tie of the request may name a tensor that the output does not have: that one is left to the exact
     # names.
     names = {t.fqn for t in named.tied(manifest, ()).manifest.tensors}
@@ -646,7 +646,7 @@ def _fitting_names(
         message = f"{listed(unsaved)}: left out, as save_pretrained of {expected.model} does"
         warnings.append(finding("exact-names", "coverage", message))
     if expected.float32 is None:
-        float32 = frozen_float32(request, naming, config.form, mapped)
+        float32 = frozen_float32(request.dtype, naming, config.form, mapped)
     else:
         in_float32 = expected.float32.get(half_dtype(request.dtype), ())
         float32 = frozenset(exact.get(name, name) for name in in_float32)
@@ -788,7 +788,9 @@ def _extra(
         files[ADAPTER] = dumped(beside.adapter.form)
     if beside.config is not None and not of_trainer(request.names):  # transformers opens no such names
         plain = bool(mapped.manifest.derived)
-        files |= beside.config.files(loaded_as(request, mapped.manifest.tensors, target.dtypes), plain=plain)
+        files |= beside.config.files(
+            loaded_as(request.dtype, mapped.manifest.tensors, target.dtypes), plain=plain
+        )
     files["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside, arch)
     for spec in mapped.manifest.tensors:
         # The card lists the folder's tensors, and the folder has a file for each name: they must not be one.

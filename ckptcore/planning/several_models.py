@@ -61,7 +61,7 @@ class SeveralModels:
         files = dict(self.files)
         for name, config in self.configs.items():
             specs = [t for t in mapped.manifest.tensors if t.fqn.startswith(f"{name}.")]
-            content = config.files(loaded_as(request, specs, written)) if specs else config.content
+            content = config.files(loaded_as(request.dtype, specs, written)) if specs else config.content
             files |= {f"{name}/{path}": data for path, data in content.items()}
         return files
 
