@@ -466,9 +466,6 @@ class LocalStaging(Staging):
     def require_lease(self) -> None:
         """Do nothing: a lock of this machine lasts until it is given back."""
 
-    def begin_uploads(self, plan: Plan, settings: Settings) -> None:
-        """Do nothing: files are written where they are staged."""
-
     def published_plan(self, record: Publication | None) -> str | None:
         """Return the digest of the plan whose output is at the destination, or None."""
         return record.plan if record is not None and self._is_in_place(record) else None

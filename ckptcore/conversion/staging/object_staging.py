@@ -25,8 +25,6 @@ from ckptcore.conversion.staging.staging import (
 from ckptcore.errors import Busy, Conflict, DestinationUnwritable
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed
-from ckptcore.planning.plan import Plan
-from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, Store, open_store
 
 _log = logging.getLogger("ckptcore")
@@ -63,9 +61,6 @@ class ObjectStaging(Staging):
     def require_room(self, nbytes: int) -> None:
         """Do nothing: an object store has room."""
 
-    def begin_uploads(self, plan: Plan, settings: Settings) -> None:
-        """Do nothing: files are staged as a whole."""
-
     def published_plan(self, record: Publication | None) -> str | None:
         """Return the digest of the plan whose output is at the destination, or None."""
         return record.plan if record is not None and record.step == DONE else None
@@ -96,7 +91,7 @@ class ObjectStaging(Staging):
 
     def check_staged_plan(self, composed: Composed, stamps: dict[str, str | None]) -> None:
         """Write the small files anew that an earlier run's staging prefix lacks."""
-        put_extra(self, composed)
+        put_extra(self, composed.plan.extra, composed.extra)
 
     def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
         """Remove everything from the prefix, unless a step is half thinned."""

@@ -520,7 +520,7 @@ class S3Staging(ObjectStaging):
             return self._uploads
         return self.places.uploads(plan, settings, none_begun=self._none_begun)
 
-    def begin_uploads(self, plan: Plan, settings: Settings) -> None:
+    def begin_uploads(self, plan: Plan, settings: Settings) -> Uploads:
         """Begin the uploads of the first files of a plan that this process carries out, while it is saved.
 
         Their entries are in the journal first: a run that is killed before it has a plan leaves nothing else.
@@ -528,6 +528,7 @@ class S3Staging(ObjectStaging):
         self._uploads = self.places.uploads(plan, settings, none_begun=self._none_begun)
         first = [file for file in plan.files if is_uploaded(file)][:_AHEAD]
         self._uploads.begin_ahead((file.index, file.path, file.nbytes) for file in first)
+        return self._uploads
 
     def beside_uploads(self, plan: Plan, settings: Settings) -> Settings:
         """Return the settings with the memory that uploads leave; raise `BudgetTooSmall`."""

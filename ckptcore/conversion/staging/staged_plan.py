@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ def save(
         records: (name, bytes) of records beside the plan.
     """
     # Small files first: a plan with a head counts as complete, and they are part of it.
-    put_extra(staging, composed)
+    put_extra(staging, composed.plan.extra, composed.extra)
     files = partial(save_files, staging.plan, composed.files, packed_stamps(stamps, ctimes))
     # Files of the plan and records do not depend on each other.
     staging.together([partial(put_each, staging.root, records), files])
@@ -112,10 +112,13 @@ def saved_digest(staging: Staging) -> str | None:
     return head.digest if all(file_name(f.index) in names for f in head.files) else None
 
 
-def put_extra(staging: Staging, composed: Composed) -> None:
-    """Write the small files to the staging folder, unless they are there already."""
-    for path, digest in composed.plan.extra:
-        data = composed.extra[path]
+def put_extra(staging: Staging, planned: Sequence[tuple[str, str]], contents: Mapping[str, bytes]) -> None:
+    """Write the small files to the staging folder, unless they are there already.
+
+    planned: (path, BLAKE3) of each. contents: path -> bytes.
+    """
+    for path, digest in planned:
+        data = contents[path]
         if staging.files.size(path) != len(data) or digest_of(staging.files, path, len(data)) != digest:
             staging.files.put(path, data)
 

@@ -304,9 +304,13 @@ class Staging(ABC):
         """Return the uploads of a plan; None where files are staged as a whole."""
         return None
 
-    @abstractmethod
-    def begin_uploads(self, plan: Plan, settings: Settings) -> None:
-        """Begin the first uploads of a plan that this process carries out, while it is saved."""
+    def begin_uploads(self, plan: Plan, settings: Settings) -> Uploads | None:
+        """Begin the first uploads of a plan that this process carries out, while it is saved.
+
+        Returns:
+            The uploads of the plan; None where files are staged as a whole.
+        """
+        return None
 
     def beside_uploads(self, plan: Plan, settings: Settings) -> Settings:
         """Return the settings with the memory that uploads leave; raise `BudgetTooSmall`."""
