@@ -271,9 +271,9 @@ def plan(
     """
     from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing
-    from ckptcore.conversion.pipeline import peak_memory
     from ckptcore.conversion.staging.staged_plan import plan_into
     from ckptcore.planning.compose import compose
+    from ckptcore.planning.plan import peak_memory
     from ckptcore.utils.memory import reusing_memory
 
     options = _options(arguments)

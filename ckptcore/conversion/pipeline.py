@@ -52,14 +52,21 @@ from ckptcore.execution.execute import execute_files
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.receipts import Receipt, every_receipt, read_receipt, read_receipts
 from ckptcore.planning.compose import Composed, Layouts, compose
-from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head, settings_for
+from ckptcore.planning.plan import (
+    Plan,
+    PlannedFile,
+    load_file_plan,
+    load_head,
+    peak_memory,
+    settings_for,
+    writing_processes,
+)
 from ckptcore.planning.request import Request, Settings
 from ckptcore.planning.tiles import Budget
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.file_digests import file_digests
-from ckptcore.store import local_path, open_source_store, put_each
+from ckptcore.store import open_source_store, put_each
 from ckptcore.utils.average_url import is_average
-from ckptcore.utils.command_process import process_count
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.memory import reusing_memory
 from ckptcore.utils.spans import span
@@ -83,7 +90,6 @@ __all__ = [
     "inspect",
     "join",
     "parts",
-    "peak_memory",
     "prepare",
     "publishing",
     "register",
@@ -93,9 +99,6 @@ __all__ = [
     "validate",
 ]
 _log = logging.getLogger("ckptcore")
-# Resident before any buffer, on a CPU and with a device. Both have torch in them: whether a stored view needs
-# it (a conjugate does) is known when its item is read. Without it, 94 MiB are usual.
-_BASE_MEMORY = {"cpu": 286 << 20, "device": 446 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Prepared:
         files: The files that will be written.
         bytes_in: Bytes that will be read.
         bytes_out: Bytes that will be written.
-        peak_memory: The most that a run should take, in bytes: see `peak_memory`.
+        peak_memory: The most that a run should take, in bytes: see `ckptcore.planning.plan.peak_memory`.
         renamed: (old name, new name).
         cast: (name, old dtype, new dtype).
         dropped: (name, rule).
@@ -165,12 +168,9 @@ def prepare(
         UsageError: The request cannot be carried out.
     """
     settings = settings or Settings()
-    _require_means(settings, request)
-    # Before the staging folder exists: a destination that overlaps the
-    # source must not even get a folder beside it.
-    _require_apart(request)
+    _require_possible(request, settings)
     staging = open_staging(request.destination, catalog_url)
-    with span("plan", **_ends(request)), staging.lock(make=True):
+    with span("plan", source=request.source, destination=request.destination), staging.lock(make=True):
         return _prepare(request, settings, manifest, staging, catalog_url, topology)
 
 
@@ -337,7 +337,11 @@ def convert(
     # Recorded before anything is read, so that an unusable catalog is
     # an error before the work and not after it.
     registration = start(request, catalog_url, announcement=announcement)
-    log_values = {**_ends(request), "conversion": registration.id if registration else None}
+    log_values = {
+        "source": request.source,
+        "destination": request.destination,
+        "conversion": registration.id if registration else None,
+    }
     known = registration or announcement
     manifests: list[Manifest] = []
     with log_fields(**log_values), span("conversion", verb=request.verb, **log_values):
@@ -396,8 +400,7 @@ def publishing(
     """
     report = progress or _silent
     registration = known if isinstance(known, Registration) else None
-    _require_means(settings, request)
-    _require_apart(request)
+    _require_possible(request, settings)
     began = time.perf_counter()
     observe = registration is not None and settings.verify  # what was not verified is no first sight
     with span("inspect", source=request.source):
@@ -414,7 +417,7 @@ def publishing(
     report("validate", 0, manifest.nbytes)
     staging = open_staging(request.destination, catalog_url)
     with staging.lock(make=True):
-        with span("plan", **_ends(request)):
+        with span("plan", source=request.source, destination=request.destination):
             prepared = _prepare(request, settings, manifest, staging, catalog_url, topology, just_read=True)
         report("validate", manifest.nbytes, manifest.nbytes)
         report("plan", prepared.bytes_out, prepared.bytes_out)
@@ -513,11 +516,12 @@ def _prepare(
         if not listed:
             _require_unchanged(request, manifest)
         resumed, anew = _resume(staging, composed, stamps, earlier, keep=request.resume)
-        # The request is stored even if the plan goes on: the plan does not depend on all of it.
-        records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
+        records = []
         if resumed is None:
             replaced = _replaced(request, composed, settings, catalog_url, earlier.record)
-            records.insert(0, packed_replaced(replaced))
+            records.append(packed_replaced(replaced))
+        # The request is stored even if the plan goes on: the plan does not depend on all of it.
+        records.append((REQUEST, canonical_json(request.as_dict())))  # every time: --overwrite may differ
         staging.beside_uploads(plan, settings)  # refused now, and not after hours of uploading
         # Only where this process carries out the plan: begun uploads are state of a process.
         if anew and just_read:
@@ -536,17 +540,18 @@ def _prepare(
         _remove_if_unused(staging)
         raise
     _log.info("planned %s: %d files, %d bytes", request.destination, len(plan.files), plan.bytes_out)
+    used = settings_for(plan, settings)
     return Prepared(
         staging.plan_uri,
         plan.files,
         plan.bytes_in,
         plan.bytes_out,
-        peak_memory(plan, settings_for(plan, settings)),
+        peak_memory(plan, used),
         plan.renamed,
         plan.cast,
         plan.dropped,
         plan.ties,
-        (*composed.warnings, *_unused_device(plan, settings)),
+        (*composed.warnings, *_unused_device(used, settings)),
         composed.model.because if composed.model else "",
         plan.manifest_digest,
         plan.digest,
@@ -632,51 +637,26 @@ def _replaced(
     return replace(replaced, judged=judged)
 
 
-def _ends(request: Request) -> dict[str, str]:
-    return {"source": request.source, "destination": request.destination}
-
-
 def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
     """Ignore progress."""
 
 
-def _require_apart(request: Request) -> None:
-    require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
+def _require_possible(request: Request, settings: Settings) -> None:
+    """Check budget, device and destination before anything is written.
 
-
-def _require_means(settings: Settings, request: Request) -> None:
-    """Check budget and device before anything is written."""
+    A destination that overlaps the source must not even get a staging folder beside it.
+    """
     Budget.of(settings)
     if settings.device != "cpu" and (request.dtype or request.dtype_for):
         torch_on(settings.device)
+    require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
 
 
-def _unused_device(plan: Plan, settings: Settings) -> Iterator[Finding]:
-    """Yield a finding if the plan has no use for the device."""
-    if settings_for(plan, settings).device != settings.device:
+def _unused_device(used: Settings, settings: Settings) -> Iterator[Finding]:
+    """Yield a finding if the plan has no use for the device. used: the settings that carry it out."""
+    if used.device != settings.device:
         message = f"--device {settings.device} is not used: no tensor is cast or computed, and the CPU copies"
         yield finding("unused-option", "files", message)
-
-
-def _processes_for(plan: Plan, settings: Settings, sizes: Sequence[int]) -> int:
-    """Return how many processes write files of these sizes on a file system of this machine."""
-    if settings.device != "cpu" or local_path(plan.source) is None:
-        return 1
-    return process_count(settings.threads, settings.memory, sum(sizes), len(sizes))
-
-
-def peak_memory(plan: Plan, settings: Settings) -> int:
-    """Return the most that a run should take, in bytes: its processes and all buffers that the budget allows.
-
-    Most runs stay far below: they need neither torch nor large tiles.
-    """
-    largest = max((f.nbytes for f in plan.files), default=0)
-    tile = Budget.of(settings).tile
-    # Four buffers for each thread (`Budget.of`), and never larger than the largest file.
-    buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
-    count = _processes_for(plan, settings, [file.nbytes for file in plan.files])
-    processes = 1 if count == 1 else count + 1  # the one that hands out files, too
-    return processes * _BASE_MEMORY["cpu" if settings.device == "cpu" else "device"] + buffers
 
 
 def _require_unchanged(request: Request, manifest: Manifest) -> None:
@@ -716,7 +696,8 @@ def _execute(
         run = plan_run(staging, plan, source, stamps, settings)
         beside = staging.beside_uploads(plan, settings)
         if part is None:
-            count = _processes_for(plan, settings, [plan.files[index].nbytes for index in file_indices])
+            sizes = [plan.files[index].nbytes for index in file_indices]
+            count = writing_processes(plan.source, settings, sizes)
             if count > 1:
                 from ckptcore.conversion.file_process import elsewhere
 

@@ -205,7 +205,10 @@ class Request:
 
     def anchored(self) -> Request:
         """Return the request with absolute paths of config and tokenizer, to be read from any folder."""
-        return replace(self, config=_absolute(self.config), tokenizer=_absolute(self.tokenizer))
+        config, tokenizer = _absolute(self.config), _absolute(self.tokenizer)
+        if (config, tokenizer) == (self.config, self.tokenizer):
+            return self
+        return replace(self, config=config, tokenizer=tokenizer)
 
     @property
     def format(self) -> str:
