@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -19,7 +19,7 @@ from ckptcore.errors import UsageError
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose, map_export
 from ckptcore.planning.options import Options, VerifyOptions, options_of, pairs, read_rules, request_field
-from ckptcore.planning.request import Request, Settings
+from ckptcore.planning.request import STATED, Request, Settings
 from ckptcore.store.merged import source_url
 from ckptcore.utils.average_url import sum_url
 from ckptcore.utils.near_names import did_you_mean
@@ -709,7 +709,7 @@ def _fields(options: dict[str, Any]) -> dict[str, Any]:
     One glob is a list of one; pairs may be a dict, or texts as on the command line; a mesh may be a dict of
     its axes.
     """
-    names = {field.name for field in fields(Request)}
+    names = set(STATED)
     for name in options:
         if request_field(name) not in names:
             raise UsageError(

@@ -18,7 +18,7 @@ import json
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -32,7 +32,7 @@ from ckptcore.errors import UsageError
 from ckptcore.formats import by_name
 from ckptcore.operations.discover import matches, step_and_run
 from ckptcore.planning.options import request_field
-from ckptcore.planning.request import Request
+from ckptcore.planning.request import STATED, Request
 from ckptcore.store import join_url, local_path
 from ckptcore.utils.average_url import average_url, require_weights, weights_for
 from ckptcore.utils.text import short_repr as quoted
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 DESTINATION = "{root}/../exports/{run}/{name}"  # the default
 FIELDS = ("root", "run", "step", "name", "path")
 _DISTINGUISH = ("step", "name", "path")
-_OF_REQUEST = frozenset(f.name for f in fields(Request)) - {"source", "destination", "resume"}
+_OF_REQUEST = frozenset(STATED) - {"source", "destination", "resume"}
 _OF_WINDOW = ("merge_last", "merge_every", "merge_decay")
 # Fields that do not change the output.
 _NOT_OUTPUT = (

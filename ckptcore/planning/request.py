@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ckptcore.core import dtype as dtypes
@@ -48,6 +48,11 @@ _PER_WORKER = 64 << 20
 STORED = "stored"  # a world of names: those of the checkpoint
 
 
+def _followed() -> Any:
+    """Declare a field that follows from others, and is decided once, when they are known."""
+    return field(init=False, repr=False, compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to make of a checkpoint. Everything here decides the output's bytes.
@@ -86,6 +91,10 @@ class Request:
             for the copy that the format prefers.
         keep_object: Globs on names: state bound to the ranks that saved it, which a reshard carries anyway.
         allow_untried: Take a map to a trainer's names whose result no code of the trainer has loaded.
+        format: The output format's name. It and the next three follow from those above.
+        single: The output's file name when it is one file, else None.
+        takes_model: Only the model part is written, under names of its own.
+        replaces: An existing destination may be replaced.
     """
 
     source: str
@@ -116,10 +125,17 @@ class Request:
     keep_object: tuple[str, ...] = ()
     overwrite_in_place: bool = False
     allow_untried: bool = False
+    format: str = _followed()
+    single: str | None = _followed()
+    takes_model: bool = _followed()
+    replaces: bool = _followed()
 
     def __post_init__(self) -> None:
         if not self.names:
             object.__setattr__(self, "names", _usual_names(self.verb))
+        object.__setattr__(self, "format", _format(self.verb, self.to, self.destination))
+        object.__setattr__(self, "takes_model", self.verb == "export" or self.names != STORED)
+        object.__setattr__(self, "replaces", self.overwrite or self.overwrite_foreign)
         if self.verb not in VERBS:
             message = f"the verb must be one of {', '.join(VERBS)} (got {self.verb!r})"
             raise UsageError(message, hint=did_you_mean(self.verb, VERBS, "choose one of them"))
@@ -155,6 +171,7 @@ class Request:
         self._require_suffix()
         if not self.source or not self.destination:
             raise UsageError("a source and a destination are needed")
+        object.__setattr__(self, "single", _single(self.verb, self.format, self.destination))
 
     def require_writer(self) -> None:
         """Raise `UsageError` if the output format cannot be written: known before a source is read.
@@ -210,33 +227,9 @@ class Request:
             return self
         return replace(self, config=config, tokenizer=tokenizer)
 
-    @property
-    def format(self) -> str:
-        """The output format's name."""
-        default = "dcp" if self.verb == "reshard" else "safetensors"
-        return self.to or SUFFIX_FORMATS.get(_suffix(self.destination), (default,))[0]
-
-    @property
-    def takes_model(self) -> bool:
-        """Whether only the model part is written, under names of its own."""
-        return self.verb == "export" or self.names != STORED
-
-    @property
-    def replaces(self) -> bool:
-        """Whether an existing destination may be replaced."""
-        return self.overwrite or self.overwrite_foreign
-
-    @property
-    def single(self) -> str | None:
-        """The output's file name when it is one file, else None."""
-        if self.verb == "reshard":
-            return None
-        alone = bool(_suffix(self.destination)) or _is_one_file(self.format)
-        return split_url(self.destination)[1] if alone else None
-
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, without later fields at their defaults."""
-        form = {k: _lists(v) for k, v in asdict(self).items()}
+        form = {name: _lists(getattr(self, name)) for name in STATED}
         # Fields that came later are left out at their defaults: digests of
         # requests must not change with a release.
         usual = {**_LATER, "names": _usual_names(self.verb)}
@@ -246,10 +239,13 @@ class Request:
     def from_dict(cls, form: dict[str, Any]) -> Request:
         """Return the request of `as_dict`'s form; raise `UsageError` for unknown fields."""
         # A request of a later version may ask for what this one does not do: it is refused, not ignored.
-        unknown = set(form) - {f.name for f in fields(cls)}
+        unknown = set(form) - set(STATED)
         if unknown:
             raise UsageError(f"unknown request fields: {', '.join(sorted(unknown))}")
         return cls(**{k: _frozen(v) for k, v in form.items()})
+
+
+STATED = tuple(f.name for f in fields(Request) if f.init)  # the fields that decide the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +325,18 @@ def _usual_names(verb: str) -> str:
 def _absolute(place: str | None) -> str | None:
     path = None if place in (None, "none") else local_path(str(place))
     return place if path is None else os.path.abspath(path)
+
+
+def _format(verb: str, to: str, destination: str) -> str:
+    default = "dcp" if verb == "reshard" else "safetensors"
+    return to or SUFFIX_FORMATS.get(_suffix(destination), (default,))[0]
+
+
+def _single(verb: str, format: str, destination: str) -> str | None:
+    if verb == "reshard":
+        return None
+    alone = bool(_suffix(destination)) or _is_one_file(format)
+    return split_url(destination)[1] if alone else None
 
 
 def _is_one_file(format: str) -> bool:
