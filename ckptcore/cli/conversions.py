@@ -7,8 +7,8 @@ Commands parse, call and print; `ckptcore.cli.main` handles errors. Flows have t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -50,7 +50,7 @@ from ckptcore.store import is_s3, reads_s3, split_url
 if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
     from ckptcore.conversion.registration import Announcement
-    from ckptcore.planning.request import Request
+    from ckptcore.planning.request import Request, Settings
 
 _VIRTUAL = tuple(name for name in CONTENT if name != "to")  # options of an export that is not written
 
@@ -71,7 +71,8 @@ def consolidate(
     *src, last = places
     dst = last if src else None
     _convert(
-        _options(arguments).request("consolidate", named_places(src or [last], arguments), dst), arguments
+        _means(arguments),
+        _options(arguments).request("consolidate", named_places(src or [last], arguments), dst),
     )
 
 
@@ -81,7 +82,7 @@ def export(src: Srcs, dst: Dst, **arguments: Any) -> None:
 
     The folder contains the shards, their index, the config and the tokenizer.
     """
-    _convert(_options(arguments).request("export", named_places(src, arguments), dst), arguments)
+    _convert(_means(arguments), _options(arguments).request("export", named_places(src, arguments), dst))
 
 
 @takes(declared(*OF_VERB["reshard"], verb="reshard"), WAIT, ANSWER)
@@ -92,7 +93,7 @@ def reshard(
 
     Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.
     """
-    _convert(_options(arguments).request("reshard", named_places(src, arguments), dst), arguments)
+    _convert(_means(arguments), _options(arguments).request("reshard", named_places(src, arguments), dst))
 
 
 @takes(declared(*OF_MERGE), WAIT, ANSWER)
@@ -165,7 +166,7 @@ def merge(
         src = window(options.register_in, run, last=last, every=every)
     weights = None if shares is None else numbers(shares)
     places = named_places(src, arguments)
-    _convert(merge_request(options, places, dst, weights, decay, verb, adapter), arguments)
+    _convert(_means(arguments), merge_request(options, places, dst, weights, decay, verb, adapter))
 
 
 @takes(declared(*MODEL, *_VIRTUAL, *MEANS))
@@ -314,7 +315,7 @@ def apply(
     """Execute a saved plan. Refuses if the source has changed since."""
     from ckptcore.conversion.staging.staged_plan import load_request
 
-    _convert(load_request(here("PLAN", plan_dir)), arguments)
+    _convert(_means(arguments), load_request(here("PLAN", plan_dir)))
 
 
 def announced(meta: Sequence[str] | None) -> Announcement:
@@ -330,8 +331,41 @@ def _options(arguments: dict[str, Any]) -> Options:
     return Options.of({**arguments, "sharding": read_rules(arguments.get("sharding"))})
 
 
-def _convert(request: Request, arguments: dict[str, Any]) -> None:
-    """Convert and print the result. arguments: those of the command that are not in the request."""
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """What a command is given beside its request.
+
+    Attributes:
+        settings: Memory, threads and device.
+        catalog: The catalog's URL; None is the default one, False is none.
+        announcement: What ``--meta`` reports about the source.
+        wait: Of ``--wait``.
+        if_exists: What to do where the destination exists.
+        as_json: The answer is for a program.
+    """
+
+    settings: Settings
+    catalog: str | Literal[False] | None
+    announcement: Announcement
+    wait: str | None
+    if_exists: IfExists
+    as_json: bool
+
+
+def _means(arguments: dict[str, Any]) -> _Means:
+    options = Options.of(arguments)
+    return _Means(
+        options.settings(),
+        options.register_in,
+        announced(options.meta),
+        arguments.get("wait"),
+        arguments.get("if_exists", IfExists.FAIL),
+        arguments["output"] is Output.JSON,
+    )
+
+
+def _convert(means: _Means, request: Request) -> None:
+    """Convert and print the result."""
     from ckptcore.conversion.pipeline import convert
 
     if request.destination.lower().startswith("memory://"):
@@ -339,46 +373,42 @@ def _convert(request: Request, arguments: dict[str, Any]) -> None:
             f"{request.destination} would end with this command: it is in the command's memory",
             hint="give a folder or an object store; memory:// is for programs that call ckptcore.convert",
         )
-    options, wait = Options.of(arguments), arguments.get("wait")
-    if arguments.get("if_exists") is IfExists.REPLACE:
+    wait = means.wait
+    if means.if_exists is IfExists.REPLACE:
         request = replace(request, overwrite=True)
-    elif arguments.get("if_exists") is IfExists.SKIP:
-        if options.register_in is False or request.replaces:
+    elif means.if_exists is IfExists.SKIP:
+        if means.catalog is False or request.replaces:
             raise UsageError("--if-exists skip asks the catalog, and excludes --no-catalog and --overwrite")
         # Only `convert_once` asks the catalog; without --wait it asks, and waits for nothing.
         wait = wait or "0s"
-    announcement = announced(options.meta)
     with show.progress() as progress:
         if wait is None:
             result: Result | None = convert(
-                request, options.settings(), progress, options.register_in, announcement=announcement
+                request, means.settings, progress, means.catalog, announcement=means.announcement
             )
         else:
             try:
-                result = _once(request, options, progress, wait, announcement)
+                result = _once(means, request, progress, wait)
             except DestinationExists as error:
-                if arguments.get("if_exists") is IfExists.SKIP:
+                if means.if_exists is IfExists.SKIP:
                     error.hint = f"this request did not make it of this source; {error.hint}"
                 raise
-    as_json = arguments["output"] is Output.JSON
     if result is None:
-        already(request.destination, as_json=as_json)
+        already(request.destination, as_json=means.as_json)
     else:
-        show.result(result, as_json=as_json)
+        show.result(result, as_json=means.as_json)
 
 
-def _once(
-    request: Request, options: Options, progress: Progress, wait: str, announcement: Announcement
-) -> Result | None:
+def _once(means: _Means, request: Request, progress: Progress, wait: str) -> Result | None:
     from ckptcore.operations.automation.convert_once import convert_once
     from ckptcore.utils.units import parse_duration
 
     return convert_once(
         request,
-        options.settings(),
+        means.settings,
         progress,
-        options.register_in,
+        means.catalog,
         wait_s=parse_duration(wait),
         on_wait=waits,
-        announcement=announcement,
+        announcement=means.announcement,
     )
