@@ -37,6 +37,9 @@ LIGHTNING, OLMO, OLMO_3, TITAN, DEEPSPEED, VERL = (
     for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3", "TORCHTITAN", "DEEPSPEED", "VERL")
 )
 RANK_FILES = "formats/torch_ranks/test_rank_resume.py::test_a_job_of_another_size_resumes_from_rank_files"
+HUB = "a model of the hub"
+FIRST = "losses of the first 3 steps of SGD beside transformers'"
+FIRST_TEST = "integration/exports/test_first_steps.py::test_the_first_steps_are_those_of_transformers"
 ROWS = (
     Resumed(
         "dcp",
@@ -89,6 +92,33 @@ ROWS = (
         "fsdp=2 tp=2, fsdp=3",
         "weights, loss",
         "formats/huggingface/test_hf_mesh.py::test_a_model_is_loaded_on_a_mesh",
+    ),
+    Resumed(
+        "dcp",
+        "transformers 5: models (dense, mixture of experts) under FSDP2 and tensor parallelism",
+        HUB,
+        "fsdp=2, fsdp=4, fsdp=2 tp=2",
+        FIRST,
+        FIRST_TEST,
+        "soak",
+    ),
+    Resumed(
+        "dcp",
+        "torchtitan 0.3.0: its models (dense, mixture of experts), FSDP and `initial_load_path`",
+        HUB,
+        "fsdp=2, fsdp=4",
+        FIRST,
+        FIRST_TEST,
+        f"soak, {TITAN}",
+    ),
+    Resumed(
+        "olmo_core",
+        "OLMo-core 3.0.0: its models (dense), FSDP, TP and `load_model_and_optim_state`",
+        HUB,
+        "fsdp=2, fsdp=4, fsdp=2 tp=2",
+        FIRST,
+        FIRST_TEST,
+        f"soak, {OLMO_3}",
     ),
     Resumed(
         "dcp",
@@ -227,7 +257,7 @@ ROWS = (
     Resumed(
         "torch_dist",
         "Megatron-Core 0.15.3 and 0.19.2: GPTModel (mixtures of experts, latent attention)",
-        "a model of the hub",
+        HUB,
         "ep=2; on ep=2 and 1 rank",
         "weights; logits beside transformers'; losses of the next 3 steps of SGD",
         "formats/megatron/test_megatron_resume.py::test_ranks_of_experts_begin_from_the_hub",

@@ -46,6 +46,11 @@ def build(folder: str, mesh: DeviceMesh, weights: dict[str, torch.Tensor] | None
     model = model.to(torch.float32)
     if weights is not None:
         model.load_state_dict(weights)
+    return sharded(model, mesh)
+
+
+def sharded(model: Any, mesh: DeviceMesh) -> Any:
+    """The model with tensor parallelism, and FSDP2 of each layer."""
     parallelize_module(model, mesh["tp"], PLAN)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["fsdp"])

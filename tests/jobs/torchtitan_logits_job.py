@@ -16,37 +16,49 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from mcore_job import stand_in_for_triton
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
+T = torch.Tensor
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def _stand_in() -> None:
+def stand_in(attend: Callable[..., Any] = flex_attention) -> None:
+    """attend: a replacement for the compiled attention."""
     stand_in_for_triton()
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torchtitan.models.common import attention
 
     attention._compiled_create_block_mask = create_block_mask
-    attention.FlexAttention._compiled_flex_attn = staticmethod(flex_attention)
+    attention.FlexAttention._compiled_flex_attn = staticmethod(attend)
     library: Any = torch
     library.Tensor.bfloat16 = library.Tensor.float
     library._grouped_mm = _by_expert
 
 
-def _by_expert(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+def masked_attention(q: T, k: T, v: T, *, block_mask: Any, **options: Any) -> tuple[T, None]:
+    """A replacement for torch's flexible attention, which has no gradient on CPUs."""
+    assert options["score_mod"] is None, options
+    length = q.shape[2]
+    mask = create_mask(block_mask.mask_mod, q.shape[0], 1, length, length, device="cpu")
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=options["scale"], enable_gqa=options["enable_gqa"]
+    )
+    return out, None
+
+
+def _by_expert(rows: T, weights: T, *, offs: T) -> T:
     """A replacement for torch._grouped_mm: each expert's rows by its own weight."""
     ends = [0, *offs.tolist()]
-    out = rows.new_zeros(len(rows), weights.shape[-1])
-    for e, (a, b) in enumerate(itertools.pairwise(ends)):
-        out[a:b] = rows[a:b] @ weights[e]
-    return out
+    parts = [rows[a:b] @ weights[e] for e, (a, b) in enumerate(itertools.pairwise(ends))]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 
-def _built(config: dict[str, Any]) -> Any:
+def built(config: dict[str, Any]) -> Any:
     from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
 
@@ -107,14 +119,19 @@ def _built(config: dict[str, Any]) -> Any:
     return deepseek_v3.DeepSeekV3Model.Config(**plain, layers=made).build()
 
 
+def with_norms_of(config: dict[str, Any], model: Any) -> Any:
+    """The model, whose norms add to a variance what the config says."""
+    for name, module in model.named_modules():
+        if hasattr(module, "eps"):  # latent norms of the hub's DeepSeek have 1e-6, whatever the config says
+            module.eps = 1e-6 if name.endswith(("q_norm", "kv_norm")) else config["rms_norm_eps"]
+    return model
+
+
 @torch.no_grad()
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     config, ids = asked["config"], asked["ids"]
-    model = _built(config).float().eval()
-    for name, module in model.named_modules():
-        if hasattr(module, "eps"):  # latent norms of the hub's DeepSeek have 1e-6, whatever the config says
-            module.eps = 1e-6 if name.endswith(("q_norm", "kv_norm")) else config["rms_norm_eps"]
+    model = with_norms_of(config, built(config).float().eval())
     left: list[str] = []
     if "folder" in asked:
         given = dict(model.state_dict())
@@ -140,7 +157,7 @@ def _random(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     """Writes the answers."""
-    _stand_in()
+    stand_in()
     torch.save([_answer(asked) for asked in torch.load(sys.argv[1], weights_only=True)], sys.argv[2])
 
 
