@@ -5,26 +5,29 @@ python megatron_logits_job.py ASKED ANSWER
 ASKED is a file of torch with a list of questions: ``config``, of TransformerConfig (MLATransformerConfig
 where it has ``multi_latent_attention``); ``model``, of GPTModel; ``ids``; ``state``, the weights by the names
 of Megatron, or None for random ones, which all differ; or ``folder``, of torch_dist, which Megatron-Core's
-own loader reads into its ``sharded_state_dict``, strictly. ANSWER will hold a list of ``state`` and
-``logits``.
+own loader reads into its ``sharded_state_dict``, strictly; and ``transformer_engine``, whether the layers are
+those that Megatron-Core builds with Transformer Engine. ANSWER will hold a list of ``state`` and ``logits``.
 
 Megatron-Core means to run on GPUs. Replaced here: for `torch.cuda.current_device` the CPU, for
 `torch.cuda.Stream` nothing, for Triton, where it is not installed, a module that defines kernels and runs
 none (mcore_job.py), and for the tracker of random states of GPUs none, as nothing is dropped out.
 Megatron's own attention of plain torch is given to latent attention, which hands it sizes of keys and values
 that it does not ask for; sparse attention, which is only built with Transformer Engine, is built with
-Megatron's own modules, and a plain linear layer where they have none. So are gated delta nets, with norms of
-plain torch that count from 0, one of them in the linear layer as Transformer Engine has it, and Megatron's
-own torch form of the delta rule. Nothing else of the model is changed.
+Megatron's own modules, and a plain linear layer where they have none. So are gated delta nets, with its
+own torch form of the delta rule, and layers of Transformer Engine, whose norms are plain torch, by themselves
+or in the linear layer behind them as it has them. Nothing else of the model is changed.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,7 +54,7 @@ def stand_in_for_gpus() -> None:
 def built(asked: dict[str, Any], **stage: Any) -> Any:
     """GPTModel of a question. stage: more of its arguments, for a stage of a pipeline."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     form = dict(asked["config"])
@@ -59,73 +62,97 @@ def built(asked: dict[str, Any], **stage: Any) -> Any:
     if "activation_func" in form:
         form["activation_func"] = _activation(form["activation_func"])
     config = kind(use_cpu_initialization=True, **form)
-    if form.get("experimental_attention_variant") == "gated_delta_net":
-        spec = _delta_spec(config)
-    elif form.get("experimental_attention_variant"):
-        from megatron.core.models.backends import LocalSpecProvider
-        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    engine = _engine_backend(config) if asked.get("transformer_engine") else None
+    with _in_place_of_engine(engine) if engine else nullcontext():
+        spec = _layers(config, asked["config"], engine, **{k: v for k, v in stage.items() if k == "vp_stage"})
+        mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
+        for layer in spec.layer_specs if config.multi_latent_attention else ():
+            attention = layer.submodules.self_attention.submodules
+            if not asked["config"].get("experimental_attention_variant"):
+                attention.core_attention = _latent_attention()
+        return GPTModel(config, spec, mtp_block_spec=mtp, **asked["model"], **stage).float().eval()
 
-        backend = LocalSpecProvider()
-        backend.linear = backend.column_parallel_linear
-        variants._get_backend_spec_provider = lambda config: backend
-        spec = variants.get_transformer_block_with_experimental_attention_variant_spec(config=config)
-        for layer in spec.layer_specs:
-            indexer = layer.submodules.self_attention.submodules.core_attention.submodules.indexer.submodules
-            indexer.linear_wq_b = indexer.linear_wk = indexer.linear_weights_proj = _Linear
-    else:
-        spec = get_gpt_decoder_block_spec(
+
+def _layers(config: Any, form: dict[str, Any], engine: Any, **stage: int) -> Any:
+    """Megatron-Core's own specification of a model's layers. engine: for Transformer Engine, or None."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if form.get("experimental_attention_variant") == "gated_delta_net":
+        return _delta_spec(config)
+    if not form.get("experimental_attention_variant"):
+        return get_gpt_decoder_block_spec(
             config,
-            use_transformer_engine=False,
+            use_transformer_engine=engine is not None,
             normalization=config.normalization,
             qk_l2_norm=form.get("qk_l2_norm", False),
-            **{k: v for k, v in stage.items() if k == "vp_stage"},
+            **stage,
         )
-    mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
-    for layer in spec.layer_specs if config.multi_latent_attention else ():
-        attention = layer.submodules.self_attention.submodules
-        if not form.get("experimental_attention_variant"):
-            attention.core_attention = _latent_attention()
-    return GPTModel(config, spec, mtp_block_spec=mtp, **asked["model"], **stage).float().eval()
-
-
-class _NormFromZero(torch.nn.Module):
-    """A replacement for Transformer Engine's norm, whose weight counts from 0."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return _normed(given, self.weight, self.eps)
-
-
-def _normed(given: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return given * torch.rsqrt(given.square().mean(-1, keepdim=True) + eps) * (1 + weight)
-
-
-def _delta_spec(config: Any) -> Any:
-    """The layers of a model with gated delta nets."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-    from megatron.core.ssm.gated_delta_net import common
+
+    backend = engine or LocalSpecProvider()
+    backend.linear = backend.column_parallel_linear
+    asked_of: Any = variants
+    asked_of._get_backend_spec_provider = lambda config: backend
+    spec = variants.get_transformer_block_with_experimental_attention_variant_spec(config=config)
+    for layer in spec.layer_specs:
+        indexer = layer.submodules.self_attention.submodules.core_attention.submodules.indexer.submodules
+        indexer.linear_wq_b = indexer.linear_wk = indexer.linear_weights_proj = _Linear
+    return spec
+
+
+@contextmanager
+def _in_place_of_engine(backend: Any) -> Iterator[None]:
+    """Let Megatron-Core find a backend where it looks for Transformer Engine."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    latent = "megatron.core.transformer.mla_qk_norm_config"
+    with ExitStack() as stack:
+        # 0.15 does not define the names without Transformer Engine.
+        for name, value in {"TESpecProvider": lambda: backend, "TENorm": backend.layer_norm()}.items():
+            stack.enter_context(patch.object(gpt_layer_specs, name, value, create=True))
+        if find_spec(latent):  # of 0.19
+            stack.enter_context(patch.object(import_module(latent), "get_backend", lambda _: backend))
+        yield
+
+
+def _engine_backend(config: Any) -> Any:
+    """Megatron's own modules, with norms of plain torch where Transformer Engine has its own."""
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    first = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+
+    def normed(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(given.square().mean(-1, keepdim=True) + config.layernorm_epsilon)
+        return given * scale * (1 - first + weight)
+
+    class Norm(torch.nn.Module):
+        """A replacement for Transformer Engine's norm, whose weight counts from 0."""
+
+        def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return normed(given, self.weight)
 
     class NormLinear(ColumnParallelLinear):
         """A replacement for Transformer Engine's linear layer with a norm in front."""
 
         def __init__(self, input_size: int, *sizes: Any, **options: Any) -> None:
             super().__init__(input_size, *sizes, **options)
-            self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size))
+            self.layer_norm_weight = torch.nn.Parameter(torch.full((input_size,), first))
 
         def forward(self, given: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            normed = _normed(given, self.layer_norm_weight, config.layernorm_epsilon)
-            return super().forward(normed, *rest, **more)
+            return super().forward(normed(given, self.layer_norm_weight), *rest, **more)
 
     class Backend(LocalSpecProvider):
         """Megatron's own modules, but for norms."""
+
+        def linear(self) -> type:
+            return self.column_parallel_linear()
 
         def fuse_layernorm_and_linear(self) -> bool:
             return True
@@ -134,15 +161,27 @@ def _delta_spec(config: Any) -> Any:
             return NormLinear
 
         def layer_norm(self, *_: Any, **__: Any) -> Any:
-            return _NormFromZero
+            return WrappedTorchNorm if first else Norm
 
-    backend = Backend()
+    return Backend()
+
+
+def _delta_spec(config: Any) -> Any:
+    """The layers of a model with gated delta nets."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    backend = _engine_backend(config)
+    norm_linear = backend.column_parallel_layer_norm_linear()
     parts = SelfAttentionSubmodules(
-        linear_qkv=NormLinear,
+        linear_qkv=norm_linear,
         core_attention=backend.core_attention(),
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=_NormFromZero,
-        k_layernorm=_NormFromZero,
+        q_layernorm=backend.layer_norm(),
+        k_layernorm=backend.layer_norm(),
     )
     attention = ModuleSpec(
         module=SelfAttention,

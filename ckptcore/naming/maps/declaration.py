@@ -40,7 +40,8 @@ More fields of a rule:
   it all have the first one.
 - ``back = "every"``: the presence of the inverse, where it is another one.
 - ``back_beside = "name"``: a name of the other world; the way back takes only tensors with an index that has
-  a tensor of this name, too: where a trainer names a tensor by its layer's kind.
+  a tensor of this name, too: where a trainer names a tensor by its layer's kind. A list has one for each
+  spelling: of a generation that several spellings have, each is for the layers of its kind.
 - ``tied = "name"``: the tensor of the other world that has the elements where its config ties both, and the
   trainer's loader looks for both.
 - ``beside = "term"`` with ``only_zero``: a term of the other world; the way back makes zeros for each tensor
@@ -70,7 +71,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
-from itertools import product
+from itertools import cycle, product
 from typing import Annotated, Any, Literal
 
 from blake3 import blake3
@@ -132,7 +133,8 @@ class Rule:
         beside: The way back makes zeros for each tensor of this term; None where it makes none.
         back: Presence of the inverse; "" for the same.
         tied: Name of the tensor that has the elements of ``to`` in a model that ties them; "" for none.
-        back_beside: The inverse takes only tensors with an index that this term has, too; None for all.
+        back_beside: The inverse of a spelling takes only tensors with an index that its term has, too; none
+            where it takes all.
         only_beside: Of an inverse: what the rule says in ``back_beside``.
         widened: Whether a sum with ``add`` is float32 where the tensor has 16 bits an element.
     """
@@ -155,7 +157,7 @@ class Rule:
     beside: Term | None = None
     back: str = ""
     tied: str = ""
-    back_beside: Term | None = None
+    back_beside: tuple[Term | None, ...] = ()
     only_beside: Term | None = None
     widened: bool = False
 
@@ -169,40 +171,49 @@ class Rule:
         """Why nothing can be made of what it makes, "" where the inverse makes all but dropped parts."""
         return "" if self.drop or self.drops else self.one_way
 
-    def spelling_of(self, generation: str) -> tuple[Term, ...] | None:
-        """Return the spelling that a generation of names has; None where it has none."""
-        if not self.spelled:
-            return self.spellings[0]
-        spelled = list(zip(self.spellings, self.spelled, strict=True))
-        named = (side for side, labels in spelled if generation in labels)
-        return next(named, next((side for side, labels in spelled if not labels), None))
+    def spellings_of(self, generation: str) -> list[tuple[tuple[Term, ...], Term | None]]:
+        """Return the spellings that a generation of names has, each with what its inverse must be beside.
 
-    def inverted(self, generation: str = "") -> Rule | None:
-        """Return the inverse, which makes the spelling of a generation; None where it makes nothing.
-
-        Parts that are dropped have no elements in it: no rows pad a vocabulary.
+        There are several where layers of each kind have their own, and none where it has no such name.
         """
-        side = self.spelling_of(generation)
-        if side is None or (self.drop and self.beside is None):
-            return None
-        if self.beside is not None:
-            return replace(self, spellings=((self.beside,),), to=side, drop="", one_way="", spelled=())
+        besides = self.back_beside or (None,) * len(self.spellings)
+        if not self.spelled:
+            return [(self.spellings[0], besides[0])]
+        rows = list(zip(self.spellings, besides, self.spelled, strict=True))
+        named = [(side, beside) for side, beside, labels in rows if generation in labels]
+        named = named or [(side, beside) for side, beside, labels in rows if not labels]
+        if len(named) > 1 and all(beside for _, beside in named):
+            return named
+        by_kind = len(set(besides)) > 1  # one spelling is then for the layers of every kind
+        return [(side, None if by_kind else beside) for side, beside in named[:1]]
+
+    def inverses(self, generation: str = "") -> Iterator[Rule]:
+        """Yield the inverses, which make the spellings of a generation; none where nothing is made.
+
+        Parts that are dropped have no elements in them: no rows pad a vocabulary.
+        """
+        if self.drop and self.beside is None:
+            return
         axes = {a: e for a, e in self.axes.items() if a not in self.drops} | dict.fromkeys(self.drops, "0")
         default = {a: n for a, n in self.default.items() if a not in self.drops}
-        return replace(
-            self,
-            spellings=(self.to,),
-            to=side,
-            presence=self.back or self.presence,
-            axes=axes,
-            default=default,
-            drops={},
-            one_way="",
-            spelled=(),
-            add=-self.add,
-            widened=True,
-            only_beside=self.back_beside,
-        )
+        for side, beside in self.spellings_of(generation):
+            if self.beside is not None:
+                yield replace(self, spellings=((self.beside,),), to=side, drop="", one_way="", spelled=())
+                continue
+            yield replace(
+                self,
+                spellings=(self.to,),
+                to=side,
+                presence=self.back or self.presence,
+                axes=axes,
+                default=default,
+                drops={},
+                one_way="",
+                spelled=(),
+                add=-self.add,
+                widened=True,
+                only_beside=beside,
+            )
 
 
 @dataclass(frozen=True)
@@ -280,15 +291,16 @@ class ArchMap:
             )
         newest = next(iter(self.generations), "")
         generation = generation or newest
-        turned = [(r, r.inverted(generation)) for r in self.rules]
-        left_out = dict.fromkeys((r.name, r.drop) for r, back in turned if r.drop and back is None)
+        turned = [(r, tuple(r.inverses(generation))) for r in self.rules]
+        inverses = [back for _, of_rule in turned for back in of_rule]
+        left_out = dict.fromkeys((r.name, r.drop) for r, of_rule in turned if r.drop and not of_rule)
         digest = blake3(f"inverse {self.digest} {generation}".encode()).hexdigest()
         return replace(
             self,
             world=self.to,
             to=self.world,
-            rules=tuple(back for _, back in turned if back is not None and back.beside is None),
-            zeros=tuple(back for _, back in turned if back is not None and back.beside is not None),
+            rules=tuple(back for back in inverses if back.beside is None),
+            zeros=tuple(back for back in inverses if back.beside is not None),
             digest=digest,
             requires=self.target_requires,
             target_requires=self.requires,
@@ -340,7 +352,7 @@ class RuleForm(_Form):
     beside: str = Field("", exclude=True)
     back: Literal["", "every", "some", "optional"] = Field("", exclude=True)
     tied: str = Field("", exclude=True)
-    back_beside: str = Field("", exclude=True)
+    back_beside: Annotated[tuple[str, ...], BeforeValidator(_list)] = Field((), exclude=True)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RuleForm:
@@ -354,6 +366,8 @@ class RuleForm(_Form):
             raise ValueError("`tied` is for a rule with one term in `to`")
         if self.spelled and len(self.spelled) != 1 + len(self.spellings):
             raise ValueError("`spelled` has a text for `from` and for each spelling of `or`")
+        if len(self.back_beside) not in (0, 1, 1 + len(self.spellings)):
+            raise ValueError("`back_beside` has one name, or one for `from` and for each spelling of `or`")
         for expression in (*self.axes.values(), *([self.where] if self.where else [])):
             names_in(expression)
         if self.repeats and not self.one_way:
@@ -398,9 +412,9 @@ class AlikeForm(_Form):
         ]
         to = form.to and tuple(self.to[1] + t.removeprefix(self.to[0]) for t in form.to)
         spelled = form.spelled and form.spelled + ("-",) * (len(copied_sides) - len(form.spelled))
-        beside = form.back_beside
-        if beside:
-            beside = self.to[1] + beside.removeprefix(self.to[0])
+        beside = tuple(name and self.to[1] + name.removeprefix(self.to[0]) for name in form.back_beside)
+        if len(beside) > 1:
+            beside += ("",) * (len(copied_sides) - len(beside))
         update = {
             "source": copied_sides[0],
             "spellings": tuple(copied_sides[1:]),
@@ -540,6 +554,8 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
             raise ValueError(f"no world is called {world!r}")
     groups = [(name, _group(name)) for name in form.use]
     rules: list[Rule] = []
+    generations = form.generations or GENERATIONS.get(form.world, ())
+    stacked_in = STACKED if "stacked" in generations else _ALL  # layers that differ are never stacked
     used: set[str] = set()
     for name, group in groups:
         used |= {x for r in group.rule for x in _TEXT.findall(r.model_dump_json())}
@@ -548,10 +564,10 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         stacked = {axis: form.below + prefix for axis, prefix in group.stacked.items()}
         group_rules = [r.below(form.below) for r in group.rule if f"{name}/{r.name}" not in form.without]
         for rule_form in group_rules:
-            rules += _rules_of_form(rule_form, name, texts, axes, form.stacked | stacked)
+            rules += _rules_of_form(rule_form, name, texts, axes, form.stacked | stacked, stacked_in)
             rules += _rules_of_alike(form, rule_form, name, texts, axes)
     for rule_form in form.rule:
-        rules += _rules_of_form(rule_form, "", form.texts, form.axes, form.stacked)
+        rules += _rules_of_form(rule_form, "", form.texts, form.axes, form.stacked, stacked_in)
         rules += _rules_of_alike(form, rule_form, "", form.texts, form.axes)
     group_rule_names = {f"{name}/{r.name}" for name, group in groups for r in group.rule}
     if unknown := [w for w in form.without if w not in group_rule_names]:
@@ -584,7 +600,7 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         form.version,
         form.target_requires,
         form.by_name,
-        form.generations or GENERATIONS.get(form.world, ()),
+        generations,
         form.loaded_by,
     )
 
@@ -599,7 +615,7 @@ def _rules_of_alike(
         "source": tuple(_with_texts(t, texts) for t in rule.source),
         "spellings": tuple(tuple(_with_texts(t, texts) for t in side) for side in rule.spellings),
         "to": rule.to and tuple(_with_texts(t, texts) for t in rule.to),
-        "back_beside": _with_texts(rule.back_beside, texts),
+        "back_beside": tuple(_with_texts(t, texts) for t in rule.back_beside),
     }
     for alike in form.alike:
         if (f"{group}/{rule.name}" if group else rule.name) in alike.without:
@@ -612,8 +628,17 @@ def _rules_of_alike(
 
 
 def _rules_of_form(
-    form: RuleForm, group: str, texts: Mapping[str, str], axes: Mapping[str, str], stacked: Mapping[str, str]
+    form: RuleForm,
+    group: str,
+    texts: Mapping[str, str],
+    axes: Mapping[str, str],
+    stacked: Mapping[str, str],
+    stacked_in: frozenset[str] = STACKED,
 ) -> Iterator[Rule]:
+    """Yield the rules of a declaration, one for each choice in its names.
+
+    stacked_in: Generations in which one tensor holds all layers of ``stacked``.
+    """
     name = f"{group}/{form.name}" if group else form.name
     try:
         ends = [
@@ -623,10 +648,11 @@ def _rules_of_form(
                 *form.spellings,
                 form.to or (),
                 (form.beside,) * bool(form.beside),
-                (form.back_beside,) * bool(form.back_beside),
+                *((name,) * bool(name) for name in form.back_beside),
             )
         ]
         parsed = [[_terms(t) for t in side] for side in ends]
+        spelling_count = 1 + len(form.spellings)
         labels: dict[str, dict[str, None]] = {}
         for side in parsed:
             for term in side:
@@ -636,16 +662,17 @@ def _rules_of_form(
         for n, values in enumerate(product(*labels.values())):
             chosen = dict(zip(labels, values, strict=True))
             sides = [tuple(_chosen(term, chosen) for term in side) for side in parsed]
-            *written, to, beside, back_beside = sides
+            written, (to, beside, *named_beside) = sides[:spelling_count], sides[spelling_count:]
+            besides = [next(iter(term), None) for term in named_beside] or [None]
             labels_of = [_labels(text) for text in form.spelled] or [_ALL, *[_NONE] * (len(written) - 1)]
             spellings = [
-                spelling
-                for side, generations in zip(written, labels_of, strict=True)
-                for spelling in _stacked(side, stacked, generations)
+                (*spelling, back_beside)
+                for side, generations, back_beside in zip(written, labels_of, cycle(besides))
+                for spelling in _stacked(side, stacked, generations, stacked_in)
             ]
             rule = Rule(
                 name,
-                tuple(side for side, _ in spellings),
+                tuple(side for side, _, _ in spellings),
                 to,
                 # A model may lack some texts of a choice, such as biases: only the first must be there.
                 form.presence if n == 0 else "optional",
@@ -659,11 +686,11 @@ def _rules_of_form(
                 form.one_way or form.drop or "; ".join(form.drops.values()),
                 form.part,
                 form.only_zero,
-                tuple(generations for _, generations in spellings),
+                tuple(generations for _, generations, _ in spellings),
                 next(iter(beside), None),
                 form.back if n == 0 else "",
                 form.tied,
-                next(iter(back_beside), None),
+                tuple(back_beside for _, _, back_beside in spellings) if any(besides) else (),
             )
             _require_bijective(rule)
             yield rule
@@ -701,7 +728,7 @@ def _labels(text: str) -> frozenset[str]:
 
 
 def _stacked(
-    side: tuple[Term, ...], stacked: Mapping[str, str], labels: frozenset[str]
+    side: tuple[Term, ...], stacked: Mapping[str, str], labels: frozenset[str], stacked_in: frozenset[str]
 ) -> list[tuple[tuple[Term, ...], frozenset[str]]]:
     """Return a spelling, and the same with layers in the tensors' first dim, each with its generations."""
     stacked_sides = [
@@ -711,7 +738,7 @@ def _stacked(
     ]
     if not stacked_sides:
         return [(side, labels)]
-    stacked_labels = (STACKED & labels if labels else STACKED) or _NONE
+    stacked_labels = (stacked_in & labels if labels else stacked_in) or _NONE
     return [
         (side, labels - stacked_labels or _ALL if labels != _NONE else _NONE),
         *((stacked_side, stacked_labels) for stacked_side in stacked_sides),

@@ -306,7 +306,13 @@ def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str
     for rule, terms in assignment.terms_of_rule.items():
         for axes in dict.fromkeys(tuple(i.axis for i in t.name.indices) for t in terms if t.name.indices):
             alike = [t for t in terms if tuple(i.axis for i in t.name.indices) == axes]
-            all_indices = set[tuple[int, ...]]().union(*(made_indices.get(str(t), set()) for t in alike))
+            made = [
+                set[tuple[int, ...]]().union(
+                    *(made_indices.get(name, ()) for name in assignment.by_kind.get(rule, [str(t)]))
+                )
+                for t in alike
+            ]
+            all_indices = set[tuple[int, ...]]().union(*made)
             if not all_indices:
                 continue
             # Not every layer has every tensor (a mixture of experts is in some of them): only a rule that
@@ -324,8 +330,8 @@ def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str
                 all_indices = {(first, *values) for first in firsts for values in product(*rest)}
             else:
                 all_indices = {(first,) for first in firsts}
-            for term in alike:
-                gone = sorted(all_indices - made_indices.get(str(term), set()))
+            for term, indices in zip(alike, made, strict=True):
+                gone = sorted(all_indices - indices)
                 if gone:
                     names = [_tensor_name(term, values, assignment.numbers) for values in gone[:_FEW]]
                     suffix = f" and {len(gone) - _FEW} more" if len(gone) > _FEW else ""

@@ -144,12 +144,16 @@ class RuleAssignment:
         self.part: dict[str, str] = {r.name: r.part for r in rules.rules}
         self.terms_of_rule: dict[str, tuple[Term, ...]] = {}  # rule -> what it makes
         self.everywhere: dict[str, str] = {}  # rule that must take something for each index -> its axis
+        # Rule -> what its inverses make, one for the layers of each kind: together they have every index.
+        self.by_kind: dict[str, list[str]] = {}
         # A declared rule is several here, one for each choice of texts in its names. The first of them states
         # what must be there (`_rules_of_form` makes the others optional): hence `setdefault`.
         for rule in rules.rules:
             if rule.presence != "optional":
                 self.needed.setdefault(rule.name, str(rule.spellings[0][0]))
             self.terms_of_rule.setdefault(rule.name, rule.to)
+            if rule.presence == "every" and rule.only_beside is not None:
+                self.by_kind.setdefault(rule.name, []).append(str(rule.to[0]))
             if rule.presence == "every" and rule.to and rule.to[0].name.indices:
                 self.everywhere.setdefault(rule.name, rule.to[0].name.indices[0].axis)
             self._take(rule)

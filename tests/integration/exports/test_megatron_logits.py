@@ -68,6 +68,17 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 EQUAL: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "swiglu_limit": 7.0}
 }
+# Those whose norms have other names with Transformer Engine, and dense ones.
+WITH_ENGINE = (
+    "llama",
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "llama4",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+)
 IDS = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
@@ -107,11 +118,19 @@ def megatron(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path])
         fields = megatron_models.megatron_config(config, more)
         question = megatron_models.question(fields, megatron_models.gpt_model(config, padded), IDS)
         asked[f"{arch} of the hub"] = question | {"folder": str(folder / "start/release")}
+    for arch in WITH_ENGINE:
+        config, folder = family(arch), tmp_path_factory.mktemp(arch)
+        padded = from_hub(arch, folder, names="megatron:transformer-engine", allow_untried=True)
+        fields = megatron_models.megatron_config(config, megatron_models.FAMILIES[arch])
+        question = megatron_models.question(fields, megatron_models.gpt_model(config, padded), IDS)
+        question |= {"folder": str(folder / "start/release"), "transformer_engine": True}
+        asked[f"{arch} with Transformer Engine"] = question
     return megatron_models.answers(tmp_path_factory.mktemp("megatron"), asked)
 
 
-def from_hub(arch: str, folder: Path) -> int:
+def from_hub(arch: str, folder: Path, **options: Any) -> int:
     """Write the hub's model below a folder, and a start of it; return the rows of its vocabulary."""
+    options = {"names": "megatron"} | options
     state = trainer_names.hub_model(arch)[1]
     (folder / "hub").mkdir()
     (folder / "hub/config.json").write_text(json.dumps(family(arch)))
@@ -124,8 +143,8 @@ def from_hub(arch: str, folder: Path) -> int:
         verb="reshard",
         mesh="tp=2,pp=2",
         to="torch_dist",
-        names="megatron",
         catalog=False,
+        **options,
     )
     manifest = ckptcore.open(str(folder / "start"))
     return next(t.shape[0] for t in manifest.tensors if t.fqn == "embedding.word_embeddings.weight")
@@ -135,7 +154,21 @@ def from_hub(arch: str, folder: Path) -> int:
 @pytest.mark.parametrize("arch", megatron_models.FAMILIES)
 def test_megatron_begins_from_the_hub(megatron: Answers, tmp_path: Path, arch: str) -> None:
     """Its own loader finds every key, and its model the logits of transformers."""
-    config, answer = family(arch), megatron(f"{arch} of the hub")[1]
+    like_transformers(arch, megatron(f"{arch} of the hub")[1], tmp_path)
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("arch", WITH_ENGINE)
+def test_layers_of_transformer_engine_begin_from_the_hub(
+    megatron: Answers, tmp_path: Path, arch: str
+) -> None:
+    """A strict load of the names of Megatron-Core's own specs for it, whose norms are plain torch."""
+    like_transformers(arch, megatron(f"{arch} with Transformer Engine")[1], tmp_path)
+
+
+def like_transformers(arch: str, answer: torch.Tensor, tmp_path: Path) -> None:
+    """Require the logits of transformers from those of Megatron-Core."""
+    config = family(arch)
     (tmp_path / "config.json").write_text(json.dumps(config))
     state = trainer_names.hub_model(arch)[1]
     save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "model.safetensors", {"format": "pt"})

@@ -185,6 +185,53 @@ def test_names_of_jobs_with_transformer_engine(tmp_path: Path, family: str) -> N
     equal(back.mapped.manifest, hub_model(family)[1])
 
 
+# Norm -> the linear layer that Transformer Engine has it in, in layers with this one.
+FUSED_BY_ENGINE = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+}
+
+
+def engine_names(state: State) -> State:
+    """Names of a model with norms of their own, as layers of Transformer Engine have them."""
+    out: State = {}
+    for name, tensor in state.items():
+        layer = ".".join(name.split(".")[:3])
+        module = name.removeprefix(f"{layer}.").rpartition(".")[0]
+        behind = FUSED_BY_ENGINE.get(module, "")
+        sparse = f"{layer}.self_attention.core_attention.indexer.linear_wk.weight" in state
+        if f"{layer}.{behind}.weight" in state and not (sparse and "self_attention" in module):
+            name = f"{layer}.{behind}.layer_norm_weight"
+        out[name] = tensor
+    return out
+
+
+@pytest.mark.parametrize("family", sorted(MIXED))
+def test_names_of_transformer_engine_where_dense_layers_and_experts_mix(tmp_path: Path, family: str) -> None:
+    source = hub_manifest(tmp_path / "hub", family)
+    found = to_trainer(remap(source), source, "megatron:transformer-engine")
+    state = trainer_state(family, "megatron", "layers")
+    for name, _, _ in found.conversion.zeros:
+        state.setdefault(name, torch.zeros(4))
+    named = engine_names(state)
+    of_mlp = [name for name in named if name.endswith((".pre_mlp_layernorm.weight", "fc1.layer_norm_weight"))]
+    assert len({name.split(".", 3)[3] for name in of_mlp}) == 2  # a layer of each kind
+    equal(found.mapped.manifest, named)
+    back = map_names(found.mapped, "megatron", NameRequest(arch=family, to="hf-hub", source=source))
+    equal(back.mapped.manifest, hub_model(family)[1])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_norm_that_no_layer_of_its_kind_has_is_missed(tmp_path: Path, layer: int) -> None:
+    gone = f"model.layers.{layer}.post_attention_layernorm.weight"
+    hub = {n: t for n, t in hub_model("glm4_moe")[1].items() if n != gone}
+    source = hub_manifest(tmp_path / "hub", "glm4_moe", hub)
+    with pytest.raises(NameMismatch, match=rf"nothing makes decoder\.layers\.{layer}\."):
+        to_trainer(remap(source), source, "megatron:transformer-engine")
+
+
 def tensors(folder: Path) -> State:
     manifest = ckptcore.open(str(folder))
     return {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
