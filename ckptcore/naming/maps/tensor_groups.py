@@ -200,7 +200,11 @@ class RuleAssignment:
     def _matches(self, rule: Rule, term: Term, sizes: Mapping[str, int]) -> list[NameMatch]:
         """Return the names that a term takes, with indices on its axes."""
         out: list[NameMatch] = []
-        beside = self._beside(rule)
+        try:
+            beside = self._beside(rule)
+        except UnknownNumber as error:
+            self.problems.append(f"{rule.name} needs a number: {error}{UNKNOWN}")
+            return out
         if beside is None:
             return out
         for match in term.name.match(self._templates):
@@ -241,8 +245,12 @@ class RuleAssignment:
         if rule.only_beside is None:
             return {}
         matches = rule.only_beside.name.match(self._templates)
-        axes = [index.axis for index in rule.only_beside.name.indices]
-        return {axis: np.concatenate([m.index[axis] for m in matches]) for axis in axes} if matches else None
+        if not matches:
+            return None
+        return {
+            index.axis: np.concatenate([m.index[index.axis] for m in matches]) - index.shifted(self.numbers)
+            for index in rule.only_beside.name.indices
+        }
 
     def _group(
         self,

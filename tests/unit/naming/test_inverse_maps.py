@@ -223,6 +223,24 @@ def test_names_of_transformer_engine_where_dense_layers_and_experts_mix(tmp_path
     equal(back.mapped.manifest, hub_model(family)[1])
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_names_of_transformer_engine_for_multi_token_prediction(tmp_path: Path, family: str) -> None:
+    """The hub counts its layer, which has experts, behind the others."""
+    config, hub = hub_model(family)
+    hub = dict(hub) | {f"model.layers.2.{n}": t + 1 for n, t in trainer_names.below(hub, 1).items()}
+    beside = {"eh_proj": (16, 32), "enorm": (16,), "hnorm": (16,), "shared_head.norm": (16,)}
+    hub |= {f"model.layers.2.{n}.weight": torch.randn(shape) for n, shape in beside.items()}
+    source = hub_manifest(tmp_path / "hub", family, hub)
+    (tmp_path / "hub/config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    found = to_trainer(remap(source), source, "megatron:transformer-engine").mapped
+    shapes = {t.fqn: t.shape for t in found.manifest.tensors}
+    before = "decoder.layers.1.", "mtp.layers.0.mtp_model_layer."
+    of_layers = [{n.removeprefix(b): s for n, s in shapes.items() if n.startswith(b)} for b in before]
+    assert of_layers[0] == of_layers[1]
+    back = map_names(found, "megatron", NameRequest(arch=family, to="hf-hub", source=source))
+    equal(back.mapped.manifest, hub)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_norm_that_no_layer_of_its_kind_has_is_missed(tmp_path: Path, layer: int) -> None:
     gone = f"model.layers.{layer}.post_attention_layernorm.weight"
