@@ -103,6 +103,8 @@ _CUT_HEADS = {
     "heads": "attention heads",
     "delta_key_heads": "heads of the delta net's keys",
     "delta_value_heads": "heads of the delta net's values",
+    "mamba_heads": "heads of Mamba layers",
+    "mamba_groups": "groups of Mamba layers",
 }
 _Problem = tuple[bool, str, str]  # whether trainers refuse it, message, next step
 

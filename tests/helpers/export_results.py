@@ -55,11 +55,7 @@ class Cell:
 
 # Where it is not this: logits are equal from every source that there is a map for, the others are refused.
 _OTHERWISE: dict[tuple[str, str], Result] = {}
-_REFUSED = {
-    "nemotron_h": "Mamba layers have no rules yet",
-    "mamba": "Mamba layers have no rules yet",
-    "mamba2": "Mamba layers have no rules yet",
-}
+_REFUSED = {"mamba": "Mamba layers have no rules yet", "mamba2": "Mamba layers have no rules yet"}
 # Families that transformers 4.57 does not have. All others' cells are the same there.
 LACKING_4 = {"minimax_m2", "deepseek_v32", "qwen3_5", "qwen3_5_moe", "nemotron_h"}
 # Real trainers' checkpoints: (family, source) -> samples whose export is the folder beside them, bit for bit.

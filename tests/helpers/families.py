@@ -156,7 +156,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "moe_intermediate_size": 12,
             "moe_shared_expert_intermediate_size": 12,
         },
-        (),
+        ("megatron",),
     ),
     "mamba": ("mamba", {}, ()),
     "mamba2": ("mamba2", {"head_dim": 8, "num_heads": 4, "n_groups": 2, "state_size": 8}, ()),

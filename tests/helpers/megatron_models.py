@@ -81,6 +81,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_MOE, **_DELTA, "moe_shared_expert_gate": True},
     "qwen3_5": _DELTA,
     "qwen3_5_moe": {**_MOE, **_DELTA, "moe_shared_expert_gate": True},
+    "nemotron_h": {
+        **_MOE,
+        **_SIGMOID,
+        "is_hybrid_model": True,
+        "use_mamba_mem_eff_path": False,
+        "gated_linear_unit": False,
+        "activation_func": "relu2",
+    },
     "gpt2": {
         "add_bias_linear": True,
         "normalization": "LayerNorm",
@@ -88,6 +96,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation_func": "gelu_tanh",
     },
 }
+
+
+# Kind of a layer on the hub -> Megatron's symbol (models/hybrid/hybrid_layer_allocation.py).
+SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
 def interpreter() -> str:
@@ -134,6 +146,7 @@ def megatron_config(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[
     more: fields ahead of these.
     """
     heads, layers = _of(config, "num_attention_heads", "n_head"), _of(config, "num_hidden_layers", "n_layer")
+    layers = layers or len(config["layers_block_type"])
     hidden = _of(config, "hidden_size", "n_embd")
     out: dict[str, Any] = {
         "num_layers": layers,
@@ -173,6 +186,10 @@ def megatron_config(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[
             out["moe_shared_expert_intermediate_size"] = wide
         elif config.get("shared_expert_intermediate_size"):
             out["moe_shared_expert_intermediate_size"] = config["shared_expert_intermediate_size"]
+    if "mamba_num_heads" in config:
+        out |= {f"mamba_{size}": config[f"mamba_{size}"] for size in ("num_heads", "head_dim")}
+        out |= {"mamba_num_groups": config["n_groups"], "mamba_state_dim": config["ssm_state_size"]}
+        out["moe_shared_expert_intermediate_size"] = config["moe_shared_expert_intermediate_size"]
     if "linear_conv_kernel_dim" in config:
         sizes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
         out |= {f"linear_{size}": config[f"linear_{size}"] for size in sizes}
@@ -191,7 +208,14 @@ def megatron_config(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[
 
 
 def gpt_model(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """GPTModel's own arguments. vocabulary: rows of the embedding, padding included."""
+    """GPTModel's own arguments, or HybridModel's. vocabulary: rows of the embedding, padding included."""
+    if "layers_block_type" in config:
+        return {
+            "vocab_size": vocabulary,
+            "max_sequence_length": 64,
+            "hybrid_layer_pattern": "".join(SYMBOLS[kind] for kind in config["layers_block_type"]),
+            "share_embeddings_and_output_weights": config["tie_word_embeddings"],
+        }
     rope = config.get("rope_parameters")
     out = {
         "vocab_size": vocabulary,

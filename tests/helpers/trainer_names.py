@@ -50,6 +50,8 @@ def megatron(config: Mapping[str, Any], hub: State, form: str) -> State:
     """As Megatron-Core names it. form: stacked, layers (experts in one tensor), grouped or sequential."""
     if config["model_type"] == "gpt2":
         return _megatron_gpt2(hub)
+    if config["model_type"] == "nemotron_h":
+        return _megatron_hybrid(config, hub, form)
     if config["model_type"] == "qwen2_5_vl":  # models/qwen_vl/modeling_qwen25_vl.py of Megatron-Bridge
         pictures = {n: t for n, t in hub.items() if n.startswith("visual.")}
         language = {n: t for n, t in hub.items() if n not in pictures}
@@ -96,6 +98,56 @@ def _megatron_gpt2(hub: State) -> State:
         if module.endswith("linear_qkv"):  # heads before queries, keys and values
             value = value.reshape(3, 4, 4, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
         out[f"{module}_{kind}" if module.endswith("layer_norm") else f"{module}.{kind}"] = value
+    return out
+
+
+def _megatron_hybrid(config: Mapping[str, Any], hub: State, form: str) -> State:
+    """As HybridModel (ssm/mamba_mixer.py) and Megatron-Bridge's models/nemotronh have it."""
+    inner = config["mamba_num_heads"] * config["mamba_head_dim"]
+    groups = config["n_groups"] * config["ssm_state_size"]
+    parts = {"z": inner, "x": inner, "B": groups, "C": groups, "dt": config["mamba_num_heads"]}
+    cut = {"mixer.in_proj.weight": [*parts], "mixer.conv1d.weight": [*"xBC"], "mixer.conv1d.bias": [*"xBC"]}
+    names = {
+        "mixer.o_proj.weight": "self_attention.linear_proj.weight",
+        "mixer.gate.weight": "mlp.router.weight",
+        "mixer.gate.e_score_correction_bias": "mlp.router.expert_bias",
+        "mixer.up_proj.weight": "mlp.linear_fc1.weight",
+        "mixer.down_proj.weight": "mlp.linear_fc2.weight",
+        "mixer.shared_experts.up_proj.weight": "mlp.shared_experts.linear_fc1.weight",
+        "mixer.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    }
+    norms = {
+        "mixer.in_proj.weight": "mixer.in_proj.layer_norm_weight",
+        "mixer.q_proj.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "mixer.up_proj.weight": "mlp.linear_fc1.layer_norm_weight",
+        "mixer.gate.weight": "pre_mlp_layernorm.weight",
+    }
+    out: State = {"decoder.final_norm.weight": hub["backbone.norm_f.weight"]}
+    for old, new in (("backbone.embeddings", "embedding.word_embeddings"), ("lm_head", "output_layer")):
+        out[f"{new}.weight"] = torch.cat([hub[f"{old}.weight"], torch.full((8, 16), 7.0)])
+    for n in range(len(config["layers_block_type"])):
+        start, prefix = f"backbone.layers.{n}.", f"decoder.layers.{n}."
+        left = {k.removeprefix(start): t for k, t in hub.items() if k.startswith(start)}
+        kind = next(name for name in norms if name in left)
+        out[prefix + norms[kind]] = left.pop("norm.weight")
+        if "mixer.q_proj.weight" in left:
+            q, k, v = (left.pop(f"mixer.{x}_proj.weight").unflatten(0, (2, -1)) for x in "qkv")
+            out[f"{prefix}self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).flatten(0, 1)
+        out |= {prefix + names[name]: left.pop(name) for name in list(left) if name in names}
+        for old, new in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+            of_experts = [left.pop(f"mixer.experts.{e}.{old}.weight") for e in range(4) if "gate" in kind]
+            if form == "grouped":
+                named = {f"mlp.experts.{new}.weight{e}": t for e, t in enumerate(of_experts)}
+            elif form == "sequential":
+                named = {f"mlp.experts.local_experts.{e}.{new}.weight": t for e, t in enumerate(of_experts)}
+            else:
+                named = {f"mlp.experts.experts.{new}.weight": torch.stack(of_experts)} if of_experts else {}
+            out |= {prefix + name: tensor for name, tensor in named.items()}
+        for name, tensor in left.items():  # of a mixer: its own names
+            labels = cut.get(name, []) if form in ("stacked", "layers") else []
+            pieces = tensor.split([parts[x] for x in labels]) if labels else [tensor]
+            ends = [f".{x}" for x in labels] or [""]
+            out |= {f"{prefix}{name}{end}": piece for end, piece in zip(ends, pieces, strict=True)}
     return out
 
 

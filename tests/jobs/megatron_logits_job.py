@@ -32,6 +32,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from mcore_job import stand_in
+from megatron_hybrid import hybrid_model
 
 
 class _NoStream:
@@ -52,7 +53,7 @@ def stand_in_for_gpus() -> None:
 
 
 def built(asked: dict[str, Any], **stage: Any) -> Any:
-    """GPTModel of a question. stage: more of its arguments, for a stage of a pipeline."""
+    """GPTModel of a question, or HybridModel. stage: more of its arguments, for a stage of a pipeline."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -62,6 +63,8 @@ def built(asked: dict[str, Any], **stage: Any) -> Any:
     if "activation_func" in form:
         form["activation_func"] = _activation(form["activation_func"])
     config = kind(use_cpu_initialization=True, **form)
+    if form.get("is_hybrid_model"):
+        return hybrid_model(config, _engine_backend(config), **asked["model"], **stage).float().eval()
     engine = _engine_backend(config) if asked.get("transformer_engine") else None
     with _in_place_of_engine(engine) if engine else nullcontext():
         spec = _layers(config, asked["config"], engine, **{k: v for k, v in stage.items() if k == "vp_stage"})
@@ -122,31 +125,30 @@ def _engine_backend(config: Any) -> Any:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    first = 0.0 if config.layernorm_zero_centered_gamma else 1.0
-
-    def normed(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def normed(config: Any, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(given.square().mean(-1, keepdim=True) + config.layernorm_epsilon)
-        return given * scale * (1 - first + weight)
+        return given * scale * (weight + config.layernorm_zero_centered_gamma)
 
     class Norm(torch.nn.Module):
         """A replacement for Transformer Engine's norm, whose weight counts from 0."""
 
         def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+            self.weight, self.config = torch.nn.Parameter(torch.zeros(hidden_size)), config
 
         def forward(self, given: torch.Tensor) -> torch.Tensor:
-            return normed(given, self.weight)
+            return normed(self.config, given, self.weight)
 
     class NormLinear(ColumnParallelLinear):
         """A replacement for Transformer Engine's linear layer with a norm in front."""
 
         def __init__(self, input_size: int, *sizes: Any, **options: Any) -> None:
             super().__init__(input_size, *sizes, **options)
+            first = 1.0 - self.config.layernorm_zero_centered_gamma
             self.layer_norm_weight = torch.nn.Parameter(torch.full((input_size,), first))
 
         def forward(self, given: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            return super().forward(normed(given, self.layer_norm_weight), *rest, **more)
+            return super().forward(normed(self.config, given, self.layer_norm_weight), *rest, **more)
 
     class Backend(LocalSpecProvider):
         """Megatron's own modules, but for norms."""
@@ -161,7 +163,7 @@ def _engine_backend(config: Any) -> Any:
             return NormLinear
 
         def layer_norm(self, *_: Any, **__: Any) -> Any:
-            return WrappedTorchNorm if first else Norm
+            return Norm if config.layernorm_zero_centered_gamma else WrappedTorchNorm
 
     return Backend()
 
@@ -228,6 +230,7 @@ def _activation(name: str) -> Any:
         return quick_gelu
     return {
         "silu": torch.nn.functional.silu,
+        "relu2": lambda x: torch.nn.functional.relu(x).square(),
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     }[name]

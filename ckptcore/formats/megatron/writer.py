@@ -62,6 +62,7 @@ _PARAMETER = re.compile(r"^(?P<module>.+)\.(?:layer_norm_)?(?:weight|bias)$")
 _STACKED_LAYERS = re.compile(r"(?:^|\.)decoder\.layers\.(?!\d+\.)")
 _EXPERTS = ".experts.experts."
 _STATEFUL = re.compile(r"(?:^|\.)(?:decoder|mtp)\.(?!.*\.router$)")  # modules that have such a state
+_MAMBA, _HEAD = ".mixer.", "output_layer"
 _PROJECTION, _ATTENTION = ".self_attention.linear_proj", ".self_attention.core_attention"
 
 
@@ -386,9 +387,13 @@ def extra_states(tensors: Sequence[TensorSpec]) -> Iterator[str]:
     there, and takes None for the state of a model that has none (extensions/transformer_engine.py).
     """
     grids: dict[str, tuple[int, ...]] = {}
+    hybrid = any(_MAMBA in spec.fqn for spec in tensors)  # GPTModel removes the state of its head from a load
     for spec in tensors:
         match = _PARAMETER.match(spec.fqn)
-        if match is None or not _STATEFUL.search(module := match["module"]):
+        if match is None:
+            continue
+        module = match["module"]
+        if not (_STATEFUL.search(module) or (hybrid and module == _HEAD)):
             continue
         dims = bool(_STACKED_LAYERS.search(module)) + (_EXPERTS in f"{module}.")
         grids[module] = spec.shape[:dims] or (1,)

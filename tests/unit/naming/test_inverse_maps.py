@@ -48,7 +48,11 @@ FUSED_NORMS = {
 }
 # Layers that are not alike have no first dim of their own: each stacked tensor would lack layers.
 MIXED = {"glm4_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "llama4"}
-DELTA = ("qwen3_next", "qwen3_5")  # which only one builder of layers has: its norms have one name
+DELTA = (
+    "qwen3_next",
+    "qwen3_5",
+    "nemotron_h",
+)  # which only one builder of layers has: its norms have one name
 
 
 def pairs() -> Iterator[tuple[str, str, str]]:
