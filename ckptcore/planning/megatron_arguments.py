@@ -54,6 +54,16 @@ _WIDTHS: Mapping[str, re.Pattern[str]] = {
 }
 _DELTA_NET = re.compile(r"(?:.*\.)?decoder\.layers\.(\d+)\.self_attention\.A_log")
 _ROUTER = re.compile(r"(?:.*\.)?decoder\.layers\.(\d+)\.mlp\.router\.weight")
+# Symbol in a hybrid model's pattern -> a tensor of such a layer (models/hybrid/hybrid_layer_allocation.py).
+_HYBRID_LAYERS: Mapping[str, re.Pattern[str]] = {
+    symbol: re.compile(rf"(?:.*\.)?decoder\.layers\.(\d+)\.{name}")
+    for symbol, name in {
+        "M": r"mixer\.A_log",
+        "*": r"self_attention\.linear_proj\.weight",
+        "E": r"mlp\.router\.weight",
+        "-": r"mlp\.linear_fc2\.weight",
+    }.items()
+}
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MESH = {
     "tensor_model_parallel_size": "tp",
@@ -219,6 +229,8 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
     rows = next((t.shape[0] for t in tensors if t.fqn.endswith(_EMBEDDING)), None)
     if rows is not None:
         out |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": VOCABULARY_STEP[_WORLD]}
+    if pattern := _hybrid_pattern(names):
+        return out | {"hybrid_layer_pattern": pattern, "num_layers": len(pattern)}
     numbers = agreed(naming.configs)
     for argument, pattern in (("moe_layer_freq", _ROUTER), ("linear_attention_freq", _DELTA_NET)):
         layers = {int(m[1]) for m in map(pattern.fullmatch, names) if m is not None}
@@ -226,6 +238,20 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
             out[argument] = [int(n in layers) for n in range(int(numbers["layer"][0]))]
     scaling = next((s for c in naming.configs if (s := c.rope_scaling) is not None), None)
     return out | ({} if scaling is None else megatron_rope_arguments(scaling, latent=out[_LATENT]))
+
+
+def _hybrid_pattern(names: Sequence[str]) -> str:
+    """Return the symbols of the layers of a model with Mamba layers, "" for another model.
+
+    Megatron's loader takes a checkpoint whose arguments lack them for GPTModel's (training/checkpointing.py).
+    """
+    kinds = {
+        int(match[1]): symbol
+        for symbol, pattern in _HYBRID_LAYERS.items()
+        for match in map(pattern.fullmatch, names)
+        if match is not None
+    }
+    return "".join(kinds[n] for n in sorted(kinds)) if "M" in kinds.values() else ""
 
 
 def run_config(arguments: Mapping[str, Any], dtype: str) -> dict[str, Any]:

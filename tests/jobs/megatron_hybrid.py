@@ -55,10 +55,8 @@ def _scanned(
 
 def stand_in_for_mamba() -> None:
     """Modules that Megatron-Core imports from mamba_ssm."""
-    parts = {"layernorm_gated": {"RMSNorm": _GatedNorm}, "ssd_combined": {}}
-    parts["ssd_combined"] = dict.fromkeys(
-        ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), _scanned
-    )
+    kernels = dict.fromkeys(("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), _scanned)
+    parts: dict[str, dict[str, Any]] = {"layernorm_gated": {"RMSNorm": _GatedNorm}, "ssd_combined": kernels}
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         sys.modules[name] = types.ModuleType(name)
     for name, values in parts.items():
@@ -70,6 +68,7 @@ def stand_in_for_mamba() -> None:
 def hybrid_model(config: Any, backend: Any, **model: Any) -> Any:
     """HybridModel. backend: a provider of modules for Transformer Engine's; model: its own arguments."""
     stand_in_for_mamba()
+    library: Any = import_module("megatron.core.models.hybrid.hybrid_model")
     norm = backend.layer_norm()
     modules = {
         "TELayerNormColumnParallelLinear": backend.column_parallel_layer_norm_linear(),
@@ -86,5 +85,4 @@ def hybrid_model(config: Any, backend: Any, **model: Any) -> Any:
         block: Any = import_module("megatron.core.models.hybrid.hybrid_block")
         stack.enter_context(patch.object(block, "TENorm", norm))
         specs: Any = import_module("megatron.core.models.hybrid.hybrid_layer_specs")
-        library: Any = import_module("megatron.core.models.hybrid.hybrid_model")
         return library.HybridModel(config, specs.hybrid_stack_spec, **model)

@@ -256,11 +256,11 @@ def main() -> None:
 
 
 def _answer_or_lack(asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer, or what an older release's config does not know."""
+    """The answer, or what an older release does not know."""
     try:
         return _answer(asked)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
+    except (TypeError, ModuleNotFoundError) as error:
+        if not any(text in str(error) for text in ("unexpected keyword argument", "megatron.core.models.")):
             raise
         return {"lacks": str(error)}
 

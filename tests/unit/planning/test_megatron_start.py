@@ -42,6 +42,8 @@ NOT_STATED = {
     "moe_router_load_balancing_type",
     "moe_token_dispatcher_type",
     "activation_func",
+    "is_hybrid_model",
+    "use_mamba_mem_eff_path",
 }
 
 
@@ -66,7 +68,7 @@ def arguments(folder: Path) -> Mapping[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt2", "nemotron_h"])
 def test_arguments_are_those_of_the_model(tmp_path: Path, family: str) -> None:
     """As the table of tests builds Megatron's own model, which computes the hub's logits."""
     source = hub(tmp_path / "hub", family)
@@ -76,12 +78,15 @@ def test_arguments_are_those_of_the_model(tmp_path: Path, family: str) -> None:
     config = json.loads((source / "config.json").read_text())
     stated = arguments(tmp_path / "out")
     wanted = megatron_models.megatron_config(config, megatron_models.FAMILIES[family])
-    wanted |= {k: v for k, v in megatron_models.gpt_model(config, 128).items() if k.startswith("rotary")}
+    own = ("rotary", "hybrid")
+    wanted |= {k: v for k, v in megatron_models.gpt_model(config, 128).items() if k.startswith(own)}
     if "kv_lora_rank" in config:
         # Of the attention that tests use, and of scores by softmax.
         del wanted["kv_channels"], wanted["moe_router_pre_softmax"]
     if "moe_ffn_hidden_size" in wanted and "first_k_dense_replace" not in config:
         del wanted["ffn_hidden_size"]  # no layer is dense
+    if wanted.get("moe_router_topk_scaling_factor") == 1.0:
+        del wanted["moe_router_topk_scaling_factor"]  # without one, nothing is scaled
     wanted = {ARGUMENT.get(k, k): v for k, v in wanted.items() if k not in NOT_STATED}
     defaults = {"rotary_percent": 1.0}
     assert {k: stated.get(k, defaults.get(k)) for k in wanted} == wanted
@@ -266,3 +271,10 @@ def test_no_config_of_megatron_bridge_where_it_would_build_another_model(
     result = start(hub(tmp_path / "hub", family), tmp_path / "out")
     assert not (tmp_path / "out/release/run_config.yaml").exists()
     assert any(lacking in w.message for w in result.warnings if w.code == "unstated-arguments")
+
+
+def test_heads_and_groups_of_mamba_layers_are_whole_on_each_rank(tmp_path: Path) -> None:
+    source = hub(tmp_path / "hub", "nemotron_h")
+    with pytest.raises(UsageError, match="cannot run 2 groups of Mamba layers with tp=4"):
+        start(source, tmp_path / "out", verb="reshard", mesh="tp=4")
+    assert not (tmp_path / "out").exists()
