@@ -149,7 +149,10 @@ def _megatron(tiny: Tiny, form: str, folder: Path) -> Path:
     config, args = tiny.config.get("text_config", tiny.config), argparse.Namespace(iteration=3)
     from_zero = ("gemma", "qwen3_next", "qwen3_5")  # models whose norms count from 0
     args.layernorm_zero_centered_gamma = config["model_type"].startswith(from_zero)
-    args.swiglu = args.gated_linear_unit = config["model_type"] != "gpt2"
+    args.swiglu = args.gated_linear_unit = config["model_type"] not in ("gpt2", "nemotron_h")
+    if config["model_type"] == "nemotron_h":
+        args.squared_relu, args.position_embedding_type = True, "none"
+        config = config | {"num_hidden_layers": len(config["layers_block_type"])}
     for ours, theirs in (
         ("num_layers", ("num_hidden_layers", "n_layer")),
         ("hidden_size", ("hidden_size", "n_embd")),
