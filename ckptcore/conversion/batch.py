@@ -120,7 +120,7 @@ def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> N
     try:
         with log_fields(**log_values), span("conversion", verb=request.verb, **log_values):
             stage = publishing(
-                request, settings, None, catalog_url, manifests=row.manifests, known=row.registration
+                request, settings, None, catalog_url, manifests=row.manifests, source_record=row.registration
             )
             # The stage is left in `_record`: until then its destination stays locked.
             row.result = lock.enter_context(stage)

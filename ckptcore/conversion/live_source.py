@@ -49,11 +49,11 @@ class LiveSource:
     training: Training | None = None
 
     @classmethod
-    def of(cls, known: Registration | Announcement) -> LiveSource:
-        """Return what a conversion knows. known: what a user reports, for one that no catalog records."""
-        if isinstance(known, Announcement):
-            return cls(known)
-        return cls(known.announcement, known.source, known.training)
+    def of(cls, source_record: Registration | Announcement) -> LiveSource:
+        """Return what is known of a source: its conversion in the catalog, or what a user reports of it."""
+        if isinstance(source_record, Announcement):
+            return cls(source_record)
+        return cls(source_record.announcement, source_record.source, source_record.training)
 
     def settings(self, settings: Settings) -> Settings:
         """Return settings that sum the tensors if there is something to compare the sums with."""

@@ -342,7 +342,7 @@ def convert(
         "destination": request.destination,
         "conversion": registration.id if registration else None,
     }
-    known = registration or announcement
+    source_record = registration or announcement
     manifests: list[Manifest] = []
     with log_fields(**log_values), span("conversion", verb=request.verb, **log_values):
         try:
@@ -353,7 +353,7 @@ def convert(
                 catalog_url,
                 topology,
                 manifests=manifests,
-                known=known,
+                source_record=source_record,
             )
             with stages as result:
                 (progress or _silent)("register", result.nbytes, result.nbytes)
@@ -379,7 +379,7 @@ def publishing(
     topology: Layouts | None = None,
     *,
     manifests: list[Manifest],
-    known: Registration | Announcement = UNANNOUNCED,
+    source_record: Registration | Announcement = UNANNOUNCED,
 ) -> Iterator[Result]:
     """Run the stages of a conversion up to publishing, and keep the destination while the block runs.
 
@@ -392,14 +392,14 @@ def publishing(
         catalog_url: The catalog that accounts for files of a destination that is replaced; see `prepare`.
         topology: See `ckptcore.planning.compose.compose`.
         manifests: Receives the source's manifest, as soon as it is read.
-        known: The conversion in the catalog, which records the digests of the source's files; without a
-            catalog, what a user reports about the source.
+        source_record: The conversion in the catalog, which records the digests of the source's files; without
+            a catalog, what a user reports about the source.
 
     Yields:
         The published output, not yet recorded.
     """
     report = progress or _silent
-    registration = known if isinstance(known, Registration) else None
+    registration = source_record if isinstance(source_record, Registration) else None
     _require_possible(request, settings)
     began = time.perf_counter()
     observe = registration is not None and settings.verify  # what was not verified is no first sight
@@ -409,7 +409,7 @@ def publishing(
         )
     # Given to the caller before anything can fail: a failure is recorded with the source it belongs to.
     manifests.append(manifest)
-    live = LiveSource.of(known)
+    live = LiveSource.of(source_record)
     # Sums are computed while tensors are moved: whether they are needed must be known before.
     settings = live.settings(settings)
     inspected = time.perf_counter() - began
@@ -511,8 +511,7 @@ def _prepare(
             refuse_existing(request)
         with closing(open_source_store(manifest.root)) as source:
             ctimes, stamps, listed = take_listed(manifest, source, just_read=just_read)
-        # The manifest was read before its stamps were taken: files that were not
-        # listed with it might have changed in between.
+        # Files that were not listed with the manifest might have changed before their stamps were taken.
         if not listed:
             _require_unchanged(request, manifest)
         resumed, anew = _resume(staging, composed, stamps, earlier, keep=request.resume)
@@ -522,7 +521,7 @@ def _prepare(
             records.append(packed_replaced(replaced))
         # The request is stored even if the plan goes on: the plan does not depend on all of it.
         records.append((REQUEST, canonical_json(request.as_dict())))  # every time: --overwrite may differ
-        staging.beside_uploads(plan, settings)  # refused now, and not after hours of uploading
+        staging.beside_uploads(plan.files, settings)  # refused now, and not after hours of uploading
         # Only where this process carries out the plan: begun uploads are state of a process.
         if anew and just_read:
             staging.begin_uploads(plan, settings.of(plan.target.mesh))
@@ -694,7 +693,7 @@ def _execute(
         source.observer = sums
         (require_planned if just_planned else require_same)(stamps, source)
         run = plan_run(staging, plan, source, stamps, settings)
-        beside = staging.beside_uploads(plan, settings)
+        beside = staging.beside_uploads(plan.files, settings)
         if part is None:
             sizes = [plan.files[index].nbytes for index in file_indices]
             count = writing_processes(plan.source, settings, sizes)

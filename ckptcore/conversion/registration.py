@@ -424,8 +424,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
         return result
     try:
         registration.catalog.succeed(registration.id, **_made(registration, result, source))
-        _keep_proof(registration, result)
-        _settle_alarms(registration, result)
+        _keep_verdicts(registration, result)
     except Exception as error:
         # Also for an error that is none of ours: the output is published, and its user must learn where.
         raise not_recorded(result, error_of(error)) from error
@@ -463,8 +462,7 @@ def register_each(published: Sequence[tuple[Registration, Result, Manifest]]) ->
     outcomes: list[Result | CkptError] = []
     for registration, result, _ in published:
         try:
-            _keep_proof(registration, result)
-            _settle_alarms(registration, result)
+            _keep_verdicts(registration, result)
             outcomes.append(replace(result, conversion=registration.id))
         except Exception as error:
             outcomes.append(not_recorded(result, error_of(error)))
@@ -481,13 +479,10 @@ def not_recorded(result: Result, error: CkptError) -> CkptError:
     )
 
 
-def _keep_proof(registration: Registration, result: Result) -> None:
+def _keep_verdicts(registration: Registration, result: Result) -> None:
+    """Keep the proof of an export, and judge a source that was measured by other steps of its run."""
     if result.proof is not None:
         keep(registration.catalog, registration.id, result.proof)
-
-
-def _settle_alarms(registration: Registration, result: Result) -> None:
-    """Judge a source that was measured, by other steps of its run."""
     if result.measured and not is_average(registration.request.source):
         from ckptcore.comparison.step_history import settle  # most conversions measure nothing
 

@@ -147,7 +147,7 @@ class Request:
                 f"--rename {many}= must have at most one * (got {many.count('*')})",
                 hint="name a prefix, or a pattern with one *",
             )
-        self._require_mesh()
+        _require_mesh(self.verb, self.mesh, self.sharding)
         if self.serialization not in SERIALIZATIONS:
             raise UsageError(
                 f"--serialization {self.serialization} is not known",
@@ -160,7 +160,7 @@ class Request:
                 f"cannot write {self.destination}: no such file is written here",
                 hint=next_step.format(name=split_url(self.destination)[1]),
             )
-        self._require_world()
+        _require_world(self.names, self.verb)
         if self.weights not in WEIGHTS:
             raise UsageError(f"--weights must be one of {', '.join(WEIGHTS)} (got {self.weights!r})")
         for dtype in (self.dtype, *(dtype for _, dtype in self.dtype_for if dtype != "keep")):
@@ -168,7 +168,7 @@ class Request:
                 dtypes.get(dtype)  # an unknown one is an error before a source is read
         if not self.arch:
             raise UsageError("--arch must be auto or the name of an architecture (got '')")
-        self._require_suffix()
+        _require_suffix(self.destination, self.verb, self.to, self.format)
         if not self.source or not self.destination:
             raise UsageError("a source and a destination are needed")
         object.__setattr__(self, "single", _single(self.verb, self.format, self.destination))
@@ -181,44 +181,6 @@ class Request:
         from ckptcore.formats import by_name
 
         by_name(self.format, writes=True)
-
-    def _require_mesh(self) -> None:
-        if (self.verb == "reshard") != bool(self.mesh):
-            raise UsageError(
-                "reshard needs --mesh, which no other command accepts", hint="try --mesh fsdp=4,tp=2"
-            )
-        if self.mesh:
-            parse_mesh(self.mesh)  # an invalid mesh is an error before a source is read
-        elif self.sharding is not None:
-            raise UsageError("--sharding needs --mesh", hint="try --mesh fsdp=4,tp=2")
-
-    def _require_world(self) -> None:
-        world, generation = parse_world(self.names)
-        if self.names != STORED and not is_world(world):
-            raise UsageError(
-                f"--names must be {STORED} or one of {', '.join(worlds())} (got {self.names!r})",
-                hint="leave it out for names as on the hub",
-            )
-        if world != self.names and generation not in GENERATIONS.get(world, ()):
-            raise UsageError(
-                f"--names {world} has no generation {generation!r}",
-                hint=f"one of: {', '.join(f'{world}:{g}' for g in GENERATIONS.get(world, ())) or world}",
-            )
-        if world == PEFT and self.verb != "export":
-            raise UsageError("--names peft is for export", hint="try export, which takes the adapter")
-
-    def _require_suffix(self) -> None:
-        suffix = _suffix(self.destination)
-        if self.verb == "reshard" and suffix and self.format not in SUFFIX_FOLDERS.get(suffix, ()):
-            raise UsageError(
-                f"the ranks of a mesh do not write one file, {self.destination}", hint="name a folder"
-            )
-        # A suffix is how readers choose what opens a file: a wrong one would mislead them.
-        if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix] and not _names_any_file(self.to):
-            raise UsageError(
-                f"--to {self.to} does not fit the destination {self.destination}",
-                hint="change the suffix, or leave --to out",
-            )
 
     def anchored(self) -> Request:
         """Return the request with absolute paths of config and tokenizer, to be read from any folder."""
@@ -316,6 +278,46 @@ class Settings:
     def from_dict(cls, form: dict[str, Any]) -> Settings:
         """Return the settings of `as_dict`'s form."""
         return cls(**form)
+
+
+def _require_mesh(verb: str, mesh: str, sharding: str | None) -> None:
+    if (verb == "reshard") != bool(mesh):
+        raise UsageError(
+            "reshard needs --mesh, which no other command accepts", hint="try --mesh fsdp=4,tp=2"
+        )
+    if mesh:
+        parse_mesh(mesh)  # an invalid mesh is an error before a source is read
+    elif sharding is not None:
+        raise UsageError("--sharding needs --mesh", hint="try --mesh fsdp=4,tp=2")
+
+
+def _require_world(names: str, verb: str) -> None:
+    world, generation = parse_world(names)
+    if names != STORED and not is_world(world):
+        raise UsageError(
+            f"--names must be {STORED} or one of {', '.join(worlds())} (got {names!r})",
+            hint="leave it out for names as on the hub",
+        )
+    if world != names and generation not in GENERATIONS.get(world, ()):
+        raise UsageError(
+            f"--names {world} has no generation {generation!r}",
+            hint=f"one of: {', '.join(f'{world}:{g}' for g in GENERATIONS.get(world, ())) or world}",
+        )
+    if world == PEFT and verb != "export":
+        raise UsageError("--names peft is for export", hint="try export, which takes the adapter")
+
+
+def _require_suffix(destination: str, verb: str, to: str, format: str) -> None:
+    """Require that a suffix fits what is written. to: the format that was named, or empty."""
+    suffix = _suffix(destination)
+    if verb == "reshard" and suffix and format not in SUFFIX_FOLDERS.get(suffix, ()):
+        raise UsageError(f"the ranks of a mesh do not write one file, {destination}", hint="name a folder")
+    # A suffix is how readers choose what opens a file: a wrong one would mislead them.
+    if to and suffix and to not in SUFFIX_FORMATS[suffix] and not _names_any_file(to):
+        raise UsageError(
+            f"--to {to} does not fit the destination {destination}",
+            hint="change the suffix, or leave --to out",
+        )
 
 
 def _usual_names(verb: str) -> str:

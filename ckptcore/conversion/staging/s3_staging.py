@@ -530,9 +530,9 @@ class S3Staging(ObjectStaging):
         self._uploads.begin_ahead((file.index, file.path, file.nbytes) for file in first)
         return self._uploads
 
-    def beside_uploads(self, plan: Plan, settings: Settings) -> Settings:
-        """Return the settings with the memory that uploads leave; raise `BudgetTooSmall`."""
-        return beside_uploads(plan.files, settings)
+    def beside_uploads(self, files: tuple[PlannedFile, ...], settings: Settings) -> Settings:
+        """Return the settings with the memory that uploads of files leave; raise `BudgetTooSmall`."""
+        return beside_uploads(files, settings)
 
     def completion(self, plan: Plan, receipts: Sequence[Receipt]) -> UploadCompletion | None:
         """Return what completes the uploads of an output; None if it is staged as a whole."""

@@ -22,7 +22,7 @@ from ckptcore.execution.join_parts import join_parts
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.file_plan import FilePlan
-from ckptcore.planning.plan import Plan
+from ckptcore.planning.plan import Plan, PlannedFile
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, Store, fetch, join_url, split_url
 from ckptcore.store.file_status import FileStatus
@@ -312,8 +312,8 @@ class Staging(ABC):
         """
         return None
 
-    def beside_uploads(self, plan: Plan, settings: Settings) -> Settings:
-        """Return the settings with the memory that uploads leave; raise `BudgetTooSmall`."""
+    def beside_uploads(self, files: tuple[PlannedFile, ...], settings: Settings) -> Settings:
+        """Return the settings with the memory that uploads of files leave; raise `BudgetTooSmall`."""
         return settings
 
     def completion(self, plan: Plan, receipts: Sequence[Receipt]) -> UploadCompletion | None:

@@ -148,7 +148,7 @@ SWEEP = {
     "the facts of its row": (registration, "_made", "failed"),
     "facts about its training": (registration, "stored_facts", "made"),
     "recording it": (Catalog, "succeed_each", "failed"),
-    "its proof": (registration, "_keep_proof", "failed"),
+    "its proof": (registration, "_keep_verdicts", "failed"),
 }
 
 
