@@ -423,8 +423,8 @@ class _MapSearch:
             least = min(map(_distance, able_in_part), default=0)
             fitting = [m for m in able_in_part if _distance(m) == least]
         if not fitting:
-            # None fits: a map that is refused by a sign in the names explains more than a distance.
-            for refused in (m for m in self.maps if m.refused):
+            # No map has all names: one that is refused by a sign in them explains more than a distance.
+            for refused in (m for m in self.maps if m.refused and not matches):
                 if any(sign.search(t.fqn) for sign in refused.signs for t in self.manifest.tensors):
                     return _nothing(refused), "its names"
             # One that a config contradicts may fit by names: then the contradiction is the error.

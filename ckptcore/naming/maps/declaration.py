@@ -65,6 +65,7 @@ names rules of these that such layers do not have.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +76,15 @@ from itertools import cycle, product
 from typing import Annotated, Any, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
@@ -320,8 +329,15 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
+def _infinite(value: float) -> float:
+    """Return a limit that is none. Other numbers are whole."""
+    if not math.isinf(value):
+        raise ValueError(f"must be a whole number or inf (got {value})")
+    return value
+
+
 Terms = Annotated[tuple[str, ...], BeforeValidator(_list), Field(min_length=1)]
-Values = tuple[str | int | bool, ...]
+Values = tuple[str | int | Annotated[float, AfterValidator(_infinite)] | bool, ...]
 Expression = Annotated[str, BeforeValidator(_number_as_text)]
 
 

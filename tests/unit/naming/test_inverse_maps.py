@@ -423,6 +423,18 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     _refused(tmp_path / "hub", "no rule for .*scale_inv", keep_quantized=True)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"time_step_limit": [0.0, 10.0]}, {"use_conv_bias": False}, {"mlp_hidden_act": "silu"}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_hybrid_model_that_megatron_has_not_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    config, _ = hub_model("nemotron_h")
+    hub_manifest(tmp_path / "hub", "nemotron_h")
+    (tmp_path / "hub/config.json").write_text(json.dumps(config | fields))
+    _refused(tmp_path / "hub", rf"{next(iter(fields))}.* = .*, the map is for", "megatron", to="torch_dist")
+
+
 @pytest.mark.parametrize("names", ["torchtitan:wq", "megatron"])
 def test_the_card_of_an_export_says_how_its_names_were_mapped(tmp_path: Path, names: str) -> None:
     """So that it is compared with its source where no catalog knows it, and what was changed is named."""

@@ -412,7 +412,7 @@ def test_what_megatron_bridge_says_of_a_run_counts(tmp_path: Path) -> None:
 def test_what_has_no_rules_yet_is_refused_by_name(tmp_path: Path) -> None:
     state = {
         "embedding.word_embeddings.weight": torch.ones(8, 4),
-        "decoder.layers.0.mixer.in_proj.weight": torch.ones(8, 4),
+        "decoder.layers.0.mixer.x_proj.weight": torch.ones(8, 4),  # of the first Mamba
         "decoder.final_layernorm.weight": torch.ones(4),
     }
     with pytest.raises(UsageError, match="Mamba layers"):
