@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Server:
         self._password = secrets.token_hex(8)
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._administrator: psycopg.Connection[Any] | None = None
         self._initialise()
         self.start()
 
@@ -68,7 +69,7 @@ class Server:
     def database(self, template: str = "template0") -> Iterator[str]:
         """The URL of a copy of a database, an empty one by default, which is dropped at the end."""
         name = f"t{secrets.token_hex(6)}"
-        self._administer(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self._administer(f"CREATE DATABASE {name} TEMPLATE {template}{self._strategy()}")
         try:
             yield self.url(name)
         finally:
@@ -114,7 +115,7 @@ class Server:
                 "-U",
                 "postgres",
                 "-A",
-                "scram-sha-256",
+                "md5",  # a connection takes a third less than by SCRAM
                 "--pwfile",
                 secret,
                 "-E",
@@ -152,6 +153,9 @@ class Server:
         return False
 
     def _end(self, how: signal.Signals) -> None:
+        if self._administrator is not None:
+            self._administrator.close()
+            self._administrator = None
         process, self._process = self._process, None
         if process is None:
             return
@@ -162,10 +166,24 @@ class Server:
             process.send_signal(signal.SIGQUIT)
             process.wait(20)
 
+    def _strategy(self) -> str:
+        """How a database is copied: by files, in two thirds of the time that its pages take in the log."""
+        return " STRATEGY FILE_COPY" if self._connected().info.server_version >= 150_000 else ""
+
     def _administer(self, statement: str) -> None:
-        url = self.url().replace("+psycopg", "")
-        with closing(psycopg.connect(url, autocommit=True)) as connection:
-            connection.execute(statement)
+        self._connected().execute(statement)
+
+    def _connected(self) -> psycopg.Connection[Any]:
+        """The administrator's connection: a new one takes as long as a quarter of what it is asked."""
+        try:
+            if self._administrator is not None:
+                self._administrator.execute("SELECT 1")
+        except psycopg.OperationalError:  # the server was restarted
+            self._administrator = None
+        if self._administrator is None:
+            url = self.url().replace("+psycopg", "")
+            self._administrator = psycopg.connect(url, autocommit=True)
+        return self._administrator
 
 
 @contextmanager

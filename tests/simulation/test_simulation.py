@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-from ckptcore.catalog import upgrade
 from tests.simulation.crash_disk import CrashDisk
 from tests.simulation.mutants import MUTANTS
 
@@ -42,13 +41,12 @@ def test_a_seed_ends_in_the_same_line() -> None:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
-def test_programs_hold_on_postgresql(count: int, postgres: Any) -> None:
+def test_programs_hold_on_postgresql(count: int, postgres: Any, upgraded: str) -> None:
     from tests.simulation.running import run_steps
     from tests.simulation.themes import program
 
     for seed in range(count):
-        with postgres.database() as url:
-            upgrade(url)
+        with postgres.database(upgraded) as url:
             assert not run_steps(program(seed), url=url).broken, seed
 
 

@@ -14,7 +14,7 @@ import webhooks
 from catalog_page import TOKEN, access
 from starlette.testclient import TestClient
 
-from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog import open_catalog
 from ckptcore.page.app import make_page
 from deployments.receiver.app import make_app
 from deployments.receiver.inbox import EventQueues
@@ -166,8 +166,8 @@ def opened_on(database: str, request: pytest.FixtureRequest) -> Iterator[str]:
     if database == "sqlite":
         yield f"sqlite:///{request.getfixturevalue('tmp_path') / 'catalog.sqlite'}"
         return
-    with request.getfixturevalue("postgres").database() as url:
-        upgrade(url)
+    template = request.getfixturevalue("upgraded")
+    with request.getfixturevalue("postgres").database(template) as url:
         yield url
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 from retiring import Template
 
-from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
 from ckptcore.operations.automation.sweep import SweepSettings, sweep
@@ -20,8 +20,8 @@ def either(request, tmp_path):
     if request.param == "sqlite":
         yield str(tmp_path / "catalog.sqlite")
         return
-    with request.getfixturevalue("postgres").database() as made:
-        upgrade(made)
+    template = request.getfixturevalue("upgraded")
+    with request.getfixturevalue("postgres").database(template) as made:
         yield made
 
 
@@ -86,7 +86,6 @@ def shared(request, tmp_path_factory):
         with open_catalog(url) as catalog:
             yield catalog, url
         return
-    with request.getfixturevalue("postgres").database() as url:
-        upgrade(url)
-        with open_catalog(url) as catalog:
-            yield catalog, url
+    template = request.getfixturevalue("upgraded")
+    with request.getfixturevalue("postgres").database(template) as url, open_catalog(url) as catalog:
+        yield catalog, url

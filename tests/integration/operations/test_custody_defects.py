@@ -19,7 +19,7 @@ from custody_copies import WEEK, Copies, files_of, save
 from retiring import MEANS
 from sqlalchemy import text
 
-from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog import open_catalog
 from ckptcore.catalog.heartbeats import RUNNING, Heartbeats
 from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare
 from ckptcore.conversion.registration import facts, start
@@ -345,34 +345,29 @@ def test_who_may_not_read_above_a_destination_on_s3_replaces_it(bucket):
     inspect("s3://b/team/mine/x")
 
 
-def test_a_heartbeat_leaves_no_connection_open(postgres):
+def test_a_heartbeat_leaves_no_connection_open(postgres, upgraded):
     """`start` closes all, because a conversion takes hours, and a server has few."""
-    with postgres.database() as url:
-        upgrade(url)
-        with open_catalog(url) as catalog:
-            uris = {"source_uri": "a", "destination_uri": "b", "verb": "x", "tool_version": "0"}
-            running = catalog.begin({}, **uris)
-            catalog.close()
-            Heartbeats()._renew(catalog.renew, [running])
-            assert catalog._engine.pool.checkedin() == 0
+    with postgres.database(upgraded) as url, open_catalog(url) as catalog:
+        uris = {"source_uri": "a", "destination_uri": "b", "verb": "x", "tool_version": "0"}
+        running = catalog.begin({}, **uris)
+        catalog.close()
+        Heartbeats()._renew(catalog.renew, [running])
+        assert catalog._engine.pool.checkedin() == 0
 
 
-def test_a_heartbeat_that_fails_leaves_no_connection_open(postgres, caplog):
-    with postgres.database() as url:
-        upgrade(url)
-        with open_catalog(url) as catalog:
-            with catalog.writing() as connection:
-                connection.execute(text("ALTER TABLE conversion RENAME TO conversions"))
-            catalog.close()
-            Heartbeats()._renew(catalog.renew, ["1"])
-            assert catalog._engine.pool.checkedin() == 0
+def test_a_heartbeat_that_fails_leaves_no_connection_open(postgres, upgraded, caplog):
+    with postgres.database(upgraded) as url, open_catalog(url) as catalog:
+        with catalog.writing() as connection:
+            connection.execute(text("ALTER TABLE conversion RENAME TO conversions"))
+        catalog.close()
+        Heartbeats()._renew(catalog.renew, ["1"])
+        assert catalog._engine.pool.checkedin() == 0
     assert "cannot renew the row" in caplog.text
 
 
-def test_a_connection_in_use_while_its_catalog_is_closed_is_closed_after_it(postgres):
+def test_a_connection_in_use_while_its_catalog_is_closed_is_closed_after_it(postgres, upgraded):
     """A heartbeat's, for example: a forgotten one would stay open until Python collects it."""
-    with postgres.database() as url:
-        upgrade(url)
+    with postgres.database(upgraded) as url:
         with open_catalog(url) as catalog:
             with catalog.writing():
                 catalog.close()

@@ -10,7 +10,7 @@ import pytest
 from catalog_page import Facts, browser
 from fastapi.testclient import TestClient
 
-from ckptcore.catalog import CheckpointFacts, open_catalog, upgrade
+from ckptcore.catalog import CheckpointFacts, open_catalog
 from ckptcore.catalog.catalog import Catalog
 
 
@@ -50,10 +50,9 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Catalog]:
         with open_catalog(str(tmp_path / "catalog.sqlite")) as opened:
             yield opened
         return
-    with request.getfixturevalue("postgres").database() as url:
-        upgrade(url)
-        with open_catalog(url) as opened:
-            yield opened
+    template = request.getfixturevalue("upgraded")
+    with request.getfixturevalue("postgres").database(template) as url, open_catalog(url) as opened:
+        yield opened
 
 
 @pytest.fixture
