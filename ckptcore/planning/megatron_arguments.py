@@ -229,8 +229,8 @@ def _of_tensors(naming: NameMap, tensors: Sequence[TensorSpec]) -> dict[str, Any
     rows = next((t.shape[0] for t in tensors if t.fqn.endswith(_EMBEDDING)), None)
     if rows is not None:
         out |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": VOCABULARY_STEP[_WORLD]}
-    if pattern := _hybrid_pattern(names):
-        return out | {"hybrid_layer_pattern": pattern, "num_layers": len(pattern)}
+    if kinds := _hybrid_pattern(names):
+        return out | {"hybrid_layer_pattern": kinds, "num_layers": len(kinds)}
     numbers = agreed(naming.configs)
     for argument, pattern in (("moe_layer_freq", _ROUTER), ("linear_attention_freq", _DELTA_NET)):
         layers = {int(m[1]) for m in map(pattern.fullmatch, names) if m is not None}

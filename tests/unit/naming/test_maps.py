@@ -415,8 +415,11 @@ def test_what_has_no_rules_yet_is_refused_by_name(tmp_path: Path) -> None:
         "decoder.layers.0.mixer.x_proj.weight": torch.ones(8, 4),  # of the first Mamba
         "decoder.final_layernorm.weight": torch.ones(4),
     }
+    config = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}
     with pytest.raises(UsageError, match="Mamba layers"):
-        mapped(stored(tmp_path, state), None)
+        mapped(stored(tmp_path, state), config)
+    with pytest.raises(NameMismatch, match="nothing for the rules .*attention"):  # of Nemotron-H, the closest
+        mapped(stored(tmp_path / "again", state), None)
 
 
 @pytest.mark.parametrize(
