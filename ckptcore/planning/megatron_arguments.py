@@ -50,6 +50,7 @@ _WIDTHS: Mapping[str, re.Pattern[str]] = {
         "ffn_hidden_size": r".*\.mlp\.linear_fc2\.weight",
         "moe_ffn_hidden_size": r".*\.mlp\.experts\.(.*\.)?linear_fc2\.weight\d*",
         "moe_shared_expert_intermediate_size": r".*\.mlp\.shared_experts\.linear_fc2\.weight",
+        "moe_latent_size": r".*\.mlp\.fc2_latent_proj\.weight",
     }.items()
 }
 _DELTA_NET = re.compile(r"(?:.*\.)?decoder\.layers\.(\d+)\.self_attention\.A_log")
