@@ -296,7 +296,7 @@ def plan(
         from ckptcore.conversion.request_costs import request_costs
 
         costs = request_costs(composed.plan, composed.files, request.source, dst, settings)
-    peak, frees = peak_memory(composed.plan, settings), 0
+    peak, frees = peak_memory(composed.plan.source, composed.plan.files, settings), 0
     if options.register_in is not False:
         from ckptcore.custody.replacing import purge_frees
 

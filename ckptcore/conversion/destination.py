@@ -178,25 +178,25 @@ def refuse_existing(request: Request) -> None:
     if path is None:
         _refuse_objects(request)
     else:
-        _refuse_local(request, path)
+        _refuse_local(path, request.destination, file=request.single is not None, replaces=request.replaces)
 
 
-def _refuse_local(request: Request, path: Path) -> None:
+def _refuse_local(path: Path, destination: str, *, file: bool, replaces: bool) -> None:
     if _is_link(path):
         raise DestinationExists(
-            f"{request.destination} exists, and is a link to {os.readlink(path)}",
+            f"{destination} exists, and is a link to {os.readlink(path)}",
             hint="name its target, or remove the link",
         )
-    if request.replaces or not os.path.lexists(path):
+    if replaces or not os.path.lexists(path):
         return
     # An empty folder is replaced by a folder in one rename; a file cannot take its place.
     try:  # an empty folder is free for a folder, but not for a file
         is_folder = path.is_dir() and not path.is_symlink()
-        free = request.single is None and is_folder and not any(path.iterdir())
+        free = not file and is_folder and not any(path.iterdir())
     except OSError as error:
-        raise DestinationUnwritable(f"cannot read {request.destination}: {error.strerror}") from error
+        raise DestinationUnwritable(f"cannot read {destination}: {error.strerror}") from error
     if not free:
-        raise DestinationExists(f"{request.destination} exists")
+        raise DestinationExists(f"{destination} exists")
 
 
 def _refuse_objects(request: Request) -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
@@ -498,7 +499,7 @@ def _prepare(
     # the plan of an earlier run says nothing before its publication is settled.
     staging.sweep_gone()
     staging.finish_interrupted_publish()
-    earlier = _earlier_run(request, staging)
+    earlier = _earlier_run(staging, partial(refuse_existing, request))
     manifest = manifest or inspect(request.source, request.recover, request.keep_quantized, request.weights)
     try:
         composed = compose(request, manifest, topology=topology)
@@ -517,7 +518,9 @@ def _prepare(
         resumed, anew = _resume(staging, composed, stamps, earlier, keep=request.resume)
         records = []
         if resumed is None:
-            replaced = _replaced(request, composed, settings, catalog_url, earlier.record)
+            replaced = Replaced()
+            if request.replaces:
+                replaced = _replaced(request, composed, settings, catalog_url, earlier.record)
             records.append(packed_replaced(replaced))
         # The request is stored even if the plan goes on: the plan does not depend on all of it.
         records.append((REQUEST, canonical_json(request.as_dict())))  # every time: --overwrite may differ
@@ -545,7 +548,7 @@ def _prepare(
         plan.files,
         plan.bytes_in,
         plan.bytes_out,
-        peak_memory(plan, used),
+        peak_memory(plan.source, plan.files, used),
         plan.renamed,
         plan.cast,
         plan.dropped,
@@ -558,14 +561,14 @@ def _prepare(
     )
 
 
-def _earlier_run(request: Request, staging: Staging) -> _Earlier:
-    """Return what an earlier run left; without one, refuse a destination that exists."""
+def _earlier_run(staging: Staging, refuse: Callable[[], None]) -> _Earlier:
+    """Return what an earlier run left; without one, raise what `refuse` has against the destination."""
     refusals: list[CkptError] = []
 
     def look() -> None:
         refusals.clear()
         try:
-            refuse_existing(request)
+            refuse()
         except CkptError as error:  # unless an earlier run published there
             refusals.append(error)
 
@@ -621,9 +624,7 @@ def _replaced(
     catalog_url: str | bool | None,
     record: Publication | None,
 ) -> Replaced:
-    """Return what a request may replace at its destination."""
-    if not request.replaces:
-        return Replaced()
+    """Return what a request that replaces may replace at its destination."""
     # Late imports: most conversions replace nothing.
     from ckptcore.conversion.foreign_files import require_accounted
     from ckptcore.custody.replacing import may_replace

@@ -64,7 +64,7 @@ from ckptcore.formats import Format, Source, by_name, located, open_source, read
 from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG
 from ckptcore.planning.model_card import fingerprint_line
-from ckptcore.planning.plan import Plan, load_file_plan, load_head
+from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.reading.file_digests import digest_of
 from ckptcore.store import Readable, is_s3, open_source_store, open_store, reads_s3
@@ -299,8 +299,9 @@ def _publish_staged(publishing: _Publishing) -> _Output:
     """Publish an output whose files are all in the staging folder: it is read back there."""
     staging, plan, receipts = publishing.staging, publishing.plan, publishing.receipts
     # Anything that is not in the plan would be published with the folder.
-    staging.require_planned(planned_paths(plan))
-    _require_written(staging, plan, receipts, iter(()))
+    staging.require_planned(planned_paths(plan.files, plan.extra))
+    _require_written(staging, plan.files, receipts, iter(()))
+    _require_small_files(staging.files, plan.extra)
     specs, commit = _planned(staging, plan)
     written = _read_back(staging, plan, staging.files, specs)
     published = _published_files(staging.files, plan.extra, receipts, written)
@@ -321,7 +322,7 @@ def _publish_uploads(publishing: _Publishing, completion: UploadCompletion) -> _
     stored: list[bool] = []
     inventories: list[Inventory] = []
     checks: list[Callable[[], object]] = [
-        lambda: sizes.update(staging.require_planned(planned_paths(plan))),
+        lambda: sizes.update(staging.require_planned(planned_paths(plan.files, plan.extra))),
         lambda: stored.extend(uploads.client.each(uploads.holds, sent)),
     ]
     # Both on S3: the checks are requests that wait, and none needs the answer of another.
@@ -330,7 +331,8 @@ def _publish_uploads(publishing: _Publishing, completion: UploadCompletion) -> _
         checks.append(publishing.require_source)
         checks.append(lambda: inventories.append(list_destination(staging.destination)))
     staging.together(checks)
-    _require_written(staging, plan, receipts, iter(stored))
+    _require_written(staging, plan.files, receipts, iter(stored))
+    _require_small_files(staging.files, plan.extra)
     specs, commit = _planned(staging, plan)
     verified = time.perf_counter()
     # Elsewhere the source is proven as late as possible, right before the first change.
@@ -495,14 +497,14 @@ def _admitted(publication: Publication, publishing: _Publishing) -> Publication:
 
 
 def _require_written(
-    staging: Staging, plan: Plan, receipts: Sequence[Receipt], stored: Iterator[bool]
+    staging: Staging, files: Sequence[PlannedFile], receipts: Sequence[Receipt], stored: Iterator[bool]
 ) -> None:
-    """Compare every file with its receipt, or with the plan.
+    """Compare every file with tensors with its receipt, and with the plan.
 
     A staged file whose stamp shows that it is unchanged is not read again. Of an upload, the store has listed
     the parts. stored: whether it has those of each upload, in the order of the receipts.
     """
-    for planned, receipt in zip(plan.files, receipts, strict=True):
+    for planned, receipt in zip(files, receipts, strict=True):
         if receipt.uploaded is not None:
             # Uploads are in the order of the receipts, so one iterator over the store's answers is enough.
             is_stored = next(stored, None)  # None: this destination has no uploads
@@ -531,9 +533,13 @@ def _require_written(
                 hint="run the command again: the file is rewritten",
                 file=planned.path,
             )
-    for path, digest in plan.extra:
-        size = staging.files.size(path)
-        if size is None or digest_of(staging.files, path, size) != digest:
+
+
+def _require_small_files(staged: Readable, planned: Sequence[tuple[str, str]]) -> None:
+    """Compare the staged small files with the plan's (path, BLAKE3)."""
+    for path, digest in planned:
+        size = staged.size(path)
+        if size is None or digest_of(staged, path, size) != digest:
             raise OutputMismatch(
                 f"{path} is not as planned (got {size} bytes, planned BLAKE3 {digest})",
                 hint="run the command again: the file is rewritten",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ckptcore.catalog import CheckpointFacts
     from ckptcore.catalog.catalog import Catalog
     from ckptcore.catalog.types import ConversionStart, StatisticsRow
+    from ckptcore.checking.export_proof import ExportProof
     from ckptcore.comparison.live_comparison import LiveComparison
     from ckptcore.comparison.statistics import Changes
     from ckptcore.conversion.publish import Result
@@ -424,7 +425,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
         return result
     try:
         registration.catalog.succeed(registration.id, **_made(registration, result, source))
-        _keep_verdicts(registration, result)
+        _keep_verdicts(registration, result.proof, is_measured=bool(result.measured))
     except Exception as error:
         # Also for an error that is none of ours: the output is published, and its user must learn where.
         raise not_recorded(result, error_of(error)) from error
@@ -462,7 +463,7 @@ def register_each(published: Sequence[tuple[Registration, Result, Manifest]]) ->
     outcomes: list[Result | CkptError] = []
     for registration, result, _ in published:
         try:
-            _keep_verdicts(registration, result)
+            _keep_verdicts(registration, result.proof, is_measured=bool(result.measured))
             outcomes.append(replace(result, conversion=registration.id))
         except Exception as error:
             outcomes.append(not_recorded(result, error_of(error)))
@@ -479,11 +480,11 @@ def not_recorded(result: Result, error: CkptError) -> CkptError:
     )
 
 
-def _keep_verdicts(registration: Registration, result: Result) -> None:
+def _keep_verdicts(registration: Registration, proof: ExportProof | None, *, is_measured: bool) -> None:
     """Keep the proof of an export, and judge a source that was measured by other steps of its run."""
-    if result.proof is not None:
-        keep(registration.catalog, registration.id, result.proof)
-    if result.measured and not is_average(registration.request.source):
+    if proof is not None:
+        keep(registration.catalog, registration.id, proof)
+    if is_measured and not is_average(registration.request.source):
         from ckptcore.comparison.step_history import settle  # most conversions measure nothing
 
         settle(registration.catalog, registration.request.source)

@@ -181,7 +181,10 @@ def compose(
     of_export = writer.adapter if adapter is not None else writer.component if of_diffusers else writer.hub
     # Before names and casts: what a layout keeps decides which values are restated, and where files go.
     layout = _output_layout(request, manifest, writer, of_export) if several is None else several.layout
-    carried, carried_findings = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
+    carried: dict[str, bytes] = {}
+    carried_findings: tuple[Finding, ...] = ()
+    if layout.model_folder and single is None and not export:
+        carried, carried_findings = carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if request.takes_model else None
     if model is not None:
         require_decided(request, manifest, model)
@@ -197,7 +200,12 @@ def compose(
     if by_config and (beside.config is None or any(f.severity != "info" for f in doubts)):
         # What was left to the model class above (`later`) is an error again: the class proves nothing here.
         require_complete(manifest, selected)
-    warnings += [*doubts, *beside.findings, *carried_findings, *unused_renames(request, manifest)]
+    warnings += [
+        *doubts,
+        *beside.findings,
+        *carried_findings,
+        *unused_renames(request.rename, _names(request, manifest)),
+    ]
     if model is not None:
         warnings += [*_other_parts(model), *left_out_findings(request, manifest, model)]
     warnings += several.findings if several is not None else ()
@@ -266,7 +274,9 @@ def compose(
         )
     if several is None:
         arch = naming.arch if naming is not None and of_trainer(request.names) else ""
-        extra = {**carried, **_extra(request, mapped, target, beside, manifest, arch)}
+        extra = carried
+        if export and single is None:
+            extra = _extra(request, mapped, target, beside, manifest, arch)
     else:
         extra = several.extra(request, mapped, target.dtypes)
         extra["README.md"] = model_card(request, mapped, manifest, target.dtypes, beside)
@@ -781,8 +791,6 @@ def _extra(
     request: Request, mapped: Mapped, target: Target, beside: ModelFiles, manifest: Manifest, arch: str
 ) -> dict[str, bytes]:
     """Return path -> bytes of the small files of an export. arch: of the map to a trainer's names, or ""."""
-    if request.verb != "export" or target.single is not None:
-        return {}
     files = dict(beside.tokenizer or {})
     if beside.adapter is not None:
         files[ADAPTER] = dumped(beside.adapter.form)
@@ -809,13 +817,11 @@ def carried_files(
     Args:
         request: The output.
         manifest: The source.
-        folder: Where the format keeps them; empty: nowhere.
+        folder: Where the format keeps them.
 
     Raises:
         UsageError: A file that an option names is missing, or a tokenizer's file is too large.
     """
-    if not folder or request.single is not None:
-        return {}, ()
     try:
         model_files = find_files(request, manifest)
     except AmbiguousModel as error:
@@ -832,12 +838,12 @@ def _is_model(content: Mapping[str, bytes]) -> bool:
     return form is not None and isinstance(form.get("model_type"), str)
 
 
-def unused_renames(request: Request, manifest: Manifest) -> Iterator[Finding]:
-    """Yield a finding for each rename that applies to no tensor of a conversion."""
-    left = list(dict.fromkeys(old for old, _ in request.rename))
+def unused_renames(renames: Sequence[tuple[str, str]], names: Iterable[str]) -> Iterator[Finding]:
+    """Yield a finding for each rename that applies to none of the names that a conversion has."""
+    left = list(dict.fromkeys(old for old, _ in renames))
     # As renames see them: one after another, each on the outcome of those before.
-    for name in _names(request, manifest) if left else ():
-        for old, new in request.rename:
+    for name in names if left else ():
+        for old, new in renames:
             if applies(name, old):
                 left = [pattern for pattern in left if pattern != old]
             name = apply_renames(name, [(old, new)])

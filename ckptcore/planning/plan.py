@@ -183,16 +183,16 @@ def writing_processes(source: str, settings: Settings, sizes: Sequence[int]) -> 
     return process_count(settings.threads, settings.memory, sum(sizes), len(sizes))
 
 
-def peak_memory(plan: Plan, settings: Settings) -> int:
+def peak_memory(source: str, files: Sequence[PlannedFile], settings: Settings) -> int:
     """Return the most that a run should take, in bytes: its processes and all buffers that the budget allows.
 
     Most runs stay far below: they need neither torch nor large tiles.
     """
-    largest = max((f.nbytes for f in plan.files), default=0)
+    largest = max((f.nbytes for f in files), default=0)
     tile = Budget.of(settings).tile
     # Four buffers for each thread (`Budget.of`), and never larger than the largest file.
     buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
-    count = writing_processes(plan.source, settings, [file.nbytes for file in plan.files])
+    count = writing_processes(source, settings, [file.nbytes for file in files])
     processes = 1 if count == 1 else count + 1  # the one that hands out files, too
     return processes * _BASE_MEMORY["cpu" if settings.device == "cpu" else "device"] + buffers
 

@@ -575,7 +575,7 @@ class LocalStaging(Staging):
         # A late import: processes that write the files of a plan compose none.
         from ckptcore.conversion.staging.staged_plan import planned_paths, save
 
-        paths = planned_paths(composed.plan)
+        paths = planned_paths(composed.plan.files, composed.plan.extra)
         self.require_planned(paths | set(map(joint_name, paths)))
         save(self, composed, stamps)
 

@@ -25,7 +25,7 @@ from ckptcore.errors import (
 )
 from ckptcore.execution.receipts import read_receipt, write_receipt
 from ckptcore.planning.compose import Composed, compose
-from ckptcore.planning.plan import Plan, file_name, load_head, save_files, save_head, save_plan
+from ckptcore.planning.plan import PlannedFile, file_name, load_head, save_files, save_head, save_plan
 from ckptcore.planning.request import Request
 from ckptcore.reading.file_digests import digest_of
 from ckptcore.store import fetch, open_source_store, put_each
@@ -76,9 +76,9 @@ def staged_request(staging: Staging) -> Request:
         ) from error
 
 
-def planned_paths(plan: Plan) -> set[str]:
-    """Return the paths of all files that are published."""
-    return {f.path for f in plan.files} | {path for path, _ in plan.extra}
+def planned_paths(files: Sequence[PlannedFile], extra: Sequence[tuple[str, str]]) -> set[str]:
+    """Return the paths of all files that are published: those of a plan, and its small ones."""
+    return {file.path for file in files} | {path for path, _ in extra}
 
 
 def restore(
