@@ -25,7 +25,7 @@ _GARBAGE = 1_000_000
 
 VARIABLE = "CKPTCORE_PROCESSES"
 LEAST_THREADS = 8  # of one process, from which several are faster
-_BYTES_EACH = 2 << 30  # a process takes 0.28 s of processor time to start, a gigabyte 0.7 to 1 s
+_BYTES_EACH = 2 << 30  # processes together take 0.3 s of processor time more, a gigabyte 0.3 to 0.8 s
 LEAST_BYTES = 2 * _BYTES_EACH
 THREADS_EACH = 2
 _LEAST_MEMORY = 1 << 20  # bytes of the budget for each process
