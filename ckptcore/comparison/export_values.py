@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import OpenSide
+from ckptcore.comparison.opened import OpenSide, tiles_for
 from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
@@ -29,7 +29,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import DamagedCheckpoint
 from ckptcore.fingerprints.sums import ZERO, Fingerprinted, add, box_sum, tensor_fingerprint
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget
+from ckptcore.planning.tiles import Budget, Tiles
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing, index_in
 from ckptcore.reading.gather import Bytes, tile_view
@@ -149,7 +149,8 @@ def compare_numbered(
         _ComparedPair(TensorPair(name, (sides[first], sides[second]), rows, is_summed))
         for name, (first, second), rows, is_summed in pairs
     ]
-    walk_boxes(_opening(opened), lambda: _compares_box(budget), budget, meter)
+    with tiles_for(sides, budget) as tiles:
+        walk_boxes(_opening(opened), lambda: _compares_box(tiles), budget, meter)
     return [open_pair.result() for open_pair in opened]
 
 
@@ -210,9 +211,9 @@ def _empty_result(pair: TensorPair) -> PairResult:
     return PairResult(pair.name, pair.specs, 0, None, (0, 0), (0, 0), taken)
 
 
-def _compares_box(budget: Budget) -> Callable[[_ComparedPair, Box], None]:
+def _compares_box(buffers: Tiles) -> Callable[[_ComparedPair, Box], None]:
     """Return a function that compares one box; it is used in one thread."""
-    source_buffer, export_buffer, cast, scratch = (np.empty(budget.tile, np.uint8) for _ in range(4))
+    source_buffer, export_buffer, cast, scratch = (buffers.take() for _ in range(4))
 
     def compare(open_pair: _ComparedPair, box: Box) -> None:
         tiles = []

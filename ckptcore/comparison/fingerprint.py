@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import OpenSide, labelled
+from ckptcore.comparison.opened import OpenSide, labelled, tiles_for
 from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
@@ -35,7 +35,7 @@ from ckptcore.fingerprints.sums import (
 from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.rename import is_kept, matches, remap
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget, paged_buffer
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.gather import tile_view
 from ckptcore.reading.rereading import rereading
 from ckptcore.utils.workers import Progress, ProgressMeter
@@ -182,7 +182,7 @@ def sum_tensors(
     opened.limit_decoded(settings)
 
     def worker() -> Callable[[_Summed, Box], None]:
-        tile, scratch = (paged_buffer(budget.tile) for _ in range(2))
+        tile, scratch = tiles.take(), tiles.take()
 
         def read(tensor: _Summed, box: Box) -> None:
             spec = tensor.spec
@@ -195,5 +195,6 @@ def sum_tensors(
 
         return read
 
-    walk_boxes((_Summed(opened, row) for row in rows), worker, budget, meter)
+    with tiles_for(sides, budget) as tiles:
+        walk_boxes((_Summed(opened, row) for row in rows), worker, budget, meter)
     return list(sums.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget, Tiles, paged_buffer
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import RecordProgress, Records
 from ckptcore.reading.gather import StoredOrder, stored_order, tile_view
@@ -32,6 +34,7 @@ class OpenSide:
         self.store.observer = manifest.sums
         self.records = Records(self.store, len(manifest.items))
         self._stamps = stamp_files(manifest, self.store)
+        self.tiles: Tiles | None = None  # of a process that reads one job after the other
 
     @property
     def observes(self) -> bool:
@@ -94,3 +97,13 @@ def labelled(label: str) -> Iterator[None]:
         error.message = f"{label}: {error.message}"
         error.args = (error.message,)
         raise
+
+
+@contextmanager
+def tiles_for(sides: Sequence[OpenSide], budget: Budget) -> Iterator[Tiles]:
+    """Lend the buffers of all threads that read; they stay with the first side if it keeps some."""
+    tiles = sides[0].tiles or Tiles(partial(paged_buffer, budget.tile))
+    try:
+        yield tiles
+    finally:
+        tiles.take_back()

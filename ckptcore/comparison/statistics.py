@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import OpenSide, labelled
+from ckptcore.comparison.opened import OpenSide, labelled, tiles_for
 from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
@@ -30,7 +30,7 @@ from ckptcore.fingerprints.statistics import (
 )
 from ckptcore.fingerprints.statistics import accumulator as of_tensor
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget, paged_buffer
+from ckptcore.planning.tiles import Budget
 from ckptcore.reading.gather import tile_view
 from ckptcore.reading.rereading import rereading
 from ckptcore.utils.workers import Progress, ProgressMeter
@@ -262,8 +262,8 @@ def measure_tensors(
             yield opened[-1]
 
     def worker() -> Callable[[_Open, Box], None]:
-        buffers = [paged_buffer(budget.tile) for _ in sides]
-        scratch = paged_buffer(budget.tile)
+        buffers = [tiles.take() for _ in sides]
+        scratch = tiles.take()
 
         def read(tensor: _Open, box: Box) -> None:
             elements = []
@@ -276,5 +276,6 @@ def measure_tensors(
 
         return read
 
-    walk_boxes(tensors(), worker, budget, meter)
+    with tiles_for(sides, budget) as tiles:
+        walk_boxes(tensors(), worker, budget, meter)
     return [tensor.result for tensor in opened]

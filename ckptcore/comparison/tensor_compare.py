@@ -19,14 +19,14 @@ import numpy as np
 
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
 from ckptcore.comparison.measures import Sums, is_measured, sums_of
-from ckptcore.comparison.opened import OpenSide, labelled
+from ckptcore.comparison.opened import OpenSide, labelled, tiles_for
 from ckptcore.comparison.result import DTYPE, VALUES, Element, TensorDifference
 from ckptcore.comparison.tensor_processes import in_processes
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget
+from ckptcore.planning.tiles import Budget, Tiles
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import Bytes, tile_view
@@ -100,7 +100,8 @@ def compare_pairs(
             open_pairs.append(_Pair(pair, (a, b)))
             yield open_pairs[-1]
 
-    walk_boxes(opened(), lambda: _compares_box((a, b), budget, lock), budget, meter)
+    with tiles_for(sides, budget) as tiles:
+        walk_boxes(opened(), lambda: _compares_box((a, b), tiles, lock), budget, meter)
     for pair in open_pairs:
         pair.sum_rest(a, budget)
     return [open_pair.result() if open_pair.differing or open_pair.cast else None for open_pair in open_pairs]
@@ -168,10 +169,10 @@ class _Pair(OpenTensor):
 
 
 def _compares_box(
-    sides: tuple[OpenSide, OpenSide], budget: Budget, lock: threading.Lock
+    sides: tuple[OpenSide, OpenSide], buffers: Tiles, lock: threading.Lock
 ) -> Callable[[_Pair, Box], None]:
     """Return a function that compares one box; it is used in one thread."""
-    buffer_a, buffer_b, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
+    buffer_a, buffer_b, scratch = (buffers.take() for _ in range(3))
 
     def compare(open_pair: _Pair, box: Box) -> None:
         tiles = []

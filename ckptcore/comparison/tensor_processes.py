@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckptcore.comparison.opened import OpenSide, SideProgress
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget, Tiles, paged_buffer
 from ckptcore.reading.payload import late_imports
 from ckptcore.utils.command_process import process_count
 from ckptcore.utils.process_pool import Begun, ProcessPool, batches
@@ -90,6 +92,7 @@ def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
         OpenSide(label, replace(manifest, sums=FileSums() if observes else None))
         for label, manifest, observes in setup.sides
     ]
+    sides[0].tiles = Tiles(partial(paged_buffer, Budget.of(setup.settings).tile))
     meter = CountedMeter(finished)
 
     def read(job: tuple[Sequence[int], Sequence[Any]]) -> tuple[Sequence[int], list[Any]]:

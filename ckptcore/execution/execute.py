@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.execution.device import host_buffer, slots_on
@@ -32,7 +33,7 @@ from ckptcore.execution.source_order import SourceOrder, ordered_jobs
 from ckptcore.execution.tensor_filler import Workspace, expect
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget, Job, jobs, paged_buffer
+from ckptcore.planning.tiles import Budget, Job, Tiles, jobs, paged_buffer
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.reading.rereading import rereading
@@ -121,34 +122,6 @@ def execute_files(
     return tuple(receipts[i] for i in indices)
 
 
-class Tiles:
-    """The buffers of runs that follow each other in a process: fresh memory costs as much as a copy.
-
-    Args:
-        nbytes: Of a buffer.
-        device: That copies from and to the buffers, or cpu.
-    """
-
-    def __init__(self, nbytes: int, device: str) -> None:
-        self._nbytes, self._device = nbytes, device
-        self._lock = threading.Lock()
-        self._made: list[Bytes] = []
-        self._idle: list[Bytes] = []
-
-    def take(self) -> Bytes:
-        """Return a buffer that no worker has."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-            self._made.append(buffer := host_buffer(self._nbytes, self._device))
-        return buffer
-
-    def take_back(self) -> None:
-        """Take back all buffers, at the end of a run."""
-        with self._lock:
-            self._idle = list(self._made)
-
-
 def files_writer(
     run: PlanRun, settings: Settings, records: Records, meter: ProgressMeter
 ) -> Callable[[Sequence[int]], tuple[Receipt, ...]]:
@@ -157,7 +130,7 @@ def files_writer(
     What others read the rest of stays open in ``records``. It raises the first error of any worker.
     """
     budget = Budget.of(settings)
-    tiles = Tiles(budget.tile, settings.device)
+    tiles = Tiles(partial(host_buffer, budget.tile, settings.device))
     shared = _Shared(records, meter, tiles)
 
     def write(indices: Sequence[int]) -> tuple[Receipt, ...]:
@@ -233,7 +206,7 @@ class _Run:
         self._open: dict[int, FileWork] = {}
         self._differing: dict[int, CompareWriter | DigestWriter] = {}
         # Two for each worker: one is filled while the other waits to be flushed in order.
-        self._tiles = shared.tiles or Tiles(self._budget.tile, settings.device)
+        self._tiles = shared.tiles or Tiles(partial(host_buffer, self._budget.tile, settings.device))
         self._buffers = Buffers(self._tiles.take() for _ in range(2 * settings.threads))
         self._slots = slots_on(settings.device, self._budget.tile)
 

@@ -8,6 +8,7 @@ rows. Jobs come in file order and tile the file exactly.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -273,3 +274,30 @@ def paged_buffer(nbytes: int) -> Bytes:
         return np.frombuffer(untouched(nbytes, huge_from=TILES), np.uint8)
     except OSError as error:
         raise BudgetTooSmall(f"cannot allocate a buffer of {nbytes} bytes: {error.strerror}") from error
+
+
+class Tiles:
+    """The buffers of runs that follow each other in a process: fresh memory costs as much as a copy.
+
+    Args:
+        allocate: Returns a new buffer.
+    """
+
+    def __init__(self, allocate: Callable[[], Bytes]) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._made: list[Bytes] = []
+        self._idle: list[Bytes] = []
+
+    def take(self) -> Bytes:
+        """Return a buffer that no worker has."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            self._made.append(buffer := self._allocate())
+        return buffer
+
+    def take_back(self) -> None:
+        """Take back all buffers, at the end of a run."""
+        with self._lock:
+            self._idle = list(self._made)
