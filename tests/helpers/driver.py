@@ -28,6 +28,7 @@ import confined
 import warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SAMPLE = REPOSITORY / "tests/fixtures/torch/dcp_nested_2r/ckpt"
 # A fork copies the tables of all pages, and its end takes them apart: with pages of 2 MiB that takes 2 ms and
 # not 8, and 10 ms less in the child. Only memory of `malloc` can have them.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
@@ -202,12 +203,33 @@ def load() -> None:
     # Importing transformers takes seconds. Tests of `transformers_process` start it as users do.
     asking = importlib.import_module("ckptcore.planning.transformers_process")
     asking.COMMAND = (*warm.python(), *asking.COMMAND[1:])
+    _build_commands()
     _warm_up(importlib.import_module("ckptcore.__main__").main)
 
 
+def _build_commands() -> None:
+    """Build every command once, with what checks its values: a third of a short call."""
+    import importlib
+
+    import typer
+
+    def check_values(command: Any) -> None:
+        for parameter in command.params:
+            parameter.get_runtime_param()
+        for below in getattr(command, "commands", {}).values():
+            check_values(below)
+
+    program = importlib.import_module("ckptcore.cli.main")
+    build = program.program
+    built = {name: typer.main.get_command(build(name)) for name in program.COMMANDS}
+    for command in built.values():
+        check_values(command)
+    program.program = lambda *names: built.get(names[0] if names else "") or build(*names)
+
+
 def _warm_up(main: Any) -> None:
-    """Run two commands for nothing: the first run of any loads more modules, and compiles the SQL of a
-    conversion, which takes as long as the rest of it."""
+    """Run some commands for nothing: the first run of any loads more modules, and compiles the SQL of a
+    conversion, which takes as long as the rest of it, and the patterns that pickles are read by."""
     import numpy as np
     import pytest
     import quick_catalogs
@@ -227,7 +249,8 @@ def _warm_up(main: Any) -> None:
         source, catalog = f"{name}/source.safetensors", f"sqlite:///{name}/catalog.db"
         save_file({"weight": np.zeros(1)}, source)
         conversion = ["consolidate", source, f"{name}/out.safetensors", "--catalog", catalog]
-        for arguments in (["formats"], conversion):
+        check = ["validate", str(SAMPLE), "--level", "bytes", "--no-catalog"]
+        for arguments in (["formats"], conversion, check):
             sys.argv = ["ckptcore", *arguments]
             if _exit_code(main) != 0:
                 raise RuntimeError(f"the warm-up failed: {nowhere.getvalue()}")
@@ -239,7 +262,8 @@ def _serve() -> None:
     os.dup2(2, 1)
     for name in LARGE_PAGES:  # not for what the calls start
         os.environ.pop(name, None)
-    load()
+    if "driver" not in sys.modules:  # else this is a fork of a server that has called it
+        load()
     gc.collect()
     gc.freeze()  # forks share these objects: a collection in a child would copy them all
     for line in sys.stdin:
