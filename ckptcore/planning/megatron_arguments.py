@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
@@ -74,6 +75,61 @@ _MESH = {
 _BRIDGE_PROVIDERS = {
     False: "megatron.bridge.models.gpt_provider.GPTModelProvider",
     True: "megatron.bridge.models.mla_provider.MLAModelProvider",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeModel:
+    """A model of several modules, of which Megatron's arguments say the language model's alone.
+
+    Attributes:
+        provider: Its class in Megatron-Bridge.
+        fields: Field of the provider -> place in the hub's config.
+        configs: Field of the provider -> (place of a part of the hub's config, its class in transformers).
+    """
+
+    provider: str
+    fields: Mapping[str, str]
+    configs: Mapping[str, tuple[str, str]]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Places in the hub's config that its provider has as they are."""
+        return (*self.fields.values(), *(place for place, _ in self.configs.values()))
+
+    def fields_of(self, hub: Config) -> dict[str, Any]:
+        """Return the fields of its provider for a config of the hub."""
+        fields = {field: hub.at(place) for field, place in self.fields.items()}
+        parts = {
+            # As Bridge writes a config of transformers (training/config/yaml_utils.py of Megatron-Core).
+            field: {"_target_": f"{name}.from_dict", "_call_": True, "config_dict": hub.at(place)}
+            for field, (place, name) in self.configs.items()
+        }
+        stated = {field: value for field, value in fields.items() if value is not None}
+        return {"_target_": self.provider, **stated, **parts}
+
+
+# Model type -> what its bridge makes of the hub's config (models/qwen_vl/qwen25_vl_bridge.py).
+_BRIDGE_MODELS = {
+    "qwen2_5_vl": BridgeModel(
+        "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider",
+        {
+            "mrope_section": "text_config.rope_parameters.mrope_section",
+            "seq_length": "text_config.max_position_embeddings",
+            "bos_token_id": "text_config.bos_token_id",
+            "eos_token_id": "text_config.eos_token_id",
+            "image_token_id": "image_token_id",
+            "video_token_id": "video_token_id",
+            "vision_start_token_id": "vision_start_token_id",
+            "vision_end_token_id": "vision_end_token_id",
+        },
+        {
+            "vision_config": (
+                "vision_config",
+                "transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig",
+            )
+        },
+    )
 }
 # Argument -> field, where both differ (megatron/training/arguments.py, core_transformer_config_from_args).
 _BRIDGE_RENAMED = {
@@ -176,10 +232,13 @@ def common_state(
         )
     arguments |= {name: mesh.get(axis, 1) for name, axis in _MESH.items()}
     arguments |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
-    written = Config("the arguments for Megatron", _WORLD, arguments)
-    findings = tuple(unstated(naming, written, "args in common.pt"))
     args = Named("namespace", dict(sorted(arguments.items())))
     state: dict[str, Any] = {"args": args, "checkpoint_version": _VERSION, "iteration": 0}
+    hub = next((c for c in naming.configs if c.fields is not None), None)
+    modules = _BRIDGE_MODELS.get(hub.fields.model_type) if hub is not None and hub.fields else None
+    written = Config("the arguments for Megatron", _WORLD, arguments)
+    # No command line has the other modules: only a provider of Bridge does.
+    findings = () if modules else tuple(unstated(naming, written, "args in common.pt"))
     if lacking := without_field(arguments):
         message = (
             "run_config.yaml for Megatron-Bridge is not written: no field of its providers says "
@@ -188,9 +247,13 @@ def common_state(
         findings += (finding("unstated-arguments", "coverage", message),)
     elif not findings:  # a provider of Bridge is the model, and no command line completes it
         dtype = next((t.dtype for t in tensors if t.fqn.endswith(_EMBEDDING)), "")
-        state["run_config"] = run_config(arguments, dtype)
-        bridge = Config("run_config.yaml for Megatron-Bridge", _WORLD, state["run_config"]["model"])
-        findings += tuple(unstated(naming, bridge, "run_config.yaml"))
+        content = run_config(arguments, dtype)
+        if modules is not None and hub is not None:
+            content["model"] |= modules.fields_of(hub)
+        bridge = Config("run_config.yaml for Megatron-Bridge", _WORLD, content["model"])
+        said = modules.places if modules is not None else ()
+        findings += tuple(unstated(naming, bridge, "run_config.yaml", said))
+        state |= {} if findings else {"run_config": content}
     return {k: encode(v) for k, v in state.items()}, findings
 
 

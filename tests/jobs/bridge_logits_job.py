@@ -2,7 +2,8 @@
 
 python bridge_logits_job.py HUB ANSWER FOLDER...
 
-HUB is the model's folder, FOLDER a release of torch_dist, which Megatron-Core's own loader reads strictly.
+HUB is the model's folder, FOLDER a release of torch_dist: Bridge builds the model from its run_config.yaml,
+and Megatron-Core's own loader reads it strictly.
 ANSWER will hold how far the logits of each are from those of transformers, of text and of a picture in one,
 and how far those of transformers are from its own without the picture.
 
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typing_extensions
+import yaml
 from mcore_job import stand_in
 from megatron_logits_job import stand_in_for_gpus
 
@@ -62,48 +64,24 @@ class _Engine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__version__ = "2.9"
 
 
-def _provider(config: Any) -> Any:
-    """Bridge's own, with the fields that its conversion from the hub gives it."""
+def _provider(folder: str) -> Any:
+    """Bridge's own, as the run_config.yaml of a checkpoint says it, but for what no CPU has."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    sys.meta_path.append(_Engine())
-    provider = importlib.import_module("megatron.bridge.models.qwen_vl.qwen25_vl_provider")
-    text = config.text_config
-    out = provider.Qwen25VLModelProvider(
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        ffn_hidden_size=text.intermediate_size,
-        num_attention_heads=text.num_attention_heads,
-        num_query_groups=text.num_key_value_heads,
-        layernorm_epsilon=text.rms_norm_eps,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        use_cpu_initialization=True,
-        rotary_base=text.rope_parameters["rope_theta"],
-        mrope_section=text.rope_parameters["mrope_section"],
-        vision_config=config.vision_config,
-        image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        vision_start_token_id=config.vision_start_token_id,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        vocab_size=text.vocab_size,
-        make_vocab_size_divisible_by=128,
-        should_pad_vocab=True,
-        seq_length=64,
-        transformer_layer_spec=lambda built: get_gpt_decoder_block_spec(
-            built, use_transformer_engine=False, normalization="RMSNorm"
-        ),
+    if not any(isinstance(finder, _Engine) for finder in sys.meta_path):
+        sys.meta_path.append(_Engine())
+    library: Any = importlib.import_module("megatron.bridge.utils.instantiate_utils")
+    with open(f"{folder}/run_config.yaml", encoding="utf-8") as file:
+        out = library.instantiate(yaml.safe_load(file)["model"])
+    fused = ("bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion")
+    for name in (*fused, "gradient_accumulation_fusion"):
+        setattr(out, name, False)
+    out.tensor_model_parallel_size = out.pipeline_model_parallel_size = 1
+    out.hidden_dropout = out.attention_dropout = 0.0
+    out.use_cpu_initialization = True
+    out.transformer_layer_spec = lambda built: get_gpt_decoder_block_spec(
+        built, use_transformer_engine=False, normalization="RMSNorm"
     )
     out.finalize()
     out._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -140,7 +118,7 @@ def _answers(hub: str, folders: Sequence[str]) -> dict[str, Any]:
     blind = read(input_ids=questions["picture"]["input_ids"]).logits
     out: dict[str, Any] = {"picture counts": _apart(right["picture"], blind), "folders": []}
     for folder in folders:
-        model = _provider(read.config).provide(pre_process=True, post_process=True).float().eval()
+        model = _provider(folder).provide(pre_process=True, post_process=True).float().eval()
         loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
         model.load_state_dict(loaded["model"])
         made = {name: model(**asked, attention_mask=None) for name, asked in questions.items()}

@@ -10,7 +10,15 @@ from math import isclose, isfinite
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.naming.maps.hub_config import HubFields, Stated, hub_fields, in_shapes, rendered, same_value
+from ckptcore.naming.maps.hub_config import (
+    TEXT,
+    HubFields,
+    Stated,
+    hub_fields,
+    in_shapes,
+    rendered,
+    same_value,
+)
 from ckptcore.naming.worlds import HUB
 from ckptcore.utils.text import short_repr
 
@@ -127,7 +135,9 @@ class Config:
         stated, has = self.fields.get(place), self.fields.of_class
         if stated is None or (has is not None and "." not in place and place not in has):
             return None
-        return stated if self.fields.counts(place) else Stated(None, stated.place)
+        nested = f"{TEXT}.{place}"
+        field = nested if nested in self.fields.values else place
+        return stated if self.fields.counts(field) else Stated(None, stated.place)
 
     def _of_class(self, places: Sequence[str], is_null: bool) -> Stated | None:
         """Return the default of a config.json's class; the value is None where it has no such field."""

@@ -278,3 +278,34 @@ def test_heads_and_groups_of_mamba_layers_are_whole_on_each_rank(tmp_path: Path)
     with pytest.raises(UsageError, match="cannot run 2 groups of Mamba layers with tp=4"):
         start(source, tmp_path / "out", verb="reshard", mesh="tp=4")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_config_of_megatron_bridge_has_the_other_modules_of_a_model(tmp_path: Path) -> None:
+    source = hub(tmp_path / "hub", "qwen2_5_vl")
+    config = json.loads((source / "config.json").read_text())
+    result = start(source, tmp_path / "out")
+    assert "unstated-arguments" not in {w.code for w in result.warnings}
+    model = bridge(tmp_path / "out")["model"]
+    assert model["_target_"] == "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
+    assert model["vision_config"]["config_dict"] == config["vision_config"]
+    assert model["mrope_section"] == config["text_config"]["rope_parameters"]["mrope_section"]
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    assert {name: model[name] for name in ids} == {name: config[name] for name in ids}
+    back = tmp_path / "back"
+    ckptcore.convert(str(tmp_path / "out"), str(back), verb="export", config=str(source), catalog=False)
+    state = trainer_names.hub_model("qwen2_5_vl")[1]
+    exported = ckptcore.open(str(back))
+    assert {t.fqn for t in exported.tensors} == state.keys()
+    assert all(torch.equal(ckptcore.read(exported, name), tensor) for name, tensor in state.items())
+
+
+def test_fields_that_no_provider_of_a_model_of_several_modules_has_are_named(tmp_path: Path) -> None:
+    """The window of its language model is none of Bridge's fields."""
+    windows = ["sliding_attention", "full_attention"]
+    text = trainer_names.hub_model("qwen2_5_vl")[0]["text_config"]
+    text |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": windows}
+    result = start(hub(tmp_path / "hub", "qwen2_5_vl", text_config=text), tmp_path / "out")
+    (named,) = [w for w in result.warnings if w.code == "unstated-arguments"]
+    assert "run_config.yaml does not say" in named.message
+    assert "sliding_window" in named.message
+    assert not (tmp_path / "out/release/run_config.yaml").exists()
