@@ -518,10 +518,8 @@ def _prepare(
         resumed, anew = _resume(staging, composed, stamps, earlier, keep=request.resume)
         records = []
         if resumed is None:
-            replaced = Replaced()
-            if request.replaces:
-                replaced = _replaced(request, composed, settings, catalog_url, earlier.record)
-            records.append(packed_replaced(replaced))
+            asked = (request, composed, settings, catalog_url, earlier.record)
+            records.append(packed_replaced(_replaced(*asked) if request.replaces else Replaced()))
         # The request is stored even if the plan goes on: the plan does not depend on all of it.
         records.append((REQUEST, canonical_json(request.as_dict())))  # every time: --overwrite may differ
         staging.beside_uploads(plan.files, settings)  # refused now, and not after hours of uploading

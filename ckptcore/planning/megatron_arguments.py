@@ -251,8 +251,8 @@ def common_state(
         if modules is not None and hub is not None:
             content["model"] |= modules.fields_of(hub)
         bridge = Config("run_config.yaml for Megatron-Bridge", _WORLD, content["model"])
-        said = modules.places if modules is not None else ()
-        findings += tuple(unstated(naming, bridge, "run_config.yaml", said))
+        stated_places = modules.places if modules is not None else ()
+        findings += tuple(unstated(naming, bridge, "run_config.yaml", stated_places))
         state |= {} if findings else {"run_config": content}
     return {k: encode(v) for k, v in state.items()}, findings
 

@@ -36,14 +36,16 @@ def stated_numbers(naming: NameMap, place: str, *names: str) -> dict[str, int | 
     return numbers
 
 
-def unstated(naming: NameMap, written: Config, place: str, said: Sequence[str] = ()) -> Iterator[Finding]:
+def unstated(
+    naming: NameMap, written: Config, place: str, stated_as_is: Sequence[str] = ()
+) -> Iterator[Finding]:
     """Compare a trainer's config with the model's, as that of a training is; yield what it does not say.
 
     Args:
         naming: How the tensors got the trainer's names.
         written: The trainer's config.
         place: Where it is written, for messages.
-        said: Fields of the model's config that it says as they are, with those below them.
+        stated_as_is: Fields of the model's config that it says as they are, with those below them.
 
     Raises:
         NameMismatch: It would say something else than the model's config.
@@ -73,7 +75,7 @@ def unstated(naming: NameMap, written: Config, place: str, said: Sequence[str] =
     if not config.numbers.get("window", (0, ""))[0]:
         equal |= _OF_WINDOW
     stated = {f for f in comparison.unconfirmed if (s := fields.get(f)) is not None and s.value is not None}
-    stated = {f for f in stated if not any(f == name or f.startswith(f"{name}.") for name in said)}
+    stated = {f for f in stated if not any(f == name or f.startswith(f"{name}.") for name in stated_as_is)}
     if lacking := sorted(f for f in stated if equal.isdisjoint((f, f.removeprefix(f"{TEXT}.")))):
         message = f"{place} does not say {listed(lacking, 12)} of {config.name}"
         yield finding("unstated-arguments", "coverage", message)

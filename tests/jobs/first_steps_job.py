@@ -139,9 +139,9 @@ def losses(begun: Begun, asked: dict[str, Any], share: int, shares: int) -> list
     for _ in range(asked["steps"]):
         optimizer.zero_grad()
         answer = logits(ids[:, :-1].contiguous())
-        whole = answer.full_tensor() if hasattr(answer, "full_tensor") else answer
+        every_logit = answer.full_tensor() if hasattr(answer, "full_tensor") else answer
         part = torch.nn.functional.cross_entropy(
-            whole.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+            every_logit.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
         )
         (part / tokens * (shares if averaged else 1)).backward()
         optimizer.step()

@@ -330,9 +330,9 @@ def _number_as_text(value: Any) -> Any:
 
 
 def _infinite(value: float) -> float:
-    """Return a limit that is none. Other numbers are whole."""
+    """Return a limit that is none. Other numbers are integers."""
     if not math.isinf(value):
-        raise ValueError(f"must be a whole number or inf (got {value})")
+        raise ValueError(f"must be an integer or inf (got {value})")
     return value
 
 

@@ -273,7 +273,7 @@ def test_no_config_of_megatron_bridge_where_it_would_build_another_model(
     assert any(lacking in w.message for w in result.warnings if w.code == "unstated-arguments")
 
 
-def test_heads_and_groups_of_mamba_layers_are_whole_on_each_rank(tmp_path: Path) -> None:
+def test_no_rank_has_a_part_of_a_head_or_group_of_mamba_layers(tmp_path: Path) -> None:
     source = hub(tmp_path / "hub", "nemotron_h")
     with pytest.raises(UsageError, match="cannot run 2 groups of Mamba layers with tp=4"):
         start(source, tmp_path / "out", verb="reshard", mesh="tp=4")
