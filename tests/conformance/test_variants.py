@@ -292,6 +292,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("original", [SAMPLE, NESTED], ids=lambda p: p.name)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(name: str, original: Path, cli: Cli, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grids
 import old_pickles as old
 import pytest
 import ranks_job
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 JOB = JOBS / "ranks_job.py"
 OWN = ("extra_state.", "rng", "random_states.")  # what each rank has its own of
-CASES = [(n, case) for n in (2, 3, 4) for case in ranks_job.cases(n) if case != "fsdp1_local"]
+CASES = [(n, case) for n in (4, 3, 2) for case in ranks_job.cases(n) if case != "fsdp1_local"]
+SHORT = grids.sliced([row for row in CASES if row[0] != 3], lambda row: row)
+MORE = [pytest.param(*row, marks=pytest.mark.soak) for row in CASES if row[0] == 3]
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +60,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.mark.xdist_group("torch_ranks")
-@pytest.mark.parametrize(
-    ("ranks", "case"), [pytest.param(*c, marks=pytest.mark.soak if c[0] == 3 else ()) for c in CASES]
-)
+@pytest.mark.parametrize(("ranks", "case"), [*SHORT, *MORE])
 def test_equals_the_tensors_of_the_job(
     ranks: int, case: str, jobs: Callable[[int], Path], cli: Cli, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def _empty(folder: Path) -> None:
 DAMAGES = [_remove, _remove_last, _copy_rank, _cut, _empty]
 
 
+@pytest.mark.grid
 @pytest.mark.xdist_group("torch_ranks")
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("case", ["fsdp2", "fsdp1_sharded", "fsdp1_mesh", "fsdp2_tp", "nodcp", "hsdp"])
