@@ -225,7 +225,7 @@ def test_server_that_hangs_up(cli: Cli, tmp_path: Path) -> None:
                 "AWS_ACCESS_KEY_ID": "x",
                 "AWS_SECRET_ACCESS_KEY": "x",
                 "AWS_MAX_ATTEMPTS": "1",
-                "CKPTCORE_REQUEST_DEADLINE": "3",
+                "CKPTCORE_REQUEST_DEADLINE": "1",
                 "AWS_DEFAULT_REGION": "us-east-1",
             }
             done = cli("inspect", "s3://bucket/ckpt", "--output", "json", seconds=120, env=env)
