@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import warm
 import webhooks
 from paths import JOBS
 from safetensors import safe_open
@@ -64,7 +65,7 @@ def test_from_a_training_job_to_an_sql_query(stack: Stack, tmp_path: Path) -> No
     port = str(free_port())
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", JOB, str(rank), port, checkpoint, truth],
+            [*warm.python(), str(JOB), str(rank), port, str(checkpoint), str(truth)],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
