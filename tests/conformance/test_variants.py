@@ -292,9 +292,19 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("original", [SAMPLE, NESTED], ids=lambda p: p.name)
-@pytest.mark.parametrize("name", VARIANTS)
+# Of the two samples, these variants go other ways through the code.
+_OF_BOTH = frozenset({"mindspore", "no_checksums", "unused_files"})
+
+
+@pytest.mark.parametrize(
+    ("name", "original"),
+    [
+        pytest.param(name, original, id=f"{name}-{original.name}", marks=marks)
+        for original, alike in ((SAMPLE, ()), (NESTED, pytest.mark.soak))
+        for name in VARIANTS
+        for marks in [() if name in _OF_BOTH else alike]
+    ],
+)
 def test_variant(name: str, original: Path, cli: Cli, tmp_path: Path) -> None:
     shutil.copytree(original / "ckpt", tmp_path / "ckpt")
     folder = Folder(tmp_path / "ckpt", tmp_path / "sentinel")

@@ -151,7 +151,7 @@ DAMAGES = [_remove, _remove_last, _copy_rank, _cut, _empty]
 @pytest.mark.grid
 @pytest.mark.xdist_group("torch_ranks")
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("case", ["fsdp2", "fsdp1_sharded", "fsdp1_mesh", "fsdp2_tp", "nodcp", "hsdp"])
+@pytest.mark.parametrize("case", ["fsdp2", "fsdp1_sharded", "fsdp1_mesh", "hsdp", "nodcp", "fsdp2_tp"])
 def test_damage_is_detected(
     case: str, damage: Callable[[Path], None], jobs: Callable[[int], Path], cli: Cli, tmp_path: Path
 ) -> None:

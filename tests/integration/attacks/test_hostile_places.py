@@ -183,7 +183,6 @@ DESTINATIONS: dict[str, Callable[[World], str]] = {
 }
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)], ids=["new", "overwrite"])
 @pytest.mark.parametrize("name", DESTINATIONS)
 def test_no_destination_destroys_foreign_files(
