@@ -6,7 +6,7 @@
 #                (make up UP="--prefect-port 4300 --root /runs --exports /models")
 #   make down    end them; a run that does not end in a minute goes on after the next `make up`
 #   make test    `make check`, and the tests beside it
-#   make quick   a test or two of each room and family, before a commit: no servers, under 90 s on 2 cores
+#   make quick   a test or two of each room and family, before a commit: no servers, under a minute on 2 cores
 #   make check   format, lint, types, layers, migrations, generated tables
 #   make bench   measure against the peers, print the table
 #   make soak    the long repeats that `make test` leaves out
