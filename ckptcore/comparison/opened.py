@@ -101,8 +101,11 @@ def labelled(label: str) -> Iterator[None]:
 
 @contextmanager
 def tiles_for(sides: Sequence[OpenSide], budget: Budget) -> Iterator[Tiles]:
-    """Lend the buffers of all threads that read; they stay with the first side if it keeps some."""
-    tiles = sides[0].tiles or Tiles(partial(paged_buffer, budget.tile))
+    """Lend the buffers of all threads that read; they stay with the first side if it keeps some.
+
+    There is no side where two checkpoints have no tensor to compare.
+    """
+    tiles = next((side.tiles for side in sides[:1]), None) or Tiles(partial(paged_buffer, budget.tile))
     try:
         yield tiles
     finally:

@@ -4,8 +4,8 @@ A page with ``<!-- sandbox: PLACE=SAMPLE ... -->`` is run in a folder with copie
 ``tests/fixtures``, or a folder of the repository; `empty` is none). A place ``s3://BUCKET/KEY`` is in an S3
 server that runs for the page. ``sh`` and ``python`` blocks are run; a ``text`` block right after one is what
 it prints, where ``...`` is anything. A command followed by ``# exit code N`` must end with N. A ``toml``
-block whose first line is ``# NAME``, or a ``python`` block with ``# NAME.py``, becomes that file. Port 8080
-is replaced by a free one. Blocks in an HTML comment are run and not displayed.
+block whose first line is ``# NAME.toml``, or a ``python`` block with ``# NAME.py``, becomes that file; other
+``toml`` blocks are only shown. Port 8080 is replaced by a free one. Blocks in an HTML comment are run and not displayed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(sh|python|toml|text)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 SANDBOX = re.compile(r"<!-- sandbox: (.*?) -->", re.DOTALL)
 ENDS_WITH = re.compile(r"^(.*?)\s+# exit code (\d+)$", re.MULTILINE)
-NAMED_FILE = re.compile(r"# \w+\.py\n")
+NAMED_FILE = re.compile(r"# \w+\.(py|toml)\n")
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,13 @@ def script_of(steps: list[Step]) -> str:
     """Return one bash script, with a line between the outputs of the steps, that ends what it started."""
     lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"]
     for step in steps:
-        if step.language == "toml" or NAMED_FILE.match(step.code):
+        if NAMED_FILE.match(step.code):
             name = step.code.partition("\n")[0].removeprefix("#").strip()
             lines.append(f"cat > {name} <<'END_OF_FILE'\n{step.code}END_OF_FILE")
         elif step.language == "python":
             lines.append(f"python - <<'END_OF_CODE'\n{step.code}END_OF_CODE")
+        elif step.language == "toml":
+            lines.append(":")
         else:
             lines.append(ENDS_WITH.sub(r"status=0; \1 || status=$?; [ $status = \2 ]", step.code))
         lines.append("echo; echo @@end-of-step")
