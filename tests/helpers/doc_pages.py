@@ -5,7 +5,8 @@ A page with ``<!-- sandbox: PLACE=SAMPLE ... -->`` is run in a folder with copie
 server that runs for the page. ``sh`` and ``python`` blocks are run; a ``text`` block right after one is what
 it prints, where ``...`` is anything. A command followed by ``# exit code N`` must end with N. A ``toml``
 block whose first line is ``# NAME.toml``, or a ``python`` block with ``# NAME.py``, becomes that file; other
-``toml`` blocks are only shown. Port 8080 is replaced by a free one. Blocks in an HTML comment are run and not displayed.
+``toml`` blocks are only shown. Port 8080 is replaced by a free one. Blocks in an HTML comment are run and not
+displayed.
 """
 
 from __future__ import annotations
