@@ -32,6 +32,8 @@ _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "voca
 _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
 _WINDOW = "window"
 _LAYERS = "layer_types"
+# Lists with an entry for each layer, and the pattern of hybrid models before transformers 5.
+_LAYER_KINDS = ("layers_block_type", _LAYERS, "hybrid_override_pattern")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 4096  # that are compared one by one
 _SKIPPED = "window_attn_skip_freq"  # Megatron's, of layers whose attention is full
@@ -93,6 +95,8 @@ class Config:
                     stated_numbers[number] = self._number(number, stated.place, value), stated.place
                 if number in stated_numbers:
                     break
+        if self.fields is not None and "layer" not in stated_numbers:
+            stated_numbers |= _layers_of_kinds(self.fields)
         if self.world == "megatron":
             _of_megatron(self.content, stated_numbers)
         if self.world == "olmo_core" and "head_dim" in stated_numbers:
@@ -326,6 +330,15 @@ def _usual_scale(content: Mapping[str, Any]) -> float:
 def _scalar(value: Any) -> Number | str | None:
     """Return a number or text; None for anything else, as a list of one value a layer."""
     return None if isinstance(value, bool) or not isinstance(value, (int, float, str)) else value
+
+
+def _layers_of_kinds(fields: HubFields) -> dict[str, tuple[Number, str]]:
+    """Return the number of layers of a class that has no field for it, but a list of their kinds."""
+    for place in _LAYER_KINDS:
+        stated = fields.get(place)
+        if stated is not None and isinstance(stated.value, (list, tuple, str)) and stated.value:
+            return {"layer": (len(stated.value), stated.place)}
+    return {}
 
 
 def _below(root: Mapping[str, Any], place: str, missing: Any = None) -> Any:

@@ -27,6 +27,7 @@ from ckptcore.utils.text import listed
 
 Shape = tuple[int, ...]
 _FEW = 5
+_LAYER = "layer"  # the axis of layers of a model, and the number of them
 _OF_ALL = frozenset({"experts"})  # axes that have one size, in whatever rule they are
 _HALF = ("float16", "bfloat16")  # a constant added in these loses bits of the smallest weights
 _MOST_INDICES = 100_000  # of one axis, whatever a config says
@@ -336,6 +337,17 @@ def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str
                     names = [_tensor_name(term, values, assignment.numbers) for values in gone[:_FEW]]
                     suffix = f" and {len(gone) - _FEW} more" if len(gone) > _FEW else ""
                     out[f"nothing makes {', '.join(names)}{suffix}"] = None
+    # Where each rule is for layers of one kind, none says that a layer is gone as a whole.
+    layers = range(min(assignment.numbers.get(_LAYER, 0), _MOST_INDICES))
+    made_layers = {
+        values[n]
+        for term in {str(t): t for group in assignment.groups for t in group.rule.to}.values()
+        for n, index in enumerate(term.name.indices)
+        if index.axis == _LAYER
+        for values in made_indices.get(str(term), ())
+    }
+    if not out and made_layers and (gone_layers := sorted({*layers} - made_layers)):
+        out[f"nothing makes layer {listed([str(layer) for layer in gone_layers])}"] = None
     return list(out)
 
 
