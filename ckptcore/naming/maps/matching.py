@@ -337,6 +337,11 @@ def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str
                     names = [_tensor_name(term, values, assignment.numbers) for values in gone[:_FEW]]
                     suffix = f" and {len(gone) - _FEW} more" if len(gone) > _FEW else ""
                     out[f"nothing makes {', '.join(names)}{suffix}"] = None
+    for term, required in assignment.beside:
+        made_there = {values[0] for values in made_indices.get(str(term), ())}
+        if made_there and (lacking := sorted(required - made_there)):
+            names = [_tensor_name(term, (n,), assignment.numbers) for n in lacking[:_FEW]]
+            out[f"nothing makes {listed(names)}"] = None
     # Where each rule is for layers of one kind, none says that a layer is gone as a whole.
     layers = range(min(assignment.numbers.get(_LAYER, 0), _MOST_INDICES))
     made_layers = {

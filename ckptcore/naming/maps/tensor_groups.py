@@ -146,6 +146,8 @@ class RuleAssignment:
         self.everywhere: dict[str, str] = {}  # rule that must take something for each index -> its axis
         # Rule -> what its inverses make, one for the layers of each kind: together they have every index.
         self.by_kind: dict[str, list[str]] = {}
+        # What a rule must make beside tensors that tell a layer's kind -> their indices.
+        self.beside: list[tuple[Term, set[int]]] = []
         # A declared rule is several here, one for each choice of texts in its names. The first of them states
         # what must be there (`_rules_of_form` makes the others optional): hence `setdefault`.
         for rule in rules.rules:
@@ -207,6 +209,9 @@ class RuleAssignment:
             return out
         if beside is None:
             return out
+        for axis, values in beside.items() if rule.to and len(rule.to[0].name.indices) == 1 else ():
+            end = sizes.get(axis, int(values.max(initial=-1)) + 1)  # others are of another rule, as of MTP
+            self.beside.append((rule.to[0], {n for n in values.tolist() if 0 <= n < end}))
         for match in term.name.match(self._templates):
             index = dict(match.index)
             rank = self._rank[self._shape[match.rows]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -252,6 +253,30 @@ def test_a_norm_that_no_layer_of_its_kind_has_is_missed(tmp_path: Path, layer: i
     source = hub_manifest(tmp_path / "hub", "glm4_moe", hub)
     with pytest.raises(NameMismatch, match=rf"nothing makes decoder\.layers\.{layer}\."):
         to_trainer(remap(source), source, "megatron:transformer-engine")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "nemotron_h"])
+def test_no_tensor_may_be_missing_where_layers_are_of_kinds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
+) -> None:
+    """Of two layers of each kind one lacks a tensor; or the last layer is gone."""
+    model_type, config, worlds = FAMILIES[family]
+    kinds = config.get("layer_types", ["linear_attention", "moe", "full_attention", "mlp"]) * 2
+    place = "layer_types" if "layer_types" in config else "layers_block_type"
+    fields = {**config, place: kinds, "num_hidden_layers": len(kinds)}
+    monkeypatch.setitem(FAMILIES, family, (model_type, fields, worlds))
+    form, hub = trainer_names.hub_model(family)
+    by_pattern = {re.sub(r"\.\d+\.", ".N.", name): name for name in hub}
+    last = f".layers.{len(kinds) - 1}."
+    for missing in (*by_pattern.values(), last):
+        folder = tmp_path / missing
+        folder.mkdir()
+        left = {n: t.contiguous() for n, t in hub.items() if missing not in n}
+        save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(form))
+        source = ckptcore.open(str(folder))
+        with pytest.raises(NameMismatch, match=r"does not fit the map of|no lm_head"):
+            to_trainer(remap(source), source, "megatron:fused")
 
 
 def tensors(folder: Path) -> State:
