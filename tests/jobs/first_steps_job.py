@@ -133,7 +133,7 @@ TRAINERS: dict[str, tuple[Callable[[], None], Callable[[dict[str, Any], int, int
 def losses(begun: Begun, asked: dict[str, Any], share: int, shares: int) -> list[float]:
     """The losses of the whole batch, of which this rank has one of ``shares``."""
     model, logits, averaged = begun
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=asked["rate"]), []
+    optimizer, step_losses = torch.optim.SGD(model.parameters(), lr=asked["rate"]), []
     ids = asked["ids"].chunk(shares)[share]
     tokens = asked["ids"][:, 1:].numel()
     for _ in range(asked["steps"]):
@@ -147,8 +147,8 @@ def losses(begun: Begun, asked: dict[str, Any], share: int, shares: int) -> list
         optimizer.step()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, float(part.detach().double()))
-        losses.append(sum(parts) / len(parts) * shares / tokens)
-    return losses
+        step_losses.append(sum(parts) / len(parts) * shares / tokens)
+    return step_losses
 
 
 def rank_main(rank: int, asked: dict[str, Any], start: tuple[int, int, str], out: str, meet: str) -> None:
@@ -170,12 +170,12 @@ def rank_main(rank: int, asked: dict[str, Any], start: tuple[int, int, str], out
 def main(file: str, out: str) -> None:
     asked = torch.load(file, weights_only=True)
     TRAINERS[asked["trainer"]][0]()
-    losses = {}
+    losses_by_mesh = {}
     for mesh, (fsdp, tp, folder) in asked["starts"].items():
         with tempfile.TemporaryDirectory() as meet:
             start_ranks(rank_main, (asked, (fsdp, tp, folder), f"{meet}/out", meet), fsdp * tp)
-            losses[mesh] = json.loads(Path(f"{meet}/out").read_text())
-    Path(out).write_text(json.dumps(losses))
+            losses_by_mesh[mesh] = json.loads(Path(f"{meet}/out").read_text())
+    Path(out).write_text(json.dumps(losses_by_mesh))
 
 
 if __name__ == "__main__":
