@@ -279,6 +279,17 @@ def test_no_tensor_may_be_missing_where_layers_are_of_kinds(
             to_trainer(remap(source), source, "megatron:fused")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "glm4_moe"])
+def test_no_router_or_norm_of_one_layer_may_be_missing(tmp_path: Path, family: str) -> None:
+    _, hub = hub_model(family)
+    for missing in (
+        n for n in hub if n.endswith(("gate.weight", "router.weight", "layer.weight", "norm.weight"))
+    ):
+        source = hub_manifest(tmp_path / missing, family, {n: t for n, t in hub.items() if n != missing})
+        with pytest.raises(NameMismatch, match="does not fit the map of"):
+            to_trainer(remap(source), source, "megatron:fused")
+
+
 def tensors(folder: Path) -> State:
     manifest = ckptcore.open(str(folder))
     return {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
