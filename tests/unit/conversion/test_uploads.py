@@ -433,7 +433,6 @@ def test_a_holder_that_was_stopped_past_its_lease_changes_nothing(
 ) -> None:
     """Its successor has another plan: it aborts the uploads first, and the first one ends with an error."""
     slow = S3Staging("s3://bucket/models/out")
-    monkeypatch.setattr("ckptcore.store.objects.lease.TTL_S", 0.2)
     assert slow.places is not None
     prepared = ckptcore.prepare(source, "s3://bucket/models/out", verb="export")
     ckptcore.execute(prepared)
@@ -442,6 +441,7 @@ def test_a_holder_that_was_stopped_past_its_lease_changes_nothing(
     lease._stop.set()  # as if the machine was asleep
     monkeypatch.setattr("ckptcore.store.objects.lease._SKEW_S", -120.0)
     convert(source, max_file_size=80_000)
+    monkeypatch.setattr(lease, "_clock", lambda: time.time() + 3600)  # it wakes an hour later
     with pytest.raises(Busy, match="longer than its lease"):
         lease.require()
     done = server.below("bucket/")
