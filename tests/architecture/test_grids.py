@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from grids import beyond, slice_of, sliced
+from grids import beyond, slice_of, sliced, spread
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (3, 2), (4, 4), (2, 3, 8), (3, 3, 2, 2)])
@@ -20,7 +20,11 @@ def test_every_value_is_in_the_slice(sizes: tuple[int, ...]) -> None:
 
 
 def row(function: str, *values: str, marks: tuple[str, ...] = ("grid",)) -> Any:
-    closest: Callable[[str], object] = lambda name: name if name in marks else None  # noqa: E731
+    """A row; the mark of ``alike(3)`` is that text."""
+    found = {mark.partition("(")[0]: mark.partition("(")[2] for mark in marks}
+    closest: Callable[[str], object] = lambda name: (  # noqa: E731
+        SimpleNamespace(args=[int(n) for n in found[name].strip(")")]) if name in found else None
+    )
     return SimpleNamespace(
         nodeid=f"test_file.py::{function}[{'-'.join(values)}]",
         callspec=SimpleNamespace(_idlist=values),
@@ -40,6 +44,13 @@ def test_a_row_that_is_a_soak_gives_a_slice_no_value() -> None:
     grid = [row("test_a", x, y) for x in "ab" for y in "pq"]
     grid[0] = row("test_a", "a", "p", marks=("grid", "soak"))
     assert list(beyond(grid)) == [grid[3]]
+
+
+def test_rows_that_are_alike_are_spread_evenly() -> None:
+    rows = [row("test_a", str(n), marks=("alike(3)",)) for n in range(8)]
+    assert [r.callspec._idlist for r in rows if r not in list(beyond(rows))] == [("0",), ("2",), ("5",)]
+    assert list(beyond(rows[:3])) == []
+    assert [len(spread(rows, count)) for rows, count in ((9, 4), (4, 9), (7, 7), (1, 1))] == [4, 4, 7, 1]
 
 
 def test_one_row_that_is_asked_for_by_name_runs() -> None:

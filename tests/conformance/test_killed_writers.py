@@ -247,6 +247,7 @@ def kill_many(
     print(f"{killed} kills")
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("name", MESHES)
 def test_finished_files_are_kept(
     name: str, sources: dict[str, Path], undisturbed: dict[str, Good], tmp_path: Path

@@ -66,6 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("each", "forms"), rows)
 
 
+@pytest.mark.alike(5)
 def test_every_way_gives_the_same(
     each: Sample, forms: list[str], server: fault_s3.FaultyS3, tmp_path: Path
 ) -> None:

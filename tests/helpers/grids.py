@@ -1,6 +1,7 @@
 """Choose of a test's grid of parameters a slice that has every value of every parameter.
 
 A test with the marker `grid` is a product: its rows go the same way through the code, with other values.
+The rows of one with the marker `alike(n)` do, too, but are no product: its slice is n of them, spread evenly.
 `make test` runs the slice, `make soak` all other rows.
 """
 
@@ -16,16 +17,18 @@ Values = set[tuple[int, Hashable]]
 
 
 def beyond(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the rows of all marked grids that their slices do not need.
+    """Yield the rows of all marked tests that their slices do not need.
 
     A row that is a soak by itself counts for no slice.
     """
-    grids: dict[str, list[pytest.Item]] = defaultdict(list)
+    rows_of_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("grid") and not item.get_closest_marker("soak"):
-            grids[item.nodeid.partition("[")[0]].append(item)
-    for rows in grids.values():
-        needed = slice_of([values(row) for row in rows])
+        marked = item.get_closest_marker("grid") or item.get_closest_marker("alike")
+        if marked and not item.get_closest_marker("soak"):
+            rows_of_test[item.nodeid.partition("[")[0]].append(item)
+    for rows in rows_of_test.values():
+        alike = rows[0].get_closest_marker("alike")
+        needed = spread(len(rows), *alike.args) if alike else slice_of([values(row) for row in rows])
         yield from (row for number, row in enumerate(rows) if number not in needed)
 
 
@@ -41,6 +44,11 @@ def sliced(rows: Sequence[Any], parts: Callable[[Any], tuple[Hashable, ...]]) ->
         pytest.param(*row, marks=[] if number in needed else [pytest.mark.soak])
         for number, row in enumerate(rows)
     ]
+
+
+def spread(rows: int, count: int) -> set[int]:
+    """Return the numbers of ``count`` rows at even distances, from the first one on, or of all there are."""
+    return {number * rows // count for number in range(count)} if count < rows else set(range(rows))
 
 
 def slice_of(rows: list[Values]) -> set[int]:

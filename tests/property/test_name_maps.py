@@ -180,6 +180,7 @@ def _stored(draw: st.DrawFn, folder: Path, arrays: Arrays) -> Manifest:
     return Manifest("dcp", str(folder), tuple(tensors), chunks, items_table(items, member=members), files)
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

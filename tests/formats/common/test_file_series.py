@@ -73,6 +73,7 @@ def damaged(series: str, damage: str, runs: Path) -> Path:
     return folder
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize(("series", "damage"), SHORT)
 def test_a_damaged_series(series: str, damage: str, tmp_path: Path) -> None:
     assert 0 not in results(damaged(series, damage, tmp_path / "runs"), tmp_path).values()
@@ -107,6 +108,7 @@ def test_every_sweep_of_damaged_series(
     require_nothing_swept([cell for cell in CELLS if cell[1] == damage], tmp_path, capsys)
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize(
     "series", [pytest.param(s, marks=[pytest.mark.soak] if s in dict(SHORT) else []) for s in SERIES]
 )

@@ -343,6 +343,7 @@ def planted(form: Any, folder: Path) -> str:
     return str(folder / "x.safetensors")
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_form_that_names_a_function_is_refused(name: str, tmp_path: Path) -> None:
     source = planted(ATTACKS[name], tmp_path)

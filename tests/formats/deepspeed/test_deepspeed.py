@@ -97,6 +97,7 @@ def test_masters_without_zero_are_named_where_values_prove_them(corpus: Path) ->
         assert not torch.equal(low.float(), fp32)
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "name", ["z1_fp32_ws2", "z2_bf16_ws4", "z3_bf16_ws4", "autotp2_z1_fp32", "pipe2_z1_ws2"]
 )

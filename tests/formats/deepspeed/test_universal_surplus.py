@@ -42,6 +42,7 @@ def mixed(folder: Path) -> set[str | None]:
     return found
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("name", UNIVERSAL)
 def test_a_parameter_that_no_file_lists_is_of_another_save(name: str, copied: Callable[[str], Path]) -> None:
     folder = copied(name)

@@ -146,6 +146,7 @@ def test_every_file_is_needed(tmp_path: Path) -> None:
     assert not errors(tmp_path / "20")
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "pattern",
     [

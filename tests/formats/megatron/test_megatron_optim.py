@@ -92,6 +92,7 @@ def _marked(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -227,6 +228,7 @@ def add_flat(case: Case, base: Path) -> None:
         torch.save(parts if len(parts) > 1 else parts[0], base / folder(case, *rank) / "distrib_optim.pt")
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "case",
     [

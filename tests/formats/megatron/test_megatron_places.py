@@ -131,6 +131,7 @@ def test_middle_stages_are_known_by_their_kinds_of_layers(frequency: Any, tmp_pa
     assert found(base) == names(case, (0, 1), (0, 2))
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     ("case", "moved", "wrong"),
     [

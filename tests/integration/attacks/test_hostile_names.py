@@ -53,6 +53,7 @@ WAYS = {
 }
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("to", WAYS)
 def test_no_name_of_a_tensor_is_an_internal_error(
     to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -72,6 +73,7 @@ def test_no_name_of_a_tensor_is_an_internal_error(
             assert not target.exists()
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("name", VALUES)
 def test_no_plain_value_is_an_internal_error(name: str, tmp_path: Path) -> None:
     source = tmp_path / "a.pt"

@@ -75,6 +75,7 @@ def _lock_as(kind: str, staging: Path, tmp_path: Path) -> None:
         (tmp_path / "f").write_text("mine")
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -105,6 +106,7 @@ def test_an_invalid_folder_is_refused(kind: str, source: Path, place: Path) -> N
     assert _in_time(lambda: convert(source, place)).code == "staging-foreign"
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(
     "where",
     [

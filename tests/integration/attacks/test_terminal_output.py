@@ -137,6 +137,7 @@ def test_secrets_are_left_out(name: str) -> None:
     assert "hunter2" not in finding("hole", "coverage", text).message
 
 
+@pytest.mark.alike(8)
 @pytest.mark.parametrize("name", SECRETS)
 def test_text_is_redacted_before_it_is_cut(name: str) -> None:
     """A URL without its beginning or its end is not a URL, and its password looks like any word."""
@@ -156,6 +157,7 @@ def test_text_without_secrets_is_unchanged(text: str) -> None:
     assert bare_url(text) == text or "@" in text
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize(
     "part",
     [

@@ -76,6 +76,7 @@ def test_show_by_id_prefix_and_uri(catalog, chain):
     assert [c.id for c in by_id.used_by] == [chain["half"][0], chain["pt"][0]]
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("ref", ["/nowhere", "abcd", "ffffffff-0000", "", "%", "s3://bucket/_"])
 def test_show_an_unknown_id(catalog, chain, ref):
     with pytest.raises(UsageError, match="no checkpoint or conversion"):
@@ -224,6 +225,7 @@ def test_which_reports_an_unreadable_file(catalog, tmp_path, monkeypatch):
         catalog.which(str(tmp_path / "file"))
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("what", ["/out/nothing", "deadbeef", "ac" * 32, "ab" * 33, "relative", "/", ""])
 def test_which_does_not_guess(catalog, chain, what):
     with pytest.raises(UsageError, match="in the catalog"):

@@ -223,6 +223,7 @@ def test_a_catalog_that_only_says_so_is_not_renamed(bare):
         assert stored_revision(connection) == UNRENAMED
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("revision", ["0001", "0009", "0014"])
 def test_other_development_versions_are_refused_with_the_next_step(bare, revision):
     stamped(bare, revision)

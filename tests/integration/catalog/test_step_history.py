@@ -215,6 +215,7 @@ def test_a_step_that_is_kept_twice_is_one_step_before(url, tmp_path):
         assert [step.step for step in before] == [1]
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("blob", [b"", b"\xff\x00", None], ids=["empty", "foreign", "truncated"])
 def test_damaged_statistics_of_one_step_stay_its_own_trouble(url, runs, caplog, blob):
     steps = runs["healthy"][:4]

@@ -92,6 +92,7 @@ def slice_of(name: str) -> list[str]:
     return [*ODD[HEADERS.index(name) % 10 :: 10], "http://["]
 
 
+@pytest.mark.alike(8)
 @pytest.mark.parametrize("name", HEADERS)
 def test_odd_headers(name: str, client: tuple[TestClient, Path]) -> None:
     try_header(name, slice_of(name), client[0])

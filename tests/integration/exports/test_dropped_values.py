@@ -48,6 +48,7 @@ def elements(export: Path, source: str) -> Check:
     return next(c for c in proof.checks if c.name == "elements")
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize(("family", "world", "form", "name"), BIASES)
 @pytest.mark.parametrize("value", [1e-45, float("nan"), -0.0])
 def test_a_bias_that_chooses_experts_is_not_dropped_silently(

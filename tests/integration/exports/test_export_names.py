@@ -252,6 +252,7 @@ def test_a_layer_too_many_is_no_prediction(joined: bool) -> None:
     assert found.missing == []
 
 
+@pytest.mark.alike(5)
 @pytest.mark.parametrize("model_type", SOME)
 def test_one_tensor_more_or_less(model_type: str) -> None:
     attack(model_type, random.Random(model_type), 3)

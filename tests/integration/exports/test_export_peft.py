@@ -94,6 +94,7 @@ def logits(model: Any) -> torch.Tensor:
         return torch.as_tensor(model(input_ids=IDS).logits)
 
 
+@pytest.mark.alike(5)
 @pytest.mark.parametrize("kind", LORAS)
 def test_logits_are_equal_bit_for_bit(base: Path, tmp_path: Path, kind: str) -> None:
     live = trained(base, **LORAS[kind])

@@ -93,6 +93,7 @@ def _quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize(("cell", "dtype"), CELLS, ids=lambda value: str(value))
 def test_it_is_the_model_of_the_export(tinies: Tinies, tmp_path: Path, cell: Cell, dtype: str | None) -> None:
     tiny = tinies(cell.family)

@@ -122,6 +122,7 @@ def test_names_of_both_worlds_are_recognised(model_type: str) -> None:
     assert live_families.world_of(family, small_models.saved(model)) == "hf-hub"
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("model_type", SOME)
 def test_files_are_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
     model = small_models.filled(model_type)

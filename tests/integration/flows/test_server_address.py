@@ -63,6 +63,7 @@ def nobody() -> str:
         return f"http://127.0.0.1:{listening.getsockname()[1]}/api"
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("module", [f"flows.{n}" for n in FLOWS] + [f"deployments.{n}" for n in SERVICES])
 def test_a_malformed_address_is_one_error(module: str) -> None:
     done = run(module, PREFECT_API_URL="http://[::1")

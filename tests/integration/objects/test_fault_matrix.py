@@ -42,6 +42,7 @@ def tried(kind: Kind, stage: str, source: str, moments: int, seed: str) -> dict[
 SLICE = [cell for stage in STAGES for cell in [c for c in cells() if c[1] == stage][::14]]  # the rest is soak
 
 
+@pytest.mark.alike(3)
 @pytest.mark.xdist_group("fault_matrix_slice")  # each worker converts once without faults
 @pytest.mark.parametrize(("name", "stage"), SLICE)
 def test_one_moment(name: str, stage: str, source: str) -> None:

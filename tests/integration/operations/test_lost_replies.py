@@ -261,6 +261,7 @@ def test_a_commit_whose_reply_is_lost_was_done(world, monkeypatch, kind, name):
     assert state(w) == expected
 
 
+@pytest.mark.alike(7)
 @pytest.mark.parametrize("commit", ["some", pytest.param("every", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("kind", "name"), on_both(ACTS, {"converts"}))
 def test_a_commit_that_failed_is_made_good_by_one_more_run(world, monkeypatch, kind, name, commit):

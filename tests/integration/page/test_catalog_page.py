@@ -363,6 +363,7 @@ def test_the_api_pages_through_everything(client: TestClient, catalog: Catalog, 
     assert [row["fqn"] for row in found["rows"]] == ["layers.1.weight"]
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize(
     "path",
     [

@@ -63,6 +63,7 @@ def refused(source: Path, dst: Path, *kinds: type[CkptError], **options: object)
     return caught.value
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("word", ["overwrite", "overwrite_foreign"])
@@ -159,6 +160,7 @@ def test_links_in_a_folder_are_strangers_and_never_followed(of: str, tmp_path: P
     assert not (dst / "linked").is_symlink()
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 @pytest.mark.parametrize("aim", ["file", "folder", "nothing"])
 def test_a_link_is_not_replaced(aim: str, suffix: str, tmp_path: Path) -> None:

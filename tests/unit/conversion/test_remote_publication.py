@@ -137,6 +137,7 @@ changes = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark
 STRANGERS = ["precious", "x/precious", "/precious", "model.safetensors.bak", ".cache/x", "README.md"]
 
 
+@pytest.mark.alike(3)
 @many
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_strangers_are_listed_and_kept(stranger: str, root: str) -> None:

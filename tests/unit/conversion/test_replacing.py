@@ -287,6 +287,7 @@ def test_a_swapped_parent_while_a_killed_run_is_finished(
 # --------------------------------------------------------------------------- others' hands
 
 
+@pytest.mark.alike(3)
 @root_only
 @pytest.mark.parametrize(
     "whose", ["receipts", *(pytest.param(w, marks=pytest.mark.soak) for w in ("plan", "request.json"))]
@@ -362,6 +363,7 @@ def _link(path: Path) -> None:
     path.symlink_to(path.parent.parent / "aim")
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("single", [False], indirect=True, ids=["folder"])
 @pytest.mark.parametrize("make", [_folder, _link, os.mkfifo])
 @pytest.mark.parametrize(

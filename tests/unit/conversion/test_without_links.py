@@ -44,6 +44,7 @@ def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("number", NO_LINKS, ids=[errno.errorcode[n] for n in NO_LINKS])
 def test_one_file_is_published(
     number: int, flags: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize(("workers", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (16, 7)])
 def test_every_two_workers_have_a_file(
     source: str, tmp_path: Path, turns: list[int], workers: int, most: int

@@ -154,6 +154,7 @@ def folder(path: Path, value: float) -> None:
     )
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("moment", [m for m in MOMENTS if m != "receipt"])
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_plain_values_and_weights_are_of_one_moment(tmp_path: Path, moment: str) -> None:
@@ -211,6 +212,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_chmod_costs_a_second_look_and_nothing_else(tmp_path: Path, target: str) -> None:

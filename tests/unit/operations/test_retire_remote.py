@@ -164,6 +164,7 @@ def test_nothing_is_deleted_without_proof_by_the_child(world: World) -> None:
     assert not of(3, world.there())
 
 
+@pytest.mark.alike(3)
 @many
 @pytest.mark.parametrize(
     "forged", ["another's place", "another's name", "no record", "too deep", "unknown", "another child"]

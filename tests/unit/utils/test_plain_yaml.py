@@ -129,6 +129,7 @@ LONG = {
 }
 
 
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("name", LONG)
 def test_time_grows_with_the_text(name: str) -> None:
     """A quarter of a text takes at least an eighth of the time: CPU time, of this thread alone."""
