@@ -275,18 +275,16 @@ class _Run:
 
     def _ordered_tasks(self, order: SourceOrder) -> Iterator[_Task]:
         """Yield the jobs of files that follow their source; several files are open at the same time."""
-        # A late import: local files have no uploads.
-        from ckptcore.store.objects.scattered_writer import ScatteredUploads
-
-        run = self._run
-        assert run.uploads is not None  # only uploads take bytes in any order
-        writers = ScatteredUploads(run.uploads, order.open_bytes, order.part)
+        run, uploads = self._run, self._run.uploads
+        assert uploads is not None  # only uploads take bytes in any order
+        line = uploads.line(-(-order.open_bytes // max(order.part, 1)))
         works: dict[int, FileWork] = {}
 
         def opened(index: int) -> FilePlan:
             plan = run.load(index)
             run.require_unchanged(plan)
-            works[index] = self._begun(plan, writers.writer(index, plan.path, plan.nbytes))
+            writer = uploads.writer(index, plan.path, plan.nbytes, shared=line)
+            works[index] = self._begun(plan, writer)
             return plan
 
         for index, job, last in ordered_jobs(order, opened, self._budget):

@@ -19,7 +19,7 @@ from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, is_intact, read_receipt, seen_as
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
-from ckptcore.store import Buffer, Readable, Store
+from ckptcore.store import Buffer, FileWriter, Readable
 from ckptcore.utils.part_digest import PartHasher
 
 _BLOCK = 4 << 20
@@ -94,7 +94,7 @@ def compare_writer(run: PlanRun, plan: FilePlan) -> CompareWriter | DigestWriter
     return CompareWriter(run.files, plan.path)
 
 
-class CompareWriter:
+class CompareWriter(FileWriter):
     """A writer that compares bytes with the existing file instead of writing them.
 
     Args:
@@ -103,8 +103,6 @@ class CompareWriter:
     """
 
     sequential = True  # late bytes, such as checksums behind the data, are filled in before `write`
-    part_size = None
-    uploaded = None
 
     def __init__(self, files: Readable, path: str) -> None:
         self._files, self._path = files, path
@@ -135,10 +133,6 @@ class CompareWriter:
             if not same.all():
                 self._first = offset + begin + int(np.argmin(same))
 
-    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
-        """Return False: bytes are not compared in the kernel."""
-        return False
-
     def commit(self) -> None:
         """Do nothing: nothing was written."""
 
@@ -146,16 +140,12 @@ class CompareWriter:
         """Do nothing: nothing was written."""
 
 
-class DigestWriter:
+class DigestWriter(FileWriter):
     """A writer that compares the digest of bytes with that of an upload, which cannot be read back yet.
 
     Args:
         receipt: Of the upload.
     """
-
-    sequential = True
-    part_size = None
-    uploaded = None
 
     def __init__(self, receipt: Receipt) -> None:
         assert receipt.uploaded is not None  # the caller has looked
@@ -175,10 +165,6 @@ class DigestWriter:
     def write(self, offset: int, data: Buffer | bytes) -> None:
         """Add bytes in file order."""
         self._digest.update(data)
-
-    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
-        """Return False: bytes are not compared in the kernel."""
-        return False
 
     def commit(self) -> None:
         """Compare the digests."""

@@ -39,21 +39,24 @@ class FileWriter(Protocol):
             it may be called in any order and from several threads (local files).
     """
 
-    sequential: bool
+    sequential: bool = True
 
     @property
     def part_size(self) -> int | None:
         """Return the bytes of a part of an upload by handles, whose digest is by parts; else None."""
+        return None
 
     @property
     def uploaded(self) -> Uploaded | None:
         """Return, after `commit`, what an object store holds of an upload by handles; else None."""
+        return None
 
     def write(self, offset: int, data: Buffer | bytes) -> None:
         """Write ``data`` at byte ``offset``."""
 
     def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
         """Copy a byte range inside the kernel; return False when these two stores cannot do that."""
+        return False
 
     def commit(self) -> None:
         """Make the bytes durable under the final name."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable, DiskFull, SourceUnreadable, StorageTrouble
-from ckptcore.store import BLOCK, Buffer, Store
+from ckptcore.store import BLOCK, Buffer, FileWriter, Store
 from ckptcore.utils import host
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -31,12 +31,10 @@ _PAST_CACHE, _LEAST_PAST = 64 << 20, 256 << 10
 _SYNC_EVERY = 64 << 20  # bytes between starts of writeback, so that fsync finds little to do
 
 
-class LocalWriter:
+class LocalWriter(FileWriter):
     """A file being written under a temporary name beside its final one."""
 
     sequential = False
-    part_size = None
-    uploaded = None
     _flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
     def __init__(self, folder: int, path: Path, nbytes: int, replaced: Callable[[], None]) -> None:

@@ -257,12 +257,8 @@ class FsspecStore:
         return f"{self._root}/{path}" if path else self._root
 
 
-class FsspecWriter:
+class FsspecWriter(FileWriter):
     """One upload."""
-
-    sequential = True
-    part_size = None
-    uploaded = None
 
     def __init__(self, fs: Any, path: str, url: str) -> None:
         self._url = url
@@ -277,10 +273,6 @@ class FsspecWriter:
             self._file.write(data)
         except Exception as error:
             raise _trouble(self._url, error, writing=True) from error
-
-    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
-        """Return False: no copy inside the kernel."""
-        return False
 
     def commit(self) -> None:
         """Complete the upload, which publishes the object."""

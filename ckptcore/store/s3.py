@@ -221,12 +221,8 @@ class S3Store(FsspecStore):
         self._reader.close()
 
 
-class ObjectWriter:
+class ObjectWriter(FileWriter):
     """Collects the bytes of a small object."""
-
-    sequential = True
-    part_size = None
-    uploaded = None
 
     def __init__(self, client: S3Client, key: str) -> None:
         self._client, self._key, self._data = client, key, bytearray()
@@ -234,10 +230,6 @@ class ObjectWriter:
     def write(self, offset: int, data: Buffer | bytes) -> None:
         """Append ``data``; ``offset`` is the current end."""
         self._data += data
-
-    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
-        """Return False: no copy inside the kernel."""
-        return False
 
     def commit(self) -> None:
         """Write the object."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,8 @@ from ckptcore.errors import (
     SourceUnreadable,
     StorageTrouble,
 )
-from ckptcore.store import Buffer, Store
-from ckptcore.store.objects import ObjectSeen, UploadedPart
+from ckptcore.store import Buffer, FileWriter
+from ckptcore.store.objects import Checksum, ObjectSeen, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
 from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
@@ -90,42 +90,130 @@ class PartBuffers:
                 self._free.append(buffer)
 
 
-class UploadWriter:
-    """Uploads the bytes of a file, or of some of its parts, in file order.
+@dataclass(slots=True)
+class _Flight:
+    """A part on its way, and its buffer, which is given back once."""
+
+    buffers: PartBuffers
+    buffer: Buffer
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_returned: bool = False
+
+    def land(self) -> None:
+        with self.lock:
+            if self.is_returned:
+                return
+            self.is_returned = True
+        self.buffers.give_back(self.buffer)
+
+
+class PartLine:
+    """Parts on their way: of one writer, or of several that share the line. Safe for threads.
 
     Args:
         client: The store.
-        entry: The upload.
-        present: Parts that the store has, by number.
         buffers: Where parts are collected.
-        in_flight: Parts on their way at once; 0 to wait for each.
-        begin: First byte, at the beginning of a part.
-        end: Behind the last byte; None for the end of the file.
+        in_flight: Parts on their way at once.
     """
 
-    sequential = True
+    def __init__(self, client: S3Client, buffers: PartBuffers, in_flight: int) -> None:
+        self.buffers, self._client, self._in_flight = buffers, client, max(in_flight, 1)
+        self._lock = threading.Lock()
+        self._flying: deque[tuple[Future[UploadedPart], _Flight]] = deque()
+
+    def take(self, nbytes: int) -> Buffer:
+        """Return a buffer; wait for parts on their way when all are in use."""
+        while (buffer := self.buffers.take(nbytes, must=False)) is None:
+            if not self._land():
+                buffer = self.buffers.take(nbytes, must=True)
+                assert buffer is not None  # it must
+                break
+        return buffer
+
+    def send(
+        self, entry: UploadEntry, number: int, buffer: Buffer, nbytes: int, checksum: Checksum
+    ) -> Future[UploadedPart]:
+        """Begin to upload a full part; wait for older ones when too many are on their way."""
+        while True:
+            with self._lock:
+                # A part that failed stays: `_land` raises its error.
+                while self._flying and _succeeded(self._flying[0][0]):
+                    self._flying.popleft()[1].land()
+                busy = sum(not future.done() for future, _ in self._flying)
+            if busy < self._in_flight or not self._land():
+                break
+        data, flight = buffer[:nbytes], _Flight(self.buffers, buffer)
+        future = self._client.start_part(entry.key, entry.upload_id, number, data, checksum)
+        future.add_done_callback(lambda _: flight.land())
+        with self._lock:
+            self._flying.append((future, flight))
+        return future
+
+    def cancel(self, futures: Collection[Future[UploadedPart]]) -> None:
+        """Give up parts that are on their way, and whose file is not written to its end."""
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            with suppress(Exception):  # the run ends with the error that came first
+                future.result()
+        with self._lock:
+            self._flying = deque(flying for flying in self._flying if flying[0] not in futures)
+
+    def _land(self) -> bool:
+        """Wait for the oldest part on its way, if any; raises its error."""
+        with self._lock:
+            if not self._flying:
+                return False
+            future, flight = self._flying.popleft()
+        future.result()
+        flight.land()
+        return True
+
+
+@dataclass(slots=True)
+class _OpenPart:
+    """A part that is not full: its buffer, and how many bytes are missing."""
+
+    buffer: Buffer
+    nbytes: int
+    left: int
+
+
+class UploadWriter(FileWriter):
+    """Uploads one file, or some of its parts: each is sent when its last byte has come. Safe for threads.
+
+    Args:
+        line: Where its parts are sent.
+        entry: The upload.
+        present: Parts that the store has, by number.
+        begin: First byte, at the beginning of a part.
+        end: Behind the last byte; None for the end of the file.
+        sequential: Bytes come in file order, so that one part is open at a time. In any other order parts
+            that are begun and not full stay in memory, and the caller has counted them (`PartBuffers.add`).
+    """
 
     def __init__(
         self,
-        client: S3Client,
+        line: PartLine,
         entry: UploadEntry,
         present: Mapping[int, UploadedPart],
-        buffers: PartBuffers,
-        in_flight: int,
         *,
-        begin: int = 0,
-        end: int | None = None,
+        begin: int,
+        end: int | None,
+        sequential: bool,
     ) -> None:
-        self._client, self._entry, self._present = client, entry, present
-        self._buffers, self._in_flight = buffers, in_flight
+        self._line, self._entry, self._present, self.sequential = line, entry, present, sequential
         self._plan = PartPlan(entry.nbytes, entry.part)
-        self._begin, self._end = begin, entry.nbytes if end is None else end
-        self._number = self._plan.number_at(begin)
-        self._buffer: Buffer | None = None
-        self._filled = 0
-        self._flying: deque[tuple[Future[UploadedPart], Buffer, int]] = deque()
-        self._done: dict[int, tuple[str, int]] = {}  # number -> (ETag, CRC-32)
-        self._digests: list[str] = []
+        end = entry.nbytes if end is None else end
+        self._nbytes = end - begin
+        last = self._plan.count if end == entry.nbytes else self._plan.number_at(end) - 1
+        self._numbers = range(self._plan.number_at(begin), last + 1)
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._open: dict[int, _OpenPart] = {}
+        self._digests: dict[int, tuple[str, int]] = {}  # number -> (BLAKE3, CRC-32)
+        self._sent: dict[int, Future[UploadedPart]] = {}
+        self._etags: dict[int, str] = {}
         self._uploaded: Uploaded | None = None
 
     @property
@@ -139,107 +227,77 @@ class UploadWriter:
         return self._uploaded
 
     def write(self, offset: int, data: Buffer | bytes) -> None:
-        """Add bytes; ``offset`` is the current end. Full parts are on their way when it returns."""
+        """Add bytes at their place. Each byte comes once."""
         view = memoryview(data).cast("B")
         while view:
-            size = self._size()
-            if self._buffer is None:
-                self._buffer = self._taken(size)
-            now = view[: size - self._filled]
-            self._buffer[self._filled : self._filled + len(now)] = now
-            self._filled += len(now)
-            view = view[len(now) :]
-            if self._filled == size:
-                self._send()
-
-    def copy(self, source: Store, path: str, start: int, length: int, offset: int) -> bool:
-        """Return False: no copy inside the kernel."""
-        return False
+            number = self._plan.number_at(offset)
+            begin, end = self._plan.bounds(number)
+            now = view[: end - offset]
+            part = self._part(number, end - begin)
+            part.buffer[offset - begin : offset - begin + len(now)] = now
+            with self._lock:
+                part.left -= len(now)
+                full = not part.left
+                if full:
+                    del self._open[number]
+            if full:
+                self._send(number, part)
+            offset, view = offset + len(now), view[len(now) :]
 
     def commit(self) -> None:
         """Wait until the store has every part. The object is not complete yet: see `Uploads.complete`."""
-        if not self._entry.nbytes and self._buffer is None:  # an empty object has one empty part
-            self._buffer = self._taken(0)
-            self._send()
-        while self._flying:
-            self._land()
-        numbers = range(self._plan.number_at(self._begin), self._number)
-        expected = (
-            self._plan.count if self._end == self._entry.nbytes else self._plan.number_at(self._end) - 1
-        )
-        # Either a part is not full, or parts are missing.
-        if self._buffer is not None or (len(numbers) and numbers[-1] != expected):
+        if not self._entry.nbytes:  # an empty object has one empty part
+            self._send(1, _OpenPart(self._line.take(0), 0, 0))
+        for number, future in self._sent.items():
+            self._etags[number] = future.result().etag
+        if self._open or self._etags.keys() != set(self._numbers):
             raise OutputMismatch(f"{self._entry.key} was not written to its end")
-        rows = [self._done[n] for n in numbers]
         self._uploaded = Uploaded(
             self._entry.key,
             self._entry.upload_id,
             self._entry.token,
-            self._end - self._begin,
+            self._nbytes,
             self._plan.part,
-            tuple(etag for etag, _ in rows),
-            tuple(crc for _, crc in rows),
+            tuple(self._etags[n] for n in self._numbers),
+            tuple(self._digests[n][1] for n in self._numbers),
             self._entry.started,
-            numbers.start,
-            tuple(self._digests),
+            self._numbers.start,
+            tuple(self._digests[n][0] for n in self._numbers),
             self._entry.reply_lost,
         )
 
     def abort(self) -> None:
         """Stop. The upload stays open and in the journal: the next run resumes or aborts it."""
-        for future, _, _ in self._flying:
-            # Cancelled futures that have begun are waited for: their buffers are still being sent.
-            future.cancel()
-        for future, buffer, _ in self._flying:
-            with suppress(Exception):  # the run ends with the error that came first
-                future.result()
-            self._buffers.give_back(buffer)
-        self._flying.clear()
-        if self._buffer is not None:
-            self._buffers.give_back(self._buffer)
-            self._buffer = None
+        self._line.cancel(self._sent.values())
+        for part in self._open.values():
+            self._line.buffers.give_back(part.buffer)
+        self._open.clear()
 
-    def _size(self) -> int:
-        begin, end = self._plan.bounds(self._number)
-        return min(end, self._end) - begin
+    def _part(self, number: int, nbytes: int) -> _OpenPart:
+        with self._lock:
+            part = self._open.get(number)
+        if part is not None:
+            return part
+        with self._opening:  # one thread at a time waits for a buffer of this file
+            with self._lock:
+                part = self._open.get(number)
+            if part is None:
+                part = _OpenPart(self._line.take(nbytes), nbytes, nbytes)
+                with self._lock:
+                    self._open[number] = part
+            return part
 
-    def _taken(self, size: int) -> Buffer:
-        while self._flying and self._flying[0][0].done():
-            self._land()
-        # One is about to be filled, so one fewer may be on its way.
-        while len(self._flying) > max(self._in_flight - 1, 0):
-            self._land()
-        while (buffer := self._buffers.take(size, must=not self._flying)) is None:
-            self._land()
-        return buffer
-
-    def _send(self) -> None:
-        buffer, number = self._buffer, self._number
-        assert buffer is not None  # the caller has filled it
-        data = buffer[: self._filled]
-        self._buffer, self._filled, self._number = None, 0, number + 1
+    def _send(self, number: int, part: _OpenPart) -> None:
+        data = part.buffer[: part.nbytes]
         crc = crc32(data)
-        self._digests.append(blake3(data).hexdigest())
-        stored_part = self._present.get(number)
-        checksum = _CRC32.encoded(crc)
+        self._digests[number] = blake3(data).hexdigest(), crc
+        stored_part, checksum = self._present.get(number), _CRC32.encoded(crc)
         # By number, size and checksum: the plan and its bytes are the same, and so must be the part.
         if stored_part is not None and stored_part.nbytes == len(data) and stored_part.checksum == checksum:
-            self._done[number] = stored_part.etag, crc
-            self._buffers.give_back(buffer)
+            self._etags[number] = stored_part.etag
+            self._line.buffers.give_back(part.buffer)
         else:
-            future = self._client.start_part(self._entry.key, self._entry.upload_id, number, data, checksum)
-            self._flying.append((future, buffer, crc))
-            if not self._in_flight:
-                self._land()
-
-    def _land(self) -> None:
-        """Wait for the oldest part on its way."""
-        future, buffer, crc = self._flying[0]
-        part = future.result()
-        # After it has ended well: `abort` returns the buffers of those that remain.
-        self._flying.popleft()
-        self._done[part.number] = part.etag, crc
-        self._buffers.give_back(buffer)
+            self._sent[number] = self._line.send(self._entry, number, part.buffer, part.nbytes, checksum)
 
 
 class Uploads:
@@ -251,13 +309,11 @@ class Uploads:
         key_of: Path of a file of the plan -> key of its object.
         plan: Digest of the plan.
         buffers: Part buffers of all writers together.
-        in_flight: Parts of one writer on their way at once.
+        in_flight: Parts of one line on their way at once.
         none_begun: Nothing was begun before: the journal was empty when this process took the lease.
 
     Attributes:
         client: The store.
-        buffers: Part buffers of all writers.
-        in_flight: Parts on their way at once.
     """
 
     def __init__(
@@ -276,14 +332,30 @@ class Uploads:
         self._under_way: list[Future[UploadEntry | None]] = []
         self._stopped = threading.Event()
         self.client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
-        self.buffers, self.in_flight = PartBuffers(buffers), in_flight
+        self._buffers, self._in_flight = PartBuffers(buffers), in_flight
+
+    def line(self, open_parts: int = 0) -> PartLine:
+        """Return a line; ``open_parts`` are begun and not full at the same time, beside the budget."""
+        self._buffers.add(open_parts)
+        return PartLine(self.client, self._buffers, self._in_flight)
 
     def writer(
-        self, index: int, path: str, nbytes: int, *, begin: int = 0, end: int | None = None
+        self,
+        index: int,
+        path: str,
+        nbytes: int,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        shared: PartLine | None = None,
     ) -> UploadWriter:
-        """Start or continue the upload of a file, or of its parts from byte ``begin`` to ``end``."""
+        """Start or continue the upload of a file, or of its parts from byte ``begin`` to ``end``.
+
+        shared: The line of several writers, whose bytes come in any order.
+        """
         entry, present = self.begun(index, path, nbytes)
-        return UploadWriter(self.client, entry, present, self.buffers, self.in_flight, begin=begin, end=end)
+        line = self.line() if shared is None else shared
+        return UploadWriter(line, entry, present, begin=begin, end=end, sequential=shared is None)
 
     def begun(self, index: int, path: str, nbytes: int) -> tuple[UploadEntry, dict[int, UploadedPart]]:
         """Start or continue the upload of a file; return it, and the parts that the store has."""
@@ -503,6 +575,10 @@ class Uploads:
             if kind_of(error) is Kind.NO_UPLOAD:
                 return None
             raise
+
+
+def _succeeded(future: Future[UploadedPart]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _bare(etag: str) -> str:

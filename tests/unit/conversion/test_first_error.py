@@ -52,7 +52,7 @@ def source(
     tensors: dict[str, torch.Tensor],
     tmp_path: Path,
 ) -> str:
-    """Outputs of a source on S3 have other writers: `scattered_writer`."""
+    """Outputs of a source on S3 are written in its order, with one line for all files."""
     save_file(tensors, tmp_path / "model.safetensors")
     if request.param == "local source":
         return str(tmp_path)
