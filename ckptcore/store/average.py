@@ -8,6 +8,7 @@ the last one. Nothing is ever written here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckptcore.store import Buffer, ReadObserver, Store, open_source_store, reads
 from ckptcore.store.ahead import ExpectedReads, ReadsAhead, StoreProof
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.merged import MergedAhead, MergedStore
+from ckptcore.store.subfolder import RenamedFiles
 from ckptcore.utils.average_url import folder_of_input, split_average
 
 
@@ -70,11 +72,14 @@ class AverageAhead(AverageStore, MergedAhead):
     """The inputs of an average, of which some are on S3 and read ahead."""
 
 
-class _Input:
+class _Input(RenamedFiles):
     """One input, with its files below a folder; see `ckptcore.store.Store`."""
 
+    _store: Store
+
     def __init__(self, store: Store, folder: str) -> None:
-        self.url, self.local, self._store, self._folder = store.url, store.local, store, folder
+        super().__init__(store)
+        self.url, self.local, self._folder = store.url, store.local, folder
         self._observer: ReadObserver | None = None
 
     @property
@@ -95,29 +100,12 @@ class _Input:
         """Return every file with its status."""
         return {self._folder + path: status for path, status in self._store.stamped().items()}
 
-    def size(self, path: str) -> int | None:
-        """Return the size in bytes, or None when there is no such file."""
-        return self._store.size(path.removeprefix(self._folder))
+    def _stored_name(self, path: str) -> str:
+        return path.removeprefix(self._folder)
 
     def look(self, path: str) -> FileStatus | None:
         """Return the status of one file, or None when there is no such file."""
-        return self._store.look(path.removeprefix(self._folder))
-
-    def stamp(self, path: str) -> str | None:
-        """Return a text that changes when the file is rewritten."""
-        return self._store.stamp(path.removeprefix(self._folder))
-
-    def ctime(self, path: str) -> int | None:
-        """Return when its status last changed, ns, or None."""
-        return self._store.ctime(path.removeprefix(self._folder))
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """Return exactly ``length`` bytes; raises like the input's store."""
-        return self._store.read(path.removeprefix(self._folder), start, length)
-
-    def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fill ``into`` exactly; raises like the input's store."""
-        self._store.read_into(path.removeprefix(self._folder), start, into)
+        return self._store.look(self._stored_name(path))
 
     def close(self) -> None:
         """Close the input's store."""
@@ -138,15 +126,12 @@ class _InputAhead(_Input):
 
     def expect(self, reads: ExpectedReads, memory: int) -> None:
         """Read ahead what is expected, with at most ``memory`` bytes of blocks."""
-        cut = self._folder
-        paths = tuple(path.removeprefix(cut) for path in reads.paths)
-        bare = frozenset(path.removeprefix(cut) for path in reads.bare)
-        columns = (reads.file, reads.start, reads.end, reads.begins, reads.ends)
-        self._ahead.expect(ExpectedReads(paths, *columns, bare, reads.band), memory)
+        paths, bare = map(self._stored_name, reads.paths), map(self._stored_name, reads.bare)
+        self._ahead.expect(replace(reads, paths=tuple(paths), bare=frozenset(bare)), memory)
 
     def forget(self, path: str, start: int, length: int) -> bool:
         """Drop what is kept of a range; return whether that can make a difference."""
-        return self._ahead.forget(path.removeprefix(self._folder), start, length)
+        return self._ahead.forget(self._stored_name(path), start, length)
 
     def prove(self) -> StoreProof:
         """Compare what was read of the expected bare files with the checksums of the store."""

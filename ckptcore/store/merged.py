@@ -19,7 +19,7 @@ from typing import Never
 import numpy as np
 
 from ckptcore.errors import DamagedCheckpoint, NotComplete, SourceUnreadable, UsageError, finding
-from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store, is_s3, open_source_store
+from ckptcore.store import Buffer, ReadObserver, Store, is_s3, open_source_store
 from ckptcore.store.ahead import ExpectedReads, ReadsAhead, StoreProof
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.place import first_overlap
@@ -198,34 +198,12 @@ class MergedStore:
         """Return None: nothing is written here."""
         return None
 
-    def writer(self, path: str, nbytes: int) -> FileWriter:
-        """Raise `UsageError`, as every method that writes."""
-        self._refuse()
-
-    def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
-        """Raise `UsageError`."""
-        self._refuse()
-
-    def put(self, path: str, data: bytes) -> None:
-        """Raise `UsageError`."""
-        self._refuse()
-
-    def remove(self, path: str) -> None:
-        """Raise `UsageError`."""
-        self._refuse()
-
-    def remove_all(self) -> None:
-        """Raise `UsageError`."""
-        self._refuse()
-
-    def copy_to(self, path: str, target: Store, name: str) -> None:
-        """Raise `UsageError`."""
-        self._refuse()
-
-    def _refuse(self) -> Never:
+    def _refuse(self, *_: object, **__: object) -> Never:
         raise UsageError(
             f"cannot write to {self.url}: it is a source of {len(self.roots)} folders", hint="name one folder"
         )
+
+    writer = joint = put = remove = remove_all = copy_to = _refuse
 
     def _holder(self, path: str) -> int | None:
         """Return the number of the first folder that has a file, or None."""

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, UsageError
-from ckptcore.store import Buffer, FileWriter, ReadObserver, Store
-from ckptcore.store.ahead import ExpectedReads, StoreProof
+from ckptcore.store import Buffer, FileWriter, Store
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.objects import MAX_REQUEST_BYTES, of_object
 from ckptcore.store.objects.client import S3Client, require_small
@@ -23,7 +22,7 @@ from ckptcore.store.objects.shared_clients import client_of, key_of
 from ckptcore.store.remote import FsspecStore, FsspecWriter
 
 
-class S3Store(FsspecStore):
+class S3Store(FolderReader, FsspecStore):
     """A folder of a bucket; see `ckptcore.store.Store` and `ckptcore.store.ahead.ReadsAhead`.
 
     Attributes:
@@ -43,21 +42,11 @@ class S3Store(FsspecStore):
             pinned: Read every object in one version, that of the first look. Nothing is written here.
             versions: Path -> stamp of objects that were seen before, and must still be the same.
         """
-        super().__init__(url)
-        self.client, self._pinned = client_of(self.url), pinned
+        FsspecStore.__init__(self, url)
         key = key_of(self.url)
         # With its slash, so that "run1" does not include "run10".
-        self.prefix = f"{key}/" if key else ""
-        self._reader = FolderReader(self.client, self.prefix, self.url, pinned=pinned, versions=versions)
-
-    @property
-    def observer(self) -> ReadObserver | None:
-        """Return what receives each read, and each block that was read ahead."""
-        return self._reader.observer
-
-    @observer.setter
-    def observer(self, observer: ReadObserver | None) -> None:
-        self._reader.observer = observer
+        prefix = f"{key}/" if key else ""
+        FolderReader.__init__(self, client_of(self.url), prefix, self.url, pinned=pinned, versions=versions)
 
     def _opened(self) -> tuple[Any, str]:
         """Return no file system: only `writer` needs it, and s3fs takes long to import."""
@@ -65,14 +54,10 @@ class S3Store(FsspecStore):
 
     def stamped(self) -> dict[str, FileStatus]:
         """List the objects with size and version, as they are now."""
-        statuses = self._reader.stamped()
+        statuses = self.below()
         if not statuses:
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
         return statuses
-
-    def below(self) -> dict[str, FileStatus]:
-        """Return every object below the folder by its relative name, sorted; none where nothing is."""
-        return self._reader.stamped()
 
     def everything(self) -> dict[str, FileStatus]:
         """Return what `below` does, and the object of the folder's own name under the empty name."""
@@ -97,21 +82,13 @@ class S3Store(FsspecStore):
 
     def list(self) -> dict[str, int]:
         """List the objects: relative path -> size in bytes. A pinned folder is listed once."""
-        sizes = self._reader.listed()
+        sizes = self.listed()
         return sizes if sizes is not None else super().list()
-
-    def look(self, path: str) -> FileStatus | None:
-        """Return size and version of one object, or None when there is no such object."""
-        return self._reader.look(path)
 
     def stamp(self, path: str) -> str | None:
         """Return the size and version as they are now, as a text, or None when there is no such object."""
-        status = self._reader.now(path)
+        status = self.now(path)
         return None if status is None else status.stamp
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """Return exactly ``length`` bytes."""
-        return self._reader.read(path, start, length)
 
     def fetch(self, path: str, most: int = MAX_REQUEST_BYTES) -> bytes | None:
         """Return all bytes of an object of at most ``most``, or None when there is no such object."""
@@ -131,22 +108,6 @@ class S3Store(FsspecStore):
     def fetch_each(self, paths: Sequence[str]) -> Sequence[bytes | None]:
         """Return what `fetch` does for each path, with several requests at once."""
         return self.client.each(self.fetch, paths)
-
-    def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fill ``into`` exactly."""
-        self._reader.read_into(path, start, into)
-
-    def expect(self, reads: ExpectedReads, memory: int) -> None:
-        """Read ahead what is expected, with at most ``memory`` bytes of blocks."""
-        self._reader.expect(reads, memory)
-
-    def forget(self, path: str, start: int, length: int) -> bool:
-        """Drop what is kept of a range, so that the next read asks the store again."""
-        return self._reader.forget(path, start, length)
-
-    def prove(self) -> StoreProof:
-        """Compare what was read of the expected bare files with the store's checksums."""
-        return self._reader.prove()
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Collect an object, which is written in one request when it is committed."""
@@ -215,10 +176,6 @@ class S3Store(FsspecStore):
         if not isinstance(target, S3Store):
             raise UsageError(f"cannot copy from {self.url} to {target.url} server-side")
         target.client.copy(self.prefix + path, target.prefix + name, bucket=self.client.bucket)
-
-    def close(self) -> None:
-        """Give up requests that read ahead."""
-        self._reader.close()
 
 
 class ObjectWriter(FileWriter):

@@ -6,6 +6,7 @@ what a codec decodes. A `FileRange` is one of these, with positions of its own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +51,43 @@ class Account(Protocol):
         """
 
 
-class SubStore:
+class RenamedFiles(ABC):
+    """Files of another store under other names, to read from."""
+
+    def __init__(self, store: Readable) -> None:
+        self._store = store
+
+    @abstractmethod
+    def _stored_name(self, path: str) -> str:
+        """Return the name of a file in the other store."""
+
+    def size(self, path: str) -> int | None:
+        """Return the size in bytes, or None when there is no such file."""
+        return self._store.size(self._stored_name(path))
+
+    def stamp(self, path: str) -> str | None:
+        """Return a text that changes when the file is rewritten."""
+        return self._store.stamp(self._stored_name(path))
+
+    def ctime(self, path: str) -> int | None:
+        """Return when its status last changed, ns, or None."""
+        return self._store.ctime(self._stored_name(path))
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes; raises like the other store."""
+        return self._store.read(self._stored_name(path), start, length)
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into`` exactly; raises like the other store."""
+        self._store.read_into(self._stored_name(path), start, into)
+
+
+class SubStore(RenamedFiles):
     """A read-only store below ``prefix`` (with its slash) of another, with its connections and caches."""
 
     def __init__(self, store: Readable, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+        super().__init__(store)
+        self._prefix = prefix
         self.url = f"{store.url.rstrip('/')}/{prefix.rstrip('/')}"
         self.local: Path | None = store.local / prefix if store.local is not None else None
         self.observer: ReadObserver | None = None  # that of the outer store receives the reads
@@ -65,25 +98,8 @@ class SubStore:
         # Filtered from one listing: a subfolder costs no request of its own.
         return {p.removeprefix(self._prefix): n for p, n in sizes.items() if p.startswith(self._prefix)}
 
-    def size(self, path: str) -> int | None:
-        """Return the size in bytes, or None when there is no such file."""
-        return self._store.size(self._prefix + path)
-
-    def stamp(self, path: str) -> str | None:
-        """Return a text that changes when the file is rewritten."""
-        return self._store.stamp(self._prefix + path)
-
-    def ctime(self, path: str) -> int | None:
-        """Return when its status last changed, ns, or None."""
-        return self._store.ctime(self._prefix + path)
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """Return exactly ``length`` bytes; raises like the outer store."""
-        return self._store.read(self._prefix + path, start, length)
-
-    def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fill ``into`` exactly; raises like the outer store."""
-        self._store.read_into(self._prefix + path, start, into)
+    def _stored_name(self, path: str) -> str:
+        return self._prefix + path
 
     def account(self, path: str) -> tuple[Account, str] | None:
         """Return the account of this reading, and the name of a file in it, or None without one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,7 @@ class Algorithm:
         return int.from_bytes(base64.b64decode(checksum.value), "big")
 
 
-def _crc32(data: Buffer | bytes, before: int = 0) -> int:
-    return crc32(data, before)
-
-
-def _crc32c(data: Buffer | bytes, before: int = 0) -> int:
+def _crc32c(data: Buffer | bytes, before: int) -> int:
     from awscrt.checksums import crc32c
 
     crc: int = crc32c(data, before)
@@ -76,7 +72,7 @@ ALGORITHMS = {
     for algorithm in (
         Algorithm("CRC64NVME", 8, crc64, combine64),
         Algorithm("CRC32C", 4, _crc32c, _combine_crc32c),
-        Algorithm("CRC32", 4, _crc32, crc32_combine),
+        Algorithm("CRC32", 4, crc32, crc32_combine),
         Algorithm("SHA256", 32),
     )
 }
@@ -94,21 +90,6 @@ def checksum_of(algorithm: str, data: Buffer | bytes) -> Checksum:
     if checksum_algorithm.update is not None:
         return checksum_algorithm.encoded(checksum_algorithm.update(data, 0))
     return Checksum(algorithm, base64.b64encode(hashlib.sha256(data).digest()).decode())
-
-
-def combined(parts: Sequence[tuple[Checksum, int]]) -> Checksum:
-    """Return the checksum of a whole from those of its parts, each with its bytes, in order.
-
-    >>> a, b = checksum_of("CRC32", b"1234"), checksum_of("CRC32", b"56789")
-    >>> combined([(a, 4), (b, 5)]) == checksum_of("CRC32", b"123456789")
-    True
-    """
-    crc_algorithm = ALGORITHMS[parts[0][0].algorithm]
-    assert crc_algorithm.combine is not None  # the caller has parts of a CRC
-    total = 0
-    for checksum, nbytes in parts:
-        total = crc_algorithm.combine(total, crc_algorithm.decoded(checksum), nbytes)
-    return crc_algorithm.encoded(total)
 
 
 def kept_checksums(answer: Mapping[str, Any]) -> tuple[Checksum, ...]:

@@ -190,15 +190,14 @@ class S3Client:
 
     def list(self, prefix: str) -> Iterator[ObjectSeen]:
         """Yield every object whose key starts with ``prefix``, in the store's order, page by page."""
-        for page in self._pages("list_objects_v2", prefix, _listing(Prefix=prefix)):
+        for page in self._objects(prefix):
             for row in page.get("Contents", ()):
                 yield listed(row)
 
     def below(self, prefix: str) -> KeysBelow:
         """Return what is directly below a prefix that ends with a slash, or is empty."""
         objects, prefixes = list[ObjectSeen](), list[str]()
-        asked = _listing(Prefix=prefix, Delimiter="/")
-        for page in self._pages("list_objects_v2", prefix, asked):
+        for page in self._objects(prefix, Delimiter="/"):
             objects += map(listed, page.get("Contents", ()))
             prefixes += [row["Prefix"] for row in page.get("CommonPrefixes", ())]
         return KeysBelow(tuple(objects), tuple(prefixes))
@@ -452,51 +451,34 @@ class S3Client:
 
         return self._repeat(attempt, key, writing=True)
 
-    def upload_part(
-        self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
-    ) -> UploadedPart:
-        """Upload one part; any process may, in any order. The checksum is as for `put`."""
-        return self._upload(key, upload_id, number, data, checksum, never)
-
     def start_part(
-        self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
+        self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum
     ) -> Future[UploadedPart]:
-        """Begin an `upload_part`, and return without waiting; ``data`` must stay as it is until it ends."""
-        return _THREADS.start(lambda given_up: self._upload(key, upload_id, number, data, checksum, given_up))
+        """Begin to upload one part; any process may, in any order.
 
-    def _upload(
-        self,
-        key: str,
-        upload_id: str,
-        number: int,
-        data: Buffer | bytes,
-        checksum: Checksum | None,
-        given_up: GivenUp,
-    ) -> UploadedPart:
-        sent = checksum or checksum_of("CRC32", data)
-        asked = {"Key": key, "UploadId": upload_id, "PartNumber": number, **_checked(data, sent)}
+        ``data`` must stay as it is until the answer comes. The checksum is as for `put`.
+        """
+        asked = {"Key": key, "UploadId": upload_id, "PartNumber": number, **_checked(data, checksum)}
 
-        def attempt() -> UploadedPart:
-            answer = self._send("upload_part", {**asked, "Body": PartBody(data, given_up)})
-            return UploadedPart(number, answer.get("ETag") or "", len(data), sent)
+        def work(given_up: GivenUp) -> UploadedPart:
+            def attempt() -> UploadedPart:
+                answer = self._send("upload_part", {**asked, "Body": PartBody(data, given_up)})
+                return UploadedPart(number, answer.get("ETag") or "", len(data), checksum)
 
-        return self._repeat(attempt, key, writing=True, given_up=given_up)
+            return self._repeat(attempt, key, writing=True, given_up=given_up)
+
+        return _THREADS.start(work)
 
     def list_parts(self, key: str, upload_id: str) -> Iterator[UploadedPart]:
         """Yield the parts that were uploaded, in order."""
-        marker: dict[str, Any] = {}
-        while True:
-            # `writing`: only a destination has uploads, and an error is about that.
-            page = self.ask("list_parts", key, writing=True, Key=key, UploadId=upload_id, **marker)
+        # `writing`: only a destination has uploads, and an error is about that.
+        asked = {"writing": True, "Key": key, "UploadId": upload_id}
+        for page in self.pages("list_parts", key, {"PartNumberMarker": "NextPartNumberMarker"}, **asked):
             for row in page.get("Parts", ()):
                 checksums = kept_checksums(row)
                 checksum = checksums[0] if checksums else None
                 number, etag = int(row["PartNumber"]), row.get("ETag") or ""
                 yield UploadedPart(number, etag, int(row["Size"]), checksum)
-            after = page.get("NextPartNumberMarker")
-            if not page.get("IsTruncated") or not after:
-                return
-            marker = {"PartNumberMarker": int(after)}
 
     def complete(
         self,
@@ -543,34 +525,43 @@ class S3Client:
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
         """Yield the uploads below a prefix that are neither completed nor aborted."""
-        marker: dict[str, Any] = {}
-        while True:
-            page = self.ask(
-                "list_multipart_uploads", prefix, writing=True, Prefix=prefix, EncodingType="url", **marker
-            )
+        marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        asked = {"writing": True, "Prefix": prefix, "EncodingType": "url"}
+        for page in self.pages("list_multipart_uploads", prefix, marks, **asked):
             for row in page.get("Uploads", ()):
                 if row["Key"].startswith(prefix):  # some stores ignore it
                     when = row.get("Initiated")
                     started = when.timestamp() if when is not None else None
                     yield OpenUpload(row["Key"], row["UploadId"], started, row.get("ChecksumAlgorithm"))
-            after = page.get("NextKeyMarker")
-            if not page.get("IsTruncated") or not after:
-                return
-            marker = {"KeyMarker": after, "UploadIdMarker": page.get("NextUploadIdMarker") or ""}
 
     def answered(self, seconds: float) -> None:
         """Count the time until an answer began."""
         # The first answer counts completely: there is no average yet.
         self.answer_s += (seconds - self.answer_s) * (_SMOOTH if self.answer_s else 1.0)
 
-    def _pages(self, method: str, prefix: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _objects(self, prefix: str, **asked: Any) -> Iterator[dict[str, Any]]:
+        marks = {"ContinuationToken": "NextContinuationToken"}
+        return self.pages("list_objects_v2", prefix, marks, Prefix=prefix, **asked)
+
+    def pages(
+        self, method: str, key: str, marks: Mapping[str, str], **asked: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the pages of a list.
+
+        Args:
+            method: As for `ask`.
+            key: What the list is of, for messages.
+            marks: Parameter of the next request -> key of its value in the answer. A first one that is
+                missing ends the list.
+            asked: Parameters of every request, and `ask`'s own.
+        """
         while True:
-            page = self.ask(method, prefix, **asked)
+            page = self.ask(method, key, **asked)
             yield page
-            after = page.get("NextContinuationToken")
-            if not page.get("IsTruncated") or not after:
+            after = {parameter: page.get(name) or "" for parameter, name in marks.items()}
+            if not page.get("IsTruncated") or not next(iter(after.values())):
                 return
-            asked = {**asked, "ContinuationToken": after}
+            asked |= after
 
     def ask(
         self, method: str, key: str, *, writing: bool = False, create: bool = False, **asked: Any
@@ -714,10 +705,6 @@ def require_small(url: str, nbytes: int, most: int) -> None:
 def _split(root: str) -> tuple[str, str]:
     bucket, _, key = root.strip("/").partition("/")
     return bucket, key
-
-
-def _listing(**asked: Any) -> dict[str, Any]:
-    return asked
 
 
 def listed(row: Mapping[str, Any]) -> ObjectSeen:

@@ -38,7 +38,7 @@ _FEW = 4  # objects that are asked for one by one; more are listed
 
 
 class FolderReader:
-    """Reads the objects below a prefix. Safe for threads.
+    """What `ckptcore.store.s3.S3Store` reads: the objects below a prefix. Safe for threads.
 
     Args:
         client: Requests to the bucket.
@@ -62,7 +62,7 @@ class FolderReader:
         pinned: bool,
         versions: Mapping[str, str | None] | None = None,
     ) -> None:
-        self._client, self._prefix, self._url, self._pinned = client, prefix, url, pinned
+        self.client, self.prefix, self.url, self._pinned = client, prefix, url, pinned
         self._lock = threading.Lock()
         self._pinned_objects: dict[str, ObjectSeen] = {}  # of a pinned folder
         self._missing: set[str] = set()
@@ -76,11 +76,14 @@ class FolderReader:
             if s3_object is not None and pinned:
                 self._pinned_objects[path] = s3_object
 
-    def stamped(self) -> dict[str, FileStatus]:
-        """List the objects as they are now; the first listing of a pinned folder pins them."""
+    def below(self) -> dict[str, FileStatus]:
+        """Return every object below the folder by its relative name, sorted; none where nothing is.
+
+        The first listing of a pinned folder pins them.
+        """
         objects: dict[str, ObjectSeen] = {}
-        for s3_object in self._client.list(self._prefix):
-            path = s3_object.key[len(self._prefix) :]
+        for s3_object in self.client.list(self.prefix):
+            path = s3_object.key[len(self.prefix) :]
             if path and not path.endswith("/"):  # markers of folders, which some tools create
                 objects[path] = s3_object
         if self._pinned:
@@ -99,7 +102,7 @@ class FolderReader:
 
     def now(self, path: str) -> FileStatus | None:
         """Return size and version of one object as it is now, or None when there is no such object."""
-        s3_object = self._client.head(self._prefix + path)
+        s3_object = self.client.head(self.prefix + path)
         return None if s3_object is None else of_object(s3_object)
 
     def look(self, path: str) -> FileStatus | None:
@@ -139,13 +142,13 @@ class FolderReader:
         self.close()
         if self._pinned and sum(path not in self._pinned_objects for path in reads.paths) > _FEW:
             with contextlib.suppress(SourceUnreadable):  # without the right to list, each is asked for once
-                self.stamped()
+                self.below()
         self._ledger, self._bare = Ledger(), reads.bare
         if not len(reads) or not self._pinned:
             return
         table = plan_blocks(reads, memory)
         self._ask_checksums(sorted(reads.bare & set(table.row)))
-        self._blocks = BlockReader(table, self._fetch, self._arrived, lambda: self._client.answer_s, memory)
+        self._blocks = BlockReader(table, self._fetch, self._arrived, lambda: self.client.answer_s, memory)
         self._blocks.start()
 
     def forget(self, path: str, start: int, length: int) -> bool:
@@ -169,7 +172,7 @@ class FolderReader:
                 s3_object.nbytes,
                 self._checksums.get(path, ()),
                 partial(self._receive, s3_object),
-                f"{self._url}/{path}",
+                f"{self.url}/{path}",
             )
 
         bare_files = ((path, self._object_at(path)) for path in sorted(self._bare))
@@ -181,7 +184,7 @@ class FolderReader:
         # A few bytes, such as a header, are one request for each file: several at once, in little memory.
         few = [path for path in objects if left[path] <= _FEW_BYTES]
         try:
-            good = dict(zip(few, self._client.each(proves, few), strict=True))
+            good = dict(zip(few, self.client.each(proves, few), strict=True))
             good |= {path: proves(path) for path in objects if path not in good}
         except AlteredInTransit:
             self._altered(None)
@@ -200,13 +203,13 @@ class FolderReader:
     def _object_at(self, path: str) -> ObjectSeen | None:
         """Return an object as it is pinned, or as it is now."""
         if not self._pinned:
-            return self._client.head(self._prefix + path)
+            return self.client.head(self.prefix + path)
         pinned_object = self._pinned_objects.get(path)
         if pinned_object is not None or self._listed:
             return pinned_object
         if path in self._missing:
             return None
-        s3_object = self._client.head(self._prefix + path)
+        s3_object = self.client.head(self.prefix + path)
         with self._lock:
             if s3_object is None:
                 self._missing.add(path)
@@ -217,13 +220,13 @@ class FolderReader:
     def _pinned_to(self, path: str) -> ObjectSeen:
         s3_object = self._object_at(path)
         if s3_object is None:
-            raise SourceUnreadable(f"{self._url}/{path} does not exist", hint="check the path", file=path)
+            raise SourceUnreadable(f"{self.url}/{path} does not exist", hint="check the path", file=path)
         return s3_object
 
     def _small(self, path: str, start: int, length: int) -> bytes:
         """Return a few bytes, from a page that is kept or from a page that is kept from now on."""
         s3_object = self._pinned_to(path)
-        _require_inside(f"{self._url}/{path}", path, start, length, s3_object.nbytes)
+        _require_inside(f"{self.url}/{path}", path, start, length, s3_object.nbytes)
         version = self._version(s3_object)
         cached_bytes = SHARED.find(version, start, length)
         if cached_bytes is not None:
@@ -231,9 +234,9 @@ class FolderReader:
         first, count = page_around(start, length, s3_object.nbytes)
         data = bytearray(count)
         if count == s3_object.nbytes:
-            self._complete(s3_object, memoryview(data), f"{self._url}/{path}")
+            self._complete(s3_object, memoryview(data), f"{self.url}/{path}")
         else:
-            self._client.get(s3_object.key, first, s3_object.etag or None, memoryview(data))
+            self.client.get(s3_object.key, first, s3_object.etag or None, memoryview(data))
         SHARED.keep(version, first, bytes(data))
         return bytes(data[start - first : start - first + length])
 
@@ -244,7 +247,7 @@ class FolderReader:
         """
         before = None
         for _ in range(_TRIES):  # again, before it is called damaged
-            checksums = self._client.get_all(s3_object.key, s3_object.etag or None, into).checksums
+            checksums = self.client.get_all(s3_object.key, s3_object.etag or None, into).checksums
             if checksums:
                 if checksum_of(checksums[0].algorithm, into) == checksums[0]:
                     return
@@ -264,14 +267,14 @@ class FolderReader:
             return
         if path in self._bare:
             self._ledger.doubt(path)
-        etag, key = None, self._prefix + path
+        etag, key = None, self.prefix + path
         if self._pinned:
             s3_object = self._pinned_to(path)
-            _require_inside(f"{self._url}/{path}", path, start, len(into), s3_object.nbytes)
+            _require_inside(f"{self.url}/{path}", path, start, len(into), s3_object.nbytes)
             etag = s3_object.etag or None
         elif len(into) > BLOCK:
             # The first answer says which version the others must be of.
-            etag = self._client.get(key, start, None, into[:BLOCK]).etag or None
+            etag = self.client.get(key, start, None, into[:BLOCK]).etag or None
             start, into = start + BLOCK, into[BLOCK:]
         self._directly(key, start, etag, into)
 
@@ -280,7 +283,7 @@ class FolderReader:
         try:
             for offset in range(0, len(into), BLOCK):
                 part = into[offset : offset + BLOCK]
-                waiting.append(self._client.start_get(key, start + offset, etag, part))
+                waiting.append(self.client.start_get(key, start + offset, etag, part))
                 if len(waiting) >= _DIRECT_IN_FLIGHT:
                     waiting.popleft().result()
             while waiting:
@@ -291,26 +294,26 @@ class FolderReader:
 
     def _receive(self, s3_object: ObjectSeen, start: int, into: Buffer) -> None:
         """Read past every cache, and compare with the pages that were used."""
-        self._client.get(s3_object.key, start, s3_object.etag or None, into)
+        self.client.get(s3_object.key, start, s3_object.etag or None, into)
         for first, page in SHARED.pieces(self._version(s3_object)):
             begin, end = max(first, start), min(first + len(page), start + len(into))
             if begin < end and page[begin - first : end - first] != into[begin - start : end - start]:
                 SHARED.forget(self._version(s3_object), first, len(page))
-                raise altered(f"{self._client.url}/{s3_object.key}", begin, end - begin)
+                raise altered(f"{self.client.url}/{s3_object.key}", begin, end - begin)
 
     def _fetch(self, path: str, start: int, into: Buffer) -> Future[ObjectSeen]:
         """Ask for a block; an error is for those who need its bytes, not for those who read ahead."""
         try:
             s3_object = self._pinned_to(path)
-            _require_inside(f"{self._url}/{path}", path, start, len(into), s3_object.nbytes)
+            _require_inside(f"{self.url}/{path}", path, start, len(into), s3_object.nbytes)
         except CkptError as error:
             failed: Future[ObjectSeen] = Future()
             failed.set_exception(error)
             return failed
-        return self._client.start_get(s3_object.key, start, s3_object.etag or None, into)
+        return self.client.start_get(s3_object.key, start, s3_object.etag or None, into)
 
     def _arrived(self, path: str, start: int, data: Buffer) -> None:
-        self._ledger.add(path, start, data, f"{self._url}/{path}")
+        self._ledger.add(path, start, data, f"{self.url}/{path}")
         if self.observer is not None:
             self.observer.observe(path, start, data)
 
@@ -322,7 +325,7 @@ class FolderReader:
     def _ask_checksums(self, paths: list[str]) -> None:
         """Ask once which checksums the store keeps of files that have none of their own."""
         asked = [path for path in paths if path not in self._checksums]
-        heads = self._client.each(self._client.head, [self._prefix + path for path in asked])
+        heads = self.client.each(self.client.head, [self.prefix + path for path in asked])
         head_of_path = dict(zip(asked, heads, strict=True))
         for path in paths:
             if path in head_of_path:
@@ -333,7 +336,7 @@ class FolderReader:
             self._ledger.prefer(path, self._checksums.get(path, ()))
 
     def _version(self, s3_object: ObjectSeen) -> tuple[str, str, str]:
-        return self._client.url, s3_object.key, s3_object.etag or f"{s3_object.nbytes} bytes"
+        return self.client.url, s3_object.key, s3_object.etag or f"{s3_object.nbytes} bytes"
 
 
 def _of_stamp(key: str, stamp: str | None) -> ObjectSeen | None:

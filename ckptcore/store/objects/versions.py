@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckptcore.errors import CkptError
 from ckptcore.store import is_s3
@@ -113,16 +112,11 @@ def keeps_versions(client: S3Client) -> bool:
 
 def object_versions(client: S3Client, prefix: str) -> Iterator[ObjectVersion]:
     """Yield every version and delete marker of the objects whose key starts with ``prefix``."""
-    after: dict[str, Any] = {}
-    while True:
-        page = client.ask("list_object_versions", prefix, Prefix=prefix, **after)
+    marks = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
+    for page in client.pages("list_object_versions", prefix, marks, Prefix=prefix):
         for kind, is_marker in (("Versions", False), ("DeleteMarkers", True)):
             for row in page.get(kind, ()):
                 yield ObjectVersion(listed(row), row["VersionId"], bool(row["IsLatest"]), is_marker)
-        if not page.get("IsTruncated"):
-            return
-        after = {"KeyMarker": page.get("NextKeyMarker") or ""}
-        after |= {"VersionIdMarker": page.get("NextVersionIdMarker") or ""}
 
 
 def _delete_version(client: S3Client, key: str, version: str) -> None:

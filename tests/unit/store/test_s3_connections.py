@@ -14,6 +14,7 @@ from s3fs import S3FileSystem
 from ckptcore.conversion.staging.s3_staging import object_places
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store.objects import RECORD, session
+from ckptcore.store.objects.checksums import checksum_of
 from ckptcore.store.objects.client import RequestThreads, S3Client
 from ckptcore.store.objects.retry import DEADLINE_VARIABLE
 from ckptcore.store.objects.session import PartBody, S3Session
@@ -55,7 +56,9 @@ def test_a_part_is_signed_and_sent_in_large_pieces(client: S3Client, monkeypatch
     monkeypatch.setattr(PartBody, "read", counted)
     monkeypatch.setattr(PartBody, "readinto", lambda *_: pytest.fail("its bytes are copied"))
     upload = client.begin("part")
-    part = client.start_part("part", upload, 1, memoryview(bytearray(DATA))).result()
+    part = client.start_part(
+        "part", upload, 1, memoryview(bytearray(DATA)), checksum_of("CRC32", DATA)
+    ).result()
     client.complete("part", upload, [part])
     assert len(reads) <= 5  # of 1 MiB, and one that finds the end
     assert received(client, "part", 0, len(DATA)) == DATA
