@@ -16,8 +16,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import LEVELS, DamagedCheckpoint, UnknownFormat, UnsafeContent, UnsupportedFormat
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.redaction import bare_url
-from ckptcore.store import is_s3, join_url, open_source_store
-from ckptcore.store.fresh_reads import forget_small_reads
+from ckptcore.store import forget_small_reads, is_s3, join_url, open_source_store
 from ckptcore.utils.memory import reusing_memory
 from ckptcore.utils.workers import Progress
 

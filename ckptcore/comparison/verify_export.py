@@ -87,8 +87,7 @@ from ckptcore.planning.several_models import expected_of
 from ckptcore.planning.zero_tensors import not_zero
 from ckptcore.reading.file_digests import digests_like
 from ckptcore.reading.rereading import rereading
-from ckptcore.store import open_store
-from ckptcore.store.fresh_reads import forget_small_reads
+from ckptcore.store import forget_small_reads, open_store
 from ckptcore.store.listing import folder_at
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import count, listed

@@ -42,9 +42,8 @@ from ckptcore.custody.upkeep import recorded_ids
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUnreadable
 from ckptcore.fingerprints.holdings import Ids, common, ids_of, in_one, unpack_specs
 from ckptcore.planning.request import Settings
-from ckptcore.store import join_url, local_path, split_url
+from ckptcore.store import forget_small_reads, join_url, local_path, split_url
 from ckptcore.store.file_status import FileStatus
-from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import contents
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.place import Relation, identify, relation
@@ -206,11 +205,7 @@ def _elsewhere(
 ) -> tuple[dict[str, Ids], dict[str, str], Ids]:
     """Return the places that hold contents, with what was read there now, how files looked, and the rest.
 
-    Args:
-        catalog: The catalog, which says where to look.
-        left: Content ids.
-        manifests: Of the checkpoints at the place that may go: copies have the same.
-        read_apart: See `_read_apart`.
+    manifests: of the checkpoints at the place that may go: copies have the same.
     """
     proven, looks = dict[str, Ids](), dict[str, str]()
     tried = set[str]()
@@ -242,14 +237,7 @@ def _read_apart(
 ) -> tuple[Ids, str]:
     """Return what a checkpoint holds, if it is apart from a place, and nothing writes there.
 
-    Args:
-        catalog: The catalog.
-        place: Where the contents are that may go.
-        things: Everything there.
-        specs: Digests of specs: what has none of them is not read.
-        settings: Memory and threads for reading.
-        at_rest: Keeps writers away.
-        row: The checkpoint.
+    specs: what has none of their digests is not read.
 
     Returns:
         Content ids, and the digest of its files before they were read.
@@ -303,12 +291,7 @@ def _matched(
 ) -> Ids:
     """Return the contents of an obligation that a place holds, or may hold where it cannot be read.
 
-    Args:
-        catalog: The catalog, or None.
-        obligation: What counts on the place.
-        read_ids: Content ids that were read there.
-        place: The place.
-        unread: What else may be there; None if everything was read.
+    unread: what else may be there; None if everything was read.
     """
     protected_ids = ids_of(obligation.contents)
     if unread is None:

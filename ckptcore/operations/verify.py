@@ -33,8 +33,7 @@ from ckptcore.operations.registered_files import (
     same_manifest,
     with_digests,
 )
-from ckptcore.store import local_path, open_store, split_url
-from ckptcore.store.fresh_reads import forget_small_reads
+from ckptcore.store import forget_small_reads, local_path, open_store, split_url
 from ckptcore.utils.text import count
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -218,7 +219,7 @@ def open_source_store(url: str, versions: Mapping[str, str | None] | None = None
 
         return open_merged(url, versions)
     if url.startswith("hf://"):
-        from ckptcore.store.hub import HubStore, is_repository
+        from ckptcore.store.hub_repository import HubStore, is_repository
 
         if is_repository(url):
             hub: Store = HubStore(url)
@@ -249,6 +250,18 @@ def put_each(store: Store, items: Iterable[tuple[str, bytes]]) -> None:
         return
     for path, data in items:
         store.put(path, data)
+
+
+def forget_small_reads() -> None:
+    """Drop the pieces of objects that this process keeps, before a place is read to prove what it holds.
+
+    Pieces are kept by their ETag, for all commands of a process. An object that rots below its store keeps
+    its ETag: a proof that reads kept pieces would be one of the past.
+    """
+    # Local checkpoints need no object store: where nothing imported it, nothing is kept.
+    small_reads = sys.modules.get("ckptcore.store.objects.small_reads")
+    if small_reads is not None:
+        small_reads.SHARED.clear()
 
 
 def is_s3(url: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 from ckptcore.utils.foreign_text import InvalidText, parse_time
@@ -38,6 +39,7 @@ class NameKind(StrEnum):
     MOUNT = "mount point"
 
 
+_CONTENT = attrgetter("kind", "nbytes", "version", "mtime", "inode")
 _KINDS = {
     stat.S_IFREG: NameKind.FILE,
     stat.S_IFDIR: NameKind.FOLDER,
@@ -168,13 +170,7 @@ def same_content(earlier: FileStatus | None, later: FileStatus | None, *, status
     if earlier is None or later is None:
         return earlier is later
     # Without the device: after a restart the same disk may have another number.
-    alike = (earlier.kind, earlier.nbytes, earlier.version, earlier.mtime, earlier.inode) == (
-        later.kind,
-        later.nbytes,
-        later.version,
-        later.mtime,
-        later.inode,
-    )
+    alike = _CONTENT(earlier) == _CONTENT(later)
     return alike and (not status or earlier.ctime == later.ctime)
 
 

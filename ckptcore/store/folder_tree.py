@@ -116,8 +116,8 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def look(folder_fd: int, name: str) -> os.stat_result | None:
-    """Return the status of a name in a folder, without following links; None when nothing has it."""
+def look(folder_fd: int | None, name: str) -> os.stat_result | None:
+    """Return the status of a name in a folder, or of a path, links not followed; None when nothing has it."""
     try:
         return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:

@@ -1,6 +1,8 @@
-"""Write to a model repository of the Hugging Face hub: branches, tags, and commits of local files.
+"""Read repositories of the Hugging Face hub, and write branches, tags, and commits of local files.
 
-`ckptcore.store.hub` reads repositories. Endpoint and token are those of huggingface_hub (``HF_ENDPOINT``,
+Each is read at one commit: a branch that moves while it is read must not mix two of them.
+
+Endpoint and token are those of huggingface_hub (``HF_ENDPOINT``,
 ``HF_TOKEN``, ``hf auth login``), and so is the way of the bytes: large files go to the hub's store of large
 files before the commit, by what they hold, so that another run finds those that arrived. A commit happens
 completely or not at all, on the parent that it names. Its answer may be lost: who calls `commit` looks again.
@@ -21,8 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptcore.errors import CkptError, Conflict, DestinationUnwritable, StorageTrouble, UsageError
+from ckptcore.errors import (
+    CkptError,
+    Conflict,
+    DestinationUnwritable,
+    SourceUnreadable,
+    StorageTrouble,
+    UsageError,
+)
 from ckptcore.redaction import GONE
+from ckptcore.store.remote import FsspecStore, retrying
 from ckptcore.utils.extras import needed
 
 MAIN = "main"
@@ -32,12 +42,50 @@ _URL = re.compile(
 )
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.+-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_PREFIXES = {"dataset": "datasets/", "space": "spaces/"}
 _TYPED = frozenset({"datasets", "spaces", "models", "buckets"})
 _OF_HUB = ".gitattributes"  # written by the hub: which files are large
 # Status of an answer -> what it means for who writes.
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _MOVED = frozenset({409, 412})
 _LOGIN = "log in (hf auth login, or HF_TOKEN) with a token that may write there"
+
+
+def is_repository(url: str) -> bool:
+    """Report whether a URL names a repository of the hub, or a place in one.
+
+    >>> [*map(is_repository, ("hf://org/model@main/a", "hf://org", "hf://datasets/org", "s3://org/model"))]
+    [True, False, False, False]
+    """
+    scheme, _, path = url.partition("://")
+    names = [name for name in path.split("/") if name]
+    typed = names[:1] in (["datasets"], ["spaces"], ["models"])
+    return scheme == "hf" and "::" not in url and len(names) >= 2 + typed and names[0] != "buckets"
+
+
+class HubStore(FsspecStore):
+    """A repository, or a folder in it, at the commit that its revision names when the store is opened."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._root = retrying(self.url, self._at_commit)
+
+    def _at_commit(self) -> str:
+        """Return the path in the file system, with the commit as its revision."""
+        from huggingface_hub import HfApi
+
+        repository = self._fs.resolve_path(self._root)
+        api = HfApi(endpoint=self._fs.endpoint, token=self._fs.token)
+        commit = api.repo_info(
+            repository.repo_id, repo_type=repository.repo_type, revision=repository.revision
+        ).sha
+        if not commit:
+            raise SourceUnreadable(
+                f"cannot read {self.url}: the hub does not say which commit {repository.revision or 'it'} is",
+                hint="name a commit as its revision (hf://USER/NAME@COMMIT)",
+            )
+        inner = f"/{repository.path_in_repo}" if repository.path_in_repo else ""
+        return f"{_PREFIXES.get(repository.repo_type, '')}{repository.repo_id}@{commit}{inner}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from ckptcore.store.listing import Inventory
 from ckptcore.store.objects import ObjectSeen, of_object
 from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.journal import UploadJournal
-from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.lease import Arbiter, Lease
 from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
 from ckptcore.store.objects.pinned import MOST_PAGES, PinnedFiles
@@ -52,7 +51,7 @@ from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.objects.shared_clients import client_of, key_of
 from ckptcore.store.objects.uploaded import Uploaded, require_checksum
 from ckptcore.store.objects.uploads import AtKey, Uploads
-from ckptcore.store.s3 import S3Store
+from ckptcore.store.s3 import KeptRecords, S3Store
 from ckptcore.utils.text import some
 from ckptcore.utils.workers import finishing
 
@@ -487,7 +486,7 @@ class S3Staging(ObjectStaging):
     def look_ahead(self, look: Callable[[], object]) -> Collection[str] | None:
         """Ask at once for what a conversion looks at before it plans; prove the lease meanwhile.
 
-        The records are kept (`ckptcore.store.objects.kept_records`). Returns None where these credentials
+        The records are kept (`ckptcore.store.s3.KeptRecords`). Returns None where these credentials
         may not list the staged objects.
         """
         lease, listed = self._lease, list[list[str]]()

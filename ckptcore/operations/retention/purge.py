@@ -57,10 +57,9 @@ from ckptcore.operations.retention.replacement import child_of
 from ckptcore.operations.retention.setting_aside import freed_bytes, require_untied, row_of
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
-from ckptcore.store import join_url, local_path, split_url
+from ckptcore.store import forget_small_reads, join_url, local_path, split_url
 from ckptcore.store.below import open_below
 from ckptcore.store.file_status import FileStatus
-from ckptcore.store.fresh_reads import forget_small_reads
 from ckptcore.store.listing import contents
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import some

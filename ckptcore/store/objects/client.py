@@ -166,7 +166,7 @@ class S3Client:
             UsageError: The URL or an option is wrong.
         """
         self.file_system, root = open_file_system(url, options or {})
-        self.bucket, self.prefix = _split(root)
+        self.bucket = root.strip("/").partition("/")[0]
         if not self.bucket:
             raise UsageError(f"cannot open {bare_url(url)}: it names no bucket")
         self.url = f"s3://{self.bucket}"
@@ -700,11 +700,6 @@ def require_small(url: str, nbytes: int, most: int) -> None:
             hint="no conversion writes such an object: inspect it, and move it away",
             kind=Kind.INVALID.value,
         )
-
-
-def _split(root: str) -> tuple[str, str]:
-    bucket, _, key = root.strip("/").partition("/")
-    return bucket, key
 
 
 def listed(row: Mapping[str, Any]) -> ObjectSeen:

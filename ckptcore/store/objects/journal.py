@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 
 from ckptcore.errors import AlteredInTransit, CkptError, StorageTrouble
 from ckptcore.store.objects import RECORD, OpenUpload
@@ -27,6 +28,7 @@ TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that hol
 _ALGORITHM = "CRC32"  # of uploads
 _TRIES = 5
 _SKEW_S = 300.0  # that clocks of machines and stores may differ by
+_BYTES = attrgetter("index", "key", "nbytes", "part", "plan")
 _log = logging.getLogger("ckptcore")
 
 
@@ -64,13 +66,7 @@ class UploadEntry:
 
     def fits(self, candidate: UploadEntry) -> bool:
         """Report whether another entry is for the same bytes in the same parts at the same key."""
-        return (self.index, self.key, self.nbytes, self.part, self.plan) == (
-            candidate.index,
-            candidate.key,
-            candidate.nbytes,
-            candidate.part,
-            candidate.plan,
-        )
+        return _BYTES(self) == _BYTES(candidate)
 
 
 class UploadJournal:

@@ -19,8 +19,8 @@ import ckptcore
 from ckptcore.conversion import pipeline
 from ckptcore.errors import SourceChanged
 from ckptcore.store.objects.client import S3Client
-from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.small_reads import SHARED
+from ckptcore.store.s3 import KeptRecords
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning"

@@ -119,20 +119,20 @@ import json, sys
 from ckptcore.store.objects.client import S3Client
 client = S3Client(sys.argv[1], json.loads(sys.argv[2]))
 loaded = [name for name in ("fsspec", "s3fs", "aiohttp") if name in sys.modules]
-print(json.dumps([type(client.file_system).__name__, client.file_system.key, client.prefix, loaded]))
+print(json.dumps([type(client.file_system).__name__, client.file_system.key, client.bucket, loaded]))
 """
 
 
 @pytest.mark.parametrize(
     ("url", "given", "environment", "expected"),
     [
-        ("s3://bucket/a//b/", {"key": "k"}, {}, ["S3Options", "k", "a//b", []]),
-        ("s3a://bucket/b", {}, {"FSSPEC_S3_KEY": "e"}, ["S3Options", "e", "b", ["fsspec"]]),
+        ("s3://bucket/a//b/", {"key": "k"}, {}, ["S3Options", "k", "bucket", []]),
+        ("s3a://bucket/b", {}, {"FSSPEC_S3_KEY": "e"}, ["S3Options", "e", "bucket", ["fsspec"]]),
         (
             "s3://bucket/b",
             {"key": "k", "max_concurrency": 3},
             {},
-            ["S3FileSystem", "k", "b", ["fsspec", "s3fs", "aiohttp"]],
+            ["S3FileSystem", "k", "bucket", ["fsspec", "s3fs", "aiohttp"]],
         ),
     ],
 )
