@@ -36,7 +36,9 @@ from ckptcore.core.manifest import (
 from ckptcore.utils.row_wise import any_rows, prod_rows
 
 PLACE, COMPARE = 0, 1
+ITEM_COLUMNS = ("file", "start", "length", "envelope", "codec", "crc32")  # of `Items`, in its order
 _TENSORS, _LITERALS = "tensor.", "literal."
+_TENSOR_COLUMNS = ("dtype", "source", "start", "rank", "offset", "shape", "full")
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,7 @@ class FilePlan:
             "shape": r.shape,
             "item": r.item,
             "op": self.op,
-            "i.file": i.file,
-            "i.start": i.start,
-            "i.length": i.length,
-            "i.envelope": i.envelope,
-            "i.codec": i.codec,
-            "i.crc32": i.crc32,
+            **{f"i.{name}": getattr(i, name) for name in ITEM_COLUMNS},
             "number": self.number,
         }
         if r.view is not None:
@@ -205,6 +202,7 @@ class FilePlan:
     def load(cls, data: bytes) -> FilePlan:
         """Read the plan of a frame; raise `MalformedCheckpoint`."""
         h, a = frame.load(data)
+        columns: dict[str, Any] = {name: a[f"i.{name}"] for name in ITEM_COLUMNS}
         return cls(
             h["index"],
             h["path"],
@@ -215,17 +213,7 @@ class FilePlan:
             Literals.load(a),
             Chunks(a["first"], a["lo"], a["shape"], a["item"], a.get("view")),
             a["op"],
-            Items(
-                a["i.file"],
-                a["i.start"],
-                a["i.length"],
-                a["i.envelope"],
-                a["i.codec"],
-                a["i.crc32"],
-                tuple(h["codecs"]),
-                dict(h["member"]),
-                a.get("i.holds"),
-            ),
+            Items(**columns, codecs=tuple(h["codecs"]), member=dict(h["member"]), holds=a.get("i.holds")),
             a["number"],
             tuple(StoredFile(p, s) for p, s in h["files"]),
             load_derived(h.get("derived", [])),
@@ -321,8 +309,7 @@ class Tensors:
 
     def rows(self) -> Iterator[PlannedTensor]:
         """Yield the tensors as objects."""
-        columns = (self.dtype, self.source_dtype, self.start, self.rank, self.offset, self.shape, self.full)
-        rows = zip(self.names, *(c.tolist() for c in columns), strict=True)
+        rows = zip(self.names, *(c.tolist() for c in self._columns), strict=True)
         for name, dtype, source, start, rank, offset, shape, full in rows:
             yield PlannedTensor(
                 name,
@@ -342,22 +329,18 @@ class Tensors:
 
     def parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Return head and arrays of a frame with these columns."""
-        arrays: dict[str, Array] = {
-            "dtype": self.dtype,
-            "source": self.source_dtype,
-            "start": self.start,
-            "rank": self.rank,
-            "offset": self.offset,
-            "shape": self.shape,
-            "full": self.full,
-        }
+        arrays = dict(zip(_TENSOR_COLUMNS, self._columns, strict=True))
         return {"names": Spelled(self.names), "dtypes": list(self.dtypes)}, _with_prefix(_TENSORS, arrays)
 
     @classmethod
     def load(cls, head: Mapping[str, Any], arrays: Mapping[str, Array]) -> Tensors:
         """Read the columns of a frame."""
-        a = {k: arrays[_TENSORS + k] for k in ("dtype", "source", "start", "rank", "offset", "shape", "full")}
-        return cls(tuple(head["names"]), tuple(head["dtypes"]), *a.values())
+        columns = (arrays[_TENSORS + name] for name in _TENSOR_COLUMNS)
+        return cls(tuple(head["names"]), tuple(head["dtypes"]), *columns)
+
+    @property
+    def _columns(self) -> tuple[Array, ...]:
+        return self.dtype, self.source_dtype, self.start, self.rank, self.offset, self.shape, self.full
 
 
 @dataclass(frozen=True)
@@ -378,10 +361,9 @@ class Literals:
         """Return the columns of literals."""
         data = [x.data for x in literals]
         text_of_id = {id(d): d for d in data}
-        # By identity first: writers use one object for bytes that recur.
-        if (
-            len(text_of_id) == 1
-        ):  # the metadata of a large job is half a gigabyte, and hashing it takes as long
+        # By identity first: writers use one object for bytes that recur. Hashing the metadata of a large job,
+        # half a gigabyte, would take as long.
+        if len(text_of_id) == 1:
             texts, text = tuple(text_of_id.values()), np.zeros(len(data), np.int64)
         else:
             index_of_text: dict[bytes, int] = {}

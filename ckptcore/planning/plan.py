@@ -25,8 +25,7 @@ from ckptcore.core.tree_paths import Path
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
 from ckptcore.naming.rename import MadeTensor, Mapped
 from ckptcore.planning.file_plan import FilePlan
-from ckptcore.planning.file_planner import file_plans
-from ckptcore.planning.reads import followers_of
+from ckptcore.planning.file_planner import file_plans, followers_of
 from ckptcore.planning.request import Settings
 from ckptcore.planning.tiles import Budget
 from ckptcore.store import Store, fetch, local_path, put_each

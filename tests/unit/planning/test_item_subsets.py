@@ -7,7 +7,7 @@ from ckptcore.checking.check import _by_place
 from ckptcore.core.manifest import Items, StoredFile, items_table
 from ckptcore.planning.file_forms import SortOrder
 from ckptcore.planning.file_plan import place_keys
-from ckptcore.planning.reads import ItemSubsets, subset_files
+from ckptcore.planning.file_planner import ItemSubsets, subset_files
 
 COUNT = 600
 ROWS = [(n % 9, 10 * n, n % 77, n % 4, n % 2, n) for n in range(COUNT)]
