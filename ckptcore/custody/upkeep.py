@@ -192,9 +192,8 @@ def _add_beside(catalog: Catalog, obligation: Obligation, place: str) -> None:
     ):
         return
     with catalog.writing() as conn:  # records beside copies are changed by one process at a time
-        add_obligations(
-            place, [recorded_obligation(conn, obligation.row, obligation)]
-        )  # unless it ended meanwhile
+        # Unless it ended meanwhile.
+        add_obligations(place, [recorded_obligation(conn, obligation.row, obligation)])
         obligations.move(conn, obligation.row.id, place)
 
 

@@ -148,13 +148,13 @@ def find_casts(request: Request, source: Manifest, mapped: Mapped, float32: Set[
             if spec.dtype == target_dtype.name:
                 continue
         cast_dtypes[spec.fqn] = target_dtype.name
-    findings = [_kept(request.dtype, quantized)] if quantized else []
-    findings += [_wide(request.dtype, wide)] if wide else []
+    findings = _of_cast("kept-quantized", request.dtype, "leaves", quantized, " of quantised values")
+    findings += _of_cast("kept-float32", request.dtype, "leaves", wide, " in float32")
     if request.verb == "export" and float32 is None and half_dtype(request.dtype):
         rounded = [
             name for name in cast_dtypes if _OFTEN_FLOAT32.search(name) and half_dtype(cast_dtypes[name])
         ]
-        findings += [_rounded(request.dtype, rounded)] if rounded else []
+        findings += _of_cast("rounded-float32", request.dtype, "rounds", rounded)
     return Casts(cast_dtypes, tuple(findings))
 
 
@@ -177,7 +177,8 @@ def _usual_dtypes(manifest: Manifest) -> dict[str, str]:
 
 def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
     """Return output name -> stored name of a tensor that its values mean something with."""
-    stored = bound(_stored(source))
+    # Of the tensors that are stored: computed ones have their values.
+    stored = bound([t for n, t in enumerate(source.tensors) if n not in source.derived])
     if not stored:
         return {}
     old = {new: (name,) for name, new in mapped.renamed} | {m.name: m.sources for m in mapped.made}
@@ -188,21 +189,7 @@ def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
     return {name: partner for name, partner in partners.items() if partner is not None}
 
 
-def _stored(source: Manifest) -> list[TensorSpec]:
-    """Return the tensors that are stored: computed ones have their values."""
-    return [t for n, t in enumerate(source.tensors) if n not in source.derived]
-
-
-def _wide(dtype: str | None, names: list[str]) -> Finding:
-    message = f"--dtype {dtype} leaves {count(len(names), 'tensor')} in float32: {some(names)}"
-    return finding("kept-float32", "coverage", message)
-
-
-def _rounded(dtype: str | None, names: list[str]) -> Finding:
-    message = f"--dtype {dtype} rounds {count(len(names), 'tensor')}: {some(names)}"
-    return finding("rounded-float32", "coverage", message)
-
-
-def _kept(dtype: str | None, names: list[str]) -> Finding:
-    message = f"--dtype {dtype} leaves {count(len(names), 'tensor')} of quantised values: {some(names)}"
-    return finding("kept-quantized", "coverage", message)
+def _of_cast(code: str, dtype: str | None, does: str, names: list[str], how: str = "") -> list[Finding]:
+    """Return the finding about tensors that a cast does not treat like the others; none about no tensors."""
+    message = f"--dtype {dtype} {does} {count(len(names), 'tensor')}{how}: {some(names)}"
+    return [finding(code, "coverage", message)] if names else []

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -59,7 +60,14 @@ from ckptcore.naming.rename import (
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT
 from ckptcore.planning.casts import find_casts, frozen_float32, half_dtype, loaded_as
-from ckptcore.planning.config_folder import UNSAVED, ConfigFolder, check_adapted, check_names, exact_prefixes
+from ckptcore.planning.config_folder import (
+    UNSAVED,
+    ConfigFolder,
+    check_adapted,
+    check_names,
+    exact_prefixes,
+    plain_shapes,
+)
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, CONFIG, NONE, json_object
 from ckptcore.planning.model_card import model_card
@@ -80,12 +88,11 @@ from ckptcore.planning.output_findings import (
     value_findings,
 )
 from ckptcore.planning.plan import Plan, Target, make_plan
-from ckptcore.planning.quantized_folder import plain_shapes
 from ckptcore.planning.rank_layout import Balance, balance, lay_out
 from ckptcore.planning.rank_local_state import require_cut, without_bound
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.several_models import several_models
-from ckptcore.planning.target_names import in_world, of_trainer, target
+from ckptcore.planning.target_names import in_world, of_trainer, require_loaded_names, target
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
@@ -204,7 +211,7 @@ def compose(
         *doubts,
         *beside.findings,
         *carried_findings,
-        *unused_renames(request.rename, _names(request, manifest)),
+        *unused_renames(request.rename, (n for _, n in _bare_names(request, manifest, request.takes_model))),
     ]
     if model is not None:
         warnings += [*_other_parts(model), *left_out_findings(request, manifest, model)]
@@ -241,8 +248,6 @@ def compose(
         request.serialization,
     )
     if writer.world or request.verb == "export":  # others are loaded by the names that they have
-        from ckptcore.planning.target_names import require_loaded_names
-
         config = None if beside.config is None else beside.config.form
         require_loaded_names(request, writer, [t.fqn for t in mapped.manifest.tensors], config)
     # Objects alone are an output, too, but an empty one is a mistake of the options.
@@ -340,13 +345,13 @@ def map_export(request: Request, manifest: Manifest, exported: Set[str] | None =
     free, unused = _without_unused(request, manifest)
     named = _named_tensors(request, free, model, beside.config)
     fitted = None
-    names = {t.fqn for t in named.tied(free, ()).manifest.tensors}
+    names = {t.fqn for t in named.tied(()).manifest.tensors}
     # Whether names and shapes fit is asked only where it may change the result: it starts transformers.
     if half_dtype(request.dtype) or (exported is not None and not exported <= names):
         with suppress(NameMismatch):  # names and shapes differ from the model's: the caller says which
             fitted = _checked_names(request, free, model, beside.config, class_ties=False)
     if fitted is None:
-        fitted = _Fitted(named.tied(free, request.tie))
+        fitted = _Fitted(named.tied(request.tie))
     mapped = fitted.mapped
     mapped = replace(mapped, dropped=(*mapped.dropped, *(Dropped(name, rule) for name, rule in unused)))
     if not mapped.manifest.tensors:
@@ -391,22 +396,14 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
 
 def model_names(request: Request, manifest: Manifest) -> dict[str, str]:
     """Return stored name -> name in the model, for the tensors that an export keeps."""
-    inside, names_in_model = in_model(manifest, request.model_prefix), dict[str, str]()
-    for spec in manifest.tensors:
-        if is_kept(spec.fqn, request.include, request.exclude) and (inner := inside(spec.fqn)) is not None:
-            names_in_model[spec.fqn] = apply_renames(strip_wrappers(inner), request.rename)
-    return names_in_model
+    return {old: apply_renames(name, request.rename) for old, name in _bare_names(request, manifest, True)}
 
 
 @dataclass(frozen=True)
 class _Fitted:
-    """Tensors under the names of an output.
+    """Tensors under the names of an output, with findings about these, and the map if there was one.
 
-    Attributes:
-        mapped: The tensors.
-        findings: About their names.
-        naming: How names were mapped, if they were.
-        float32: Names of those that stay in float32 in a cast to 16 bits; None if no model tells.
+    float32: names of those that stay in float32 in a cast to 16 bits; None if no model tells.
     """
 
     mapped: Mapped
@@ -464,7 +461,9 @@ def _adapter_alone(
         )
         beside = replace(beside, findings=(*beside.findings, *warnings))
         form = beside.adapter.form if beside.adapter is not None else None
-        adapter = _require_adapter([t.fqn for t in mapped.manifest.tensors], form)
+        found = find_adapter([t.fqn for t in mapped.manifest.tensors], form)
+        assert found is not None  # the map makes nothing else
+        adapter = found
     if beside.adapter is not None:
         tensors = mapped.manifest.tensors
         shapes = {t.fqn: t.shape for t in tensors if t.fqn in adapter.hub or dtypes.get(t.dtype).is_float}
@@ -479,13 +478,6 @@ def _adapter_alone(
             "--names stored",
         )
     return adapted(mapped, adapter), beside
-
-
-def _require_adapter(names: Sequence[str], form: Mapping[str, Any] | None) -> Adapter:
-    """Return the adapter of names that a map made."""
-    adapter = find_adapter(names, form)
-    assert adapter is not None  # the map makes nothing else
-    return adapter
 
 
 def _output_layout(request: Request, manifest: Manifest, writer: Writer, of_export: Layout | None) -> Layout:
@@ -612,7 +604,7 @@ def _fitting_names(
     mapped_names = named.mapped_names
     warnings, naming = (list(mapped_names.warnings), mapped_names.map) if mapped_names else ([], None)
     if config is None or model is None or of_trainer(request.names):
-        mapped = named.tied(manifest, request.tie)
+        mapped = named.tied(request.tie)
         if config is not None and model is not None:
             from ckptcore.planning.config_agreement import require_agreement
 
@@ -620,8 +612,8 @@ def _fitting_names(
         return _Fitted(mapped, tuple(warnings), naming, frozen_float32(request.dtype, naming, None, mapped))
     # A tie of the request may name a tensor that the output does not have: that one is left to the exact
     # names.
-    names = {t.fqn for t in named.tied(manifest, ()).manifest.tensors}
-    mapped = named.tied(manifest, [tie for tie in request.tie if names.issuperset(tie)])
+    names = {t.fqn for t in named.tied(()).manifest.tensors}
+    mapped = named.tied([tie for tie in request.tie if names.issuperset(tie)])
     tensors = mapped.manifest.tensors
     computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
     # Computed tensors have the shapes of the model; stored ones may be quantised, and have others.
@@ -638,7 +630,8 @@ def _fitting_names(
         expected.require_exact(renaming=True)
         exact = expected.names
         if exact:
-            message = f"{count(len(exact), 'tensor')} called as {expected.model} saves it: {_first(exact)}"
+            old, new = next(iter(exact.items()))
+            message = f"{count(len(exact), 'tensor')} called as {expected.model} saves it: {old} is {new}"
             warnings.append(finding("exact-names", "coverage", message))
     else:
         warnings += expected.kept_names()
@@ -648,7 +641,7 @@ def _fitting_names(
     exact_ties = [(exact.get(a, a), exact.get(b, b)) for a, b in ties]
     # Anything that changes names or ties needs the tensors once more; the usual case keeps what was mapped.
     if exact or ties != list(request.tie) or len(names) - len(present) < len(ties):
-        mapped = named.called(exact).tied(manifest, exact_ties)
+        mapped = named.called(exact).tied(exact_ties)
     if request.names == HUB and expected.unsaved:
         unsaved = [exact.get(name, name) for name in expected.unsaved]
         # Buffers that the class computes itself: `save_pretrained` does not write them.
@@ -661,11 +654,6 @@ def _fitting_names(
         in_float32 = expected.float32.get(half_dtype(request.dtype), ())
         float32 = frozenset(exact.get(name, name) for name in in_float32)
     return _Fitted(mapped, tuple(warnings), naming, float32)
-
-
-def _first(names: Mapping[str, str]) -> str:
-    old, new = next(iter(names.items()))
-    return f"{old} is {new}"
 
 
 def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
@@ -693,44 +681,36 @@ class _Named:
 
     Attributes:
         bare: The tensors, without ties.
-        options: Arguments of `remap`.
+        remapped: Makes them of the source; with ``tie``, too.
         mapped_names: The tensors in another world of names; None if names stay.
-        renamed: The tensors under exact names; None if names stay.
+        mapped: Those, or the tensors under exact names; None if names stay.
     """
 
     bare: Mapped
-    options: Mapping[str, Any]
+    remapped: Callable[..., Mapped]
     mapped_names: MappedNames | None
-    renamed: Mapped | None = None
+    mapped: Mapped | None
 
-    def tied(self, manifest: Manifest, tie: Sequence[tuple[str, str]]) -> Mapped:
-        """Apply ties; manifest: the source."""
-        mapped = self.mapped_names.mapped if self.mapped_names is not None else None
-        mapped = self.renamed if self.renamed is not None else mapped
-        if mapped is not None:
-            return _tied(mapped, tie) if tie else mapped
-        return remap(manifest, **self.options, tie=tie) if tie else self.bare
+    def tied(self, tie: Sequence[tuple[str, str]]) -> Mapped:
+        """Apply ties."""
+        if self.mapped is not None:
+            return _tied(self.mapped, tie) if tie else self.mapped
+        return self.remapped(tie=tie) if tie else self.bare
 
     def called(self, names: Mapping[str, str]) -> _Named:
         """Rename tensors: name -> new name."""
-        if not names:
-            return self
-        mapped = self.mapped_names.mapped if self.mapped_names is not None else self.bare
-        return replace(self, renamed=with_names(mapped, names))
+        mapped = self.bare if self.mapped is None else self.mapped
+        return replace(self, mapped=with_names(mapped, names)) if names else self
 
 
 def _named_tensors(
     request: Request, manifest: Manifest, model: ModelPart | None, config: ConfigFolder | None
 ) -> _Named:
-    options: dict[str, Any] = {
-        "include": request.include,
-        "exclude": request.exclude,
-        "rename": request.rename,
-        "model": model,
-    }
-    bare = remap(manifest, **options)
+    kept: dict[str, Any] = {"include": request.include, "exclude": request.exclude, "rename": request.rename}
+    remapped = partial(remap, manifest, **kept, model=model)
+    bare = remapped()
     mapped_names = in_world(request, manifest, bare, config) if model is not None else None
-    return _Named(bare, options, mapped_names)
+    return _Named(bare, remapped, mapped_names, None if mapped_names is None else mapped_names.mapped)
 
 
 def _carried_objects(
@@ -853,11 +833,14 @@ def unused_renames(renames: Sequence[tuple[str, str]], names: Iterable[str]) -> 
         yield finding("unused-option", "files", f"--rename {old}= matches no tensor")
 
 
-def _names(request: Request, manifest: Manifest) -> Iterable[str]:
-    """Yield the names that renames see: of an export those in the model, without wrappers."""
-    inside = in_model(manifest, request.model_prefix) if request.takes_model else None
+def _bare_names(request: Request, manifest: Manifest, of_model: bool) -> Iterator[tuple[str, str]]:
+    """Yield (stored name, the name that renames see) of what is kept.
+
+    of_model: only of the tensors in the model; then it is the name in the model, without wrappers.
+    """
+    inside = in_model(manifest, request.model_prefix) if of_model else None
     for spec in manifest.tensors:
         if is_kept(spec.fqn, request.include, request.exclude):
             inner = spec.fqn if inside is None else inside(spec.fqn)
             if inner is not None:
-                yield inner if inside is None else strip_wrappers(inner)
+                yield spec.fqn, inner if inside is None else strip_wrappers(inner)

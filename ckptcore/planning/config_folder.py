@@ -16,7 +16,11 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
+from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.formats.huggingface.quantization_config import quantization_of
+from ckptcore.formats.huggingface.quantized import scaleless
+from ckptcore.naming.quantized_names import quantized_weights
 from ckptcore.naming.wrapper_prefix import note_of_wrapper, remove_prefix, unneeded_prefix
 from ckptcore.planning.hub_files import is_of_diffusers
 from ckptcore.planning.kept_answers import ask_once
@@ -34,6 +38,9 @@ _OF_TOKEN = "num_experts_per_tok"  # transformers builds a model of any number, 
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
 _ALWAYS_TOGETHER = 1 << 16  # experts of all layers, also of a model of which only a part is exported
 _SECONDS = 600  # building a model on the meta device takes a few
+
+
+Shapes = dict[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,42 @@ def _ask_model(
     if not form.get("architectures") and arch.isidentifier() and not arch.islower():  # a class
         asked["class"] = arch
     return ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
+
+
+def plain_shapes(config: ConfigFolder, tensors: Sequence[TensorSpec]) -> Shapes:
+    """Return the names of a model without its quantisation -> shape; None for packed weights.
+
+    transformers builds quantised modules only with the libraries that compute with them, often only on their
+    devices. A plain model has the weights that these modules describe. So each quantised weight counts as its
+    weight, where the config states that its module is quantised, and what belongs to it is no name of the
+    model.
+
+    Raises:
+        NameMismatch: The config states that a weight has a scale, and it has none.
+    """
+    shapes: Shapes = {t.fqn: t.shape for t in tensors}
+    stated = quantization_of(config.form)
+    if not stated.method:
+        return shapes
+    stored_names: set[str] = set()
+    for weight in quantized_weights(tensors):
+        if stated.ignores(weight.name):
+            continue
+        stored_names |= {*weight.stored}
+        # Before the names are removed: a weight that is not packed is stored under its own.
+        shape = None if weight.packed else shapes[weight.name]
+        for name in weight.stored:
+            shapes.pop(name, None)
+        shapes[weight.name] = shape
+    lost = [f.fqn for f in scaleless(tensors, stored_names, stated, ()) if f.fqn is not None]
+    if lost:
+        raise NameMismatch(
+            f"--config {config.url} says that weights are quantised ({stated.method}), and no tensor is the "
+            f"scale of {listed(lost)}",
+            hint="name the config of these weights, or leave --config out",
+            missing=lost,
+        )
+    return shapes
 
 
 def exact_prefixes(config: ConfigFolder, tensor_shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -193,12 +193,9 @@ def look(url: str, *, inside: str | None = None, listing: Folder | None = None) 
         UsageError: The URL cannot be used.
     """
     folder = folder_at(url) if listing is None else listing
-    sizes = dict(folder.files)
-    for name in _FOLDERS:
-        if name in folder.folders:
-            below = folder_at(join_url(url, name))
-            sizes |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
-    modules = _module_files(url, folder)
+    sizes = {**folder.files, **_files_below(url, [name for name in _FOLDERS if name in folder.folders])}
+    # All files of the modules of sentence-transformers, weights among them.
+    modules = _files_below(url, filter(_MODULE.match, folder.folders)) if _MODULES in folder.files else {}
     names: dict[str, tuple[int, str]] = {}
     too_large: dict[str, tuple[int, str]] = {}
     left_out: list[str] = []
@@ -217,15 +214,10 @@ def look(url: str, *, inside: str | None = None, listing: Folder | None = None) 
     return HubFolder(url, names, too_large, tuple(left_out)).without_others()
 
 
-def _module_files(url: str, folder: Folder) -> dict[str, int]:
-    """Return the files of the modules of sentence-transformers, weights among them; {} for another folder."""
-    if _MODULES not in folder.files:
-        return {}
-    files: dict[str, int] = {}
-    for name in filter(_MODULE.match, folder.folders):
-        below = folder_at(join_url(url, name))
-        files |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
-    return files
+def _files_below(url: str, folders: Iterable[str]) -> dict[str, int]:
+    """Return the files of some folders in a folder: path in that -> bytes."""
+    inside = {name: folder_at(join_url(url, name)).files for name in folders}
+    return {f"{name}/{inner}": nbytes for name, files in inside.items() for inner, nbytes in files.items()}
 
 
 def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:

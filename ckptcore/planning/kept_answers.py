@@ -56,10 +56,7 @@ def _place(module: str, asked: object) -> Path | None:
         return None
     try:
         depends = [module, asked, sys.version, sys.executable, *_settings(), *_installed(), *_code()]
-    except (
-        OSError,
-        ValueError,
-    ):  # not installed as files, or by no known installer, or not imported as usual
+    except (OSError, ValueError):  # not installed as files, by no known installer, or not imported as usual
         return None
     return folder / f"{blake3(json.dumps(depends).encode()).hexdigest()}.json"
 

@@ -41,7 +41,7 @@ from ckptcore.planning.hub_files import (
 from ckptcore.planning.request import Request
 from ckptcore.planning.stored_configs import TRAINER_FOLDERS
 from ckptcore.store import join_url, local_path, split_url
-from ckptcore.store.listing import folder_at
+from ckptcore.store.listing import Folder, folder_at
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.average_url import is_average, is_of_last, split_average
 from ckptcore.utils.merged_url import merged_url, split_merged
@@ -400,26 +400,20 @@ def _folders_in(root: str, request: Request) -> list[HubFolder]:
     few = listing.folders if len(listing.folders) <= _MAX_FOLDERS else ()
     nested = [name for name in _KNOWN if "/" in name and name.split("/")[0] in listing.folders]
     trainer_folders = [name for name in _KNOWN if name in listing.folders] + nested
-    names = [*trainer_folders, *(n for n in few if n not in trainer_folders)]
-    folders = [
-        look(root, inside=root, listing=listing),
-        *(look(join_url(root, n), inside=root) for n in names),
-    ]
-    return _apart(folders, request)
+    return _apart(root, listing, [*trainer_folders, *(n for n in few if n not in trainer_folders)], request)
 
 
 def _folders_beside(root: str, request: Request) -> list[HubFolder]:
     listing = folder_at(root)
-    names = [name for name in _KNOWN if name.split("/")[0] in listing.folders]
+    return _apart(root, listing, [name for name in _KNOWN if name.split("/")[0] in listing.folders], request)
+
+
+def _apart(root: str, listing: Folder, names: Iterable[str], request: Request) -> list[HubFolder]:
+    """Look into a folder and some below it, without the output of an earlier run and code of no config."""
     folders = [
         look(root, inside=root, listing=listing),
-        *(look(join_url(root, n), inside=root) for n in names),
+        *(look(join_url(root, name), inside=root) for name in names),
     ]
-    return _apart(folders, request)
-
-
-def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
-    """Remove the output of an earlier run, and code that no config uses."""
     target = identify(request.destination)
     usable = [f for f in folders if f.names or f.too_large]
     # An earlier output would pass for the source's own config.

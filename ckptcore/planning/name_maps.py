@@ -335,14 +335,7 @@ def _axis_names(axes: Mapping[str, str]) -> Iterator[str]:
 class _MapSearch:
     """The search for the one map that takes a manifest's names to another world.
 
-    Attributes:
-        manifest: The model part.
-        maps: Those between both worlds.
-        world: Of the manifest's names.
-        to: World of the result.
-        configs: That may name an architecture, or contradict a map.
-        sizes: Numbers of the configs.
-        part: Whether tensors may be missing.
+    part: whether tensors may be missing.
     """
 
     manifest: Manifest
@@ -519,13 +512,7 @@ def _outcome(matched: Matched) -> frozenset[Any]:
 
 def _distance(matched: Matched) -> int:
     """Count what does not fit."""
-    return (
-        len(matched.left)
-        + len(matched.twice)
-        + len(matched.unused)
-        + len(matched.absent)
-        + len(matched.problems)
-    )
+    return sum(map(len, (matched.left, matched.twice, matched.unused, matched.absent, matched.problems)))
 
 
 def _nothing(refused: ArchMap) -> Matched:

@@ -52,7 +52,8 @@ def nest(
         return mapped, objects, paths, {}
     names = [moved.get(t.fqn, t.fqn) for t in mapped.manifest.tensors]
     _require_distinct([*names, *(moved.get(k, k) for k in objects)])
-    return _moved(source, mapped, names, moved), _trees(objects, moved), paths, moved
+    trees = {moved.get(key, key): _renamed_references(tree, moved.get) for key, tree in objects.items()}
+    return _moved(source, mapped, names, moved), trees, paths, moved
 
 
 def split_objects(layout: Layout, objects: Objects) -> list[Finding]:
@@ -128,10 +129,6 @@ def _moved(source: Manifest, mapped: Mapped, names: Sequence[str], moved: Mappin
         ties=ties,
         twins=twins,
     )
-
-
-def _trees(objects: Objects, moved: Mapping[str, str]) -> Objects:
-    return {moved.get(key, key): _renamed_references(tree, moved.get) for key, tree in objects.items()}
 
 
 def _renamed_references(tree: Any, name: Callable[[str, str], str | None]) -> Any:

@@ -133,11 +133,7 @@ def step_config(
 def _blocks_by_kind(
     block: Mapping[str, Any], attention: Mapping[str, Any], numbers: Mapping[str, Any], hub: Config
 ) -> dict[str, Any]:
-    """Return the blocks of layers with a window and of layers without one, and which layer is which.
-
-    Raises:
-        UsageError: The config does not say it.
-    """
+    """Return the blocks of layers with and without a window, and which is which; raise where none says it."""
     sliding = hub.sliding_layers
     if sliding is None:
         raise UsageError(
@@ -256,8 +252,7 @@ def _tokenizer(
 ) -> dict[str, Any]:
     """Return the numbers of the tokenizer, as ``TokenizerConfig.from_hf`` takes them from a config.json.
 
-    Returns:
-        Nothing without an end of sequence, which ``TokenizerConfig`` needs.
+    None without an end of sequence, which ``TokenizerConfig`` needs.
     """
     ids = {name: None if hub is None else hub.at(f"{name}_token_id") for name in ("eos", "pad", "bos")}
     first = {name: v[0] if isinstance(v, (list, tuple)) and v else v for name, v in ids.items()}

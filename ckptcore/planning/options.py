@@ -10,7 +10,7 @@ options when the program starts, and `ckptcore inspect` must not wait for pydant
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -131,9 +131,6 @@ HELP_OF_VERB: Mapping[str, Mapping[str, str]] = {
 }
 # The weights of a merge are those of the sum, and each checkpoint is read by its own preference.
 OF_MERGE = tuple(name for name in OF_VERB["reshard"] if name != "weights")
-
-
-_OPTIONS: dict[type[Any], Mapping[str, Declaration]] = {}  # of dataclasses that were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,41 +299,22 @@ class Options:
             NotComplete: A pipeline stage that is named does not exist.
             UsageError: An option cannot be parsed, or options contradict each other.
         """
-        from ckptcore.planning.request import Request
+        from ckptcore.planning.request import STATED, Request
         from ckptcore.store.merged import source_url
 
         url = source_url(source, recover=self.allow_incomplete)
         if destination is None and is_merged(url):
             raise UsageError("a destination is needed: there are several sources")
+        stated: dict[str, Any] = {}
+        for option in fields(self):
+            name, value = request_field(option.name), getattr(self, option.name)
+            if name in STATED:
+                stated[name] = _PARSED[name](name, value) if name in _PARSED else value
         request = Request(
             source=url,
             destination=f"{url.rstrip('/')}.consolidated" if destination is None else destination,
             verb=verb,
-            to=self.to,
-            include=tuple(self.include or ()),
-            exclude=tuple(self.exclude or ()),
-            rename=pairs("rename", self.rename),
-            dtype=self.dtype,
-            dtype_for=pairs("dtype_for", self.dtype_for),
-            model_prefix=self.model_prefix,
-            config=self.config,
-            tokenizer=self.tokenizer,
-            max_file_size=parse_size(self.max_file_size),
-            tie=pairs("tie", self.tie),
-            recover=self.allow_incomplete,
-            overwrite=self.overwrite,
-            resume=self.resume,
-            keep_quantized=self.keep_quantized,
-            weights=self.weights,
-            mesh=self.mesh,
-            sharding=self.sharding,
-            serialization=self.serialization,
-            overwrite_foreign=self.overwrite_foreign,
-            overwrite_in_place=self.overwrite_in_place,
-            names=self.names or "",
-            arch=self.arch,
-            allow_untried=self.allow_untried,
-            keep_object=tuple(self.keep_object or ()),
+            **stated,
         )
         request.require_writer()
         return request
@@ -391,11 +369,19 @@ class VerifyOptions:
     any_memory: Annotated[bool, Option("Also open models that are larger than the free memory.")] = False
 
 
+_OPTIONS: dict[type[Any], dict[str, Declaration]] = {}  # of dataclasses that were read
+
+
 def options_of(declared: type[Any]) -> Mapping[str, Declaration]:
     """Return the options that a dataclass declares: name -> (type, `Option`, default)."""
-    options = _OPTIONS.get(declared)
-    if options is None:
-        options = _OPTIONS[declared] = _options_of(declared)
+    if declared in _OPTIONS:
+        return _OPTIONS[declared]
+    hints = get_type_hints(declared, include_extras=True)
+    options = _OPTIONS[declared] = {}
+    for field in fields(declared):
+        kind, option = split(hints[field.name])
+        if option is not None:
+            options[field.name] = kind, option, None if field.default is MISSING else field.default
     return options
 
 
@@ -436,8 +422,23 @@ def pairs(name: str, texts: Iterable[str] | None) -> tuple[tuple[str, str], ...]
     >>> pairs("rename", ["old.=new.", "a==", "=model."])
     (('old.', 'new.'), ('a', '='), ('', 'model.'))
     """
-    empty = name == "rename"  # every name begins with no prefix
-    return tuple(_split_pairs(f"--{name.replace('_', '-')}", texts or (), empty=empty))
+    parsed = []
+    for text in texts or ():
+        left, equals, right = text.partition("=")
+        # Every name begins with no prefix.
+        if not equals or not (left or name == "rename") or not (left or right):
+            raise UsageError(f"--{name.replace('_', '-')} must have the form A=B (got {text!r})")
+        parsed.append((left, right))
+    return tuple(parsed)
+
+
+# Field of `Request` -> what makes its value from the option's: (its name, the option) -> value.
+_PARSED: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("include", "exclude", "keep_object"), lambda _, globs: tuple(globs or ())),
+    **dict.fromkeys(("rename", "dtype_for", "tie"), pairs),
+    "max_file_size": lambda _, size: parse_size(size),
+    "names": lambda _, names: names or "",
+}
 
 
 def here(name: str, text: str) -> Path:
@@ -475,21 +476,3 @@ def read_rules(text: str | None) -> str | None:
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --sharding {path}: {error}") from error
-
-
-def _split_pairs(option: str, texts: Iterable[str], *, empty: bool = False) -> Iterator[tuple[str, str]]:
-    for text in texts:
-        left, equals, right = text.partition("=")
-        if not equals or not (left or empty) or not (left or right):
-            raise UsageError(f"{option} must have the form A=B (got {text!r})")
-        yield left, right
-
-
-def _options_of(declared: type[Any]) -> Mapping[str, Declaration]:
-    hints = get_type_hints(declared, include_extras=True)
-    options = {}
-    for field in fields(declared):
-        kind, option = split(hints[field.name])
-        if option is not None:
-            options[field.name] = kind, option, None if field.default is MISSING else field.default
-    return options

@@ -62,8 +62,6 @@ def reshard_findings(
         shapes = parameters(written, request.model_prefix)[0]
         findings += require_possible(source, shapes, parse_mesh(request.mesh), request.config, repads=repads)
     if request.sharding is not None:
-        from ckptcore.planning.output_findings import unused_rules  # imports pydantic
-
         findings += unused_rules(written, request.sharding, request.model_prefix)
     if bound:
         keys = sorted(name for name, _ in bound)
@@ -79,14 +77,10 @@ def stages_of(written: Manifest, topology: Topology, model_prefix: str | None) -
         return ()
     owner = parameters(written, model_prefix)[1]
     shapes = {t.fqn: t.shape for t in written.tensors}
-    parameter_names = [
-        t.fqn for t in written.tensors if t.fqn.endswith(owner.get(t.fqn, "\0")) and not _is_state(t.fqn)
+    names = [
+        name for name in shapes if name.endswith(owner.get(name, "\0")) and "state" not in name.split(".")
     ]
-    return stage_contents(topology, shapes, parameter_names)
-
-
-def _is_state(name: str) -> bool:
-    return "state" in name.split(".")
+    return stage_contents(topology, shapes, names)
 
 
 _MOST = 20  # findings

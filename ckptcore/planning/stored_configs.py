@@ -92,7 +92,11 @@ def _read_config(store: Store, path: str) -> Mapping[str, Any] | None:
         data = store.read(path, 0, size) if size is not None and size <= most else None
     except CkptError:  # a folder, or not readable: no evidence
         return None
-    return None if data is None else _parsed_config(path, data)
+    try:
+        content = None if data is None else load_json(data) if path.endswith(".json") else load_yaml(data)
+    except InvalidText:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | None:
@@ -114,12 +118,3 @@ def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | Non
         elif blob.key.startswith("args."):
             arguments[blob.key.removeprefix("args.")] = blob.tree
     return arguments or None
-
-
-def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:
-    """Return a config's content; None if it is no mapping."""
-    try:
-        content = load_json(data) if path.endswith(".json") else load_yaml(data)
-    except InvalidText:
-        return None
-    return content if isinstance(content, dict) else None

@@ -243,10 +243,7 @@ def _entire(plan: FilePlan, usual: int) -> npt.NDArray[np.bool_]:
 def _computed_elements(plan: FilePlan, budget: Budget, tensor: int, widest: int) -> int:
     """Return the most elements of a derived tensor that a buffer of the cast holds, with all of their inputs.
 
-    The inputs are behind what is cast, each at a multiple of 16 bytes.
-
-    Raises:
-        BudgetTooSmall: It does not hold those of one element.
+    The inputs are behind what is cast, each at a multiple of 16 bytes. Raises `BudgetTooSmall`.
     """
     node = plan.derived[tensor]
     dtypes = [plan.inputs[i].dtype for i in node.inputs]

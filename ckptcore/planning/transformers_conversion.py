@@ -111,9 +111,8 @@ class _Spares:
     """
 
     def __init__(self) -> None:
-        self._spares: dict[
-            int, tuple[Any, Any]
-        ] = {}  # the original, too: an id is of one object while it lives
+        # With the original, too: an id is of one object while it lives.
+        self._spares: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, converter: Any) -> Any:
         _, spare = self._spares.get(id(converter), (None, None))
@@ -456,14 +455,11 @@ def _ignored(model: Any, kind: str, export_names: Iterable[str] = ()) -> Callabl
     export_names: names of the export, where unexpected ones are ignored.
     """
     patterns = transformers_private.ignored_on_load(model, kind)
-    if (
-        kind == "unexpected"
-    ):  # two buffers that were persistent once, as in `_adjust_missing_and_unexpected_keys`
+    if kind == "unexpected":
+        # Two buffers that were persistent once, as in `_adjust_missing_and_unexpected_keys`.
+        once = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
         buffers = [n for n, _ in model.named_buffers()]
-        patterns += (
-            [r"rotary_emb\.inv_freq"] if any(n.endswith("rotary_emb.inv_freq") for n in buffers) else []
-        )
-        patterns += [r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in buffers) else []
+        patterns += [p for end, p in once.items() if any(n.endswith(end) for n in buffers)]
         patterns += _prediction_layers(model.config)
     compiled = [re.compile(p) for p in patterns]
     predicting = {int(layer[1]) for name in export_names if (layer := _JOINED.search(name))}

@@ -60,10 +60,8 @@ class FsspecStore:
             # Listings are cached by default; then another writer's file would stay invisible.
             fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
-            text, extra = (
-                redacted_of(f"cannot open {url!r}: {error}", url),
-                OF_SCHEME.get(url.partition("://")[0]),
-            )
+            text = redacted_of(f"cannot open {url!r}: {error}", url)
+            extra = OF_SCHEME.get(url.partition("://")[0])
             if extra is None:
                 raise UsageError(text) from error
             raise MissingDependency(text, hint=install(extra)) from error

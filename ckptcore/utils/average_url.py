@@ -38,7 +38,7 @@ def adapted_url(base: str, adapter: str) -> str:
     'adapted://[/runs/lora,/models/base]'
     """
     # The base comes last: the names, the config and all else of a sum are its last input's.
-    return f"{_ADAPTED}[{_escaped(adapter)},{_escaped(base)}]"
+    return f"{_ADAPTED}[{escaped(adapter)},{escaped(base)}]"
 
 
 def with_inputs(url: str, roots: Sequence[str]) -> str:
@@ -63,7 +63,7 @@ def average_url(roots: Sequence[str], weights: Sequence[float]) -> str:
         UsageError: There are fewer than two inputs, or their weights cannot be used.
     """
     require_weights(weights, len(roots))
-    parts = (f"{weight!r}*{_escaped(root)}" for weight, root in zip(map(float, weights), roots, strict=True))
+    parts = (f"{weight!r}*{escaped(root)}" for weight, root in zip(map(float, weights), roots, strict=True))
     return f"{_SCHEME}[{','.join(parts)}]"
 
 
@@ -233,5 +233,6 @@ def sum_url(
     return adapted_url(roots[0], adapter)
 
 
-def _escaped(root: str) -> str:
+def escaped(root: str) -> str:
+    """Return a URL as one of a list of URLs, without the characters that the list has."""
     return "".join(_ESCAPED.get(character, character) for character in root)

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
-from ckptcore.utils.average_url import file_of_average, is_average, split_average
+from ckptcore.utils.average_url import escaped, file_of_average, is_average, split_average
 from ckptcore.utils.step_names import stage_of
 
 _SCHEME = "merged://"
 _SPELLED = re.compile(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
-_ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 
 
 def is_merged(url: str) -> bool:
@@ -53,7 +52,7 @@ def merged_url(roots: str | Iterable[str]) -> str:
         return folders.pop()
     if average := next(filter(is_average, folders), None):
         raise UsageError(f"cannot read {average} as a folder of a checkpoint: it is an average")
-    return f"{_SCHEME}[{','.join(sorted(map(_escaped, folders)))}]"
+    return f"{_SCHEME}[{','.join(sorted(map(escaped, folders)))}]"
 
 
 def named_stages(roots: str | Iterable[str]) -> tuple[str, ...]:
@@ -119,7 +118,3 @@ def roots_of(url: str) -> tuple[str, ...]:
         return tuple(place for root in split_average(url)[0] for place in roots_of(root) or (root,))
     roots, inner = split_merged(url)
     return tuple(f"{root.rstrip('/')}/{inner}" for root in roots) if inner else roots
-
-
-def _escaped(root: str) -> str:
-    return "".join(_ESCAPED.get(character, character) for character in root)

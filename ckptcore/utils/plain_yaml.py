@@ -14,9 +14,8 @@ from typing import Any
 
 from ckptcore.utils.foreign_text import BOM, MAX_DEPTH, InvalidText, decoded, parsing
 
-MAX_YAML = (
-    256 << 10
-)  # bytes; the parser reads some 100,000 a second, and no trainer's config is a tenth of it
+# Bytes; the parser reads some 100,000 a second, and no trainer's config is a tenth of it.
+MAX_YAML = 256 << 10
 _MAX_EXPANDED = 4 << 20  # characters and containers with every alias written out
 _CONTAINER = 8  # characters that a value counts as, beside its own
 _MAX_NUMBER = 64  # characters; longer ones are texts

@@ -68,13 +68,7 @@ def batches(items: Sequence[_Item], sizes: Sequence[int], count: int) -> Iterato
 
 
 class _ForkServer:
-    """The process that forks the workers, as its parent sees it. All of them are one process group.
-
-    Args:
-        module: Dotted name of the module of their work.
-        imports: Further modules that they need.
-        sockets: One for each worker.
-    """
+    """The process that forks the workers, as its parent sees it. All of them are one process group."""
 
     def __init__(self, module: str, imports: Sequence[str], sockets: Sequence[socket.socket]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it

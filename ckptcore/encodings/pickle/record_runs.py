@@ -389,13 +389,7 @@ class _Rows:
 
 
 def _sound_frames(window: PickleWindow, begins: Ints, end: int) -> int:
-    """Count the rows before a frame that begins in the middle of an opcode.
-
-    Args:
-        window: Where the rows are.
-        begins: int64 [n], the window's positions of the rows.
-        end: The position behind them.
-    """
+    """Count the rows of a window before a frame that begins in the middle of an opcode."""
     cuts = window.cuts
     for cut in cuts[(cuts > begins[0]) & (cuts < end)].tolist():
         row = int(np.searchsorted(begins, cut, side="right")) - 1

@@ -17,7 +17,7 @@ import enum
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,13 @@ class Pickled:
             self.value(v)
         self.out += b"t"
 
+    def appended(self, values: Iterable[Any]) -> None:
+        """Append values to the list before them."""
+        self.out += b"("
+        for v in values:
+            self.value(v)
+        self.out += b"e"
+
     def name(self, module: str, name: str) -> None:
         """Append a global."""
         full = f"{module}.{name}"
@@ -131,10 +138,8 @@ def _raw(p: Pickled, value: bytes) -> None:
 
 
 def _list(p: Pickled, value: list[Any]) -> None:
-    p.out += b"]("
-    for v in value:
-        p.value(v)
-    p.out += b"e"
+    p.out += b"]"
+    p.appended(value)
 
 
 def _dict(p: Pickled, value: dict[Any, Any]) -> None:
@@ -195,10 +200,7 @@ def _enum(p: Pickled, value: list[Any]) -> None:
 
 def _record(p: Pickled, value: list[Any]) -> None:
     """Write [class, attributes] like an object without its own reduction."""
-    p.name(*require_class("record", value))
-    p.out += b")\x81"
-    p.value(value[1])
-    p.out += b"b"
+    _attributes(*require_class("record", value), b")\x81")(p, value[1])
 
 
 Emit = Callable[[Pickled, Any], None]
@@ -272,10 +274,7 @@ def _bytearray(p: Pickled, value: bytes) -> None:
 
 def _bytes_io(p: Pickled, value: bytes, position: int = 0) -> None:
     """Write a buffer like bytesio_getstate in Modules/_io/bytesio.c."""
-    p.name("_io", "BytesIO")
-    p.out += b")\x81"
-    p.value((value, position, None))
-    p.out += b"b"
+    _attributes("_io", "BytesIO", b")\x81")(p, (value, position, None))
 
 
 def _defaultdict(p: Pickled, value: Any) -> None:
@@ -289,10 +288,7 @@ def _defaultdict(p: Pickled, value: Any) -> None:
 
 def _deque(p: Pickled, value: Any) -> None:
     p.call("collections", "deque", *([] if value["maxlen"] is None else [(), value["maxlen"]]))
-    p.out += b"("
-    for v in value["items"]:
-        p.value(v)
-    p.out += b"e"
+    p.appended(value["items"])
 
 
 # --- numpy and torch ------------------------------------------------------------------------------

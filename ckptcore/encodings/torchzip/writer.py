@@ -34,11 +34,8 @@ def local_header(name: str, start: int) -> bytes:
     pad = -(start + fixed) % ALIGN
     # Extra field "FB" is torch's own padding.
     extra = b"FB" + pad.to_bytes(2, "little") + b"Z" * pad
-    return (
-        struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(raw), len(extra))
-        + raw
-        + extra
-    )
+    header = struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(raw), len(extra))
+    return header + raw + extra
 
 
 def descriptor(crc: int, length: int) -> bytes:
@@ -53,43 +50,18 @@ def central_entry(name: str, start: int, crc: int, length: int) -> bytes:
     wide_size, wide_start = length >= _NONE32, start >= _NONE32
     values = ([length, length] if wide_size else []) + ([start] if wide_start else [])
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    size32 = _NONE32 if wide_size else length
-    return (
-        struct.pack(
-            "<4s6H3I5H2I",
-            b"PK\x01\x02",
-            0,
-            0,
-            _FLAGS,
-            0,
-            0,
-            0,
-            crc,
-            size32,
-            size32,
-            len(raw),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-            _NONE32 if wide_start else start,
-        )
-        + raw
-        + extra
-    )
+    size32, start32 = _NONE32 if wide_size else length, _NONE32 if wide_start else start
+    sizes = size32, size32, len(raw), len(extra)
+    row = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0, crc, *sizes, 0, 0, 0, 0, start32)
+    return row + raw + extra
 
 
 def end_records(count: int, start: int, size: int) -> bytes:
     """Return the zip64 end record, its locator, and the classic end record: torch always writes all three."""
     end64 = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
     locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)
-    few = min(count, 0xFFFF)
-    return (
-        end64
-        + locator
-        + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, few, few, min(size, _NONE32), min(start, _NONE32), 0)
-    )
+    few, size32, start32 = min(count, 0xFFFF), min(size, _NONE32), min(start, _NONE32)
+    return end64 + locator + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, few, few, size32, start32, 0)
 
 
 def small_record(name: str, start: int, data: bytes) -> tuple[bytes, bytes]:
