@@ -144,13 +144,9 @@ def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SourceNow:
-    """Where the source of an export can be read now.
+    """Where the source of an export, or the copy that took its place, can be read now, and how it is known.
 
-    Attributes:
-        place: Its path or URL, or that of the copy that took its place.
-        digest: Digest of the manifest there, or "".
-        by: How it is known.
-        gone: Why it cannot be read anywhere; "" if it can.
+    gone: why it cannot be read anywhere; "" if it can.
     """
 
     place: str

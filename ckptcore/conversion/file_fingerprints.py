@@ -121,12 +121,9 @@ def matching(
 
 
 class _Boxes(NamedTuple):
-    """The boxes of tensors in the files of a plan, each once.
+    """The boxes of tensors in the files of a plan, each once: index into ``specs``, and number of elements.
 
-    Attributes:
-        specs: (name, dtype before any cast, shape) of each tensor.
-        tensor: Of each box, its index into ``specs``.
-        numel: Of each box, its number of elements.
+    specs: (name, dtype before any cast, shape) of each tensor.
     """
 
     specs: list[tuple[str, str, Shape]]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.staging.open_staging import staging_of_plan
-from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import Staging
 from ckptcore.core.file_sums import FileSums
 from ckptcore.errors import CkptError
@@ -33,13 +32,7 @@ from ckptcore.utils.workers import CountedMeter, ProgressMeter
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What a worker begins with.
-
-    Attributes:
-        plan_uri: Where the plan is stored.
-        settings: The worker's share of memory and threads.
-        observe: Whether it returns what it has read of the source's files.
-    """
+    """What a worker begins with. observe: whether it returns what it has read of the source's files."""
 
     plan_uri: str
     settings: Settings
@@ -111,7 +104,7 @@ def begin(setup: _Setup, finished: Callable[[int], None]) -> Begun:
     source = open_source_store(plan.source, stamps)
     sums = FileSums() if setup.observe else None
     source.observer = sums
-    run = plan_run(staging, plan, source, stamps, setup.settings)
+    run = staging.run(plan, source, stamps, setup.settings)
     records = Records(source, run.items, setup.settings.verify, run.scratch)
     write = files_writer(run, setup.settings, records, CountedMeter(finished))
     return write, lambda: _Report(records.progress(), sums)

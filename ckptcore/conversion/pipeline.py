@@ -27,10 +27,9 @@ from ckptcore.conversion.destination import refuse_existing, require_place
 from ckptcore.conversion.live_source import NOT_ASKED, LiveSource, require_as_live
 from ckptcore.conversion.publish import Result, finish_staged
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
-from ckptcore.conversion.source_digests import require_as_recorded
+from ckptcore.conversion.source_digests import inspected, require_as_recorded, require_inputs_as_recorded
 from ckptcore.conversion.staging.open_staging import at_rest, open_staging, staging_of_plan
 from ckptcore.conversion.staging.staged_plan import REQUEST, restore, save, saved_digest
-from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import DONE, Publication, Replaced, Staging, noted, packed_replaced
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.file_sums import FileSums
@@ -405,15 +404,13 @@ def publishing(
     began = time.perf_counter()
     observe = registration is not None and settings.verify  # what was not verified is no first sight
     with span("inspect", source=request.source):
-        manifest = inspect(
-            request.source, request.recover, request.keep_quantized, request.weights, observe=observe
-        )
+        manifest = inspected(request, observe=observe)
     # Given to the caller before anything can fail: a failure is recorded with the source it belongs to.
     manifests.append(manifest)
     live = LiveSource.of(source_record)
     # Sums are computed while tensors are moved: whether they are needed must be known before.
     settings = live.settings(settings)
-    inspected = time.perf_counter() - began
+    inspect_s = time.perf_counter() - began
     report("inspect", manifest.nbytes, manifest.nbytes)
     report("validate", 0, manifest.nbytes)
     staging = open_staging(request.destination, catalog_url)
@@ -432,15 +429,13 @@ def publishing(
         # with other bytes must not become an output.
         require_as_recorded(manifest, digests, recorded)
         if registration is not None and is_average(request.source):
-            from ckptcore.conversion.source_digests import require_inputs_as_recorded
-
             require_inputs_as_recorded(request, digests, registration.catalog)
         compared = require_as_live(staging, manifest, live, digests, request.model_prefix)
         with span("publish", destination=request.destination):
             result = finish_staged(staging, settings, progress, Replacer(catalog_url, conversion_id))
         # Seconds of this run; those of writing come from receipts, some
         # of which an earlier run may have written.
-        timings = {"inspect": inspected, **prepared.timings, "write": wrote}
+        timings = {"inspect": inspect_s, **prepared.timings, "write": wrote}
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
         warnings = (*prepared.warnings, *result.warnings, *compared.findings)
         yield replace(
@@ -463,13 +458,9 @@ def stopped(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """What an earlier run left at a destination.
+    """What an earlier run left at a destination: its record, and names of staged objects, if listed.
 
-    Attributes:
-        record: The publication that it began, or None.
-        published: Digest of the plan whose output it published, or None.
-        publishing: Digest of the plan whose output it began to copy, or None.
-        names: The names of the staged objects, if they were listed.
+    published, publishing: the digest of the plan whose output it published, or began to copy, or None.
     """
 
     record: Publication | None
@@ -500,7 +491,7 @@ def _prepare(
     staging.sweep_gone()
     staging.finish_interrupted_publish()
     earlier = _earlier_run(staging, partial(refuse_existing, request))
-    manifest = manifest or inspect(request.source, request.recover, request.keep_quantized, request.weights)
+    manifest = manifest or inspected(request)
     try:
         composed = compose(request, manifest, topology=topology)
         plan = composed.plan
@@ -586,13 +577,6 @@ def _resume(
 ) -> tuple[Publication | None, bool]:
     """Resume in an earlier run's staging folder if it has this very plan, else empty it.
 
-    Args:
-        staging: The staging folder.
-        composed: The plan.
-        stamps: Of the source.
-        earlier: What an earlier run left.
-        keep: Keep the files that are staged for the same plan.
-
     Returns:
         The publication, if it is this plan's and goes on; and whether the plan is to be saved.
     """
@@ -660,10 +644,7 @@ def _unused_device(used: Settings, settings: Settings) -> Iterator[Finding]:
 def _require_unchanged(request: Request, manifest: Manifest) -> None:
     """Read the manifest a second time; raise `SourceChanged` if it differs."""
     # The first reading may have read some files before and some after they were rewritten.
-    if (
-        inspect(request.source, request.recover, request.keep_quantized, request.weights).digest
-        != manifest.digest
-    ):
+    if inspected(request).digest != manifest.digest:
         raise SourceChanged(
             f"{request.source} was rewritten while it was read",
             hint="run the command again when nothing writes to the source",
@@ -691,7 +672,7 @@ def _execute(
     with closing(open_source_store(plan.source, stamps)) as source, closing(staging.files):
         source.observer = sums
         (require_planned if just_planned else require_same)(stamps, source)
-        run = plan_run(staging, plan, source, stamps, settings)
+        run = staging.run(plan, source, stamps, settings)
         beside = staging.beside_uploads(plan.files, settings)
         if part is None:
             sizes = [plan.files[index].nbytes for index in file_indices]

@@ -43,7 +43,6 @@ from ckptcore.checking.source_stamps import load as load_stamps
 from ckptcore.conversion.file_fingerprints import fingerprints, statistics
 from ckptcore.conversion.staging.open_staging import at_rest
 from ckptcore.conversion.staging.staged_plan import planned_paths, staged_request
-from ckptcore.conversion.staging.staged_run import plan_run
 from ckptcore.conversion.staging.staging import (
     ITSELF,
     Publication,
@@ -172,17 +171,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class _Publishing:
-    """An output whose files are all written.
+    """An output whose files are all written, in its locked staging folder.
 
-    Attributes:
-        staging: The staging folder, locked.
-        plan: The plan.
-        receipts: Of the files of the plan.
-        record: The publication that an earlier run began, or None.
-        resumed: It is this one, on an object store: it was verified, and its files may no longer be staged.
-        settings: Memory, threads and device.
-        progress: Called with the number of bytes done.
-        writer: The conversion in the catalog, which decides what may be replaced.
+    record: the publication that an earlier run began, or None; resumed: it is this one, on an object store,
+    so that it was verified, and its files may no longer be staged.
     """
 
     staging: Staging
@@ -383,18 +375,10 @@ def _require_proven(receipts: Sequence[Receipt]) -> None:
 def _published_files(
     store: Readable, extra: Sequence[tuple[str, str]], receipts: Sequence[Receipt], written: Manifest
 ) -> tuple[tuple[str, int, str | None], ...]:
-    """Return (path, bytes, digest) of every file of the output.
+    """Return (path, bytes, digest) of every file of the output; raise `OutputMismatch`.
 
-    Files without tensors are digested even if receipts have no digests: they are small.
-
-    Args:
-        store: Where the output is.
-        extra: (path, BLAKE3) of the small files (config, tokenizer, card), as planned.
-        receipts: Of the files of the plan.
-        written: The output's manifest.
-
-    Raises:
-        OutputMismatch: A small file differs from the plan.
+    Files without tensors are digested even if receipts have no digests: they are small. extra: (path, BLAKE3)
+    of the small files (config, tokenizer, card), as planned.
     """
     with_tensors = {f.path for f in written.files}
     published = []
@@ -550,17 +534,7 @@ def _require_small_files(staged: Readable, planned: Sequence[tuple[str, str]]) -
 def _read_back(
     staging: Staging, plan: Plan, files: Readable, planned: list[tuple[str, str, tuple[int, ...]]]
 ) -> Manifest:
-    """Read the output with its own reader, and return its manifest if it equals the plan.
-
-    Args:
-        staging: The staging folder.
-        plan: The plan.
-        files: Where the output is.
-        planned: (name, dtype, shape) of each planned tensor.
-
-    Raises:
-        OutputMismatch: It differs from the plan.
-    """
+    """Read the output with its own reader, and return its manifest if it equals the plan, else raise."""
     # The stored form is what was written.
     source = Source(files, plan.target.single, files.list(), keep_quantized=True)
     form = by_name(plan.target.format)
@@ -684,7 +658,7 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
         now = take_ctimes(stamps, source)
         if untouched(before, now):
             return
-        run = plan_run(staging, plan, source, stamps)
+        run = staging.run(plan, source, stamps)
         recompute = partial(recompute_files, run, [f.index for f in plan.files], settings, progress)
         # Stamps and ctimes are taken on both sides of the reading; only if they are
         # the same was one state of the files read.

@@ -22,7 +22,7 @@ from ckptcore.catalog.training import STORED, USER, LiveVerdict, Training, Train
 from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.conversion.export_verdict import keep
 from ckptcore.conversion.file_fingerprints import matching
-from ckptcore.conversion.source_digests import Recorded
+from ckptcore.conversion.source_digests import Recorded, inputs_of
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
 from ckptcore.errors import CatalogError, CatalogUnavailable, CkptError, Finding, UsageError, ended_by
@@ -371,10 +371,7 @@ def start(
 
     # No connection stays open while files are written, nor where it may not begin; the next use opens one.
     with open_catalog(catalog_url if isinstance(catalog_url, str) else None) as catalog:
-        (conversion_id,) = catalog.begin_each([_start_of(request, flow_run_id)])
-        recorded = catalog.at(request.source)
-        training = None if recorded is None else catalog.training(recorded[0].id)
-    return Registration(catalog, conversion_id, request, announcement, recorded, training)
+        return start_each([request], catalog, flow_run_id, announcement)[0]
 
 
 def start_each(
@@ -552,8 +549,6 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         findings=tuple(result.warnings),
     )
     if is_average(registration.request.source):
-        from ckptcore.conversion.source_digests import inputs_of  # most sources are no average
-
         # Each input of an average is a checkpoint of the catalog; the average itself is recorded as none.
         inputs = tuple(
             (

@@ -8,7 +8,7 @@ an average are looked at one by one: each is a checkpoint of the catalog, the av
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,11 @@ RESTORE_HINT = (
     "copy it again from where it was written; if you changed it on purpose, record it with "
     "`ckptcore catalog rebuild --digests`"
 )
+
+
+def inspected(request: Request, *, observe: bool = False) -> Manifest:
+    """Return the manifest of a request's source, as a conversion reads it."""
+    return inspect(request.source, request.recover, request.keep_quantized, request.weights, observe=observe)
 
 
 def differs(file: FileRow, digest: str) -> Finding | None:
@@ -91,10 +96,8 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
     if recorded is None or recorded[0].state in NOT_THERE:
         return
     row, files = recorded
-    is_another, sizes = (
-        hex_digest(manifest.digest) != row.manifest_digest,
-        {f.path: f.size for f in manifest.files},
-    )
+    is_another = hex_digest(manifest.digest) != row.manifest_digest
+    sizes = {f.path: f.size for f in manifest.files}
     if is_another and any(sizes.get(f.path) != f.nbytes for f in files if f.role == Role.DATA):
         return  # else it may be damaged: headers with a flipped byte, or of exchanged files, read as others
     files = tuple(f for f in files if f.path in digests)
@@ -148,8 +151,7 @@ def inputs_of(request: Request, digests: Mapping[str, str]) -> Iterator[AverageI
             for path, digest in digests.items()
             if (path.startswith(folder) if folder else is_of_last(path))
         }
-        manifest = inspect(root, request.recover, request.keep_quantized, request.weights)
-        yield AverageInput(root, weight, manifest, input_digests)
+        yield AverageInput(root, weight, inspected(replace(request, source=root)), input_digests)
 
 
 def require_inputs_as_recorded(request: Request, digests: Mapping[str, str], catalog: Catalog) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import digest as stamps_digest
 from ckptcore.checking.source_stamps import require_same, settled_ctimes, take_listed, untouched
+from ckptcore.conversion.source_digests import inspected
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, SourceChanged, UsageError
 from ckptcore.execution.virtual_files import VirtualFiles
@@ -26,11 +26,6 @@ from ckptcore.store import Store, open_source_store
 from ckptcore.store.ahead import ReadsAhead
 
 _HINT = "open it again when nothing writes to the source"
-
-
-def inspected(request: Request) -> Manifest:
-    """Return the manifest of a request's source, as a conversion reads it."""
-    return inspect(request.source, request.recover, request.keep_quantized, request.weights)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ckptcore.execution.file_writer import FileWork, open_writer, proven
 from ckptcore.execution.parts import FilePart, jobs_of
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, seen_as, write_receipt
-from ckptcore.execution.reuse import CompareWriter, DigestWriter, compare_writer, confirmed, earlier
+from ckptcore.execution.reuse import CompareWriter, DigestWriter, compare_writer, earlier
 from ckptcore.execution.source_order import SourceOrder, ordered_jobs
 from ckptcore.execution.tensor_filler import Workspace, expect
 from ckptcore.planning.file_plan import FilePlan
@@ -74,10 +74,10 @@ def execute_files(
     # One table of records for all files: a record may be read in parts by several of them.
     records = Records(run.source, run.items, settings.verify, run.scratch)
     # Before anything is written: what an earlier run finished is hashed, and counts as progress.
-    old = earlier(run, indices, settings, part)
+    earlier_receipts, doubted = earlier(run, indices, settings, part)
     # What an interrupted run read over a network was not proven, and cannot be any more.
     remote = isinstance(run.source, ReadsAhead)
-    receipts = {index: receipt for index, receipt in old.proven.items() if not (remote and receipt.pending)}
+    receipts = {i: receipt for i, receipt in earlier_receipts.items() if not (remote and receipt.pending)}
     for index, receipt in receipts.items():
         # Files of an earlier run may have read a record in part: it is verified when the rest is read.
         if receipt.pending and settings.verify:
@@ -88,11 +88,11 @@ def execute_files(
         meter.add(reused_bytes)
     shared = _Shared(records, meter)
     # Doubtful files are computed once more and compared; what is equal need not be written.
-    if old.doubted:
-        budget, _ = expect_files(replace(run, uploads=None), list(old.doubted), settings, records)
-        recomputed, _ = _Run(run, settings, shared, (budget, None), compare=True).finish(list(old.doubted))
+    if doubted:
+        budget, _ = expect_files(replace(run, uploads=None), list(doubted), settings, records)
+        recomputed, _ = _Run(run, settings, shared, (budget, None), compare=True).finish(list(doubted))
         for index, receipt in recomputed.items():
-            receipts[index] = confirmed(old.doubted[index], receipt)
+            receipts[index] = replace(receipt, reused=True, stamp=doubted[index].stamp)
             write_receipt(run.receipts, run.digest, receipts[index])
     todo = [i for i in indices if i not in receipts]
     # Other processes write complete files; what they read is joined here.
@@ -166,13 +166,7 @@ def recompute_files(
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What runs that follow each other in a process share.
-
-    Attributes:
-        records: What was read of the records of the source.
-        meter: The progress of all of them.
-        tiles: The buffers, if another run has used them.
-    """
+    """What runs that follow each other in a process share. tiles: buffers that another run has used."""
 
     records: Records
     meter: ProgressMeter

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.core.manifest import Items
 from ckptcore.errors import BudgetTooSmall, UsageError
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.plan_run import PlanRun
@@ -211,7 +210,8 @@ def row_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = 
     # What an item has beside the elements: headers of unknown place.
     around = length - nbytes
     # A codec, or too much beside the elements: then the complete item is read.
-    plain = (items.codec[reads.item] == _plain_codec(items)) & (around >= 0) & (around <= _MOST_AROUND)
+    plain_codec = items.codecs.index("") if "" in items.codecs else -1
+    plain = (items.codec[reads.item] == plain_codec) & (around >= 0) & (around <= _MOST_AROUND)
     # A view has its own first byte, which only the item says.
     if reads.view is not None:
         plain &= reads.view[:, 0] < 0
@@ -265,7 +265,3 @@ def _inside(plan: FilePlan, part: FilePart) -> npt.NDArray[np.bool_]:
     for number, tensor in enumerate(plan.tensors):
         inside[number] = tensor.start < part.end and tensor.start + tensor.nbytes > part.begin
     return inside
-
-
-def _plain_codec(items: Items) -> int:
-    return items.codecs.index("") if "" in items.codecs else -1

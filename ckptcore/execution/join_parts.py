@@ -2,6 +2,9 @@
 
 The shared file is read once. Every part must hash to its receipt. On the way, the checksums that the format
 stores behind the data are filled in, and the file's own digest is computed. Only then does it get its name.
+
+Of an upload no byte is read back: the store lists its parts, and each was sent with its checksum. The file's
+digest is that of its parts. The upload itself is completed when the output is published.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
@@ -27,6 +31,10 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.store import Store
 from ckptcore.utils.crc32 import Runs
 
+if TYPE_CHECKING:
+    from ckptcore.store.objects.uploaded import Uploaded
+    from ckptcore.store.objects.uploads import Uploads
+
 _BLOCK = 4 << 20
 
 
@@ -43,7 +51,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     earlier_receipt = read_receipt(receipts, plan_digest, plan.index)
     if earlier_receipt is not None and files.size(plan.path) == earlier_receipt.nbytes:
         return earlier_receipt
-    parts = part_receipts(plan, plan_digest, receipts)
+    parts = _part_receipts(plan, plan_digest, receipts)
     path = joint_name(plan.path)
     if files.size(path) != plan.nbytes:
         raise OutputMismatch(
@@ -61,7 +69,51 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         writer.abort()
         raise
     writer.name(plan.path)
-    verified = verified_records(parts)
+    return _joined(plan, plan_digest, receipts, parts, digest, files=files)
+
+
+def join_uploads(plan: FilePlan, plan_digest: str, uploads: Uploads, receipts: Store) -> Receipt:
+    """Join the parts of an upload, and return the file's receipt. Nothing is read back.
+
+    Raises:
+        UsageError: Parts are missing, or their sources are not verified.
+        OutputMismatch: The store does not have the parts that were sent.
+    """
+    from ckptcore.store.objects.uploaded import joined  # a late import: local files have no uploads
+
+    earlier_receipt = read_receipt(receipts, plan_digest, plan.index)
+    if (
+        earlier_receipt is not None
+        and earlier_receipt.uploaded is not None
+        and uploads.holds(earlier_receipt.uploaded)
+    ):
+        return earlier_receipt
+    parts = _part_receipts(plan, plan_digest, receipts)
+    sent = [part.uploaded for part in parts if part.uploaded is not None]
+    if len(sent) != len(parts) or len({upload.token for upload in sent}) != 1:
+        raise OutputMismatch(
+            f"the parts of {plan.path} belong to several uploads", hint="run the command again"
+        )
+    upload = joined(sent)
+    if not uploads.holds(upload):
+        raise OutputMismatch(
+            f"the store does not have the parts of {plan.path} that were sent", hint="run the command again"
+        )
+    return _joined(plan, plan_digest, receipts, parts, upload.digest, uploaded=upload)
+
+
+def _joined(
+    plan: FilePlan,
+    plan_digest: str,
+    receipts: Store,
+    parts: Sequence[Receipt],
+    digest: str,
+    *,
+    files: Store | None = None,
+    uploaded: Uploaded | None = None,
+) -> Receipt:
+    """Record a file in place of its parts. files: where it is, unless it was uploaded."""
+    verified = _verified_records(parts)
     receipt = Receipt(
         plan.index,
         plan.path,
@@ -70,10 +122,12 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         round(sum(p.seconds for p in parts), 6),
         verified,
         len(plan.number) - verified,
-        sums=joined_sums(parts),
+        sums=_joined_sums(parts),
         statistics=joined_parts([part.statistics for part in parts]),
+        uploaded=uploaded,
     )
-    receipt = replace(receipt, stamp=seen_as(files, receipt))
+    if files is not None:
+        receipt = replace(receipt, stamp=seen_as(files, receipt))
     write_receipt(receipts, plan_digest, receipt)
     # After the file's own receipt: with neither, all parts would be written again.
     for part in parts:
@@ -82,7 +136,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     return receipt
 
 
-def part_receipts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
+def _part_receipts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
     """Return the receipts that tile the file. The folder may have parts of another cut, too."""
     by_begin: dict[int, list[Receipt]] = {}
     for name in receipts.list():
@@ -161,7 +215,7 @@ def _joined_digest(files: Store, path: str, parts: Sequence[Receipt], patches: d
     return total.hexdigest()
 
 
-def joined_sums(parts: Sequence[Receipt]) -> bytes | None:
+def _joined_sums(parts: Sequence[Receipt]) -> bytes | None:
     """Return the sum of what the parts add to the fingerprints, mod 2^64 (`ckptcore.fingerprints.sums`)."""
     total = np.zeros(0, "<u8")
     for n, part in enumerate(parts):
@@ -172,7 +226,7 @@ def joined_sums(parts: Sequence[Receipt]) -> bytes | None:
     return total.tobytes()
 
 
-def verified_records(parts: Sequence[Receipt]) -> int:
+def _verified_records(parts: Sequence[Receipt]) -> int:
     """Count the source records that at least one part has verified."""
     bits = [np.frombuffer(bytes.fromhex(part.proven), np.uint8) for part in parts]
     return int(np.unpackbits(np.bitwise_or.reduce(bits)).sum())

@@ -9,7 +9,7 @@ source decides: the file is computed once more, and compared byte by byte (`Comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,23 +25,9 @@ from ckptcore.utils.part_digest import PartHasher
 _BLOCK = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The files of an earlier run that are requested now.
-
-    Attributes:
-        proven: Proven files, by index.
-        doubted: Files with their receipt's digest that may have been put there; their receipts have the
-            files' current stamps.
-    """
-
-    proven: dict[int, Receipt] = field(default_factory=dict)
-    doubted: dict[int, Receipt] = field(default_factory=dict)
-
-
 def earlier(
     run: PlanRun, indices: Sequence[int], settings: Settings, part: FilePart | None = None
-) -> Earlier:
+) -> tuple[dict[int, Receipt], dict[int, Receipt]]:
     """Find and hash the existing files of a plan.
 
     Args:
@@ -50,8 +36,12 @@ def earlier(
         settings: What receipts must have.
         part: Look only for this part of the one file. A doubtful part is not listed: it is written again, at
             its place.
+
+    Returns:
+        By index: the receipts of proven files, and those of files with their receipt's digest that may have
+        been put there; these have the files' current stamps.
     """
-    earlier_files = Earlier()
+    proven, doubted = dict[int, Receipt](), dict[int, Receipt]()
     bounds = (part.begin, part.end) if part is not None else None
     for index in indices:
         # Of this very plan: a receipt of another one says nothing about these bytes.
@@ -64,7 +54,7 @@ def earlier(
             continue
         if receipt.uploaded is not None:  # the store lists the parts that it has; nothing is read back
             if run.uploads is not None and run.uploads.holds(receipt.uploaded):
-                earlier_files.proven[index] = replace(receipt, reused=True)
+                proven[index] = replace(receipt, reused=True)
             continue
         if run.uploads is not None and run.load(index).tensors:
             continue  # it was staged, not uploaded
@@ -72,17 +62,12 @@ def earlier(
         if not is_intact(run.files, receipt):
             continue
         if receipt.stamp is not None and receipt.stamp == current_stamp:
-            earlier_files.proven[index] = replace(receipt, reused=True)
+            proven[index] = replace(receipt, reused=True)
         # The right bytes, and not the very file: another program may have put it there, so the source
         # decides.
         elif part is None and settings.digest:
-            earlier_files.doubted[index] = replace(receipt, stamp=current_stamp)
-    return earlier_files
-
-
-def confirmed(doubted: Receipt, recomputed: Receipt) -> Receipt:
-    """Return the receipt of a doubted file that equals what the source gives."""
-    return replace(recomputed, reused=True, stamp=doubted.stamp)
+            doubted[index] = replace(receipt, stamp=current_stamp)
+    return proven, doubted
 
 
 def compare_writer(run: PlanRun, plan: FilePlan) -> CompareWriter | DigestWriter:

@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ckptcore.conversion.virtual_folder import PinnedSource, inspected, pinned
+from ckptcore.conversion.source_digests import inspected
+from ckptcore.conversion.virtual_folder import PinnedSource, pinned
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec

@@ -31,7 +31,7 @@ WRITING = (
     "ckptcore.conversion.staging.staging",
     "ckptcore.conversion.staging.local_staging",
 )
-OBJECTS = ("ckptcore.conversion.staging.object_staging", "ckptcore.conversion.staging.remote_publication")
+OBJECTS = ("ckptcore.conversion.staging.remote_publication",)
 # Formats that the checkpoint of these tests is not of.
 READERS = (
     "ckptcore.formats.deepspeed.reader",

@@ -3,7 +3,6 @@
 - staging: `Staging`, the interface
 - open_staging: `open_staging`, the staging of a destination, by the kind of its store
 - staged_plan: plans in a staging folder; `plan_into`, `load_request`: plans saved for later
-- staged_run: `plan_run`, what carries a staged plan out
-- local_staging, object_staging, s3_staging: the kinds, each with how it brings files to the destination
-- remote_publication: publishes on an object store, where nothing can be renamed
+- local_staging, remote_publication, s3_staging: the kinds (a folder here, a prefix of an object store, one
+  with uploads and leases), each with how it brings files to the destination
 """

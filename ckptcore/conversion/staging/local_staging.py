@@ -593,7 +593,7 @@ class LocalStaging(Staging):
             # Deepest first: writing inside a folder changes the folder's own time.
             for below, folders, files, fd in os.fwalk(".", topdown=False, dir_fd=staged):
                 for name in (*files, *folders, *(["."] if below == "." else [])):
-                    original = look_at(os.path.join(place, below, name))
+                    original = look(None, os.path.join(place, below, name))
                     if original is not None:
                         os.chmod(name, stat.S_IMODE(original.st_mode), dir_fd=fd)
                         os.utime(name, ns=(original.st_atime_ns, original.st_mtime_ns), dir_fd=fd)
@@ -809,14 +809,6 @@ class LocalStaging(Staging):
             if os.path.islink(folder) and not os.path.exists(folder):
                 why = f"{folder} is a broken link"
         return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
-
-
-def look_at(path: str) -> os.stat_result | None:
-    """Return the status of a name, links not followed; None if there is nothing."""
-    try:
-        return os.lstat(path)
-    except FileNotFoundError:
-        return None
 
 
 def _unexpected_names(names: Names) -> list[str]:

@@ -48,7 +48,7 @@ def open_staging(destination: str, catalog: Catalog | str | bool | None = False)
         # An explicit True or False names no catalog.
         claim = None if isinstance(catalog, bool) else DestinationClaim(catalog, destination)
         return S3Staging(destination, claim)
-    from ckptcore.conversion.staging.object_staging import ObjectStaging
+    from ckptcore.conversion.staging.remote_publication import ObjectStaging
 
     return ObjectStaging(destination)
 

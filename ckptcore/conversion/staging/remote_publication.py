@@ -1,4 +1,7 @@
-"""Publish an output on an object store, where nothing can be renamed.
+"""Stage an output on an object store, below a prefix beside its destination, and publish it without a rename.
+
+Any file system that fsspec reaches will do. Such a store has no conditions: equal runs write equal bytes.
+`ckptcore.conversion.staging.s3_staging` is for stores that have them.
 
 Objects are copied one at a time, by lists that were recorded before the first change:
 
@@ -14,16 +17,38 @@ request states what was found there, so that an object that appears after the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.conversion.staging.staging import DONE, ITSELF, PUTTING, REMOVING, Publication, Staging, note
-from ckptcore.errors import CkptError, DestinationExists, OutputMismatch
+from ckptcore.conversion.staging.staged_plan import put_extra
+from ckptcore.conversion.staging.staging import (
+    DONE,
+    ITSELF,
+    PUTTING,
+    RECORDS,
+    REMOVING,
+    THINNING,
+    Publication,
+    Staging,
+    note,
+    noted,
+)
+from ckptcore.errors import (
+    Busy,
+    CkptError,
+    Conflict,
+    DestinationExists,
+    DestinationUnwritable,
+    OutputMismatch,
+)
+from ckptcore.execution.receipts import Receipt
+from ckptcore.planning.compose import Composed
 from ckptcore.reading.file_digests import digest_of, has_digest
-from ckptcore.store import Store, fetch, join_url, open_store
+from ckptcore.store import Readable, Store, fetch, join_url, open_store
 from ckptcore.store.file_status import FileStatus, same_object
 from ckptcore.store.listing import Inventory, list_destination
 from ckptcore.utils.part_digest import hasher_like
@@ -31,6 +56,7 @@ from ckptcore.utils.part_digest import hasher_like
 if TYPE_CHECKING:
     from ckptcore.store.objects.uploaded import Uploaded
 
+_log = logging.getLogger("ckptcore")
 HINT = "inspect it, move it away, and run the same command again"
 _TRIES = 4  # of a conditional request: what was found there may change, or the reply was lost
 
@@ -255,13 +281,9 @@ def is_published(destination: Destination) -> bool:
 
 
 def _begin(destination: Destination, publication: Publication, names: Sequence[str], *, alone: bool) -> None:
-    """Record the first step of a publication, and look meanwhile at what it will find.
+    """Record the first step of a publication, and look meanwhile at what it will find at ``names``.
 
-    Args:
-        destination: The destination.
-        publication: What is recorded.
-        names: What is put into place first, if it is uploaded.
-        alone: Require that only its own objects are there, because nothing is changed before that is asked.
+    alone: require that only its own objects are there, because nothing is changed before that is asked.
     """
     destination.staging.require_lease()
     calls: list[Callable[[], object]] = [
@@ -277,11 +299,6 @@ def _end(destination: Destination, publication: Publication, before: Publication
     """Record that a publication is done; forget its uploads and list what is left to remove meanwhile.
 
     None of these needs the others: an upload that was completed is found without its entry, too.
-
-    Args:
-        destination: The destination.
-        publication: What is recorded.
-        before: What was recorded last.
     """
     destination.together(
         [partial(note, destination.staging, publication, before), *destination.ends(publication)]
@@ -332,3 +349,98 @@ def _require_only_ours(destination: Destination) -> None:
     for name in list_destination(destination.staging.destination):
         if name not in destination.publication.puts:
             raise DestinationExists(f"{destination.url_of(name)} appeared meanwhile", hint=HINT)
+
+
+class ObjectStaging(Staging):
+    """The staging prefix of a destination on an object store."""
+
+    def _store(self, *inside: str) -> Store:
+        return open_store("/".join([self.url, *inside]))
+
+    def _at(self, publication: Publication) -> Destination:
+        """Return the destination, for one publication."""
+        return Destination(self, publication)
+
+    @contextmanager
+    def lock(self, *, shared: bool = False, make: bool = False) -> Iterator[None]:
+        """Do nothing: this store cannot decide who may write."""
+        yield
+
+    def require_lease(self) -> None:
+        """Raise `Interrupted` if this run lost its row in the catalog: there is no lease."""
+        self.require_row()
+
+    def finish_interrupted_publish(self) -> None:
+        """Do nothing: what was begun is in the record, and `publish` goes on with it."""
+
+    def sweep_gone(self) -> None:
+        """Do nothing: a prefix is removed where it is."""
+
+    def sweep_parts(self, *, joints: bool = False) -> None:
+        """Do nothing: an object appears when it is complete."""
+
+    def require_room(self, nbytes: int) -> None:
+        """Do nothing: an object store has room."""
+
+    def published_plan(self, record: Publication | None) -> str | None:
+        """Return the digest of the plan whose output is at the destination, or None."""
+        return record.plan if record is not None and record.step == DONE else None
+
+    def publishing_plan(self, record: Publication | None) -> str | None:
+        """Return the digest of the plan that an earlier run began to copy to the destination, or None."""
+        return record.plan if record is not None and record.step != DONE else None
+
+    def publish(self, publication: Publication, commit: Collection[str], *, single: bool) -> None:
+        """Copy the staged files to the destination, and remove those that they replace."""
+        publish_remote(self._at(publication), commit)
+
+    def is_unchanged(self, record: Publication | None, receipts: Sequence[Receipt], output: Readable) -> bool:
+        """Report whether all published objects are what was written, as it is recorded."""
+        return record is not None and is_published(self._at(record))
+
+    def staged(self) -> dict[str, int]:
+        """Return the files that are staged as a whole: path -> size. With uploads there may be none."""
+        return self.files.list()
+
+    def require_planned(self, planned: Collection[str]) -> dict[str, int]:
+        """Raise `OutputMismatch` for staged files that are not in the plan; return path -> bytes of all."""
+        # Listed once: both what is not in the plan and the sizes come from it.
+        sizes = self.staged()
+        if names := sorted(set(sizes) - set(planned)):
+            raise self._unplanned(names)
+        return sizes
+
+    def check_staged_plan(self, composed: Composed, stamps: dict[str, str | None]) -> None:
+        """Write the small files anew that an earlier run's staging prefix lacks."""
+        put_extra(self, composed.plan.extra, composed.extra)
+
+    def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
+        """Remove everything from the prefix, unless a step is half thinned."""
+        self._require_none_half_thinned()
+        super().clear(publication=publication, names=names)
+
+    def remove(self) -> None:
+        """Remove the staging prefix, if these credentials may: its output does not need it any more.
+
+        It stays where another run has taken over the destination by now. Raises `Conflict` as `clear` does.
+        """
+        try:
+            self._remove()
+        except (Busy, DestinationUnwritable) as error:
+            _log.warning("%s is kept: %s", self.url, error.message)
+
+    def _require_none_half_thinned(self) -> None:
+        """Raise `Conflict` if the place is complete only with what is staged: it was being thinned."""
+        record = noted(self)
+        if record is not None and record.plan.startswith(THINNING) and record.step in (REMOVING, PUTTING):
+            raise Conflict(
+                f"{self.destination} is half thinned, by a run that ended early",
+                hint=f"run it again, and it ends that: ckptcore thin {self.destination}",
+            )
+
+    def _remove(self) -> None:
+        self._require_none_half_thinned()
+        for part in (self.files, self.plan, self.receipts):
+            part.remove_all()
+        for name in RECORDS:  # the record of the publication last: while it exists, the next run resumes
+            self.root.remove(name)

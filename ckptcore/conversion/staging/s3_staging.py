@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ckptcore.conversion.staging.object_staging import ObjectStaging
-from ckptcore.conversion.staging.remote_publication import Destination, publish_remote
+from ckptcore.conversion.staging.remote_publication import Destination, ObjectStaging, publish_remote
 from ckptcore.conversion.staging.staging import (
     DRAFT,
     ITSELF,
@@ -30,7 +29,7 @@ from ckptcore.conversion.staging.staging import (
     UploadCompletion,
 )
 from ckptcore.errors import CkptError, DestinationUnwritable, Finding, SourceUnreadable, finding
-from ckptcore.execution.join_uploads import join_uploads
+from ckptcore.execution.join_parts import join_uploads
 from ckptcore.execution.parts import FilePart, cut_upload
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.file_plan import FilePlan
@@ -368,24 +367,6 @@ def beside_uploads(files: tuple[PlannedFile, ...], settings: Settings) -> Settin
     return settings.within(max(settings.memory - upload_budget(files, settings).nbytes, 1 << 20))
 
 
-def cut_file(
-    places: DestinationKeys, plan: Plan, file: FilePlan, nbytes: int, settings: Settings
-) -> tuple[FilePart, ...]:
-    """Cut a file into parts of its upload, for workers that write them at once, and begin the upload.
-
-    Returns:
-        The parts; empty if one worker must write the file.
-    """
-    if not file.tensors:
-        return ()
-    budget = Budget.of(beside_uploads(plan.files, settings))
-    parts = cut_upload(file, nbytes, plan_parts(file.nbytes, file.path).part, budget)
-    # One part is the complete file: then its writer begins the upload.
-    if len(parts) > 1:  # before any worker starts, so that all of them find the same upload
-        places.uploads(plan).entry(file.index, file.path, file.nbytes)
-    return parts
-
-
 _OURS = re.compile(
     rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
 )
@@ -486,7 +467,7 @@ class S3Staging(ObjectStaging):
     def look_ahead(self, look: Callable[[], object]) -> Collection[str] | None:
         """Ask at once for what a conversion looks at before it plans; prove the lease meanwhile.
 
-        The records are kept (`ckptcore.store.s3.KeptRecords`). Returns None where these credentials
+        The records are kept (`KeptRecords`). Returns None where these credentials
         may not list the staged objects.
         """
         lease, listed = self._lease, list[list[str]]()
@@ -549,7 +530,14 @@ class S3Staging(ObjectStaging):
 
     def cut(self, plan: Plan, file: FilePlan, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:
         """Cut an output file into parts of its upload; empty if one worker must write it."""
-        return cut_file(self.places, plan, file, nbytes, settings)
+        if not file.tensors:
+            return ()
+        budget = Budget.of(beside_uploads(plan.files, settings))
+        parts = cut_upload(file, nbytes, plan_parts(file.nbytes, file.path).part, budget)
+        # One part is the complete file: then its writer begins the upload.
+        if len(parts) > 1:  # before any worker starts, so that all of them find the same upload
+            self.places.uploads(plan).entry(file.index, file.path, file.nbytes)
+        return parts
 
     def join(self, plan: Plan, file: FilePlan) -> Receipt:
         """Join the parts of an upload."""

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from ckptcore.checking import source_stamps as stamps
-from ckptcore.checking.examine import inspect
 from ckptcore.checking.source_stamps import packed as packed_stamps
 from ckptcore.conversion.destination import require_apart, require_place
+from ckptcore.conversion.source_digests import inspected
 from ckptcore.conversion.staging.staging import Publication, Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
@@ -194,7 +194,7 @@ def load_request(folder: Path) -> Request:
     require_place(
         request.destination, request.source, config=request.config, tokenizer=request.tokenizer, plan=folder
     )
-    manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
+    manifest = inspected(request)
     if manifest.digest != head.manifest_digest:
         raise SourceChanged(
             f"{request.source} changed since the plan was made: its manifest digest is "

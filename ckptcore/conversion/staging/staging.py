@@ -3,7 +3,7 @@
 The staging folder is beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with ``plan/``, ``receipts/``,
 ``files/`` and the `Publication`, which describes a publication before its first change, so that a rerun can
 finish it. A killed run leaves it, and the next one resumes from it.
-`local_staging` beside this file is the folder on this machine, `object_staging` the prefix of an object
+`local_staging` beside this file is the folder on this machine, `remote_publication` the prefix of an object
 store, and `s3_staging` that of a store with uploads and leases. `open_staging` chooses by the destination.
 """
 
@@ -13,25 +13,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptcore.checking.source_stamps import require_same
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.custody.judged import Judged
 from ckptcore.errors import AlteredInTransit, CkptError, Finding, OutputMismatch, UsageError
 from ckptcore.execution.join_parts import join_parts
 from ckptcore.execution.parts import FilePart
+from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.file_plan import FilePlan
-from ckptcore.planning.plan import Plan, PlannedFile
+from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, Store, fetch, join_url, split_url
+from ckptcore.store.ahead import ReadsAhead
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import Inventory
 from ckptcore.utils.foreign_text import load_json
 
 if TYPE_CHECKING:
     from ckptcore.planning.compose import Composed
-    from ckptcore.store.listing import Inventory
     from ckptcore.store.objects.uploaded import Uploaded
     from ckptcore.store.objects.uploads import Uploads
 
@@ -185,9 +188,8 @@ class Staging(ABC):
         self.url = join_url(parent, f".{name}.ckptcore")
         self.root = self._store()
         self.plan, self.receipts, self.files = map(self._store, PARTS)
-        self.require_row: Callable[[], object] = lambda: (
-            None
-        )  # raises if the catalog counts this run as ended
+        # Raises if the catalog counts this run as ended.
+        self.require_row: Callable[[], object] = lambda: None
 
     @abstractmethod
     def _store(self, *inside: str) -> Store:
@@ -300,16 +302,39 @@ class Staging(ABC):
     def require_room(self, nbytes: int) -> None:
         """Raise `DiskFull` if fewer bytes are free than are still to be written."""
 
+    def run(
+        self, plan: Plan, source: Store, stamps: Mapping[str, str | None], settings: Settings | None = None
+    ) -> PlanRun:
+        """Return what carries out a staged plan.
+
+        Args:
+            plan: The plan.
+            source: The checkpoint's folder.
+            stamps: The stamps of the source's files.
+            settings: Memory of a run that writes.
+        """
+        return PlanRun(
+            digest=plan.digest,
+            load=partial(load_file_plan, self.plan),
+            total=plan.bytes_out,
+            source=source,
+            items=plan.items,
+            # Where every request is for the version of its stamp, each read proves it.
+            unchanged=_ignore
+            if isinstance(source, ReadsAhead) and source.pins
+            else partial(require_same, stamps, source),
+            files=self.files,
+            receipts=self.receipts,
+            scratch=self.scratch,
+            uploads=self.uploads_of(plan, settings),
+        )
+
     def uploads_of(self, plan: Plan, settings: Settings | None = None) -> Uploads | None:
         """Return the uploads of a plan; None where files are staged as a whole."""
         return None
 
     def begin_uploads(self, plan: Plan, settings: Settings) -> Uploads | None:
-        """Begin the first uploads of a plan that this process carries out, while it is saved.
-
-        Returns:
-            The uploads of the plan; None where files are staged as a whole.
-        """
+        """Begin the first uploads of a plan that this process carries out, while it is saved; return them."""
         return None
 
     def beside_uploads(self, files: tuple[PlannedFile, ...], settings: Settings) -> Settings:
@@ -359,6 +384,10 @@ class Staging(ABC):
     @abstractmethod
     def remove(self) -> None:
         """Remove the staging folder; no later run resumes in a part of it."""
+
+
+def _ignore(paths: Sequence[str]) -> None:
+    """Do nothing."""
 
 
 def note(staging: Staging, publication: Publication, before: Publication | None = None) -> None:

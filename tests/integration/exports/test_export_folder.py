@@ -468,7 +468,7 @@ def test_a_card_with_its_fingerprint_is_published_in_the_end(
     prepared = pipeline.prepare(Request(str(source), out, "export"), take)
     pipeline.execute(prepared.plan_uri, settings=take)
     if times == 1:
-        name = "object_staging.publish_remote" if remote else "local_staging.publish_local"
+        name = "remote_publication.publish_remote" if remote else "local_staging.publish_local"
         with monkeypatch.context() as patch:
             patch.setattr(f"ckptcore.conversion.staging.{name}", killed)
             with pytest.raises(KeyboardInterrupt):

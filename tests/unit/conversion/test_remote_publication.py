@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.conversion.staging import remote_publication as remotepublishing
 from ckptcore.conversion.staging import staging as publications
-from ckptcore.conversion.staging.object_staging import ObjectStaging
+from ckptcore.conversion.staging.remote_publication import ObjectStaging
 from ckptcore.conversion.staging.staging import PUBLISHING, Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.planning.config_folder import Expected
