@@ -46,11 +46,8 @@ def tar_members(read: Callable[[int, int], bytes], length: int, label: str) -> t
         size, kind, start = _number(block[124:136], label), block[156:157], position + TAR_BLOCK
         # The header's own field ends at 8 GiB: pax has larger sizes in a record before it.
         if kind in _FILE and "size" in pax_records:
-            size = (
-                int(pax_records["size"])
-                if pax_records["size"].isdecimal() and len(pax_records["size"]) < 19
-                else -1
-            )
+            stated = pax_records["size"]
+            size = int(stated) if stated.isdecimal() and len(stated) < 19 else -1
         if not 0 <= size <= length - start:
             raise MalformedCheckpoint(f"{label} ends inside of a file of {size} bytes", file=label)
         if kind in (_PAX, _GLOBAL_PAX, _LONG_NAME):

@@ -167,8 +167,4 @@ def _below(versions: Mapping[str, str | None] | None, folder: str) -> dict[str, 
     """Return the versions of one input's files, under its own names."""
     if versions is None:
         return None
-    if folder:
-        return {
-            path.removeprefix(folder): stamp for path, stamp in versions.items() if path.startswith(folder)
-        }
-    return dict(versions)
+    return {path.removeprefix(folder): stamp for path, stamp in versions.items() if path.startswith(folder)}

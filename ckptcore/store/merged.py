@@ -115,8 +115,7 @@ class MergedStore:
         listings = self._listings(anew=True)
         if all(listing is None for listing in listings):
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
-        # Last to first: a file belongs to the first folder that has it.
-        # Later updates win in a dict, so the first folder must come last.
+        # Last to first: a file belongs to the first folder that has it, and later updates win in a dict.
         for listing in reversed(listings):
             statuses.update(listing or {})
         return dict(sorted(statuses.items()))
