@@ -145,10 +145,6 @@ def _slice(value: Any) -> tuple[int | None, ...]:
     return parts
 
 
-def _ellipsis(value: Any) -> None:
-    _require(value is None, "ellipsis", value)
-
-
 def _timedelta(value: Any) -> tuple[int, int, int]:
     days, seconds, microseconds = value
     _require(all(map(_is_int, value)), "timedelta", value)
@@ -181,12 +177,6 @@ def _moment(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     return check
 
 
-def _decimal(value: Any) -> str:
-    _require(type(value) is str and len(value) <= _MAX_DIGITS and _DECIMAL.fullmatch(value), "decimal", value)
-    text: str = value
-    return text
-
-
 def _fraction(value: Any) -> tuple[int, int]:
     over, under = value
     _require(_is_int(over) and _is_int(under) and under > 0, "fraction", value)
@@ -202,37 +192,28 @@ def _uuid(value: Any) -> tuple[str, int | None]:
     return str(uuid_of((text, safe))), safe
 
 
-def _text(kind: str, *choices: str) -> Callable[[Any], str]:
-    def check(value: Any) -> str:
-        _require(type(value) is str and (not choices or value in choices), kind, value)
-        text: str = value
-        return text
+def _checked(kind: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return the check of a kind whose values have one form already."""
+
+    def check(value: Any) -> Any:
+        _require(holds(value), kind, value)
+        return value
 
     return check
 
 
-def _bytes(kind: str) -> Callable[[Any], bytes]:
-    def check(value: Any) -> bytes:
-        _require(type(value) is bytes, kind, value)
-        data: bytes = value
-        return data
+def _is_text(value: Any) -> bool:
+    return type(value) is str
 
-    return check
+
+def _one_of(*choices: str) -> Callable[[Any], bool]:
+    return lambda value: type(value) is str and value in choices
 
 
 def _bytes_at(value: Any) -> tuple[bytes, int]:
     data, position = value
     _require(type(data) is bytes and _is_int(position) and 0 <= position < 1 << 62, "bytesioat", value)
     return data, position
-
-
-def _named_dict(kind: str) -> Callable[[Any], dict[str, Any]]:
-    def check(value: Any) -> dict[str, Any]:
-        _require(isinstance(value, dict) and all(type(k) is str for k in value), kind, value)
-        members: dict[str, Any] = value
-        return members
-
-    return check
 
 
 def _deque(value: Any) -> dict[str, Any]:
@@ -249,18 +230,6 @@ def _defaultdict(value: Any) -> dict[str, Any]:
     _require(type(items) is dict, "defaultdict", value)
     _require(factory is None or factory in FACTORIES, "defaultdict", factory)
     return {"factory": factory, "items": items}
-
-
-def _counter(value: Any) -> dict[Any, Any]:
-    _require(type(value) is dict, "counter", value)
-    counts: dict[Any, Any] = value
-    return counts
-
-
-def _device(value: Any) -> list[str]:
-    _require(isinstance(value, list) and all(type(part) is str for part in value), "device", value)
-    parts: list[str] = value
-    return parts
 
 
 def _numpy_dtype(value: Any) -> list[str]:
@@ -301,44 +270,44 @@ def _dims(value: Any) -> tuple[int, ...]:
     return dims
 
 
+# What the values of a kind are that has one form only.
+_OF_ONE_FORM: dict[str, Callable[[Any], object]] = {
+    "ellipsis": lambda value: value is None,
+    **dict.fromkeys(("bytearray", "bytesio", "bytetensor"), lambda value: type(value) is bytes),
+    "counter": lambda value: type(value) is dict,
+    "decimal": lambda value: _is_text(value) and len(value) <= _MAX_DIGITS and _DECIMAL.fullmatch(value),
+    **dict.fromkeys(("path", "purepath", "winpath", "windowspath", "layout"), _is_text),
+    **dict.fromkeys(
+        ("namespace", "simplenamespace"), lambda value: isinstance(value, dict) and all(map(_is_text, value))
+    ),
+    "npclass": _one_of(*NUMPY_CLASSES),
+    "dtype": _one_of(*BY_NAME, *UNSUPPORTED),
+    "device": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "qscheme": _one_of(*QSCHEMES),
+    "storage": _one_of("UntypedStorage", *(d.storage for d in DTYPES if d.storage), *UNSUPPORTED_STORAGES),
+    "class": _one_of(*TORCH_CLASSES),
+}
 _CHECKS: dict[str, Callable[[Any], Any]] = {
+    **{kind: _checked(kind, holds) for kind, holds in _OF_ONE_FORM.items()},
     # Python
     "range": _range,
     "slice": _slice,
-    "ellipsis": _ellipsis,
-    "bytearray": _bytes("bytearray"),
-    "bytesio": _bytes("bytesio"),
     "bytesioat": _bytes_at,
     "deque": _deque,
     "defaultdict": _defaultdict,
-    "counter": _counter,
     "date": _date,
     "time": _moment(datetime.time),
     "datetime": _moment(datetime.datetime),
     "timedelta": _timedelta,
     "timezone": _timezone,
-    "decimal": _decimal,
     "fraction": _fraction,
     "uuid": _uuid,
-    **{kind: _text(kind) for kind in ("path", "purepath", "winpath", "windowspath")},
-    "namespace": _named_dict("namespace"),
-    "simplenamespace": _named_dict("simplenamespace"),
     # numpy
     "npscalar": _numpy_scalar,
     "npdtype": _numpy_dtype,
-    "npclass": _text("npclass", *NUMPY_CLASSES),
     "ndarray": _array,
     # torch
     "size": _dims,
-    "dtype": _text("dtype", *BY_NAME, *UNSUPPORTED),
-    "device": _device,
-    "layout": _text("layout"),
-    "qscheme": _text("qscheme", *QSCHEMES),
-    "storage": _text(
-        "storage", "UntypedStorage", *(d.storage for d in DTYPES if d.storage), *UNSUPPORTED_STORAGES
-    ),
-    "class": _text("class", *TORCH_CLASSES),
-    "bytetensor": _bytes("bytetensor"),
 }
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     "ellipsis": lambda _: "...",
