@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from operator import sub
 
@@ -136,7 +137,7 @@ class Box:
         cut = next(d for d in range(len(self.shape)) if prod(self.shape[d + 1 :]) <= limit)
         step = limit // prod(self.shape[cut + 1 :])
         # Rows of dims before the cut do not fit: each of their indices begins runs of its own.
-        for lead in _indices(self.shape[:cut]):
+        for lead in product(*map(range, self.shape[:cut])):
             row_offset = tuple(o + i for o, i in zip(self.offset, lead, strict=False))
             for first in range(0, self.shape[cut], step):
                 count = min(step, self.shape[cut] - first)
@@ -208,12 +209,3 @@ def is_run(shape: tuple[int, ...], inner: tuple[int, ...]) -> bool:
 
 def _under_row(row: int, boxes: list[Box]) -> list[Box]:
     return [Box((row, *b.offset), (1, *b.shape)) for b in boxes]
-
-
-def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not shape:
-        yield ()
-        return
-    for i in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (i, *rest)

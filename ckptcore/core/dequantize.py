@@ -44,7 +44,7 @@ from math import prod
 from typing import Any
 
 from ckptcore.core.adapted_weights import adapted_needs, adapted_shape, fill_adapted, most_adapted
-from ckptcore.core.box import Box
+from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import ADAPTED, SUM, Derived, TensorSpec
 from ckptcore.core.weighted_sums import SUMMED, fill_sum, pieces_at_once, sum_shape
@@ -56,6 +56,10 @@ GROUP = 32  # values of MXFP4 that share a scale
 _PIECE = 4096  # groups decoded per step, which keeps temporaries within 1 or 2 MiB
 
 
+def _width_of_all(dtypes: Sequence[str]) -> int:
+    return sum(BY_NAME[dtype].itemsize for dtype in dtypes)
+
+
 @dataclass(frozen=True, slots=True)
 class Function:
     """One way to compute a tensor.
@@ -65,9 +69,9 @@ class Function:
         dtype: Dtype of the output.
         shape: Shape of the output for inputs that fit, else None.
         needs: Boxes of the inputs that a box of the output needs.
-        width: Most bytes of those boxes per element of the output.
         fill: Called as (torch, box, inputs over the needed boxes, params, out). Fills ``out``, a contiguous
             tensor over the box.
+        width: Most bytes of those boxes per element of the output; an element of each input by default.
         most: Called as (bytes, shape of a box, bytes of an element of the output, dtypes of the inputs,
             params). Returns the most elements of a tile of the box (`Box.tiles`) that fit, with their inputs;
             None where ``width`` says it.
@@ -77,8 +81,8 @@ class Function:
     dtype: str
     shape: Callable[[Sequence[TensorSpec], Shape], Shape | None]
     needs: Callable[[Box, Shape], tuple[Box, ...]]
-    width: Callable[[Sequence[str]], int]
     fill: Callable[[Any, Box, Sequence[Any], Shape, Any], None]
+    width: Callable[[Sequence[str]], int] = _width_of_all
     most: Callable[[int, Shape, int, Sequence[str], Shape], int] | None = None
 
 
@@ -228,16 +232,9 @@ def _flat_span(box: Box, params: Shape, step: int) -> Box:
     """Return the box of a flat input that has one element per ``step`` elements of the output."""
     if 0 in box.shape:
         return Box((0,), (0,))
-    first = _flat(box.offset, params[1:]) // step
-    last = _flat(tuple(e - 1 for e in box.end), params[1:]) // step
+    first = flat_start(params[1:], box.offset) // step
+    last = flat_start(params[1:], tuple(e - 1 for e in box.end)) // step
     return Box((first,), (last + 1 - first,))
-
-
-def _flat(index: Shape, shape: Shape) -> int:
-    place = 0
-    for n, size in zip(index, shape, strict=True):
-        place = place * size + n
-    return place
 
 
 def _flat_shape(bits: int, values: int) -> Callable[[Sequence[TensorSpec], Shape], Shape | None]:
@@ -278,7 +275,7 @@ def _flat_fill(bits: int, values: int) -> Callable[[Any, Box, Sequence[Any], Sha
         first, packed = (_flat_span(box, params, step).offset[0] for step in (run, 2))
         for number, begin in enumerate(range(0, lines.numel(), width)):
             index = _line_start(box, width, number)
-            start = _flat(index, shape)
+            start = flat_start(shape, index)
             # In pieces: the positions of a complete line would take 8 bytes an element.
             for a in range(0, width, most):
                 place = torch.arange(start + a, start + min(a + most, width), device=out.device)
@@ -317,9 +314,9 @@ def _flat_function(title: str, bits: int, values: int) -> Function:
         "float32",
         _flat_shape(bits, values),
         _flat_needs(bits, values),
-        # A scale has `_RUN` elements of the output or more. A box of some columns needs those of all between.
-        lambda dtypes: BY_NAME[dtypes[0]].itemsize + BY_NAME[dtypes[1]].itemsize,
         _flat_fill(bits, values),
+        # A scale has `_RUN` elements of the output or more. A box of some columns needs those of all between.
+        lambda dtypes: _width_of_all(dtypes[:2]),
     )
 
 
@@ -366,20 +363,13 @@ _LINE = 1 << 14  # elements of it decoded per step, which keeps temporaries with
 ADDED = ("float16", "bfloat16", "float32", "float64")  # dtypes with an add_DTYPE function
 FUNCTIONS: dict[str, Function] = {
     "fp8_block": Function(
-        "weights times the scale of their block",
-        "float32",
-        _block_shape,
-        _block_needs,
-        # A box has at most as many scales as elements.
-        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
-        _fill_block,
+        "weights times the scale of their block", "float32", _block_shape, _block_needs, _fill_block
     ),
     "scaled": Function(
         "weights times one scale",
         "float32",
         _scaled_shape,
         lambda box, params: (box, Box((0,) * params[0], (1,) * params[0])),
-        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
         _fill_scaled,
     ),
     "scaled_rows": Function(
@@ -387,32 +377,24 @@ FUNCTIONS: dict[str, Function] = {
         "float32",
         _rows_shape,
         lambda box, params: (box, Box((box.offset[0], 0)[: params[0]], (box.shape[0], 1)[: params[0]])),
-        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
         _fill_scaled,
     ),
     "scaled_experts": Function(
-        "weights of experts times their scales",
-        "float32",
-        _experts_shape,
-        _experts_needs,
-        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
-        _fill_experts,
+        "weights of experts times their scales", "float32", _experts_shape, _experts_needs, _fill_experts
     ),
     "mxfp4": Function(
         "4-bit floats times the power of two of their group",
         "float32",
         _fp4_shape,
         _fp4_needs,
-        # One element needs its complete group.
-        lambda dtypes: GROUP // 2 + 1,
         _fill_fp4,
+        lambda dtypes: GROUP // 2 + 1,  # one element needs its complete group
     ),
     "affine_block": Function(
         "weights less the zero point, times the scale of their block",
         "float32",
         _affine_shape,
         lambda box, params: (*_block_needs(box, params), _block_needs(box, params)[1]),
-        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
         _fill_affine,
     ),
     "flat_scaled": _flat_function("values times the scale of their run", 8, 0),
@@ -423,7 +405,6 @@ FUNCTIONS: dict[str, Function] = {
         "float32",
         lambda inputs, params: None if inputs else params,
         lambda box, params: (),
-        lambda dtypes: 0,
         lambda torch, box, inputs, params, out: out.zero_(),
     ),
     **{
@@ -432,7 +413,6 @@ FUNCTIONS: dict[str, Function] = {
             dtype,
             lambda inputs, params: inputs[0].shape if len(params) == 1 else None,
             lambda box, params: (box,),
-            lambda dtypes: BY_NAME[dtypes[0]].itemsize,
             _fill_sum,
         )
         for dtype in ADDED
@@ -443,43 +423,24 @@ FUNCTIONS: dict[str, Function] = {
             dtype,
             sum_shape,
             lambda box, params: (box,) * len(params),
-            lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
             fill_sum,
         )
         for dtype in sorted(set(SUMMED.values()))
     },
     **{
         f"{ADAPTED}{dtype}": Function(
-            "weights with an adapter",
-            dtype,
-            adapted_shape,
-            adapted_needs,
-            lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
-            fill_adapted,
-            most_adapted,
+            "weights with an adapter", dtype, adapted_shape, adapted_needs, fill_adapted, most=most_adapted
         )
         for dtype in sorted(set(SUMMED.values()))
     },
     **{
         f"padded_{dtype}": Function(
-            "rows, and zeros behind them",
-            dtype,
-            _padded_shape,
-            _padded_needs,
-            lambda dtypes: BY_NAME[dtypes[0]].itemsize,
-            _fill_padded,
+            "rows, and zeros behind them", dtype, _padded_shape, _padded_needs, _fill_padded
         )
         for dtype in ADDED
     },
     **{
-        f"{name}_{dtype}": Function(
-            title,
-            dtype,
-            _parts_shape,
-            lambda box, params: (box,) * params[0],
-            lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
-            fill,
-        )
+        f"{name}_{dtype}": Function(title, dtype, _parts_shape, lambda box, params: (box,) * params[0], fill)
         for name, title, fill in (
             ("sum", "sums of the ranks' parts", _fill_parts),
             ("mean", "means of the ranks' copies", _fill_mean),
