@@ -224,6 +224,13 @@ class Chunks:
         """Return the tensor of each chunk, int64 [n]."""
         return np.repeat(np.arange(len(self.first) - 1, dtype=np.int64), np.diff(self.first))
 
+    def where(self, mask: npt.NDArray[np.bool_]) -> Chunks:
+        """Return the chunks of a mask, bool [n], of the same tensors."""
+        # Chunks before each old boundary that are kept: that is the new boundary.
+        count = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+        view = None if self.view is None else self.view[mask]
+        return Chunks(count[self.first], self.lo[mask], self.shape[mask], self.item[mask], view)
+
 
 @dataclass(frozen=True)
 class Items:
@@ -495,19 +502,14 @@ class Manifest:
 
 
 def _chunks_of_first(chunks: Chunks, items: int) -> Chunks:
-    # A chunk in no item (-1) is a hole of the checkpoint, not a copy, and stays.
     """Return the chunks that are stored in the first ``items`` items, or in none."""
-    in_first = chunks.item < items
-    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(in_first)])
-    view = None if chunks.view is None else chunks.view[in_first]
+    # A chunk in no item (-1) is a hole of the checkpoint, not a copy, and stays.
+    in_first = chunks.where(chunks.item < items)
     # A table in which no chunk is resolved is not stored: a manifest that never had
     # copies has none, and must have the same digest.
-    if view is not None and not (view[:, 0] >= 0).any():
-        view = None  # only the copies had one
-    # Chunks before each old boundary that are kept: that is the new boundary.
-    return Chunks(
-        count[chunks.first], chunks.lo[in_first], chunks.shape[in_first], chunks.item[in_first], view
-    )
+    if in_first.view is not None and not (in_first.view[:, 0] >= 0).any():
+        return replace(in_first, view=None)  # only the copies had one
+    return in_first
 
 
 def _first_items(items: Items, count: int) -> Items:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.dequantize import ADDED
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Derived, Envelope, Ints, Manifest, TensorSpec, with_dims
-from ckptcore.core.weighted_sums import layers, summed
+from ckptcore.core.subset import chunks_of_rows
+from ckptcore.core.weighted_sums import layers, stacked_chunks, summed
 from ckptcore.errors import UsageError
 from ckptcore.naming.maps.declaration import ArchMap
 from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
@@ -181,7 +183,7 @@ def with_zeros(mapped: MappedManifest, source: Manifest, numbers: Mapping[str, i
         len(manifest.tensors) + n: Derived("zeros_float32", (), spec.shape) for n, spec in enumerate(specs)
     }
     inputs = below.tensors if below is not None else ()
-    chunks = below.chunks if below is not None else _without_chunks(manifest.chunks)
+    chunks = below.chunks if below is not None else chunks_of_rows(manifest.chunks, ())
     extended = replace(
         manifest, tensors=(*manifest.tensors, *specs), chunks=replace(manifest.chunks, first=first)
     )
@@ -219,23 +221,12 @@ def with_padding(mapped: MappedManifest, step: int) -> MappedManifest:
         spans.append((manifest.chunks, n))
     if not padding:
         return mapped
-    padded = {n: nodes[n] for n, spec in enumerate(specs) if spec.fqn in padding}
-    gathered = _gathered(spans)
-    rank = max(manifest.chunks.lo.shape[1], gathered.lo.shape[1])
-    chunks = _with_rank(_without_chunks_of(manifest.chunks, padded), rank)
-    extended = replace(manifest, tensors=tuple(specs), chunks=chunks)
     return replace(
         mapped,
-        manifest=extended.deriving(nodes, tuple(inputs), _with_rank(gathered, rank)),
+        manifest=_computing(replace(manifest, tensors=tuple(specs)), nodes, inputs, spans),
         moved={new: old for new, old in mapped.moved.items() if new not in padding},
         padding=padding,
     )
-
-
-def _without_chunks(chunks: Chunks) -> Chunks:
-    """Return a table of no tensors, with the columns of another."""
-    view = None if chunks.view is None else chunks.view[:0]
-    return Chunks(chunks.first[:1] * 0, chunks.lo[:0], chunks.shape[:0], chunks.item[:0], view)
 
 
 def _require_stored(manifest: Manifest, matched: Matched) -> None:
@@ -321,13 +312,7 @@ def _mapped_manifest(
             stored = manifest.tensors[source]
             inputs.append(TensorSpec(stored.fqn, stored.dtype, tensor.shape))
             spans.append((chunks, n))
-    if not nodes:
-        return mapped
-    below = _gathered(spans)
-    rank = max(chunks.lo.shape[1], below.lo.shape[1])
-    return replace(mapped, chunks=_with_rank(_without_chunks_of(chunks, nodes), rank)).deriving(
-        nodes, tuple(inputs), _with_rank(below, rank)
-    )
+    return _computing(mapped, nodes, inputs, spans) if nodes else mapped
 
 
 def _chunk_columns(
@@ -405,15 +390,30 @@ def _unchanged(stored: Chunks, row: Ints, shape: Ints, step: Ints, start: Ints) 
     return same
 
 
-def _gathered(spans: Sequence[tuple[Chunks, int]]) -> Chunks:
-    """Join the chunks of tensors of several tables in one table."""
-    rank = max(c.lo.shape[1] for c, _ in spans)
-    parts = [(_with_rank(c, rank), slice(int(c.first[t]), int(c.first[t + 1]))) for c, t in spans]
-    first = np.concatenate([np.zeros(1, np.int64), np.cumsum([s.stop - s.start for _, s in parts])])
-    columns = [
-        np.concatenate([getattr(c, name)[s] for c, s in parts]) for name in ("lo", "shape", "item", "view")
-    ]
-    return Chunks(first.astype(np.int64), *columns)
+def _computing(
+    manifest: Manifest,
+    nodes: Mapping[int, Derived],
+    inputs: Sequence[TensorSpec],
+    spans: Sequence[tuple[Chunks, int]],
+) -> Manifest:
+    """Return a manifest with tensors that are computed, whose own chunks go.
+
+    Args:
+        manifest: Has the tensors.
+        nodes: Tensor -> how to compute it.
+        inputs: What they are computed from.
+        spans: Table with the chunks of each input, and its row there.
+    """
+    tables = {id(table): table for table, _ in spans}
+    rank = max(table.lo.shape[1] for table in (manifest.chunks, *tables.values()))
+    shifts = dict(
+        zip(tables, accumulate((len(t.first) - 1 for t in tables.values()), initial=0), strict=False)
+    )
+    stored = stacked_chunks([_with_rank(table, rank) for table in tables.values()])
+    below = chunks_of_rows(stored, [shifts[id(table)] + row for table, row in spans])
+    has_chunks = ~isin(manifest.chunks.tensor, np.array(sorted(nodes), np.int64))
+    chunks = _with_rank(manifest.chunks.where(has_chunks), rank)
+    return replace(manifest, chunks=chunks).deriving(nodes, tuple(inputs), below)
 
 
 def _with_rank(chunks: Chunks, rank: int) -> Chunks:
@@ -423,13 +423,3 @@ def _with_rank(chunks: Chunks, rank: int) -> Chunks:
         view = np.full((len(chunks), 2 + chunks.lo.shape[1]), -1, np.int64)
     lo, shape = with_dims(chunks.lo, rank, 0), with_dims(chunks.shape, rank, 1)
     return Chunks(chunks.first, lo, shape, chunks.item, with_dims(view, 2 + rank, 1))
-
-
-def _without_chunks_of(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks:
-    """Return the table without the chunks of some tensors, which stay in it."""
-    if not tensors:
-        return chunks
-    mask = ~isin(chunks.tensor, np.array(sorted(tensors), np.int64))
-    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)]).astype(np.int64)
-    view = None if chunks.view is None else chunks.view[mask]
-    return Chunks(count[chunks.first], chunks.lo[mask], chunks.shape[mask], chunks.item[mask], view)
