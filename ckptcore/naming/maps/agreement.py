@@ -7,9 +7,10 @@ trainer's by the numbers and terms that both have (`hyperparameters`). What no o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.hub_config import (
@@ -59,6 +60,24 @@ class Agreement:
     unconfirmed: tuple[str, ...] = ()
 
 
+class _Comparison(NamedTuple):
+    """What two configs say by their meaning.
+
+    Attributes:
+        fields: Those of a config.json that are confirmed if both say the same.
+        same: Whether they do.
+        place: Of the first config.
+        first: What it says.
+        second: What the other one says.
+    """
+
+    fields: Iterable[str]
+    same: bool
+    place: str
+    first: str
+    second: str
+
+
 @dataclass
 class _Notes:
     """What is noted while configs are compared."""
@@ -89,8 +108,13 @@ def agreement(config: Config, other_configs: Sequence[Config]) -> Agreement:
         if pair is not None:
             _compare_fields(config, other_config, *pair, notes)
             continue
-        for compare in _BY_MEANING:
-            compare(config, other_config, notes)
+        for row in chain.from_iterable(compare(config, other_config) for compare in _BY_MEANING):
+            if row.same:
+                notes.confirmed.update(row.fields)
+            else:
+                mine, theirs = f"{config.name} says {row.first}", f"{other_config.name} says {row.second}"
+                notes.differs(row.place, mine, theirs)
+        _compare_vocabulary(config, other_config, notes)
     open_fields = _open_fields(config.fields) if config.fields is not None else set()
     # What is compared is of the language model, whose config may be within the other one.
     unconfirmed = {f for f in open_fields if notes.confirmed.isdisjoint((f, f.removeprefix(f"{TEXT}.")))}
@@ -184,90 +208,62 @@ def _taken(name: str, unset: Mapping[str, Any], other: Stated | None) -> Stated 
     return Stated(unset[name], f"{name} (unset, loaders take)")
 
 
-def _compare_types(config: Config, other_config: Config, notes: _Notes) -> None:
-    """Require that two configs of classes that are known, and neither of which has the other, are of one."""
-    fields, other_fields = config.fields, other_config.fields
-    if (
-        fields is not None
-        and other_fields is not None
-        and None not in (fields.of_class, other_fields.of_class)
-    ):
-        says = [
-            f"{c.name} says model_type = {of.model_type}"
-            for c, of in ((config, fields), (other_config, other_fields))
-        ]
-        notes.differs("model_type", *says)
+def _types(config: Config, other_config: Config) -> Iterator[_Comparison]:
+    """Yield the types of configs of two classes that are known, and neither of which has the other."""
+    of = config.fields, other_config.fields
+    kinds = [f"model_type = {f.model_type}" for f in of if f is not None and f.of_class is not None]
+    if len(kinds) == 2:
+        yield _Comparison((), False, "model_type", *kinds)
 
 
-def _compare_numbers(config: Config, other_config: Config, notes: _Notes) -> None:
+def _numbers(config: Config, other_config: Config) -> Iterator[_Comparison]:
     for number, (value, key) in config.numbers.items():
         if number in _NOT_COMPARED or number not in other_config.numbers:
             continue
         second, place = other_config.numbers[number]
-        if value == second or (number == _WINDOW and abs(value - second) == 1 and value and second):
-            notes.confirmed.update(_names(config, key, number))
-        else:
-            notes.differs(
-                key,
-                f"{config.name} says {says(key, value)}",
-                f"{other_config.name} says {says(place, second)}",
-            )
+        same = value == second or (number == _WINDOW and abs(value - second) == 1 and value and second)
+        yield _Comparison(_names(config, key, number), bool(same), key, says(key, value), says(place, second))
 
 
-def _compare_terms(config: Config, other_config: Config, notes: _Notes) -> None:
+def _terms(config: Config, other_config: Config) -> Iterator[_Comparison]:
     for name, (text, key) in config.terms.items():
         if name not in other_config.terms:
             continue
         second, place = other_config.terms[name]
-        kind = config.fields.model_type if config.fields is not None else ""
-        if " = " in place and is_untold(other_config.world, name, kind):
+        if " = " in place and is_untold(other_config.world, name, _type_of(config)):
             continue
-        if same_value(text, second):
-            notes.confirmed.update(_names(config, key, name))
-        else:
-            notes.differs(
-                key,
-                f"{config.name} says {says(key, text)}",
-                f"{other_config.name} says {says(place, second)}",
-            )
+        same = same_value(text, second)
+        yield _Comparison(_names(config, key, name), same, key, says(key, text), says(place, second))
 
 
-def _compare_routing(config: Config, other_config: Config, notes: _Notes) -> None:
-    """Compare whether the weights of a token's experts sum to 1."""
+def _routing(config: Config, other_config: Config) -> Iterator[_Comparison]:
+    """Yield whether the weights of a token's experts sum to 1."""
     sums, other_sums = config.sums_to_one, other_config.sums_to_one
-    if sums is None or other_sums is None:
-        return
-    if sums[0] == other_sums[0]:
-        notes.confirmed.add(_ROUTING)
-    else:
-        notes.differs(_ROUTING, f"{config.name} says {sums[1]}", f"{other_config.name} says {other_sums[1]}")
+    if sums is not None and other_sums is not None:
+        yield _Comparison([_ROUTING], sums[0] == other_sums[0], _ROUTING, sums[1], other_sums[1])
 
 
-def _compare_sliding(config: Config, other_config: Config, notes: _Notes) -> None:
-    """Compare which layers attend to a window of tokens."""
-    kind = config.fields.model_type if config.fields is not None else ""
-    if is_untold(other_config.world, "sliding_layers", kind):
+def _sliding(config: Config, other_config: Config) -> Iterator[_Comparison]:
+    """Yield which layers attend to a window of tokens."""
+    if is_untold(other_config.world, "sliding_layers", _type_of(config)):
         return
     layers, other_layers = config.sliding_layers, other_config.sliding_layers
-    if layers is None or other_layers is None:
-        return
-    if layers[0] == other_layers[0]:
-        notes.confirmed.update(("layer_types", "max_window_layers"))
-    else:
-        notes.differs(
-            "layer_types", f"{config.name} says {layers[1]}", f"{other_config.name} says {other_layers[1]}"
-        )
+    if layers is not None and other_layers is not None:
+        fields = ("layer_types", "max_window_layers")
+        yield _Comparison(fields, layers[0] == other_layers[0], fields[0], layers[1], other_layers[1])
 
 
-def _compare_scaling(config: Config, other_config: Config, notes: _Notes) -> None:
+def _scaling(config: Config, other_config: Config) -> Iterator[_Comparison]:
     scaling, other_scaling = config.rope_scaling, other_config.rope_scaling
-    if scaling is None or other_scaling is None:
-        return
-    if same_scaling(scaling, other_scaling):
+    if scaling is not None and other_scaling is not None:
         shared = scaling.parameters.keys() & other_scaling.parameters.keys()
-        notes.confirmed |= {_ROPE_TYPE, *(f"rope_parameters.{k}" for k in shared)}
-    else:
-        notes.differs(_ROPE_TYPE, scaling.text, other_scaling.text)
+        fields = (_ROPE_TYPE, *(f"rope_parameters.{k}" for k in shared))
+        same = same_scaling(scaling, other_scaling)
+        yield _Comparison(fields, same, _ROPE_TYPE, scaling.text, other_scaling.text)
+
+
+def _type_of(config: Config) -> str:
+    return config.fields.model_type if config.fields is not None else ""
 
 
 def _compare_vocabulary(config: Config, other_config: Config, notes: _Notes) -> None:
@@ -285,15 +281,7 @@ def _compare_vocabulary(config: Config, other_config: Config, notes: _Notes) -> 
             )
 
 
-_BY_MEANING = (
-    _compare_types,
-    _compare_numbers,
-    _compare_terms,
-    _compare_routing,
-    _compare_sliding,
-    _compare_scaling,
-    _compare_vocabulary,
-)
+_BY_MEANING = (_types, _numbers, _terms, _routing, _sliding, _scaling)
 
 
 def _names(config: Config, key: str, name: str) -> Iterator[str]:

@@ -175,9 +175,9 @@ class Config:
         from ckptcore.naming.maps.rope_scaling import BY_WORLD, rope_scaling_of_hub
 
         if self.fields is not None:
-            return rope_scaling_of_hub(self.name, self.fields)
+            return rope_scaling_of_hub(self.fields)
         read = BY_WORLD.get(self.world)
-        return None if read is None else read(self.name, self.content)
+        return None if read is None else read(self.content)
 
     @property
     def sliding_layers(self) -> tuple[tuple[bool, ...], str] | None:

@@ -53,7 +53,7 @@ class RopeScaling:
     """The scaling of one config.
 
     Attributes:
-        text: The config, the field, and its value, for messages.
+        text: The field and its value, for messages.
         kind: By transformers' name: ``default``, ``linear``, ``llama3``, ``yarn``, ....
         parameters: Those of `_PARAMETERS` that the config has.
     """
@@ -69,7 +69,7 @@ def same_scaling(first: RopeScaling, second: RopeScaling) -> bool:
     return first.kind == second.kind and all(first.parameters[k] == second.parameters[k] for k in shared)
 
 
-def rope_scaling_of_megatron(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling_of_megatron(content: Mapping[str, Any]) -> RopeScaling | None:
     """Read Megatron's arguments; None where they do not say it."""
     latent = content.get("multi_latent_attention") is True
     embedding = content.get("position_embedding_type")
@@ -77,25 +77,25 @@ def rope_scaling_of_megatron(name: str, content: Mapping[str, Any]) -> RopeScali
         place = "rotary_scaling_factor" if latent else "yarn_rotary_scaling_factor"
         factor = _number(content.get(place))
         if latent and content.get("rope_type") == "rope":
-            return _scaling(name, "rope_type", "rope", PLAIN_ROPE, {})
+            return _scaling("rope_type", "rope", PLAIN_ROPE, {})
         if factor is None or (latent and content.get("rope_type") != "yarn"):
             return None
         stored = {k: _number(content.get(k if latent else f"yarn_{k}")) for k in _YARN}
-        return _scaling(name, place, factor, "yarn", {"factor": factor, **stored})
+        return _scaling(place, factor, "yarn", {"factor": factor, **stored})
     if embedding not in ("rope", "mrope", None) or (embedding is None and "rotary_base" not in content):
         return None
     switch = next((k for k in _SWITCHES if isinstance(content.get(k), bool)), "")
     if switch and content[switch]:
         factor = _number(content.get("rope_scaling_factor"))
         factor = _LLAMA3_FACTOR if factor is None else factor
-        return _scaling(name, switch, True, "llama3", {"factor": factor, **_LLAMA3})
+        return _scaling(switch, True, "llama3", {"factor": factor, **_LLAMA3})
     for place in _STRETCHED:
         stretched = _number(content.get(place))
         if stretched is not None:
-            return _scaling(name, place, stretched, "linear", {"factor": stretched})
+            return _scaling(place, stretched, "linear", {"factor": stretched})
     # Releases before the switch only have a factor of the other kind.
     stated_field = switch or next((k for k in _STRETCHED if k in content), "")
-    return _scaling(name, stated_field, content[stated_field], PLAIN_ROPE, {}) if stated_field else None
+    return _scaling(stated_field, content[stated_field], PLAIN_ROPE, {}) if stated_field else None
 
 
 def megatron_rope_arguments(scaling: RopeScaling, *, latent: bool) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def megatron_rope_arguments(scaling: RopeScaling, *, latent: bool) -> dict[str, 
     return by_kind.get(scaling.kind, {})
 
 
-def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling_of_olmo_core(content: Mapping[str, Any]) -> RopeScaling | None:
     """Read OLMo-core's config; None where it does not say it, or says it for each layer."""
     model = _mapping(content, "model")
     block = _mapping(model, "block")
@@ -133,7 +133,7 @@ def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScal
         return None
     stated = rope.get("scaling")
     if not isinstance(stated, Mapping):
-        return _scaling(name, "rope.scaling", None, PLAIN_ROPE, {}) if stated is None else None
+        return _scaling("rope.scaling", None, PLAIN_ROPE, {}) if stated is None else None
     kind = next((kind for key, kind in _OLMO_KINDS.items() if key in stated), "")
     if not kind:
         return None
@@ -141,28 +141,28 @@ def rope_scaling_of_olmo_core(name: str, content: Mapping[str, Any]) -> RopeScal
     low, high = (_number(stated.get(f"{end}_freq_proportion")) for end in ("low", "high"))
     if low is not None and high is not None and 0 <= low < 1 and 0 < high <= 1:
         parameters |= {"low_freq_factor": 1.0 / (1 - low), "high_freq_factor": 1.0 / high}
-    return _scaling(name, "rope.scaling", dict(stated), kind, parameters)
+    return _scaling("rope.scaling", dict(stated), kind, parameters)
 
 
-def rope_scaling_of_olmo(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling_of_olmo(content: Mapping[str, Any]) -> RopeScaling | None:
     """Read the config of allenai/OLMo, which scales nothing; None where it has no rotary embeddings."""
     rotary = _mapping(content, "model").get(_OWN_ROPE)
-    return _scaling(name, "model.rope", rotary, PLAIN_ROPE, {}) if rotary is True else None
+    return _scaling("model.rope", rotary, PLAIN_ROPE, {}) if rotary is True else None
 
 
-def rope_scaling_of_torchtitan(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling_of_torchtitan(content: Mapping[str, Any]) -> RopeScaling | None:
     """Read torchtitan's config, or earlier its arguments of Llama; None where they do not say it."""
     model = _mapping(content, "model") or content
     if _TITAN_ARGUMENTS in model:
         stated = model[_TITAN_ARGUMENTS]
         if not isinstance(stated, Mapping):
-            return _scaling(name, _TITAN_ARGUMENTS, None, PLAIN_ROPE, {}) if stated is None else None
+            return _scaling(_TITAN_ARGUMENTS, None, PLAIN_ROPE, {}) if stated is None else None
         kind, factor, place = "llama3", "scaling_factor", _TITAN_ARGUMENTS
     else:
         stated = _mapping(model, _OWN_ROPE)
         named, place = stated.get("scaling"), "rope.scaling"
         if named == "none":
-            return _scaling(name, place, named, PLAIN_ROPE, {})
+            return _scaling(place, named, PLAIN_ROPE, {})
         if not isinstance(named, str) or named not in _TITAN_KINDS:
             return None
         kind, factor = _TITAN_KINDS[named]
@@ -170,10 +170,10 @@ def rope_scaling_of_torchtitan(name: str, content: Mapping[str, Any]) -> RopeSca
     titan_names = {"factor": factor, "original_max_position_embeddings": length}
     used = ("beta_fast", "beta_slow") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
     parameters = {k: _number(stated.get(titan_names.get(k, k))) for k in (*titan_names, *used)}
-    return _scaling(name, place, stated.get("scaling", dict(stated)), kind, parameters)
+    return _scaling(place, stated.get("scaling", dict(stated)), kind, parameters)
 
 
-def rope_scaling_of_hub(name: str, fields: HubFields) -> RopeScaling | None:
+def rope_scaling_of_hub(fields: HubFields) -> RopeScaling | None:
     """Read a config.json; None where it does not say it, or says it for each kind of layer."""
     if fields.rope_by_layer:
         return None
@@ -182,21 +182,17 @@ def rope_scaling_of_hub(name: str, fields: HubFields) -> RopeScaling | None:
         return None
     stated = {k: fields.get(f"{ROPE}.{k}") for k in _PARAMETERS}
     parameters = {k: None if s is None else _number(s.value) for k, s in stated.items()}
-    scaling = _scaling(name, kind.place, kind.value, kind.value, parameters)
-    return replace(scaling, text=f"{name} says {kind}") if kind.text else scaling
+    scaling = _scaling(kind.place, kind.value, kind.value, parameters)
+    return replace(scaling, text=str(kind)) if kind.text else scaling
 
 
-def _scaling(
-    name: str, place: str, value: Any, kind: str, parameters: Mapping[str, float | None]
-) -> RopeScaling:
+def _scaling(place: str, value: Any, kind: str, parameters: Mapping[str, float | None]) -> RopeScaling:
     stated_parameters = {k: v for k, v in parameters.items() if v is not None}
     if kind == PLAIN_ROPE or (kind in ("linear", "llama3", "yarn") and stated_parameters.get("factor") == 1):
-        return RopeScaling(f"{name} says {place} = {short_repr(value)}", PLAIN_ROPE, {})
+        return RopeScaling(f"{place} = {short_repr(value)}", PLAIN_ROPE, {})
     of = ", ".join(f"{k} = {v:.15g}" for k, v in stated_parameters.items())
     return RopeScaling(
-        f"{name} says {place} = {short_repr(value)} ({kind}{f': {of}' if of else ''})",
-        kind,
-        stated_parameters,
+        f"{place} = {short_repr(value)} ({kind}{f': {of}' if of else ''})", kind, stated_parameters
     )
 
 
@@ -211,17 +207,17 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def rope_scaling_of_nanotron(name: str, content: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling_of_nanotron(content: Mapping[str, Any]) -> RopeScaling | None:
     """Read model_config.json, whose models may interpolate positions; none reads ``rope_scaling``."""
     if content.get("rope_scaling") is not None:
         return None
     factor = _number(content.get(_INTERPOLATED))
-    text = f"{name} says {_INTERPOLATED} = {short_repr(content.get(_INTERPOLATED))}"
+    text = f"{_INTERPOLATED} = {short_repr(content.get(_INTERPOLATED))}"
     return RopeScaling(text, "linear", {"factor": factor}) if factor else RopeScaling(text, PLAIN_ROPE, {})
 
 
 # World of a trainer -> what reads its config.
-BY_WORLD: Mapping[str, Callable[[str, Mapping[str, Any]], RopeScaling | None]] = {
+BY_WORLD: Mapping[str, Callable[[Mapping[str, Any]], RopeScaling | None]] = {
     "megatron": rope_scaling_of_megatron,
     "olmo_core": rope_scaling_of_olmo_core,
     "olmo": rope_scaling_of_olmo,
