@@ -386,7 +386,12 @@ PARSERS: tuple[Parser, ...] = (
     Parser("config", _config, CkptError, (_CONFIG,)),
     Parser("card", _card, None, (_CARD,)),
     Parser("sharding rules", _of_text(rules_file.load), CkptError, (_RULES,)),
-    Parser("map", _of_text(lambda t: declaration.read_maps(t, "x")), CkptError, (_FAMILY,)),
+    Parser(
+        "map",
+        _of_text(lambda t: declaration.maps_of(declaration.family_form(t, "x"), "x")),
+        CkptError,
+        (_FAMILY,),
+    ),
     *(Parser(f"event of {k}", _event(k), RequestRefused, (_request(h),)) for k, h in HOOKS.items()),
     Parser("answer of a store", _answer, CkptError, _ANSWERS),
     Parser("lease", lease._unpacked, None, (_LEASE,)),

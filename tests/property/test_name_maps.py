@@ -197,7 +197,7 @@ def test_a_rule_makes_what_numpy_makes(case: str, data: st.DataObject) -> None:
             got = ckptcore.read(found.manifest, name)
             assert got.numpy().tobytes() == np.ascontiguousarray(array).tobytes(), name
         assert Manifest.load(found.manifest.dump()).digest == found.manifest.digest
-        if rules.invertible:
+        if not any(rule.one_way for rule in rules.rules):
             source = found.manifest
             if source.derived:  # a sum is stored before the way back, and rounded there
                 (Path(folder) / "sums").mkdir()

@@ -171,11 +171,6 @@ class Rule:
     widened: bool = False
 
     @property
-    def invertible(self) -> bool:
-        """Whether the inverted rule restores the tensors."""
-        return not self.one_way
-
-    @property
     def loses(self) -> str:
         """Why nothing can be made of what it makes, "" where the inverse makes all but dropped parts."""
         return "" if self.drop or self.drops else self.one_way
@@ -274,11 +269,6 @@ class ArchMap:
     padded: frozenset[str] = frozenset()
     ties: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def invertible(self) -> bool:
-        """Whether every rule is."""
-        return all(r.invertible for r in self.rules)
-
     def inverted(self, generation: str = "") -> ArchMap:
         """Return the map of the other direction.
 
@@ -341,11 +331,13 @@ Values = tuple[str | int | Annotated[float, AfterValidator(_infinite)] | bool, .
 Expression = Annotated[str, BeforeValidator(_number_as_text)]
 
 
-class _Form(BaseModel):
+class Form(BaseModel):
+    """Base of the tables in TOML files."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
-class RuleForm(_Form):
+class RuleForm(Form):
     """A rule as TOML has it: see the module."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
@@ -396,7 +388,7 @@ class RuleForm(_Form):
         return self.model_copy(update={"source": source, "spellings": tuple(spellings)})
 
 
-class GroupForm(_Form):
+class GroupForm(Form):
     """Rules that families share, or what their maps require. defaults: texts for names in angle brackets."""
 
     defaults: dict[str, str] = {}
@@ -406,7 +398,7 @@ class GroupForm(_Form):
     rule: tuple[RuleForm, ...] = ()
 
 
-class AlikeForm(_Form):
+class AlikeForm(Form):
     """Layers that are built like others. source, to: prefixes of names, those of the other layers first."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
@@ -442,7 +434,7 @@ class AlikeForm(_Form):
         return form.model_copy(update=update)
 
 
-class MapForm(_Form):
+class MapForm(Form):
     """The map of a family from one world."""
 
     world: str
@@ -467,7 +459,7 @@ class MapForm(_Form):
     below: str = Field("", exclude=True)
 
 
-class FamilyForm(_Form):
+class FamilyForm(Form):
     """A family's file."""
 
     arch: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")
@@ -498,28 +490,16 @@ def _families() -> Mapping[str, FamilyForm]:
     """Return file name -> declaration of every family that comes with ckptcore."""
     folder = resources.files(__package__) / "families"
     names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".toml"))
-    return {name: _family_form((folder / name).read_text("utf-8"), name) for name in names}
+    return {name: family_form((folder / name).read_text("utf-8"), name) for name in names}
 
 
 @cache
 def _built_in(file_name: str) -> tuple[ArchMap, ...]:
-    return _maps_of(_families()[file_name], file_name)
+    return maps_of(_families()[file_name], file_name)
 
 
-def read_maps(text: str, file_name: str) -> tuple[ArchMap, ...]:
-    """Return the maps of a family's file.
-
-    Args:
-        text: TOML.
-        file_name: Name of the file, for errors.
-
-    Raises:
-        UsageError: The file is not valid, or its rules contradict each other.
-    """
-    return _maps_of(_family_form(text, file_name), file_name)
-
-
-def _family_form(text: str, file_name: str) -> FamilyForm:
+def family_form(text: str, file_name: str) -> FamilyForm:
+    """Read a family's file; raise `UsageError` where it is not valid. file_name: for messages."""
     try:
         return FamilyForm.model_validate(load_toml(text))
     except ValidationError as error:
@@ -530,7 +510,8 @@ def _family_form(text: str, file_name: str) -> FamilyForm:
         raise UsageError(f"cannot read the map {file_name}: {error}") from error
 
 
-def _maps_of(family: FamilyForm, file_name: str) -> tuple[ArchMap, ...]:
+def maps_of(family: FamilyForm, file_name: str) -> tuple[ArchMap, ...]:
+    """Return the maps of a family; raise `UsageError` where its rules contradict each other."""
     try:
         return tuple(_map(family, form) for form in family.map)
     except ValueError as error:

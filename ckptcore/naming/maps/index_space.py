@@ -9,7 +9,7 @@ out: a box whose elements are no longer a box in the new space becomes several.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -54,18 +54,10 @@ class Pieces:
         return len(self.row)
 
     def __getitem__(self, rows: Ints) -> Pieces:
-        return Pieces(
-            self.names,
-            self.row[rows],
-            self.start[rows],
-            self.width[rows],
-            self.lo[rows],
-            self.ext[rows],
-            self.step[rows],
-            self.dim[rows],
-            self.loose[rows],
-            self.twin[rows],
-        )
+        return Pieces(self.names, *(getattr(self, column)[rows] for column in _COLUMNS))
+
+
+_COLUMNS = tuple(column.name for column in fields(Pieces))[1:]
 
 
 def pieces_of(
@@ -108,14 +100,14 @@ def full_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
     )
 
 
-def with_index(pieces: Pieces, name: str, value: Ints) -> Pieces:
-    """Append a column in which each box has one index."""
+def with_index(pieces: Pieces, name: str, first: Ints | int, count: int = 1) -> Pieces:
+    """Append a column in which each box has some indices of the same elements."""
     zero = np.zeros((len(pieces), 1), np.int64)
     return replace(
         pieces,
         names=(*pieces.names, name),
-        lo=np.hstack([pieces.lo, value[:, None]]),
-        ext=np.hstack([pieces.ext, zero + 1]),
+        lo=np.hstack([pieces.lo, zero + np.reshape(first, (-1, 1))]),
+        ext=np.hstack([pieces.ext, zero + count]),
         step=np.hstack([pieces.step, zero]),
         dim=np.hstack([pieces.dim, zero - 1]),
     )
@@ -156,18 +148,8 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
     """Join the boxes of parts with the same columns."""
     if len(parts) == 1:
         return parts[0]
-    return Pieces(
-        parts[0].names,
-        np.concatenate([p.row for p in parts]),
-        np.concatenate([p.start for p in parts]),
-        np.concatenate([p.width for p in parts]),
-        np.concatenate([p.lo for p in parts]),
-        np.concatenate([p.ext for p in parts]),
-        np.concatenate([p.step for p in parts]),
-        np.concatenate([p.dim for p in parts]),
-        np.concatenate([p.loose for p in parts]),
-        np.concatenate([p.twin for p in parts]),
-    )
+    columns = (np.concatenate([getattr(p, column) for p in parts]) for column in _COLUMNS)
+    return Pieces(parts[0].names, *columns)
 
 
 def _open(p: Pieces, column: int, node: Node, sizes: Mapping[str, int]) -> list[Pieces]:
@@ -195,7 +177,7 @@ def _close(p: Pieces, node: Node, block: frozenset[str], sizes: Mapping[str, int
     """Merge the columns of a dim's axes."""
     if isinstance(node, Axis):
         if node == UNIT or node.name not in block:
-            return _repeated(p, name, _sized(node, sizes))
+            return with_index(p, name, 0, _sized(node, sizes))
         return replace(p, names=tuple(name if n == node.name else n for n in p.names))
     if isinstance(node, Sum):
         part, begin = _part_of(node, block, sizes)
@@ -322,32 +304,17 @@ def _exploded(p: Pieces, column: int, which: Bools) -> Pieces:
     return replace(q, lo=lo, ext=ext, start=q.start + offsets * q.step[:, column] * q.width)
 
 
-def _repeated(p: Pieces, name: str, size: int) -> Pieces:
-    zero = np.zeros((len(p), 1), np.int64)
-    return replace(
-        p,
-        names=(*p.names, name),
-        lo=np.hstack([p.lo, zero]),
-        ext=np.hstack([p.ext, zero + size]),
-        step=np.hstack([p.step, zero]),
-        dim=np.hstack([p.dim, zero - 1]),
-    )
-
-
 def _without_column(p: Pieces, column: int) -> Pieces:
-    keep = [n for n in range(len(p.names)) if n != column]
-    names = tuple(p.names[n] for n in keep)
-    return _picked(p, names, keep)
+    return _picked(p, [n for n in range(len(p.names)) if n != column])
 
 
 def _ordered(p: Pieces, names: tuple[str, ...]) -> Pieces:
-    order = [p.names.index(n) for n in names]
-    return _picked(p, names, order)
+    return _picked(p, [p.names.index(n) for n in names])
 
 
-def _picked(p: Pieces, names: tuple[str, ...], columns: list[int]) -> Pieces:
+def _picked(p: Pieces, columns: list[int]) -> Pieces:
     lo, ext, step, dim = (c[:, columns] for c in (p.lo, p.ext, p.step, p.dim))
-    return replace(p, names=names, lo=lo, ext=ext, step=step, dim=dim)
+    return replace(p, names=tuple(p.names[n] for n in columns), lo=lo, ext=ext, step=step, dim=dim)
 
 
 def _two(columns: Ints, column: int, first: Ints, second: Ints) -> Ints:

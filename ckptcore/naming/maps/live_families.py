@@ -25,10 +25,9 @@ from pydantic import Field
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
-from ckptcore.naming.maps.declaration import ArchMap, Rule, RuleForm, built_in_maps, compiled
+from ckptcore.naming.maps.declaration import ArchMap, Form, Rule, RuleForm, built_in_maps, compiled
 from ckptcore.naming.maps.live_steps import (
     ITEM,
-    Form,
     Route,
     Step,
     StepForm,

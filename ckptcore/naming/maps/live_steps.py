@@ -13,19 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.naming.maps.declaration import RuleForm
+from ckptcore.naming.maps.declaration import Form, RuleForm
 
 ITEM = "{item}"  # in a name: the number of a list that is one tensor in the live module
 _PROBES = ("0", "7", "123")  # sample numbers
-
-
-class Form(BaseModel):
-    """Base of the tables in TOML files."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class Substitution(Form):
@@ -74,7 +68,7 @@ class StepForm(Form):
     to_hub: Substitution | None = None
     to_live: Substitution
     rule: RuleForm | None = None
-    numbers: dict[str, str] = {}
+    numbers: dict[str, str] = Field(default_factory=dict)
     refused: str = ""
     made_of: tuple[str, ...] = ("WeightRenaming",)
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import ckptcore
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
-from ckptcore.naming.maps.declaration import ArchMap, built_in_maps, read_maps
+from ckptcore.naming.maps.declaration import ArchMap, built_in_maps, family_form, maps_of
 from ckptcore.naming.maps.layout import parse_layout, solved
 from ckptcore.naming.rename import ModelPart, remap
 from ckptcore.naming.worlds import suspected
@@ -199,7 +199,7 @@ def _mutated(rules: ArchMap, old: str, new: str) -> ArchMap:
             declaration, "_groups", lambda name: forms_of_groups if name == "megatron" else read(name)
         )
         family = (Path(declaration.__file__).parent / "families/llama.toml").read_text()
-        return next(m for m in read_maps(family, "llama") if m.world == "megatron")
+        return next(m for m in maps_of(family_form(family, "llama"), "llama") if m.world == "megatron")
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_what_has_no_rules_yet_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_map_that_says_something_impossible_is_refused(rule: str, why: str) -> None:
     text = f'arch = "x"\n[[map]]\nworld = "megatron"\n[[map.rule]]\nname = "r"\n{rule}\n'
     with pytest.raises(UsageError, match=why):
-        read_maps(text, "x")
+        maps_of(family_form(text, "x"), "x")
 
 
 def test_sizes_that_contradict_a_shape_are_refused() -> None:
