@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.errors import NameMismatch, UsageError
@@ -203,15 +203,11 @@ def _oriented(
             square.append(name)
         else:
             orientations = {*orientations, shape != size}
-            oriented[name] = _turned(update, shape != size)
+            oriented[name] = replace(update, transposed=shape != size)
     if square and orientations not in (set(), {fan_in_fan_out}):
         raise UsageError(
             f"cannot merge the adapter: how {square[0]} is stored is unknown, because fan_in_fan_out is "
             f"{fan_in_fan_out}, and other weights are stored otherwise",
             hint=_EXPORT,
         )
-    return oriented | {name: _turned(updates[name], fan_in_fan_out) for name in square}
-
-
-def _turned(update: LowRankUpdate, transposed: bool) -> LowRankUpdate:
-    return LowRankUpdate(update.first, update.second, update.rank, update.scale, transposed)
+    return oriented | {name: replace(updates[name], transposed=fan_in_fan_out) for name in square}

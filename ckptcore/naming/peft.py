@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
-from ckptcore.naming.rename import Dropped, Mapped
+from ckptcore.naming.rename import Mapped, with_names, without_tensors
 from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 Shape = tuple[int, ...]
@@ -234,26 +234,15 @@ def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:
     Raises:
         NameMismatch: Two tensors would have one name.
     """
-    stored = {new: old for old, new in mapped.renamed}
-    mapped_names = {m.name for m in mapped.made}
-    rows, names, renamed = list[int](), list[str](), list[tuple[str, str]]()
-    dropped = list(mapped.dropped)
-    for row, spec in enumerate(mapped.manifest.tensors):
-        old, new = stored.get(spec.fqn, spec.fqn), adapter.hub.get(spec.fqn)
-        if new is None:
-            dropped.append(Dropped(old, BASE_WEIGHT))
-            continue
-        if new in names:
-            raise NameMismatch(f"two tensors of the adapter would both be called {new}")
-        rows.append(row)
-        names.append(new)
-        is_stored = spec.fqn in stored or spec.fqn not in mapped_names
-        renamed += [(old, new)] if old != new and is_stored else []
-    made_tensors = tuple(m._replace(name=adapter.hub[m.name]) for m in mapped.made)
-    adapter_manifest = select(mapped.manifest, rows, names)
-    return replace(
-        mapped, manifest=adapter_manifest, renamed=tuple(renamed), dropped=tuple(dropped), made=made_tensors
-    )
+    base = {t.fqn for t in mapped.manifest.tensors if t.fqn not in adapter.hub}
+    own = without_tensors(mapped, base, BASE_WEIGHT)
+    hub_names = Counter(adapter.hub[t.fqn] for t in own.manifest.tensors)
+    if double := next((name for name, count in hub_names.items() if count > 1), None):
+        raise NameMismatch(f"two tensors of the adapter would both be called {double}")
+    # What a map made of several tensors has no stored name.
+    joined = {m.name for m in mapped.made} - {new for _, new in mapped.renamed}
+    renamed = with_names(own, adapter.hub)
+    return replace(renamed, renamed=tuple(pair for pair in renamed.renamed if pair[0] not in joined))
 
 
 def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,11 +290,8 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
     if ranks:
         problems += [*_unlike_base(sizes, _base_sizes(adapter, shapes)), *_unlike_beside(sizes)]
     if problems:
-        raise NameMismatch(
-            f"the adapter does not fit its config: {'; '.join(problems[:5])}"
-            + (f" and {len(problems) - 5} more" if problems[5:] else ""),
-            hint="name the adapter_config.json of this training run: --config FILE",
-        )
+        suffix = f" and {len(problems) - 5} more" if problems[5:] else ""
+        raise _unfit(f"does not fit its config: {'; '.join(problems[:5])}{suffix}")
     return out
 
 
@@ -314,10 +300,7 @@ def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
     kind = form.get("peft_type")
     groups = _OTHER_KINDS.get(str(kind))
     if groups is None:
-        raise NameMismatch(
-            f"the adapter has {_few_parts(adapter)}, and its config is of the type {kind!r}",
-            hint="name the adapter_config.json of this training run: --config FILE",
-        )
+        raise _unfit(f"has {_few_parts(adapter)}, and its config is of the type {kind!r}")
     # peft cuts rows by the pattern when it saves: the tensors here are not the ones that it would store.
     if kind == "ADALORA" and form.get("rank_pattern"):
         raise UsageError(
@@ -351,10 +334,7 @@ def _other_config(adapter: Adapter, form: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "TRAINABLE_TOKENS":
         problems += _odd_targets(adapter, form)
     if problems:
-        raise NameMismatch(
-            f"the adapter does not fit its config: {'; '.join(problems[:5])}",
-            hint="name the adapter_config.json of this training run: --config FILE",
-        )
+        raise _unfit(f"does not fit its config: {'; '.join(problems[:5])}")
     return dict(form)
 
 
@@ -365,12 +345,14 @@ def _prompt_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
     copies = parts if form.get("peft_type") == "PROMPT_TUNING" else 1
     stated = tokens * copies if type(tokens) is int and type(copies) is int else None
     if form.get("peft_type") not in _PROMPTS or form.get("prefix_projection") or rows != stated:
-        raise NameMismatch(
-            f"the adapter has {rows} virtual tokens, and its config has {stated} of the type "
-            f"{form.get('peft_type')!r}",
-            hint="name the adapter_config.json of this training run: --config FILE",
-        )
+        kind = form.get("peft_type")
+        raise _unfit(f"has {rows} virtual tokens, and its config has {stated} of the type {kind!r}")
     return dict(form)
+
+
+def _unfit(what: str) -> NameMismatch:
+    hint = "name the adapter_config.json of this training run: --config FILE"
+    return NameMismatch(f"the adapter {what}", hint=hint)
 
 
 def _few_parts(adapter: Adapter) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -279,10 +279,7 @@ def _terms() -> Mapping[str, str]:
 
 @cache
 def _frozen() -> Mapping[str, Mapping[str, Any]]:
-    import tomllib
-
-    file = resources.files(__package__) / "transformers" / FROZEN
-    kinds = tomllib.loads(file.read_text("utf-8"))["class"]
+    kinds = toml_file("transformers", FROZEN)["class"]
     return {kind: {k: None if v == NULL else v for k, v in of.items()} for kind, of in kinds.items()}
 
 
@@ -292,7 +289,11 @@ def _of_any_class() -> frozenset[str]:
 
 
 @cache
-def _table() -> Mapping[str, Any]:
+def toml_file(*path: str) -> Mapping[str, Any]:
+    """Return the content of a TOML file of this folder."""
     import tomllib  # every export imports this module, and few have a config to read
 
-    return tomllib.loads((resources.files(__package__) / "hub_config.toml").read_text("utf-8"))
+    return tomllib.loads(resources.files(__package__).joinpath(*path).read_text("utf-8"))
+
+
+_table = partial(toml_file, "hub_config.toml")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property, partial
 from math import isclose, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from ckptcore.naming.maps.hub_config import (
     in_shapes,
     rendered,
     same_value,
+    toml_file,
 )
 from ckptcore.naming.worlds import HUB
 from ckptcore.utils.text import short_repr
@@ -134,7 +134,7 @@ class Config:
         if place.startswith("|"):
             return None
         if self.fields is None:
-            value = _below(self.content, place, _MISSING)
+            value = value_at(self.content, place, _MISSING)
             return None if value is _MISSING else Stated(value, place)
         stated, has = self.fields.get(place), self.fields.of_class
         if stated is None or (has is not None and "." not in place and place not in has):
@@ -245,7 +245,7 @@ class Config:
 
     def at(self, place: str) -> Any:
         """Return the value at a dotted path, or None, as for a scale that is what it is without one."""
-        value = _below(self.content, place)
+        value = value_at(self.content, place)
         if self.world == "megatron" and place == _SCALE and isinstance(value, float):
             usual = _usual_scale(self.content)
             return None if usual and isclose(value, usual, rel_tol=1e-6) else value
@@ -341,7 +341,8 @@ def _layers_of_kinds(fields: HubFields) -> dict[str, tuple[Number, str]]:
     return {}
 
 
-def _below(root: Mapping[str, Any], place: str, missing: Any = None) -> Any:
+def value_at(root: Mapping[str, Any], place: str, missing: Any = None) -> Any:
+    """Return the value at a dotted path in a config; ``missing`` where it has no such place."""
     value: Any = root
     for key in place.split("."):
         if isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
@@ -351,8 +352,4 @@ def _below(root: Mapping[str, Any], place: str, missing: Any = None) -> Any:
     return value
 
 
-@cache
-def _config_keys() -> Mapping[str, Mapping[str, Any]]:
-    import tomllib  # every export imports this module, and few have a config to read
-
-    return tomllib.loads((resources.files(__package__) / "numbers.toml").read_text("utf-8"))
+_config_keys = partial(toml_file, "numbers.toml")

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,8 @@ from pydantic import Field
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.naming.maps.declaration import ArchMap, Form, Rule, RuleForm, built_in_maps, compiled
+from ckptcore.naming.maps.hub_config import toml_file
+from ckptcore.naming.maps.hyperparameters import value_at
 from ckptcore.naming.maps.live_steps import (
     ITEM,
     Route,
@@ -106,19 +106,19 @@ class LiveFamily:
 
 def frozen_version() -> str:
     """Return the version of transformers of the frozen steps."""
-    return str(_frozen_file("steps.toml")["version"])
+    return str(toml_file(_FOLDER, "steps.toml")["version"])
 
 
 def frozen_entries() -> tuple[str, ...]:
     """Return the model types and classes that this version lists."""
-    frozen = _frozen_file("steps.toml")
+    frozen = toml_file(_FOLDER, "steps.toml")
     return tuple(sorted([*frozen["entries"], *frozen["same"]]))
 
 
 @cache
 def frozen_steps(entry: str) -> tuple[StepForm, ...]:
     """Return the steps of a model type or class."""
-    frozen = _frozen_file("steps.toml")
+    frozen = toml_file(_FOLDER, "steps.toml")
     steps = frozen["entries"][frozen["same"].get(entry, entry)]
     return tuple(StepForm.model_validate(s) for s in steps)
 
@@ -126,7 +126,7 @@ def frozen_steps(entry: str) -> tuple[StepForm, ...]:
 @cache
 def frozen_families() -> tuple[LiveFamilyForm, ...]:
     """Return every family that is known without transformers."""
-    return tuple(LiveFamilyForm.model_validate(f) for f in _frozen_file("families.toml")["family"])
+    return tuple(LiveFamilyForm.model_validate(f) for f in toml_file(_FOLDER, "families.toml")["family"])
 
 
 def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
@@ -142,9 +142,7 @@ def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
     if form is None:
         return None
     for place, model_type in form.within.items():
-        inside: Any = config
-        for key in place.split("."):
-            inside = inside.get(key) if isinstance(inside, Mapping) else None
+        inside = value_at(config, place)
         if isinstance(inside, Mapping) and inside.get("model_type", model_type) != model_type:
             return None
     return LiveFamily.of(form, frozen_steps, frozen_version())
@@ -319,14 +317,8 @@ def _arch_map(family: LiveFamily, rules: tuple[Rule, ...]) -> ArchMap:
 
 def numbers_of(family: LiveFamily, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the config's numbers, by their names in rules."""
-    out = {}
-    for name, place in wanted_numbers(family.steps).items():
-        inside: Any = config
-        for key in place.split("."):
-            inside = inside.get(key) if isinstance(inside, Mapping) else None
-        if type(inside) is int:
-            out[name] = inside
-    return out
+    stated = {name: value_at(config, place) for name, place in wanted_numbers(family.steps).items()}
+    return {name: value for name, value in stated.items() if type(value) is int}
 
 
 @dataclass(frozen=True)
@@ -497,8 +489,3 @@ def _slug(template: str) -> str:
     """Return the name of a rule."""
     text = "".join(c if c.isalnum() and c.isascii() else "-" for c in template.lower())
     return "-".join(part for part in text.split("-") if part) or "tensor"
-
-
-@cache
-def _frozen_file(name: str) -> dict[str, Any]:
-    return tomllib.loads((resources.files(__package__) / _FOLDER / name).read_text("utf-8"))
