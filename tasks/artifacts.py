@@ -6,19 +6,21 @@ not wait for each of its artifacts: a thread sends them, in order, and its flow 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
 from hashlib import sha256
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from prefect import runtime
+from prefect.artifacts import create_table_artifact
 
 from ckptcore.redaction import redacted_value
 from tasks.logs import log
 
+MAX_ROWS = 500  # a browser draws the table; the catalog keeps every row
 _RUN, _OUTPUT = 12, 8  # hexadecimal digits
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,6 +55,12 @@ def artifact_or_none(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     except Exception as error:  # the files are still written, whatever the server's error
         log.warning("cannot save an artifact: %s: %s", type(error).__name__, error)
         return None
+
+
+def table_or_none(key: str, rows: Sequence[dict[str, Any]], description: str) -> None:
+    """Create a table artifact of the first `MAX_ROWS` rows, if there are any and the server accepts it."""
+    if rows:
+        artifact_or_none(create_table_artifact, list(rows[:MAX_ROWS]), key=key, description=description)
 
 
 def artifact_later(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T | None]:

@@ -6,9 +6,10 @@ Prefect Cloud draws this lineage; the catalog records it in any case.
 
 from __future__ import annotations
 
-from prefect.assets import Asset
+from prefect.assets import Asset, add_asset_metadata
 from prefect.types.names import MAX_ASSET_KEY_LENGTH, RESTRICTED_ASSET_CHARACTERS
 
+from ckptcore.conversion.publish import Result
 from ckptcore.redaction import bare_url
 from ckptcore.store import local_path
 from ckptcore.utils.merged_url import roots_of
@@ -29,3 +30,10 @@ def asset_keys(*places: str) -> list[Asset | str]:
         if len(key) <= MAX_ASSET_KEY_LENGTH:
             keys.append(key)
     return keys
+
+
+def describe_output(result: Result) -> None:
+    """Say in the assets of an output what it is."""
+    about = {"format": result.format, "bytes": result.nbytes, "conversion": result.conversion}
+    for key in asset_keys(result.destination):
+        add_asset_metadata(key, about)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefect import task
-from prefect.assets import add_asset_metadata
-from prefect.cache_policies import NO_CACHE
 from prefect.tasks import MaterializingTask
 
 from ckptcore.catalog import open_catalog
@@ -16,12 +14,13 @@ from ckptcore.conversion.registration import Announcement
 from ckptcore.errors import CkptError
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.units import show_size
-from tasks.assets import asset_keys
+from tasks.assets import describe_output
 from tasks.logs import log
 from tasks.markdown_text import count
+from tasks.retry import ONCE
 
 
-@task(task_run_name="convert {name}", cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="convert {name}", **ONCE)
 def convert_small(
     name: str,
     requests: Sequence[Request],
@@ -47,20 +46,12 @@ def convert_small(
     return outcomes
 
 
-def _announce(result: Result) -> None:
-    for key in asset_keys(result.destination):
-        add_asset_metadata(
-            key, {"format": result.format, "bytes": result.nbytes, "conversion": result.conversion}
-        )
-
-
 # With the assets of a conversion, as `tasks.record.record`.
 announce = MaterializingTask(
-    fn=_announce,
+    fn=describe_output,
     name="announce",
     assets=[],
     materialized_by="ckptcore",
     task_run_name="announce",
-    cache_policy=NO_CACHE,
-    persist_result=False,
+    **ONCE,
 )

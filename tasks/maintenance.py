@@ -6,8 +6,6 @@ from datetime import timedelta
 from functools import partial
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.retirements import totals
@@ -20,14 +18,13 @@ from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.operations.verify import FINE
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import parse_duration, show_size
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import MAX_ROWS, table_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
+from tasks.retry import ONCE
 
-MAX_ROWS = 500
 
-
-@task(task_run_name="scrub", cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="scrub", **ONCE)
 def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     """Verify a share of the recorded checkpoints; the results are a table artifact."""
 
@@ -39,15 +36,13 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
         report = run_scrub(catalog_db, share, budget_s, on_look=note)
     rows = [
         {"proof": row.proven.proof.value, "checkpoint": row.checkpoint.uri, "why": row.proven.message}
-        for row in report.looked[:MAX_ROWS]
+        for row in report.looked
     ]
-    if rows:
-        summary = f"{count(len(report.looked), 'checkpoint')} of {report.known}"
-        artifact_or_none(create_table_artifact, rows, key="scrub", description=summary)
+    table_or_none("scrub", rows, f"{count(len(report.looked), 'checkpoint')} of {report.known}")
     return report
 
 
-@task(task_run_name="retire", cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="retire", **ONCE)
 def retire(scope: str | None, options: RetireOptions, settings: Settings) -> RetireReport:
     """Retire the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
     policy, allowed = rules(options)
@@ -84,10 +79,7 @@ def retire(scope: str | None, options: RetireOptions, settings: Settings) -> Ret
             ),
             "why": "; ".join(i.why),
         }
-        for i in report.items[:MAX_ROWS]
+        for i in report.items
     ]
-    if rows:
-        artifact_or_none(
-            create_table_artifact, rows, key="retire", description=count(len(report.items), "source")
-        )
+    table_or_none("retire", rows, count(len(report.items), "source"))
     return report

@@ -20,8 +20,6 @@ from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
-MAX_ROWS = 200  # a browser renders the table; a 405B export has about 190 files
-
 
 @task(task_run_name="publish", **STEP)
 def publish(
@@ -45,7 +43,7 @@ def publish(
     artifact_later(
         create_markdown_artifact,
         f"# {prose(result.destination)}\n\n{result.format}: {summary}\n\n"
-        + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
+        + table(("file", "size", "BLAKE3"), files),
         key=key_of("conversion-result", result.destination),
         description=f"{code(result.destination)}: {summary}",
     )

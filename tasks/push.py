@@ -15,8 +15,6 @@ from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
-MAX_ROWS = 200  # a browser renders the table
-
 
 @task(task_run_name="push", **STEP)
 def push(folder: str, url: str, catalog: str | None) -> Pushed:
@@ -28,7 +26,7 @@ def push(folder: str, url: str, catalog: str | None) -> Pushed:
     artifact_later(
         create_markdown_artifact,
         f"# {code(pushed.url)}\n\ncommit `{pushed.commit}`\n\n"
-        + table(("file", "size", "SHA-256", "fate"), rows[:MAX_ROWS]),
+        + table(("file", "size", "SHA-256", "fate"), rows),
         key=key_of("push", folder),
         description=summary,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 
 from prefect.artifacts import create_markdown_artifact
-from prefect.assets import add_asset_metadata
 from prefect.tasks import MaterializingTask
 
 from ckptcore.conversion.pipeline import remove_staging
@@ -13,7 +12,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, register
 from ckptcore.core.manifest import Manifest
 from tasks.artifacts import artifact_later, key_of
-from tasks.assets import asset_keys
+from tasks.assets import describe_output
 from tasks.logs import log
 from tasks.retry import STEP
 
@@ -22,10 +21,7 @@ def _record(registration: Registration | None, result: Result, manifest: Manifes
     """Return the result with its catalog id. After that, the staging folder is not needed any more."""
     registered = register(registration, result, manifest)
     remove_staging(result.plan_uri)
-    for key in asset_keys(result.destination):
-        add_asset_metadata(
-            key, {"format": result.format, "bytes": result.nbytes, "conversion": registered.conversion}
-        )
+    describe_output(registered)
     if registered.conversion is not None:
         artifact_later(
             create_markdown_artifact,

@@ -29,12 +29,13 @@ def should_retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     return is_transient(state.result(raise_on_failure=False))
 
 
-# The options of every task: retried after transient errors, never cached by Prefect (receipts do that), and
-# without tags. For each tag Prefect asks its server for a slot, and fails the task if the server is down.
+# Of every task: never cached by Prefect (receipts do that), and without tags. For each tag Prefect asks its
+# server for a slot, and fails the task if the server is down.
+ONCE: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+# Of a task that is retried after transient errors.
 STEP: dict[str, Any] = {
+    **ONCE,
     "retries": RETRIES,
     "retry_delay_seconds": DELAYS,
     "retry_condition_fn": should_retry,
-    "cache_policy": NO_CACHE,
-    "persist_result": False,
 }

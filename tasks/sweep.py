@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
@@ -14,14 +12,13 @@ from ckptcore.operations.automation.sweep import SweepSettings, look_through, no
 from ckptcore.operations.automation.sweep_items import SweepItem
 from ckptcore.operations.automation.sweep_thin import thin_swept
 from ckptcore.planning.request import Settings
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import table_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
+from tasks.retry import ONCE
 
-MAX_ROWS = 500
 
-
-@task(task_run_name="look through {name}", cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="look through {name}", **ONCE)
 def look(name: str, root: RootRow, catalog: str | None, settings: SweepSettings) -> list[SweepItem]:
     """Return the checkpoints below a root, with the status of each. name: for the name of the task run."""
     with open_catalog(catalog) as catalog_db:
@@ -31,7 +28,7 @@ def look(name: str, root: RootRow, catalog: str | None, settings: SweepSettings)
     return items
 
 
-@task(task_run_name="thin {name}", cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="thin {name}", **ONCE)
 def thin(
     name: str,
     root: RootRow,
@@ -48,16 +45,14 @@ def thin(
         return list(of_root(root, steps))
 
 
-@task(task_run_name="note {name}", cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="note {name}", **ONCE)
 def note(name: str, root: RootRow, items: Sequence[SweepItem], catalog: str | None, dry_run: bool) -> None:
     """Record the results of a root, as an artifact and in the catalog."""
     rows = [
         {"standing": i.standing.value, "step": i.step, "checkpoint": i.source, "why": i.why or i.destination}
-        for i in items[:MAX_ROWS]
+        for i in items
     ]
-    if rows:
-        summary = f"`{root.uri}`: {count(len(items), 'checkpoint')}"
-        artifact_or_none(create_table_artifact, rows, key="sweep", description=summary)
+    table_or_none("sweep", rows, f"`{root.uri}`: {count(len(items), 'checkpoint')}")
     for item in items:
         if item.why and item.standing not in ("converted", "claimed"):
             log.warning("%s is %s: %s", item.source, item.standing.value, item.why)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from prefect import Task, task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 from ckptcore.operations.automation import wait
+from tasks.logs import log
 from tasks.markdown_text import count, named
-from tasks.retry import is_transient
-
-log = logging.getLogger("ckptcore.tasks")
+from tasks.retry import ONCE, is_transient
 
 
 def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -26,12 +23,7 @@ def may_complete(error: object) -> bool:
     return wait.may_become_complete(error) or is_transient(error)
 
 
-@task(
-    task_run_name=named("wait for"),
-    retry_condition_fn=is_pending,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@task(task_run_name=named("wait for"), retry_condition_fn=is_pending, **ONCE)
 def wait_until_complete(source: str, recover: bool = False) -> str:
     """Return the digest of a checkpoint's manifest once it is complete; Prefect retries while it is not.
 
