@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import yaml
@@ -56,8 +55,8 @@ def deploy(wait: float = 120.0) -> None:
         raise UsageError(
             f"prefect deploy failed: {ending(outcome.stdout, 2000)} {ending(outcome.stderr, 2000)}".strip()
         )
-    _describe(_yaml_file("prefect.yaml")["deployments"])
-    _automate(_yaml_file("automations.yaml")["automations"])
+    _describe()
+    _automate()
 
 
 def _require_flows_fit() -> None:
@@ -77,11 +76,6 @@ def _require_flows_fit() -> None:
         raise UsageError(
             "cannot deploy prefect.yaml: " + "; ".join(wrong), hint="correct the file. Nothing was changed"
         )
-
-
-def _yaml_file(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load((FILES / name).read_text())
-    return document
 
 
 def _await_server(wait: float) -> None:
@@ -122,36 +116,31 @@ def _make_pool() -> None:
             return  # keep the settings that users have made
 
 
-def _describe(deployments: list[dict[str, Any]]) -> None:
+def _describe() -> None:
     """Set one line as the description of every deployment; Prefect would show the flow's full docstring."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
 
     with get_client(sync_client=True) as client:
-        for deployment in deployments:
+        for deployment in declared():
             flow = flow_of(deployment)
             server_deployment = client.read_deployment_by_name(f"{flow.name}/{deployment['name']}")
             update = DeploymentUpdate(description=(flow.fn.__doc__ or "").split("\n")[0])
             client.update_deployment(server_deployment.id, update)
 
 
-def _automate(automations: list[dict[str, Any]]) -> None:
-    import asyncio
-
+def _automate() -> None:
     from prefect.client.orchestration import get_client
     from prefect.events.schemas.automations import AutomationCore
 
-    async def apply() -> None:
-        async with get_client() as client:
-            for form in automations:
-                automation = AutomationCore.model_validate(form)
-                same_name = await client.read_automations_by_name(automation.name)
-                if same_name:
-                    await client.update_automation(same_name[0].id, automation)
-                else:
-                    await client.create_automation(automation)
-
-    asyncio.run(apply())
+    with get_client(sync_client=True) as client:
+        for form in yaml.safe_load((FILES / "automations.yaml").read_text())["automations"]:
+            automation = AutomationCore.model_validate(form)
+            same_name = client.read_automations_by_name(automation.name)
+            if same_name:
+                client.update_automation(same_name[0].id, automation)
+            else:
+                client.create_automation(automation)
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ class CatalogMetrics(Collector):
 
     def _metrics(self) -> list[Metric]:
         began = time.perf_counter()
-        metrics = attempt(lambda: _of(self._read()))
+        metrics = attempt(lambda: list(_metrics_of(self._read())))
         if isinstance(metrics, CkptError):
             _log.warning("cannot read the catalog's numbers: %s", beginning(metrics.message, 300))
             return [_gauge("catalog_up", "Whether the catalog answered.", 0)]
@@ -79,12 +79,9 @@ class CatalogMetrics(Collector):
         ]
 
 
-def _of(read: Figures) -> list[Metric]:
-    return list(_metrics_of(read, read.at))
-
-
-def _metrics_of(read: Figures, now: datetime) -> Iterator[Metric]:
+def _metrics_of(read: Figures) -> Iterator[Metric]:
     """Yield every metric of the catalog."""
+    now = read.at
     yield _labelled_gauge("inbox_events", "Events in the inbox.", "stage", read.inbox)
     yield _labelled_gauge("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)
     yield _age("inbox_oldest_seconds", "Age of the oldest event that is not done.", read.oldest_event, now)

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -36,6 +36,7 @@ from ckptcore.errors import CkptError, InternalError
 from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import short_repr
+from deployments.receiver.dispatch import StepThread
 from deployments.receiver.event import Event, read_event
 from deployments.receiver.inbox import EventQueues, StoredEvent
 from deployments.receiver.run_request import flow_run_for
@@ -53,29 +54,13 @@ RETRY_AFTER = {"retry-after": "5"}
 _log = logging.getLogger("deployments.receiver")
 
 
-class Background(Protocol):
-    """Background work: start runs and send notifications."""
-
-    def start(self) -> None:
-        """Start the background threads."""
-
-    def wake(self) -> None:
-        """Process new events in the inbox now."""
-
-    def stop(self) -> None:
-        """Stop, in bounded time."""
-
-    def trouble(self) -> str:
-        """Return why events are not being started, or ""."""
-
-
 @dataclass
 class Receiver:
     """The handlers of the routes, and what they share; `make_app` has its attributes."""
 
     senders: Mapping[str, Sender]
     writer: EventWriter
-    background: Background | None
+    background: StepThread | None
     clock: Callable[[], float]
     count: Callable[[str, str], None]
 
@@ -153,7 +138,7 @@ class Receiver:
 def make_app(
     senders: Mapping[str, Sender],
     box: EventQueues,
-    background: Background | None = None,
+    background: StepThread | None = None,
     clock: Callable[[], float] | None = None,
     page: tuple[str, FastAPI] | None = None,
     count: Callable[[str, str], None] | None = None,
@@ -169,7 +154,9 @@ def make_app(
         count: called with each request's source, or "" for an unknown one, and its result.
     """
     writer = EventWriter(box, clock)
-    receiver = Receiver(senders, writer, background, clock or time.time, count or _uncounted)
+    receiver = Receiver(
+        senders, writer, background, clock or time.time, count or (lambda source, result: None)
+    )
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="ckptcore webhook receiver", docs_url=None, redoc_url=None, lifespan=receiver.life)
     accepts: dict[str, Any] = {"status_code": 202, "responses": RESPONSES, "openapi_extra": BODY}
@@ -181,10 +168,6 @@ def make_app(
     if page is not None:
         app.mount(*page)
     return app
-
-
-def _uncounted(source: str, result: str) -> None:
-    """Count nothing."""
 
 
 def _accepted(stored_event: StoredEvent) -> dict[str, str]:

@@ -8,10 +8,12 @@ a process ends between two steps, the next round finishes its work, here or on a
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from ckptcore.catalog.promotions import MOVED, REMOVED
 from ckptcore.errors import CkptError, InternalError
@@ -20,8 +22,15 @@ from ckptcore.redaction import beginning, redacted
 from ckptcore.utils.isolation import attempt, for_each
 from deployments.receiver.event import meta_of
 from deployments.receiver.inbox import EventQueues, InboxEvent, Message, OutboxMessage
+from deployments.receiver.prefect_runs import (
+    PrefectError,
+    PrefectRuns,
+    PrefectUnavailable,
+    RunState,
+    is_overlooked,
+)
 from deployments.receiver.run_request import flow_run_for
-from deployments.receiver.settings import PREFECT, NotifyTarget, Sender
+from deployments.receiver.settings import PREFECT, NotifyTarget, Sender, is_plain
 from tasks.attempts import given_up
 
 LIMIT = 20  # rows of one round
@@ -33,74 +42,22 @@ MAX_ATTEMPTS = 50
 REASON = 300  # characters of an error
 # An automation may resume a crashed run; until then it has not failed.
 CRASHED_FOR = timedelta(minutes=30)
-# Automations react to events. A killed server loses the events that it has not processed. A restarted one
-# ignores for a quarter of an hour events that follow on one that it has not seen (Prefect,
-# server/events/ordering). Runs that automations should have noticed by then are resumed here.
-OVERLOOKED = {"CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=120)}
-DEFAULT_BEAT = timedelta(seconds=180)  # Prefect's default; prefect.yaml sets 30 s
-BEATS = 4  # missed heartbeats until a running run counts as overlooked
+IDLE = 2.0  # seconds between rounds without news; rows of other receivers are noticed then
+STOP_SECONDS = 15.0
+STUCK_SECONDS = 90.0  # for a step: more than three answers that take as long as they may
+ROOTS_SECONDS = 15.0  # between two reads of the watched roots from the catalog
 MOST_BEGUN = 5  # as in flows/resume.py: a run that kills its process repeatedly has failed
 
 _log = logging.getLogger("deployments.receiver")
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """The state of a flow run.
-
-    kind: Prefect's state type. since: the time of that state, or of the last heartbeat of a running run.
-    message: for users. starts: how often the run was started. beat: the interval of its heartbeats.
-    """
-
-    kind: str
-    since: datetime
-    message: str
-    starts: int = 0
-    beat: timedelta = DEFAULT_BEAT
-
-
-class PrefectError(Exception):
-    """Prefect's answer cannot be used. The message says why, to users."""
-
-
-class PrefectUnavailable(PrefectError):
-    """Prefect does not answer. Nothing else should be tried in this round."""
 
 
 class EventsWait(Exception):
     """Events have been waiting for a while because of an error, which may be past for the next one."""
 
 
-class FlowRuns(Protocol):
-    """The calls to Prefect.
-
-    All raise `PrefectUnavailable` if it does not answer, and `PrefectError` for an odd answer.
-    """
-
-    def start(
-        self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
-    ) -> str:
-        """Return the id of the run with this idempotency key; start it if there is none."""
-
-    def states(self, ids: Sequence[str]) -> Mapping[str, RunState | CkptError]:
-        """Return the states of runs by id, or why one is unknown.
-
-        A run that Prefect no longer knows is missing.
-        """
-
-    def resume(self, id: str, why: str) -> None:
-        """Resume a run that no worker processes."""
-
-    def give_up(self, id: str, why: str) -> None:
-        """Fail a run that was started too often."""
-
-    def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
-        """Send Prefect an event about a checkpoint, which can trigger automations."""
-
-
 def work(
     box: EventQueues,
-    runs: FlowRuns,
+    runs: PrefectRuns,
     senders: Mapping[str, Sender],
     targets: Mapping[str, NotifyTarget],
     now: datetime | None = None,
@@ -174,7 +131,7 @@ def require_progress(box: EventQueues, senders: Mapping[str, Sender], now: datet
 
 
 def announce_aliases(
-    box: EventQueues, runs: FlowRuns, targets: Mapping[str, NotifyTarget], now: datetime | None = None
+    box: EventQueues, runs: PrefectRuns, targets: Mapping[str, NotifyTarget], now: datetime | None = None
 ) -> int:
     """Announce alias changes to the subscribed targets and to Prefect; return how many messages were handled.
 
@@ -213,7 +170,7 @@ def announce_aliases(
     return count
 
 
-def _tell(runs: FlowRuns, message: Message) -> None:
+def _tell(runs: PrefectRuns, message: Message) -> None:
     data = message.body["data"]
     runs.tell(f"ckptcore.{message.type}", str(data.get("uri") or data["checkpoint"]), data)
 
@@ -240,12 +197,6 @@ def outcome_of(state: RunState | None, now: datetime) -> str | None:
     return {"COMPLETED": "succeeded", "FAILED": "failed", "CANCELLED": "failed"}.get(state.kind)
 
 
-def is_overlooked(state: RunState, now: datetime) -> bool:
-    """Return whether no worker processes a run, and no automation has noticed that."""
-    patience = BEATS * state.beat if state.kind == "RUNNING" else OVERLOOKED.get(state.kind)
-    return patience is not None and now - state.since > patience
-
-
 def delay_after(attempts: int) -> float:
     """Return the seconds until the next try.
 
@@ -270,7 +221,7 @@ def _about(row: InboxEvent, **extra_fields: Any) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class _DispatchPass:
     box: EventQueues
-    runs: FlowRuns
+    runs: PrefectRuns
     senders: Mapping[str, Sender]
     targets: Mapping[str, NotifyTarget]
     now: datetime
@@ -393,3 +344,113 @@ class _DispatchPass:
         if error is not None:
             why = reason_of(error)
             _log.warning("%s: cannot send the event %s to Prefect: %s", row.source, event, why)
+
+
+class StepThread:
+    """A thread that repeats steps until it is stopped. A failed step is reported and repeated later."""
+
+    def __init__(
+        self,
+        steps: Mapping[str, Callable[[], int]],
+        idle: float = IDLE,
+        beside: StepThread | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # beside: another loop that starts and stops with this one; `trouble` reports both. clock: returns
+        # seconds that only grow.
+        self._steps, self._idle, self._beside, self._clock = steps, idle, beside, clock
+        self._now: tuple[str, float] | None = None  # the step that runs, and since when
+        self._news, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"receiver-{'-'.join(steps)}", daemon=True)
+        self._trouble: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+        if self._beside is not None:
+            self._beside.start()
+
+    def wake(self) -> None:
+        """Run the steps now."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """Stop after the current step. The next process continues from the rows."""
+        until = time.monotonic() + STOP_SECONDS
+        loops = [self] if self._beside is None else [self, self._beside]
+        for loop in loops:
+            loop._end.set()
+            loop._news.set()
+        for loop in loops:
+            if loop._thread.is_alive():
+                loop._thread.join(max(0.0, until - time.monotonic()))
+
+    def trouble(self) -> str:
+        """Return the steps that failed in their last round, or do not end, with the reasons, or ""."""
+        reasons = [f"{name}: {why}" for name, why in sorted(self._trouble.items())]
+        running = self._now
+        if running is not None and (seconds := self._clock() - running[1]) > STUCK_SECONDS:
+            reasons.append(f"{running[0]}: it has not ended for {seconds:.0f} s")
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._end.is_set():
+            reasons.append(f"{'-'.join(self._steps)}: its thread has ended; restart the receiver")
+        beside_reasons = self._beside.trouble() if self._beside is not None else ""
+        return "; ".join([*reasons, beside_reasons] if beside_reasons else reasons)
+
+    def round(self) -> tuple[bool, bool]:
+        """Run every step once. Return whether one had work, and whether one failed."""
+        busy = failed = False
+        for name, step in self._steps.items():
+            if self._end.is_set():
+                break
+            self._now = (name, self._clock())
+            try:
+                busy = step() > 0 or busy
+                self._trouble.pop(name, None)
+            except EventsWait as waiting:  # the step itself is done
+                self._report(name, waiting)
+            except Exception as error:  # the thread must survive any error of the database or Prefect
+                self._report(name, error)
+                failed = True
+            finally:
+                self._now = None
+        return busy, failed
+
+    def _report(self, name: str, error: Exception) -> None:
+        if name not in self._trouble:
+            # An unreachable database or Prefect server needs no traceback.
+            foreseen = isinstance(error, CkptError | PrefectError | EventsWait)
+            _log.error("%s failed and is retried: %s", name, error, exc_info=not foreseen)
+        text = str(error) if isinstance(error, EventsWait) else f"{type(error).__name__}: {error}"
+        self._trouble[name] = beginning(text, 2000)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            self._news.clear()
+            busy, failed = self.round()
+            if failed:  # a new event does not repair it
+                self._end.wait(self._idle)
+            elif not busy:
+                self._news.wait(self._idle)
+
+
+class RootsRefresher:
+    """Updates the senders' watched roots from the catalog, if the configuration wants that.
+
+    One thread calls `refresh`; another one reads the senders.
+    """
+
+    def __init__(self, box: EventQueues, senders: Mapping[str, Sender]) -> None:
+        self._box, self._next = box, 0.0
+        self._senders = [sender for sender in senders.values() if sender.watches]
+
+    def refresh(self) -> int:
+        """Read the roots if it is time. Raises `CatalogError`; the earlier roots then stay allowed."""
+        if self._senders and time.monotonic() >= self._next:
+            watched_roots = self._box.watched()
+            odd = [root for root in watched_roots if not is_plain(root)]
+            if odd:
+                _log.warning("watched roots that events cannot name: %s", ", ".join(odd))
+            for sender in self._senders:
+                sender.watched = tuple(root for root in watched_roots if root not in odd)
+            self._next = time.monotonic() + ROOTS_SECONDS
+        return 0

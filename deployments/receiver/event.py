@@ -228,11 +228,3 @@ def _step_number(text: str) -> int | None:
     if not _STEP.fullmatch(text) or int(text) > MAX_STEP:
         raise RequestRefused("not-understood", f"the step must be a whole number from 0 to {MAX_STEP}")
     return int(text)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two parsers could read two different events from an object with a repeated key.
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("an object repeats a key")
-    return document

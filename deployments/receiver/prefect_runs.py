@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -27,20 +27,67 @@ from ckptcore.redaction import beginning
 from ckptcore.utils.foreign_text import parse_time
 from ckptcore.utils.isolation import attempt, parsed_or_none
 from deployments.parameters import unknown
-from deployments.receiver.dispatch import (
-    DEFAULT_BEAT,
-    PrefectError,
-    PrefectUnavailable,
-    RunState,
-    is_overlooked,
-)
 from tasks.attempts import start_count
 
+# Automations react to events. A killed server loses the events that it has not processed. A restarted one
+# ignores for a quarter of an hour events that follow on one that it has not seen (Prefect,
+# server/events/ordering). Runs that automations should have noticed by then are resumed here.
+OVERLOOKED = {"CRASHED": timedelta(seconds=45), "PENDING": timedelta(seconds=120)}
+DEFAULT_BEAT = timedelta(seconds=180)  # Prefect's default; prefect.yaml sets 30 s
+BEATS = 4  # missed heartbeats until a running run counts as overlooked
 PASSING = (408, 429)  # and every 5xx: a later call may be answered
 
 
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a flow run.
+
+    kind: Prefect's state type. since: the time of that state, or of the last heartbeat of a running run.
+    message: for users. starts: how often the run was started. beat: the interval of its heartbeats.
+    """
+
+    kind: str
+    since: datetime
+    message: str
+    starts: int = 0
+    beat: timedelta = DEFAULT_BEAT
+
+
+class PrefectError(Exception):
+    """Prefect's answer cannot be used. The message says why, to users."""
+
+
+class PrefectUnavailable(PrefectError):
+    """Prefect does not answer. Nothing else should be tried in this round."""
+
+
+def is_overlooked(state: RunState, now: datetime) -> bool:
+    """Return whether no worker processes a run, and no automation has noticed that."""
+    patience = BEATS * state.beat if state.kind == "RUNNING" else OVERLOOKED.get(state.kind)
+    return patience is not None and now - state.since > patience
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Raise `PrefectUnavailable`, `PrefectError` or a `CkptError`, whatever the client makes of an answer."""
+    try:
+        yield
+    except (PrefectError, CkptError):
+        raise
+    except httpx.TransportError as error:
+        raise PrefectUnavailable(f"Prefect does not answer: {error}") from error
+    except httpx.HTTPStatusError as error:
+        raise PrefectError(f"Prefect replied {error.response.status_code}: {error}") from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise PrefectError(f"Prefect's answer cannot be used: {text}") from error
+
+
 class PrefectRuns:
-    """See `deployments.receiver.dispatch.FlowRuns`. One client for all calls: creating one is slow."""
+    """The calls to Prefect, by one client: creating one is slow.
+
+    All raise `PrefectUnavailable` if it does not answer, and `PrefectError` for an odd answer.
+    """
 
     def __init__(self) -> None:
         if get_current_settings().api.url is None:
@@ -55,37 +102,36 @@ class PrefectRuns:
         """Close the connections."""
         self._client.__exit__(None, None, None)
 
+    @_answering()
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
     ) -> str:
         """Return the id of the run with this idempotency key; start it if there is none."""
-        with _answering():
-            try:
-                server_deployment = self._client.read_deployment_by_name(deployment)
-            except ObjectNotFound as error:
-                raise UsageError(
-                    f"the Prefect server has no deployment {deployment}",
-                    hint="run `python -m deployments.deploy` for this server",
-                ) from error
-            parameter_errors = _misfits(
-                deployment, parameters, server_deployment.parameter_openapi_schema or {}
+        try:
+            server_deployment = self._client.read_deployment_by_name(deployment)
+        except ObjectNotFound as error:
+            raise UsageError(
+                f"the Prefect server has no deployment {deployment}",
+                hint="run `python -m deployments.deploy` for this server",
+            ) from error
+        parameter_errors = _misfits(deployment, parameters, server_deployment.parameter_openapi_schema or {})
+        if parameter_errors:  # the run would fail before it begins, on every start
+            raise UsageError(
+                "; ".join(parameter_errors), hint="correct [parameters] in the receiver's configuration"
             )
-            if parameter_errors:  # the run would fail before it begins, on every start
-                raise UsageError(
-                    "; ".join(parameter_errors), hint="correct [parameters] in the receiver's configuration"
-                )
-            run = self._client.create_flow_run_from_deployment(
-                server_deployment.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
-            )
-            # A run counts as started once the server has it under its id.
-            try:
-                started = self._client.read_flow_run(run.id)
-            except ObjectNotFound as error:
-                raise PrefectError(f"Prefect started run {run.id}, and does not know it") from error
-            if (started.id, started.idempotency_key) != (run.id, key):
-                raise PrefectError(f"Prefect started run {run.id}, which is another event's")
-            return str(run.id)
+        run = self._client.create_flow_run_from_deployment(
+            server_deployment.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
+        )
+        # A run counts as started once the server has it under its id.
+        try:
+            started = self._client.read_flow_run(run.id)
+        except ObjectNotFound as error:
+            raise PrefectError(f"Prefect started run {run.id}, and does not know it") from error
+        if (started.id, started.idempotency_key) != (run.id, key):
+            raise PrefectError(f"Prefect started run {run.id}, which is another event's")
+        return str(run.id)
 
+    @_answering()
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState | CkptError]:
         """Return the states of runs by id, or why one is unknown.
 
@@ -98,37 +144,28 @@ class PrefectRuns:
             if id not in keys
         }
         run_filter = FlowRunFilter(id=FlowRunFilterId(any_=list(keys.values())))
-        with _answering():
-            try:
-                runs = (
-                    self._client.read_flow_runs(flow_run_filter=run_filter, limit=len(keys)) if keys else []
-                )
-            except ValidationError:  # of one run perhaps, which a newer server describes in another way
-                return states | {id: attempt(self._state_by_id, key) for id, key in keys.items()}
-            if other_ids := {run.id for run in runs}.difference(keys.values()):
-                raise PrefectError(f"Prefect was asked for other runs than {min(map(str, other_ids))}")
-            by_key = {run.id: attempt(self._state_of, run) for run in runs}
+        try:
+            runs = self._client.read_flow_runs(flow_run_filter=run_filter, limit=len(keys)) if keys else []
+        except ValidationError:  # of one run perhaps, which a newer server describes in another way
+            return states | {id: attempt(self._state, key) for id, key in keys.items()}
+        if other_ids := {run.id for run in runs}.difference(keys.values()):
+            raise PrefectError(f"Prefect was asked for other runs than {min(map(str, other_ids))}")
+        by_key = {run.id: attempt(self._state, run) for run in runs}
         return states | {id: by_key[key] for id, key in keys.items() if key in by_key}
 
-    def _state_by_id(self, id: UUID) -> RunState:
-        with _answering():
-            return self._state(self._client.read_flow_run(id))
-
-    def _state_of(self, run: FlowRun) -> RunState:
-        with _answering():
-            return self._state(run)
-
+    @_answering()
     def resume(self, id: str, why: str) -> None:
         """Resume a run that no worker processes, under its id. Complete files have their receipts."""
-        with _answering():
-            self._client.set_flow_run_state(UUID(id), AwaitingRetry(message=why), force=True)
+        self._client.set_flow_run_state(UUID(id), AwaitingRetry(message=why), force=True)
 
+    @_answering()
     def give_up(self, id: str, why: str) -> None:
         """Fail a run that was started too often."""
-        with _answering():
-            self._client.set_flow_run_state(UUID(id), Failed(message=beginning(why, 2000)), force=True)
+        self._client.set_flow_run_state(UUID(id), Failed(message=beginning(why, 2000)), force=True)
 
-    def _state(self, run: FlowRun) -> RunState:
+    @_answering()
+    def _state(self, run: FlowRun | UUID) -> RunState:
+        run = self._client.read_flow_run(run) if isinstance(run, UUID) else run
         state = run.state
         if state is None:
             return RunState("PENDING", datetime.now(UTC), "")
@@ -161,6 +198,7 @@ class PrefectRuns:
         events = answer["events"]  # newest first
         return parse_time(events[0]["occurred"]) if events else datetime.min.replace(tzinfo=UTC)
 
+    @_answering()
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         """Send Prefect an event about a checkpoint, which can trigger automations."""
         event_form = {
@@ -171,8 +209,7 @@ class PrefectRuns:
             "payload": dict(payload),
         }
         # Prefect's client queues events in another thread; here it is one API call.
-        with _answering():
-            self._client._client.post("/events", json=[event_form]).raise_for_status()
+        self._client._client.post("/events", json=[event_form]).raise_for_status()
 
 
 def _misfits(deployment: str, parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
@@ -191,19 +228,3 @@ def _require_usable(response: httpx.Response) -> None:
     kind = response.headers.get("content-type", "")
     if response.is_success and response.status_code != 204 and "json" not in kind:
         raise PrefectError(f"Prefect replied {response.status_code} with {kind or 'nothing'} instead of JSON")
-
-
-@contextmanager
-def _answering() -> Iterator[None]:
-    """Raise `PrefectUnavailable`, `PrefectError` or a `CkptError`, whatever the client makes of an answer."""
-    try:
-        yield
-    except (PrefectError, CkptError):
-        raise
-    except httpx.TransportError as error:
-        raise PrefectUnavailable(f"Prefect does not answer: {error}") from error
-    except httpx.HTTPStatusError as error:
-        raise PrefectError(f"Prefect replied {error.response.status_code}: {error}") from error
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        raise PrefectError(f"Prefect's answer cannot be used: {text}") from error

@@ -26,8 +26,9 @@ from ckptcore.cli.catalog import app as cli
 from ckptcore.page.app import make_page
 from deployments.metrics import ReceiverMetrics
 from deployments.receiver.app import make_app
+from deployments.receiver.dispatch import STUCK_SECONDS
 from deployments.receiver.inbox import EventQueues
-from deployments.receiver.serve import STUCK_SECONDS, StepThread, steps_of
+from deployments.receiver.serve import StepThread, steps_of
 from deployments.receiver.settings import Sender
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
