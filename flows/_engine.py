@@ -64,15 +64,16 @@ def engine(text: str | None) -> Engine:
     return Engine(kind, address or None)
 
 
+@dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """An engine that accepts tasks. slots: how many tasks it runs at a time."""
+    """An engine that accepts tasks. runner: Prefect's task runner. slots: how many it runs at a time."""
 
-    def __init__(self, runner: Any, slots: int) -> None:
-        self._runner, self.slots = runner, slots
+    runner: Any
+    slots: int
 
     def submit(self, task: Task[..., Any], **parameters: Any) -> PrefectFuture[Any]:
         """Start one task with these parameters."""
-        future: PrefectFuture[Any] = self._runner.submit(task, parameters=parameters)
+        future: PrefectFuture[Any] = self.runner.submit(task, parameters=parameters)
         return future
 
 

@@ -70,8 +70,4 @@ def _place(source: str | list[str]) -> str:
     urls = [source] if isinstance(source, str) else source
     folders = [folder for url in urls for folder in roots_of(url) or (url,)]
     remainder = f" and {len(folders) - 1} more" if folders[1:] else ""
-    return f"{_last_two(redacted(folders[0]))}{remainder}"
-
-
-def _last_two(url: str) -> str:
-    return "/".join(url.rstrip("/").split("/")[-2:])
+    return "/".join(redacted(folders[0]).rstrip("/").split("/")[-2:]) + remainder

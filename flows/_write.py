@@ -9,12 +9,13 @@ are finished, and the next run keeps their files.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
+from prefect import Task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.futures import PrefectFuture, as_completed
 
@@ -40,14 +41,14 @@ LARGE = 2  # batches: a larger file is written in parts
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One task: its name, its size in bytes, and how to submit it.
+    """One task, with its size in bytes.
 
     join: the index of the file that this part belongs to, or None.
     """
 
-    name: str
     nbytes: int
-    start: Callable[[RunningEngine], PrefectFuture[Any]]
+    task: Task[..., Any]
+    parameters: Mapping[str, Any]
     join: int | None = None
 
 
@@ -131,20 +132,15 @@ def _work(
             continue
         for n, part in enumerate(cut, 1):
             name = f"{file.path}, part {n} of {len(cut)}"
-            start = _starting(write_part, name=name, part=part, **shared)
-            tasks.append(Work(name, part.nbytes, start, file.index))
+            tasks.append(Work(part.nbytes, write_part, {"name": name, "part": part, **shared}, file.index))
     for batch in batches([file.nbytes for file in files], batch_bytes):
         first, last = files[batch[0]].path, files[batch[-1]].path
         name = first if len(batch) == 1 else f"{first} .. {last}"
         nbytes = sum(files[i].nbytes for i in batch)
         indices = [files[i].index for i in batch]
-        start = _starting(write, name=name, indices=indices, nbytes=nbytes, **shared)
-        tasks.append(Work(name, nbytes, start))
+        parameters = {"name": name, "indices": indices, "nbytes": nbytes, **shared}
+        tasks.append(Work(nbytes, write, parameters))
     return tasks
-
-
-def _starting(task: Any, **parameters: Any) -> Callable[[RunningEngine], PrefectFuture[Any]]:
-    return lambda running: running.submit(task, **parameters)
 
 
 def _finished(
@@ -161,7 +157,7 @@ def _finished(
     while waiting or under_way:
         while waiting and len(under_way) < running.slots:
             unit = waiting.pop()
-            under_way[unit.start(running)] = unit, 1
+            under_way[running.submit(unit.task, **unit.parameters)] = unit, 1
         future = next(as_completed(list(under_way)))
         unit, attempt = under_way.pop(future)
         try:
@@ -170,16 +166,18 @@ def _finished(
             if not is_lost(error):
                 raise
             if attempt == TRIES:
-                raise WorkerLost(f"cannot write {unit.name}: {TRIES} workers in a row were lost") from error
-            log.warning("a worker was lost while it wrote %s; retrying", unit.name)
-            under_way[unit.start(running)] = unit, attempt + 1
+                raise WorkerLost(
+                    f"cannot write {unit.parameters['name']}: {TRIES} workers in a row were lost"
+                ) from error
+            log.warning("a worker was lost while it wrote %s; retrying", unit.parameters["name"])
+            under_way[running.submit(unit.task, **unit.parameters)] = unit, attempt + 1
             continue
         if unit.join is not None:
             missing[unit.join] -= 1
             if not missing[unit.join]:
                 file = prepared.files[unit.join]
-                start = _starting(join, name=file.path, plan_uri=prepared.plan_uri, index=file.index)
-                waiting.append(Work(file.path, 0, start))
+                parameters = {"name": file.path, "plan_uri": prepared.plan_uri, "index": file.index}
+                waiting.append(Work(0, join, parameters))
         yield unit.nbytes, result if isinstance(result, FileSums) else None
 
 

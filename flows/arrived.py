@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, TypeVar
@@ -36,7 +35,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Announcement, record_announced
 from ckptcore.errors import Busy, CkptError, DestinationExists, UnsafeContent, UsageError
 from ckptcore.operations import claims
-from ckptcore.operations.automation import convert_once
+from ckptcore.operations.automation.convert_once import claim_or_skip, is_made
 from ckptcore.operations.automation.wait import delays
 from ckptcore.operations.export_target import announced_request
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
@@ -131,7 +130,11 @@ def arrived(
                     reschedule_run(looks, reason(error))
                 raise
             # Two senders, or a webhook and a sweep, can announce it twice: one run converts it.
-            with claim_or_skip(request, digest, str(runtime.flow_run.id), pauses, options.catalog) as mine:
+            run_id = str(runtime.flow_run.id)  # a resumed run gets its own claim back at once
+            with (
+                open_catalog(options.catalog) as catalog_db,
+                claim_or_skip(catalog_db, request, digest, run_id, pauses) as mine,
+            ):
                 if not mine:
                     record_announced(job.announcement, request.source, options.catalog)
                     return already(request.destination)
@@ -214,32 +217,7 @@ def made_from(request: Request, digest: str, catalog: str | None) -> bool:
     with open_catalog(catalog) as catalog_db:
         manifest = inspect(request.source, request.recover)
         key = claims.key_of(request, claims.source_digest(manifest))
-        return convert_once.is_made(catalog_db, key, request, digest)
-
-
-@contextmanager
-def claim_or_skip(
-    request: Request, digest: str, run: str, looks: Sequence[float], catalog: str | None
-) -> Iterator[bool]:
-    """Claim a conversion; yield False if it is done already.
-
-    No other process converts it inside the block.
-
-    Args:
-        request: the conversion.
-        digest: of the source's manifest.
-        run: the id of the flow run. A resumed run gets its own claim back at once.
-        looks: seconds to wait between tries while another process has the claim.
-        catalog: the URL of the catalog.
-
-    Raises:
-        Busy: another process still has the claim after the last try.
-    """
-    with (
-        open_catalog(catalog) as catalog_db,
-        convert_once.claim_or_skip(catalog_db, request, digest, run, looks) as mine,
-    ):
-        yield mine
+        return is_made(catalog_db, key, request, digest)
 
 
 def own_pauses(pauses: Sequence[float]) -> Sequence[float]:
