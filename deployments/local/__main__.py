@@ -6,8 +6,8 @@ import sys
 
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.utils import terminal
-from deployments.local.state import CHOICES, VARIABLE, folder
-from deployments.local.system import down, filled, status, up
+from deployments.local.system import CHOICES, VARIABLE, down, filled, folder, status, up
+from flows._address import end_with
 
 
 def main() -> None:
@@ -34,11 +34,10 @@ def main() -> None:
                 ready = status(folder())
                 terminal.write_json(ready)
                 sys.exit(0 if all(ready.values()) else 1)
-    except (CkptError, OSError) as failure:
-        unusable = UsageError(f"cannot use {folder()} as the state folder: {failure}", hint=f"set {VARIABLE}")
-        error = failure if isinstance(failure, CkptError) else unusable
-        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
-        sys.exit(error.exit_code)
+    except CkptError as error:
+        end_with(error)
+    except OSError as error:
+        end_with(UsageError(f"cannot use {folder()} as the state folder: {error}", hint=f"set {VARIABLE}"))
 
 
 if __name__ == "__main__":

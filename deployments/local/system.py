@@ -1,31 +1,52 @@
-"""Start all services in order, each once the one before is ready; stop them without losing a run."""
+"""The state of a local installation, and its services: started in order, stopped without losing a run."""
 
 from __future__ import annotations
 
+import base64
+import fcntl
 import json
 import os
+import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 from xmlrpc.client import Fault, ServerProxy
 
 import httpx
+from platformdirs import user_state_path
 from supervisor.xmlrpc import SupervisorTransport
 
 from ckptcore.errors import UsageError
 from ckptcore.redaction import ending
 from ckptcore.utils import terminal
 from deployments import POOL, database_server, with_project
-from deployments.local.state import State, load, load_or_create, locked, write_private
 from deployments.processes import end_having
 
+VARIABLE = "CKPTCORE_STATE"
+# PostgreSQL refuses to run as root, and other users cannot read root's home.
+ROOT_STATE = Path("/var/lib/ckptcore/up")
+# The user's choices: their defaults and help. Ports are on the loopback address; 0 picks a free one, once.
+CHOICES: Mapping[str, tuple[Any, str]] = {
+    "prefect_port": (4200, "of the server and its UI; 0 picks a free port; default 4200"),
+    "receiver_port": (8080, "default 8080"),
+    "postgres_port": (5440, "default 5440"),
+    "worker_port": (8090, "of health checks; default 8090"),
+    "root": ("", "folder of announced checkpoints; default STATE/checkpoints"),
+    "exports": ("", "folder of converted checkpoints; default STATE/exports"),
+    "limit": (2, "concurrent runs; default 2"),
+}
+# Of PostgreSQL's administrator, the owners of the two databases and Prefect's API; of hooks and the page.
+SECRETS = (
+    *(f"{name}_PASSWORD" for name in ("POSTGRES", "POSTGRES_PREFECT", "POSTGRES_CKPTCORE", "PREFECT")),
+    *(f"CKPTCORE_{name}_TOKEN" for name in ("HOOK", "PAGE")),
+)
 # What runs, in order: steps, which end, and services, with the path that answers once one is ready.
 READY = {"postgres": "", "prefect": "/api/ready", "worker": "/health", "receiver": "/readyz"}
 ORDER = ("initdb", "postgres", "databases", "prefect", "deploy", "worker", "receiver")
@@ -35,8 +56,92 @@ INHERITED_GROUPS = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "SSL_", "LC_")
 READY_SECONDS = 180.0  # the first start migrates Prefect's database
 ANSWER_SECONDS = 60.0  # for what runs already, and may have been started again a moment ago
 LOOK = 0.2
+# Choices, secrets by names of environment variables, and what `complete` adds.
+State: TypeAlias = Mapping[str, Any]
 
-Supervisor: TypeAlias = Callable[..., Any]  # of a method of its API, and its arguments
+
+def folder() -> Path:
+    """Return the state folder: ``CKPTCORE_STATE``, or a folder below the user's state folder."""
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE]).expanduser().absolute()
+    return ROOT_STATE if os.geteuid() == 0 else user_state_path("ckptcore") / "up"
+
+
+def initial() -> State:
+    """Return the default choices and new secrets, of letters that need no quotes in a URL or in a shell."""
+    choices = {name: default for name, (default, _) in CHOICES.items()}
+    signing = "whsec_" + base64.b64encode(secrets.token_bytes(24)).decode()
+    return choices | {n: secrets.token_urlsafe(24) for n in SECRETS} | {"CKPTCORE_HOOK_SECRET": signing}
+
+
+def complete(folder: Path, stored: State) -> State:
+    """Return the stored values with the folders and addresses that follow from them."""
+    urls = {name: f"http://127.0.0.1:{stored[f'{name}_port']}" for name in ("prefect", "receiver", "worker")}
+    catalog, prefect = (
+        f"://{name}:{stored[f'POSTGRES_{name.upper()}_PASSWORD']}@127.0.0.1:{stored['postgres_port']}/{name}"
+        for name in ("ckptcore", "prefect")
+    )
+    return {
+        **stored,
+        **urls,
+        "folder": folder,
+        "root": (stored["root"] or f"{folder}/checkpoints").rstrip("/"),
+        "exports": (stored["exports"] or f"{folder}/exports").rstrip("/"),
+        "catalog": f"postgresql+psycopg{catalog}",
+        "prefect_database": f"postgresql+asyncpg{prefect}",
+    }
+
+
+def load_or_create(folder: Path, chosen: State) -> State:
+    """Create the state in an existing folder, or change what is `chosen`. The caller holds `locked`.
+
+    Stored values take precedence over defaults, so a second `up` uses those of the first.
+    """
+    folder.chmod(0o711 if os.geteuid() == 0 else 0o700)
+    for name in ("log", "run", "tmp", "postgres"):
+        (folder / name).mkdir(mode=0o700 if name == "postgres" else 0o777, exist_ok=True)
+    new, earlier = initial(), load(folder) or {}
+    stored = {name: earlier.get(name, new[name]) for name in new} | dict(chosen)
+    with ExitStack() as probes:  # all open at once, or the same port could be picked twice
+        for name in (name for name in stored if name.endswith("_port") and stored[name] == 0):
+            probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))
+            stored[name] = probe.getsockname()[1]
+    write_private(folder / "state.json", json.dumps(stored, indent=2))
+    return complete(folder, stored)
+
+
+def load(folder: Path) -> State | None:
+    """Return the state in a folder, or None if no `up` was run there. Raises `UsageError`."""
+    try:
+        return complete(folder, json.loads((folder / "state.json").read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"cannot read the state in {folder}: {error}", hint="move it away, and run `make up` again"
+        ) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder, which it creates, for one `up` or `down`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            terminal.line("waiting for another `up` or `down` of this installation", err=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file atomically that only its owner can ever read."""
+    new = path.with_suffix(".new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_SYNC
+    with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)
 
 
 def up(folder: Path, chosen: State) -> State:
@@ -58,16 +163,16 @@ def up(folder: Path, chosen: State) -> State:
                 Path(place).mkdir(parents=True, exist_ok=True)
         account = database_server.account()
         os.chown(folder / "postgres", account.pw_uid, account.pw_gid)
-        supervisor = _configured(state)
-        before = _live(supervisor)
+        _configure(state)
+        before = pids(folder)
         try:
             for name in ORDER:
-                _bring_up(supervisor, name, state)
+                _bring_up(name, state)
         except BaseException:
             if before:
-                _stop(supervisor, *(name for name in reversed(ORDER) if name not in before))
+                _stop(folder, *(name for name in reversed(ORDER) if name not in before))
             else:
-                _shut_down(supervisor, state)
+                _shut_down(folder)
             raise
     return state
 
@@ -84,21 +189,20 @@ def down(folder: Path, patience: float) -> None:
         terminal.line(f"nothing to stop: no `up` was run in {folder}")
         return
     with locked(folder):
-        supervisor = _supervisor(folder)
-        if supervisor is not None and "prefect" in _live(supervisor) and is_ready("prefect", state):
+        running = pids(folder)
+        if "prefect" in running and is_ready("prefect", state):
             # Without a worker no run can end.
-            waits = {"pause": READY_SECONDS, "drain": patience if "worker" in _live(supervisor) else 0}
+            waits = {"pause": READY_SECONDS, "drain": patience if "worker" in running else 0}
             for name, seconds in waits.items():
-                _start(supervisor, name)
-                if not _becomes_ready(supervisor, name, state, seconds):
+                if not _starts(name, state, seconds):
                     terminal.line(f"{name}: not done; runs that are left go on after the next `up`")
-        _shut_down(supervisor, state)
+        _shut_down(folder)
 
 
 def pids(folder: Path) -> Mapping[str, int]:
-    """Return the process of each program that runs."""
-    supervisor = _supervisor(folder)
-    return {} if supervisor is None else _live(supervisor)
+    """Return the process of each program that runs, or is about to."""
+    rows = _ask(folder, "getAllProcessInfo") if _is_supervised(folder) else ()
+    return {row["name"]: row["pid"] for row in rows if row["statename"] not in ("STOPPED", "EXITED", "FATAL")}
 
 
 def status(folder: Path) -> dict[str, bool]:
@@ -138,8 +242,8 @@ def filled(name: str, state: State) -> str:
 
 def machine_env() -> dict[str, str]:
     """Return the variables that every process inherits: those about this machine, and where the code is."""
-    names = (name for name in os.environ if name in INHERITED or name.startswith(INHERITED_GROUPS))
-    return with_project({name: os.environ[name] for name in names})
+    env = os.environ.items()
+    return with_project({n: v for n, v in env if n in INHERITED or n.startswith(INHERITED_GROUPS)})
 
 
 def _program() -> str:
@@ -151,113 +255,95 @@ def _program() -> str:
     return shlex.quote(str(ours.relative_to(working_dir) if ours.is_relative_to(working_dir) else ours))
 
 
-def _call(socket_path: Path, method: str, *arguments: Any) -> Any:
+def _ask(folder: Path, method: str, *arguments: Any) -> Any:
     """Return the answer of a method of the supervisor: http://supervisord.org/api.html."""
-    with ServerProxy("http://localhost", SupervisorTransport(serverurl=f"unix://{socket_path}")) as proxy:
+    transport = SupervisorTransport(serverurl=f"unix://{folder}/run/supervisor.sock")
+    with ServerProxy("http://localhost", transport) as proxy:
         return getattr(proxy.supervisor, method)(*arguments)
 
 
-def _supervisor(folder: Path) -> Supervisor | None:
-    """Return the supervisor that runs, or None."""
-    supervisor = partial(_call, folder / "run" / "supervisor.sock")
+def _is_supervised(folder: Path) -> bool:
     try:
         with suppress(Fault):  # it shuts down
-            supervisor("getState")
+            _ask(folder, "getState")
     except OSError:
-        return None
-    return supervisor
+        return False
+    return True
 
 
-def _configured(state: State) -> Supervisor:
-    """Write all files; return the calls of a supervisor that has read its own. What changed is stopped."""
-    path, supervisor = state["folder"] / "supervisord.conf", _supervisor(state["folder"])
+def _configure(state: State) -> None:
+    """Write all files, and let a supervisor read its own. What changed is stopped."""
+    path = state["folder"] / "supervisord.conf"
     before = path.read_text() if path.exists() else ""
     for name in ("receiver.toml", "env.sh", path.name):
-        write_private(state["folder"] / name, filled(name, state))
-    common = [text.partition("[program:")[0] for text in (before, path.read_text())]
-    if supervisor is None or common[0] != common[1]:
-        _shut_down(supervisor, state)  # or end what a supervisor that was killed has left
-        supervisor = None
-    command = ("supervisord", "-c", path) if supervisor is None else ("supervisorctl", "-c", path, "update")
-    outcome = subprocess.run(
-        [sys.executable, "-m", f"supervisor.{command[0]}", *command[1:]],
-        env=machine_env(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        write_private(path.with_name(name), filled(name, state))
+    common = {text.partition("[program:")[0] for text in (before, path.read_text())}
+    program, *verb = "supervisorctl", "update"
+    if len(common) > 1 or not _is_supervised(path.parent):
+        _shut_down(path.parent)  # or end what a supervisor that was killed has left
+        program, *verb = ("supervisord",)
+    command = [sys.executable, "-m", f"supervisor.{program}", "-c", str(path), *verb]
+    outcome = subprocess.run(command, env=machine_env(), capture_output=True, text=True, check=False)
     if outcome.returncode:
-        raise UsageError(f"{command[0]} failed: {ending(outcome.stdout + outcome.stderr, 500)}")
-    return partial(_call, state["folder"] / "run" / "supervisor.sock")
+        raise UsageError(f"{program} failed: {ending(outcome.stdout + outcome.stderr, 500)}")
 
 
-def _live(supervisor: Supervisor) -> Mapping[str, int]:
-    """Return the pids of the programs that run, or are about to."""
-    rows = supervisor("getAllProcessInfo")
-    return {row["name"]: row["pid"] for row in rows if row["statename"] not in ("STOPPED", "EXITED", "FATAL")}
-
-
-def _bring_up(supervisor: Supervisor, name: str, state: State) -> None:
+def _bring_up(name: str, state: State) -> None:
     """Carry out a step, or start a service that does not run and answer."""
-    if name in _live(supervisor):
-        if _becomes_ready(supervisor, name, state, ANSWER_SECONDS):
-            terminal.line(f"{name}: already running (process {_live(supervisor)[name]})")
+    folder: Path = state["folder"]
+    if name in pids(folder):
+        if _becomes_ready(name, state, ANSWER_SECONDS):
+            terminal.line(f"{name}: already running (process {pids(folder)[name]})")
             return
-        _stop(supervisor, name)
+        _stop(folder, name)
     if name in READY and is_ready(name, state):
         raise UsageError(
             f"cannot start {name}: its port is already used by another {name}",
             hint="stop that one, or choose other ports: make up UP='--prefect-port 0 --receiver-port 0'",
         )
-    _start(supervisor, name)
-    if not _becomes_ready(supervisor, name, state, READY_SECONDS):
-        lives = supervisor("getProcessInfo", name)["statename"] in ("STARTING", "RUNNING")
+    if not _starts(name, state, READY_SECONDS):
+        lives = _ask(folder, "getProcessInfo", name)["statename"] in ("STARTING", "RUNNING")
         problem = f"is not ready after {READY_SECONDS:.0f} s" if lives else "ended"
-        log = ending(supervisor("readProcessStdoutLog", name, -2000, 0).strip(), 1500)
+        log = ending(_ask(folder, "readProcessStdoutLog", name, -2000, 0).strip(), 1500)
         raise UsageError(
-            f"{name} {problem}:\n{log or 'it has written nothing'}",
-            hint=f"{state['folder']}/log/{name}.log has more",
+            f"{name} {problem}:\n{log or 'it has written nothing'}", hint=f"{folder}/log/{name}.log has more"
         )
-    terminal.line(
-        f"{name}: started (process {_live(supervisor)[name]})" if name in READY else f"{name}: done"
-    )
+    terminal.line(f"{name}: started (process {pids(folder)[name]})" if name in READY else f"{name}: done")
 
 
-def _start(supervisor: Supervisor, name: str) -> None:
+def _starts(name: str, state: State, seconds: float) -> bool:
     with suppress(Fault):  # SPAWN_ERROR, where it has ended before the answer: its state says so
-        supervisor("startProcess", name, False)
+        _ask(state["folder"], "startProcess", name, False)
+    return _becomes_ready(name, state, seconds)
 
 
-def _becomes_ready(supervisor: Supervisor, name: str, state: State, seconds: float) -> bool:
+def _becomes_ready(name: str, state: State, seconds: float) -> bool:
     """Wait until a service is ready, or a step has succeeded; return whether it did so in time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        info = supervisor("getProcessInfo", name)
-        if name not in READY and info["statename"] == "EXITED":
-            return bool(info["exitstatus"] == 0)
+        info = _ask(state["folder"], "getProcessInfo", name)
         # PostgreSQL is tried again: it cannot start while processes of its killed predecessor still end.
         ended = ("EXITED", "FATAL") if name == "postgres" else ("EXITED", "FATAL", "BACKOFF")
         if info["statename"] in ended:
-            return False
+            return bool(name not in READY and info["statename"] == "EXITED" and info["exitstatus"] == 0)
         if name in READY and is_ready(name, state):
             return True
         time.sleep(LOOK)
     return False
 
 
-def _stop(supervisor: Supervisor, *names: str) -> None:
+def _stop(folder: Path, *names: str) -> None:
     for name in names:
-        if name in _live(supervisor):
-            with suppress(Fault):  # it has ended since
-                supervisor("stopProcess", name)
+        with suppress(Fault):  # it does not run
+            _ask(folder, "stopProcess", name)
             terminal.line(f"{name}: stopped")
 
 
-def _shut_down(supervisor: Supervisor | None, state: State) -> None:
+def _shut_down(folder: Path) -> None:
     """End the supervisor, if it runs, and all processes that it or a predecessor has left."""
-    if supervisor is not None:
-        _stop(supervisor, "pause", "drain", *reversed(ORDER))
-        supervisor("shutdown")
-        while _supervisor(state["folder"]) is not None:
+    if _is_supervised(folder):
+        _stop(folder, "pause", "drain", *reversed(ORDER))
+        _ask(folder, "shutdown")
+        while _is_supervised(folder):
             time.sleep(LOOK)
-    end_having(f"CKPTCORE_UP={state['folder']}", ANSWER_SECONDS)
+    end_having(f"CKPTCORE_UP={folder}", ANSWER_SECONDS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 
 from ckptcore.errors import CkptError
 from ckptcore.utils import terminal
 from deployments import metrics_options
+from flows._address import end_with
 
 
 def main() -> None:
@@ -35,8 +35,7 @@ def main() -> None:
         metrics = None if options.metrics_port is None else (options.metrics_host, options.metrics_port)
         check(options.config) if options.check else serve(options.config, options.host, options.port, metrics)
     except CkptError as error:
-        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
-        sys.exit(error.exit_code)
+        end_with(error)
 
 
 if __name__ == "__main__":

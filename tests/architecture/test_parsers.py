@@ -47,7 +47,7 @@ OWN = {
     "ckptcore/store/objects/session.py": "a file of botocore",
     "deployments/deploy.py": _PACKAGE,
     "deployments/parameters.py": _PACKAGE,
-    "deployments/local/state.py": "a file of `make up`",
+    "deployments/local/system.py": "a file of `make up`",
     "ckptcore/page/access.py": "a header that is only compared",
     "deployments/senders/send.py": "a program of its own, without this package",
 }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.local import system
-from deployments.local.state import State, complete, initial
+from deployments.local.system import State, complete, initial
 
 
 def state(folder: Path = Path("/state"), **values: Any) -> State:

@@ -17,7 +17,7 @@ from paths import ROOT
 from ckptcore.catalog import upgrade
 from ckptcore.catalog.sql_query import ask
 from ckptcore.errors import UsageError
-from deployments.local.state import State
+from deployments.local.system import State
 
 psycopg = pytest.importorskip("psycopg", reason="pip install 'ckptcore[postgres]'")
 COMPOSE = ROOT / "deployments" / "compose.yaml"

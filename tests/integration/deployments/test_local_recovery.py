@@ -17,7 +17,7 @@ from stack import eventually
 
 from ckptcore.errors import UsageError
 from deployments.local import system
-from deployments.local.state import State
+from deployments.local.system import State
 from deployments.processes import having
 from deployments.receiver.settings import load
 
