@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 SUM = "weighted_"  # what the names of functions of weighted sums begin with
 ADAPTED = "adapted_"  # and those of weights with an adapter
+_CHUNK_COLUMNS = ("first", "lo", "shape", "item")
+ITEM_COLUMNS = ("file", "start", "length", "envelope", "codec", "crc32")
 CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
 
 
@@ -389,21 +391,11 @@ class Manifest:
 
     def dump(self) -> bytes:
         """Return the compact file form; equal manifests give equal bytes."""
-        c, i = self.chunks, self.items
+        i = self.items
         arrays: dict[str, frame.Array] = {
-            "chunk.first": c.first,
-            "chunk.lo": c.lo,
-            "chunk.shape": c.shape,
-            "chunk.item": c.item,
-            "item.file": i.file,
-            "item.start": i.start,
-            "item.length": i.length,
-            "item.envelope": i.envelope,
-            "item.codec": i.codec,
-            "item.crc32": i.crc32,
+            **_dump_chunks("chunk", self.chunks),
+            **{f"item.{column}": getattr(i, column) for column in ITEM_COLUMNS},
         }
-        if c.view is not None:
-            arrays["chunk.view"] = c.view
         head = {
             "format": self.format,
             "root": self.root,
@@ -426,10 +418,7 @@ class Manifest:
             head["derived"] = dump_derived(self.derived)
             head["inputs"] = [[t.fqn, t.dtype, list(t.shape)] for t in self.inputs.tensors]
             # The inputs share items and files with the tensors, so only their chunks are stored.
-            c = self.inputs.chunks
-            arrays |= {"input.first": c.first, "input.lo": c.lo, "input.shape": c.shape, "input.item": c.item}
-            if c.view is not None:
-                arrays["input.view"] = c.view
+            arrays |= _dump_chunks("input", self.inputs.chunks)
         return frame.dump(head, arrays)
 
     @classmethod
@@ -440,17 +429,12 @@ class Manifest:
             h["format"],
             h["root"],
             tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["tensors"]),
-            Chunks(a["chunk.first"], a["chunk.lo"], a["chunk.shape"], a["chunk.item"], a.get("chunk.view")),
+            _load_chunks("chunk", a),
             Items(
-                a["item.file"],
-                a["item.start"],
-                a["item.length"],
-                a["item.envelope"],
-                a["item.codec"],
-                a["item.crc32"],
-                tuple(h["codecs"]),
-                dict(h["member"]),
-                a.get("item.holds"),
+                **{column: a[f"item.{column}"] for column in ITEM_COLUMNS},
+                codecs=tuple(h["codecs"]),
+                member=dict(h["member"]),
+                holds=a.get("item.holds"),
             ),
             tuple(StoredFile(p, s) for p, s in h["files"]),
             _load_blobs(h["blobs"], h.get("unread", [])),
@@ -460,11 +444,8 @@ class Manifest:
         )
         if "inputs" not in h:
             return manifest
-        chunks = Chunks(
-            a["input.first"], a["input.lo"], a["input.shape"], a["input.item"], a.get("input.view")
-        )
         tensors = tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["inputs"])
-        return manifest.deriving(load_derived(h["derived"]), tensors, chunks)
+        return manifest.deriving(load_derived(h["derived"]), tensors, _load_chunks("input", a))
 
     def deriving(
         self, derived: Mapping[int, Derived], inputs: tuple[TensorSpec, ...], chunks: Chunks
@@ -513,17 +494,27 @@ def _chunks_of_first(chunks: Chunks, items: int) -> Chunks:
 
 
 def _first_items(items: Items, count: int) -> Items:
-    return Items(
-        items.file[:count],
-        items.start[:count],
-        items.length[:count],
-        items.envelope[:count],
-        items.codec[:count],
-        items.crc32[:count],
-        items.codecs,
-        {k: v for k, v in items.member.items() if k < count},
-        None if items.holds is None else items.holds[:count],
-    )
+    columns = {column: getattr(items, column)[:count] for column in ITEM_COLUMNS}
+    member = {k: v for k, v in items.member.items() if k < count}
+    holds = None if items.holds is None else items.holds[:count]
+    return replace(items, **columns, member=member, holds=holds)
+
+
+def joined_items(parts: Sequence[Items]) -> dict[str, Any]:
+    """Return the columns of all items of several tables, which have the same codecs."""
+    if len(parts) == 1:
+        return {column: getattr(parts[0], column) for column in ITEM_COLUMNS}
+    return {column: np.concatenate([getattr(part, column) for part in parts]) for column in ITEM_COLUMNS}
+
+
+def _dump_chunks(kind: str, chunks: Chunks) -> dict[str, frame.Array]:
+    columns = {f"{kind}.{column}": getattr(chunks, column) for column in _CHUNK_COLUMNS}
+    return columns if chunks.view is None else columns | {f"{kind}.view": chunks.view}
+
+
+def _load_chunks(kind: str, arrays: Mapping[str, frame.Array]) -> Chunks:
+    columns = {column: arrays[f"{kind}.{column}"] for column in _CHUNK_COLUMNS}
+    return Chunks(**columns, view=arrays.get(f"{kind}.view"))
 
 
 def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:
@@ -534,21 +525,14 @@ def _load_blobs(rows: list[Any], unread: list[Any]) -> tuple[Blob, ...]:
     return tuple(Blob(k, i, t, tuple(r), is_read, why.get(n)) for n, (k, i, t, r, is_read) in enumerate(rows))
 
 
-def items_table(
-    rows: Ints | Sequence[tuple[int, ...]],
-    codecs: Sequence[str] = ("",),
-    member: Mapping[int, str] | None = None,
-) -> Items:
-    """Return the columnar form of rows (file, start, length, envelope, codec, crc32).
+def items_table(rows: Ints | Sequence[tuple[int, ...]]) -> Items:
+    """Return the columnar form of rows (file, start, length, envelope, codec, crc32), int64 [n, 6].
 
-    Args:
-        rows: int64 [n, 6]; the codec is an index into ``codecs``, crc32 is -1 for none.
-        codecs: Names of stream codecs.
-        member: Row -> name inside the envelope, where it has one.
+    The codec is the number of its name, crc32 is -1 for none.
     """
     table = np.asarray(rows, np.int64).reshape(-1, 6)
     f, s, n, e, c, crc = (np.ascontiguousarray(table[:, k]) for k in range(6))
-    return Items(f, s, n, e.astype(np.int8), c.astype(np.int8), crc, tuple(codecs), member or {})
+    return Items(f, s, n, e.astype(np.int8), c.astype(np.int8), crc)
 
 
 def dump_derived(derived: Mapping[int, Derived]) -> list[Any]:

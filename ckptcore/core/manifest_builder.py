@@ -27,6 +27,7 @@ from ckptcore.core.manifest import (
     View,
     dims_table,
     items_table,
+    joined_items,
 )
 from ckptcore.core.metadata_budget import CHUNK, FINDING, TENSOR, Meter, meter
 from ckptcore.errors import Finding, MalformedCheckpoint
@@ -469,13 +470,7 @@ class Builder:
         table = np.frombuffer(self._items, np.int64) if self._items else np.zeros(0, np.int64)
         # Without any item one empty part is needed, for `concatenate` has no dtype otherwise.
         parts = [*self._item_parts, *([items_table(table)] if len(table) or not self._item_parts else [])]
-        columns = zip(
-            *((p.file, p.start, p.length, p.envelope, p.codec, p.crc32) for p in parts), strict=True
-        )
-        file, start, length, envelope, codec, crc = (
-            np.concatenate(column) if len(column) > 1 else column[0] for column in columns
-        )
-        return Items(file, start, length, envelope, codec, crc, tuple(self._codecs), self._member)
+        return Items(**joined_items(parts), codecs=tuple(self._codecs), member=self._member)
 
 
 def _fill_columns(table: Ints, ranks: npt.NDArray[np.int8], rank: int, fill: int) -> Ints:

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, row_major
+from ckptcore.core.manifest import (
+    Chunks,
+    Ints,
+    Manifest,
+    StoredFile,
+    TensorSpec,
+    items_table,
+    joined_items,
+    row_major,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +52,14 @@ def with_copies(manifest: Manifest, copies: Mapping[str, FullTensor], sizes: Map
     places = [copies[tensors[t].fqn] for t in copied]
     paths = list(dict.fromkeys(place.path for place in places))
     number = {path: len(manifest.files) + n for n, path in enumerate(paths)}
-    # A row for each tensor, as all of its copied chunks are boxes of one item.
-    added = np.array(
-        [(number[p.path], p.start, tensors[t].nbytes) for p, t in zip(places, copied, strict=True)], np.int64
+    # A raw item for each tensor, as all of its copied chunks are boxes of one item.
+    added = items_table(
+        [(number[p.path], p.start, tensors[t].nbytes, 0, 0, -1) for p, t in zip(places, copied, strict=True)]
     )
     return replace(
         manifest,
         chunks=_with_rows(chunks, *_copied_rows(chunks, tensors, copied, len(manifest.items))),
-        items=_longer(manifest.items, added),
+        items=replace(manifest.items, **joined_items((manifest.items, added))),
         files=(*manifest.files, *(StoredFile(path, sizes[path]) for path in paths)),
         own=(len(manifest.items), len(manifest.files)),
     )
@@ -97,18 +106,4 @@ def _with_rows(chunks: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
         np.concatenate([chunks.shape, chunks.shape[rows]])[order],
         np.concatenate([chunks.item, item])[order],
         np.concatenate([chunk_views, view])[order],
-    )
-
-
-def _longer(items: Items, added: Ints) -> Items:
-    """Return the items, with raw ones of (file, start, length) behind them."""
-    none = np.zeros(len(added), np.int8)
-    return replace(
-        items,
-        file=np.concatenate([items.file, added[:, 0]]),
-        start=np.concatenate([items.start, added[:, 1]]),
-        length=np.concatenate([items.length, added[:, 2]]),
-        envelope=np.concatenate([items.envelope, none]),
-        codec=np.concatenate([items.codec, none]),
-        crc32=np.concatenate([items.crc32, np.full(len(added), -1, np.int64)]),
     )

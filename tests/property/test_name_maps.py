@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -177,7 +178,9 @@ def _stored(draw: st.DrawFn, folder: Path, arrays: Arrays) -> Manifest:
         view[n, : len(views[n])] = views[n]
     chunks = Chunks(np.array(first, np.int64), lo, shape, np.array([i for _, i in rows], np.int64), view)
     files = (StoredFile("data", len(data.getvalue())),)
-    return Manifest("dcp", str(folder), tuple(tensors), chunks, items_table(items, member=members), files)
+    return Manifest(
+        "dcp", str(folder), tuple(tensors), chunks, replace(items_table(items), member=members), files
+    )
 
 
 @pytest.mark.alike(4)

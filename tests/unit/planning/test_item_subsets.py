@@ -1,5 +1,7 @@
 """The items of a file are selected as `numpy.unique` selects them, file after file."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from ckptcore.planning.file_planner import ItemSubsets, subset_files
 
 COUNT = 600
 ROWS = [(n % 9, 10 * n, n % 77, n % 4, n % 2, n) for n in range(COUNT)]
-VARIED = items_table(ROWS, ("", "zstd"), {7: "seven", 300: "many"})
+VARIED = replace(items_table(ROWS), codecs=("", "zstd"), member={7: "seven", 300: "many"})
 ALIKE = items_table([(n % 9, 10 * n, 64, 1, 0, -1) for n in range(COUNT)])
 
 
