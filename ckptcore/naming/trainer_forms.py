@@ -1,4 +1,4 @@
-"""Compare checkpoints of one trainer that has several forms: a table of the forms, and of how names differ.
+"""Compare checkpoints of one trainer that has several forms: the forms, and how their names differ.
 
 A trainer may save the same state as a folder and as one file, with other names in each. Both are recognised
 by names, because a copy in another format (safetensors, `torch.save`) keeps them. Nothing is guessed: a name
@@ -14,54 +14,25 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 
-
-@dataclass(frozen=True, slots=True)
-class TrainerForm:
-    """The forms of one trainer.
-
-    Attributes:
-        trainer: Its name, for people.
-        marker: Key of an object that each of its checkpoints has.
-        sharded: Matches names that only the folder has.
-        model: Matches the model's names in a folder, which has none that ``single`` matches.
-        single: Matches the model's names in a file.
-        moves: (pattern of the folder's names, replacement): the file's names.
-        state: Matches the file's name of a state, with the groups ``optimizer``, ``number`` and ``rest``.
-        listed: Matches the path of an entry in a list of parameters, with the group ``optimizer``.
-        facts: Key of the origin that has ``parameters``: optimizer -> number -> name.
-    """
-
-    trainer: str
-    marker: str
-    sharded: re.Pattern[str]
-    model: re.Pattern[str]
-    single: re.Pattern[str]
-    moves: tuple[tuple[re.Pattern[str], str], ...]
-    state: re.Pattern[str]
-    listed: re.Pattern[str]
-    facts: str
-
-
-FORMS = (
-    # lightning/pytorch/strategies/fsdp.py and model_parallel.py, save_checkpoint; in one file
-    # trainer/connectors/checkpoint_connector.py, dump_checkpoint, whose optimizers are those of torch.
-    TrainerForm(
-        "Lightning's Trainer",
-        "pytorch-lightning_version",
-        sharded=re.compile(r"optimizer_\d{1,9}\."),
-        model=re.compile(r"model\."),
-        single=re.compile(r"state_dict(\.|$)"),
-        moves=(
-            (re.compile(r"^model\."), "state_dict."),
-            (re.compile(r"^optimizer_(\d{1,9})\."), r"optimizer_states.\1."),
-        ),
-        state=re.compile(
-            r"^(?P<head>optimizer_states\.(?P<optimizer>\d+)\.state\.)(?P<number>\d+)(?P<rest>\..+)$"
-        ),
-        listed=re.compile(r"^optimizer_states\.(?P<optimizer>\d+)\.param_groups\.\d+\.params\.\d+$"),
-        facts="lightning",
-    ),
+# The one trainer with several forms, so far: lightning/pytorch/strategies/fsdp.py and model_parallel.py,
+# save_checkpoint; in one file trainer/connectors/checkpoint_connector.py, dump_checkpoint, whose optimizers
+# are those of torch.
+_TRAINER = "Lightning's Trainer"
+_MARKER = "pytorch-lightning_version"  # an object that each of its checkpoints has
+_SHARDED = re.compile(r"optimizer_\d{1,9}\.")  # in names that only the folder has
+_MODEL = re.compile(r"model\.")  # of the model in a folder, which has no name that `_SINGLE` matches
+_SINGLE = re.compile(r"state_dict(\.|$)")  # of the model in a file
+# Pattern of the folder's names, and what the file's have there.
+_MOVES = (
+    (re.compile(r"^model\."), "state_dict."),
+    (re.compile(r"^optimizer_(\d{1,9})\."), r"optimizer_states.\1."),
 )
+_STATE = re.compile(  # in the file
+    r"^(?P<head>optimizer_states\.(?P<optimizer>\d+)\.state\.)(?P<number>\d+)(?P<rest>\..+)$"
+)
+# Path of an entry in a list of parameters.
+_LISTED = re.compile(r"^optimizer_states\.(?P<optimizer>\d+)\.param_groups\.\d+\.params\.\d+$")
+_FACTS = "lightning"  # key of the origin that has ``parameters``: optimizer -> number -> name
 
 
 # What a reshard sets in a trainer's state because it leaves out random states, so that the trainer does not
@@ -77,32 +48,26 @@ class FormNames:
     """The names and values of one side as both sides have them.
 
     Attributes:
-        form: The forms of the trainer, or None to keep everything.
         moved: Whether the side has the folder's names.
         parameters: Optimizer -> number -> name, where the file proves it.
     """
 
-    form: TrainerForm | None = None
     moved: bool = False
     parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def because(self) -> str:
         """What was done to the names, for people; empty where nothing was."""
-        if self.form is None:
-            return ""
         changes = ["names as in its one file"] if self.moved else []
         changes += ["numbered states by the names of their parameters"] if self.parameters else []
-        return f"{self.form.trainer}: {' and '.join(changes)}" if changes else ""
+        return f"{_TRAINER}: {' and '.join(changes)}" if changes else ""
 
     def name(self, name: str) -> str:
         """Return the name under which both sides have a tensor or value."""
-        if self.form is None:
-            return name
         if self.moved:
-            for pattern, new in self.form.moves:
+            for pattern, new in _MOVES:
                 name = pattern.sub(new, name)
-        state_match = self.form.state.match(name) if self.parameters else None
+        state_match = _STATE.match(name) if self.parameters else None
         if state_match is None:
             return name
         parameter = self.parameters.get(state_match["optimizer"], {}).get(state_match["number"])
@@ -110,9 +75,7 @@ class FormNames:
 
     def value(self, name: str, value: Any) -> Any:
         """Return a plain value under its common name: a parameter's number becomes its name."""
-        if self.form is None or not self.parameters or type(value) is not int:
-            return value
-        match = self.form.listed.match(name)
+        match = _LISTED.match(name) if self.parameters and type(value) is int else None
         return self.parameters.get(match["optimizer"], {}).get(str(value), value) if match else value
 
 
@@ -125,20 +88,14 @@ def common_names(a: Manifest, b: Manifest) -> tuple[FormNames, FormNames]:
     Both must be of one trainer. Where both have one form, only states that one numbers and the other names
     are moved.
     """
-    for form in FORMS:
-        if not (_is_of(form, a) and _is_of(form, b)):
-            continue
-        sharded = _is_sharded(form, a), _is_sharded(form, b)
-        numbers = _numbers(form, a), _numbers(form, b)
-        names_of_a, names_of_b = (
-            FormNames(
-                form, sharded[side] and not sharded[opposite], {} if numbers[opposite] else numbers[side]
-            )
-            for side, opposite in ((0, 1), (1, 0))
-        )
-        if all(map(_distinct, (names_of_a, names_of_b), (a, b))):
-            return names_of_a, names_of_b
-    return AS_STORED, AS_STORED
+    if not all(any(b.key == _MARKER for b in manifest.blobs) for manifest in (a, b)):
+        return AS_STORED, AS_STORED
+    sharded, numbers = [_is_sharded(a), _is_sharded(b)], [_numbers(a), _numbers(b)]
+    of_a, of_b = (
+        FormNames(sharded[side] and not sharded[other], {} if numbers[other] else numbers[side])
+        for side, other in ((0, 1), (1, 0))
+    )
+    return (of_a, of_b) if all(map(_distinct, (of_a, of_b), (a, b))) else (AS_STORED, AS_STORED)
 
 
 def set_by_reshard(name: str, values: Sequence[Any]) -> str:
@@ -147,18 +104,14 @@ def set_by_reshard(name: str, values: Sequence[Any]) -> str:
     return next((why for _, value, why in rows if type(values[0]) is type(value)), "")
 
 
-def _is_sharded(form: TrainerForm, manifest: Manifest) -> bool:
-    bare = _has(form.model, manifest) and not _has(form.single, manifest)
-    return bare or _has(form.sharded, manifest)
+def _is_sharded(manifest: Manifest) -> bool:
+    bare = _has(_MODEL, manifest) and not _has(_SINGLE, manifest)
+    return bare or _has(_SHARDED, manifest)
 
 
 def _distinct(names: FormNames, manifest: Manifest) -> bool:
     stored = [t.fqn for t in manifest.tensors]
     return len(set(map(names.name, stored))) == len(stored)
-
-
-def _is_of(form: TrainerForm, manifest: Manifest) -> bool:
-    return any(b.key == form.marker for b in manifest.blobs)
 
 
 def _names(manifest: Manifest) -> Iterable[str]:
@@ -170,7 +123,7 @@ def _has(pattern: re.Pattern[str], manifest: Manifest) -> bool:
     return any(map(pattern.match, _names(manifest)))
 
 
-def _numbers(form: TrainerForm, manifest: Manifest) -> Mapping[str, Mapping[str, str]]:
+def _numbers(manifest: Manifest) -> Mapping[str, Mapping[str, str]]:
     """Return optimizer -> number -> name of a file that numbers states and proves what they belong to."""
-    parameters = manifest.origin.get(form.facts, {}).get("parameters", {})
-    return parameters if isinstance(parameters, dict) and any(map(form.state.match, _names(manifest))) else {}
+    parameters = manifest.origin.get(_FACTS, {}).get("parameters", {})
+    return parameters if isinstance(parameters, dict) and _has(_STATE, manifest) else {}

@@ -96,7 +96,7 @@ from ckptcore.planning.target_names import in_world, of_trainer, require_loaded_
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.stage_contents import StageContents
+from ckptcore.topology.pipeline_stages import StageContents
 from ckptcore.utils.memory import reuse_memory, reusing_memory
 from ckptcore.utils.text import count, listed
 
