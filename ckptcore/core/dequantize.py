@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -237,56 +238,48 @@ def _flat_span(box: Box, params: Shape, step: int) -> Box:
     return Box((first,), (last + 1 - first,))
 
 
-def _flat_shape(bits: int, values: int) -> Callable[[Sequence[TensorSpec], Shape], Shape | None]:
-    """Return the check of codes of some bits that index a table of values, or are values: 0."""
-
-    def shape_of(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
-        codes, scale, *table = inputs
-        run, shape = params[0] if params else 0, params[1:]
-        if run < _RUN or prod(shape) % run or scale.shape != (prod(shape) // run,):
-            return None
-        if codes.shape != (shape if bits == 8 else (prod(shape) // 2,)) or (bits == 4 and prod(shape) % 2):
-            return None
-        if scale.dtype != "float32" or len(table) != bool(values):
-            return None
-        if not values:
-            return shape if _are_codes_and_factors(codes, scale) else None
-        is_table = (table[0].dtype, table[0].shape) == ("float32", (values,))
-        return shape if is_table and codes.dtype == "uint8" else None
-
-    return shape_of
+def _flat_shape(bits: int, values: int, inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    """Check codes of some bits that index a table of values, or are values: 0."""
+    codes, scale, *table = inputs
+    run, shape = params[0] if params else 0, params[1:]
+    if run < _RUN or prod(shape) % run or scale.shape != (prod(shape) // run,):
+        return None
+    if codes.shape != (shape if bits == 8 else (prod(shape) // 2,)) or (bits == 4 and prod(shape) % 2):
+        return None
+    if scale.dtype != "float32" or len(table) != bool(values):
+        return None
+    if not values:
+        return shape if _are_codes_and_factors(codes, scale) else None
+    is_table = (table[0].dtype, table[0].shape) == ("float32", (values,))
+    return shape if is_table and codes.dtype == "uint8" else None
 
 
-def _flat_needs(bits: int, values: int) -> Callable[[Box, Shape], tuple[Box, ...]]:
-    def needs(box: Box, params: Shape) -> tuple[Box, ...]:
-        codes = box if bits == 8 else _flat_span(box, params, 2)
-        table = (Box((0,), (values,)),) if values else ()
-        return codes, _flat_span(box, params, params[0]), *table
-
-    return needs
+def _flat_needs(bits: int, values: int, box: Box, params: Shape) -> tuple[Box, ...]:
+    codes = box if bits == 8 else _flat_span(box, params, 2)
+    table = (Box((0,), (values,)),) if values else ()
+    return codes, _flat_span(box, params, params[0]), *table
 
 
-def _flat_fill(bits: int, values: int) -> Callable[[Any, Box, Sequence[Any], Shape, Any], None]:
-    def fill(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
-        codes, scale, *table = inputs
-        run, shape = params[0], params[1:]
-        lines, codes, width = out.view(-1), codes.reshape(-1), _contiguous(box, shape)
-        most = _LINE * pieces_at_once(out, 32)
-        first, packed = (_flat_span(box, params, step).offset[0] for step in (run, 2))
-        for number, begin in enumerate(range(0, lines.numel(), width)):
-            index = _line_start(box, width, number)
-            start = flat_start(shape, index)
-            # In pieces: the positions of a complete line would take 8 bytes an element.
-            for a in range(0, width, most):
-                place = torch.arange(start + a, start + min(a + most, width), device=out.device)
-                if bits == 8:
-                    code = codes[begin + a : begin + a + len(place)]
-                else:
-                    code = codes[place // 2 - packed] >> (4 * (1 - place % 2)).to(codes.dtype) & 15
-                part = table[0][code.to(torch.int64)] if values else code.to(out.dtype)
-                lines[begin + a : begin + a + len(place)] = part * scale[place // run - first]
-
-    return fill
+def _fill_flat(
+    bits: int, values: int, torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any
+) -> None:
+    codes, scale, *table = inputs
+    run, shape = params[0], params[1:]
+    lines, codes, width = out.view(-1), codes.reshape(-1), _contiguous(box, shape)
+    most = _LINE * pieces_at_once(out, 32)
+    first, packed = (_flat_span(box, params, step).offset[0] for step in (run, 2))
+    for number, begin in enumerate(range(0, lines.numel(), width)):
+        index = _line_start(box, width, number)
+        start = flat_start(shape, index)
+        # In pieces: the positions of a complete line would take 8 bytes an element.
+        for a in range(0, width, most):
+            place = torch.arange(start + a, start + min(a + most, width), device=out.device)
+            if bits == 8:
+                code = codes[begin + a : begin + a + len(place)]
+            else:
+                code = codes[place // 2 - packed] >> (4 * (1 - place % 2)).to(codes.dtype) & 15
+            part = table[0][code.to(torch.int64)] if values else code.to(out.dtype)
+            lines[begin + a : begin + a + len(place)] = part * scale[place // run - first]
 
 
 def _contiguous(box: Box, shape: Shape) -> int:
@@ -312,16 +305,12 @@ def _flat_function(title: str, bits: int, values: int) -> Function:
     return Function(
         title,
         "float32",
-        _flat_shape(bits, values),
-        _flat_needs(bits, values),
-        _flat_fill(bits, values),
+        partial(_flat_shape, bits, values),
+        partial(_flat_needs, bits, values),
+        partial(_fill_flat, bits, values),
         # A scale has `_RUN` elements of the output or more. A box of some columns needs those of all between.
         lambda dtypes: _width_of_all(dtypes[:2]),
     )
-
-
-def _fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
-    out.copy_(inputs[0]).add_(params[0])
 
 
 def _parts_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
@@ -413,7 +402,7 @@ FUNCTIONS: dict[str, Function] = {
             dtype,
             lambda inputs, params: inputs[0].shape if len(params) == 1 else None,
             lambda box, params: (box,),
-            _fill_sum,
+            lambda torch, box, inputs, params, out: out.copy_(inputs[0]).add_(params[0]),
         )
         for dtype in ADDED
     },

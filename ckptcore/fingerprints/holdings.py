@@ -88,7 +88,8 @@ class StoredHoldings(Collection[Holding]):
 
     def __iter__(self) -> Iterator[Holding]:
         """Yield them in order."""
-        return map(_row, *self._columns)
+        for kind, name, id, spec, nbytes in zip(*self._columns, strict=True):
+            yield Holding(kind, name, id, spec, None if nbytes < 0 else nbytes)
 
     def __contains__(self, holding: object) -> bool:
         """Return whether one of them is equal to another."""
@@ -101,10 +102,6 @@ class StoredHoldings(Collection[Holding]):
     def __hash__(self) -> int:
         """Return the hash of their ids."""
         return hash(tuple(self.ids))
-
-
-def _row(kind: str, name: str, id: bytes, spec: str, nbytes: int) -> Holding:
-    return Holding(kind, name, id, spec, None if nbytes < 0 else nbytes)
 
 
 def tensor_spec(dtype: str, shape: Sequence[int]) -> str:

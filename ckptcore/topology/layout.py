@@ -250,7 +250,10 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
         key = tuple(coordinate[k] for k in apart)
         if key not in box_by_key:
             runs = [parts[tuple(coordinate[k] for k in cutting)] for cutting, parts in dims]
-            box_by_key[key] = _box(tuple(n for _, n in runs), tuple(first for first, _ in runs))
+            extent = tuple(n for _, n in runs)
+            # torch places an empty shard behind the end, where a box of the tensor cannot begin.
+            offset = (0,) * len(runs) if 0 in extent else tuple(first for first, _ in runs)
+            box_by_key[key] = Box(offset, extent)
         rank_boxes.append(box_by_key[key])
     return rank_boxes
 
@@ -331,8 +334,3 @@ def _narrow(local: torch.Tensor, local_offset: tuple[int, ...], box: Box) -> tor
     for dim, (first, count) in enumerate(zip(local_offset, box.shape, strict=True)):
         local = local.narrow(dim, first, count)
     return local
-
-
-def _box(extent: tuple[int, ...], offset: tuple[int, ...]) -> Box:
-    # torch places an empty shard behind the end, where a box of the tensor cannot begin.
-    return Box((0,) * len(extent) if 0 in extent else offset, extent)

@@ -37,7 +37,7 @@ from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import short_repr
 from deployments.receiver.dispatch import StepThread
-from deployments.receiver.event import Event, read_event
+from deployments.receiver.event import Event, media_of, read_event
 from deployments.receiver.inbox import EventQueues, StoredEvent
 from deployments.receiver.run_request import flow_run_for
 from deployments.receiver.settings import Sender
@@ -186,8 +186,7 @@ def _sender(senders: Mapping[str, Sender], source: str) -> Sender:
 
 
 def _require_type(sender: Sender, headers: Mapping[str, str]) -> None:
-    media = headers.get("content-type", "").split(";")[0].strip().lower()
-    if media not in sender.dialect.media:
+    if media_of(headers) not in sender.dialect.media:
         raise RequestRefused("unsupported-type", f"use {' or '.join(sorted(sender.dialect.media))}")
 
 

@@ -155,7 +155,7 @@ def _of_tags(tags: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _document(dialect: Dialect, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
     if dialect.envelope == "plain":
         return parse(body)
-    if _media(headers) == CLOUDEVENTS_JSON:  # structured mode
+    if media_of(headers) == CLOUDEVENTS_JSON:  # structured mode
         document = parse(body)
     else:  # binary mode: attributes are percent-encoded headers; the body is the data
         document = {name[3:]: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
@@ -168,7 +168,8 @@ def _document(dialect: Dialect, headers: Mapping[str, str], body: bytes) -> dict
     return document
 
 
-def _media(headers: Mapping[str, str]) -> str:
+def media_of(headers: Mapping[str, str]) -> str:
+    """Return the content type of a request, without its parameters."""
     return headers.get("content-type", "").split(";")[0].strip().lower()
 
 

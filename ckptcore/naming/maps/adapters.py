@@ -14,7 +14,7 @@ So a rule for a weight gives one for either half. A weight of more dims than row
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -198,12 +198,8 @@ def _half_term(term: Term, end: str, layout: Callable[[tuple[Node, ...]], tuple[
 def _of_part(node: Node, axis: str) -> Node:
     """Return a dim with those parts of its sums alone that have an axis."""
     if isinstance(node, Sum):
-        having = [p for p in node.parts if axis in _named(p)]
+        having = [p for p in node.parts if axis in AxisLayout((p,)).axes]
         return _of_part(having[0], axis) if len(having) == 1 else node
     if isinstance(node, Product):
         return Product(tuple(_of_part(f, axis) for f in node.factors))
     return node
-
-
-def _named(node: Node) -> Iterable[str]:
-    return AxisLayout((node,)).axes

@@ -90,7 +90,8 @@ class Config:
                         {number: stated_numbers[place[1:]]} if place[1:] in stated_numbers else {}
                     )
                 elif stated is not None and stated.value is None and number in nulls:
-                    stated_numbers[number] = nulls[number], _unset(stated.place)
+                    suffix = "" if stated.place.startswith(_NO) else " = None"
+                    stated_numbers[number] = nulls[number], stated.place + suffix
                 elif stated is not None and (value := _scalar(stated.value)) is not None:
                     stated_numbers[number] = self._number(number, stated.place, value), stated.place
                 if number in stated_numbers:
@@ -255,10 +256,6 @@ class Config:
 def says(place: str, value: Any) -> str:
     """Return a place and its value as a clause; the place alone where it has one, as a flag that is on."""
     return place if " = " in place or place.startswith(_NO) else f"{place} = {rendered(value)}"
-
-
-def _unset(place: str) -> str:
-    return place if place.startswith(_NO) else f"{place} = None"
 
 
 def is_untold(world: str, name: str, model_type: str) -> bool:

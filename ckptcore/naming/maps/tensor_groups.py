@@ -371,13 +371,10 @@ def _elements_along(axis: str, layout: AxisLayout, sizes: Mapping[str, int]) -> 
 
 def _sizes_from_numbers(rule: Rule, numbers: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes of a rule's axes that follow from the numbers."""
-    axes = {a for side in (*rule.spellings, rule.to) for t in side for a in _every_axis(t)}
+    terms = [t for side in (*rule.spellings, rule.to) for t in side]
+    axes = {a for t in terms for a in (*t.layout.axes, *(i.axis for i in t.name.indices))}
     sizes = {a: numbers[a] for a in axes - rule.axes.keys() if a in numbers}
     return _evaluated(rule, sizes, numbers)
-
-
-def _every_axis(term: Term) -> set[str]:
-    return {*term.layout.axes, *(i.axis for i in term.name.indices)}
 
 
 def _evaluated(rule: Rule, sizes: Mapping[str, int], numbers: Mapping[str, int]) -> dict[str, int]:
