@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -129,23 +128,21 @@ class _Worker:
 
 def _release_runs(pool: str, name: str) -> None:
     os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", str(PATIENCE))  # read when Prefect is imported
+    from tenacity import Retrying, stop_after_delay, wait_fixed
+
     from deployments.release_runs import release
 
-    until = time.monotonic() + SERVER_SECONDS
-    while True:
-        try:
-            runs = release(pool, name)
-        except Exception as error:  # this process must end, whatever the server's error
-            if time.monotonic() < until:
-                time.sleep(1.0)
-                continue
-            terminal.line(
-                f"cannot release the runs: {error}. They are resumed once their heartbeat is missed", err=True
-            )
-            return
-        for run in runs:
-            terminal.line(f"released run {run.name} ({run.id})")
+    try:
+        runs = Retrying(stop=stop_after_delay(SERVER_SECONDS), wait=wait_fixed(1.0), reraise=True)(
+            release, pool, name
+        )
+    except Exception as error:  # this process must end, whatever the server's error
+        terminal.line(
+            f"cannot release the runs: {error}. They are resumed once their heartbeat is missed", err=True
+        )
         return
+    for run in runs:
+        terminal.line(f"released run {run.name} ({run.id})")
 
 
 if __name__ == "__main__":

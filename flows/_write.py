@@ -27,8 +27,7 @@ from ckptcore.utils.units import show_size
 from flows._engine import Engine, RunningEngine, is_lost, running_engine
 from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
-from tasks.progress import SECONDS, STOP
-from tasks.write import join, write, write_part
+from tasks.write import SECONDS, STOP, join, write, write_part
 
 MAX_TASKS = 200  # a task costs 3-50 ms and 20 KiB of Prefect's database
 BATCH_BYTES = 1 << 30  # seconds of work, so that the cost of a task is negligible

@@ -47,9 +47,8 @@ from flows._address import end_with
 from flows._naming import failed, run_name
 from flows._options import FlowOptions, declared, takes
 from flows.convert import steps
-from tasks.attempts import LOOKS, looks_of
 from tasks.logs import log
-from tasks.retry import is_transient
+from tasks.retry import LOOKS, is_transient, looks_of
 from tasks.wait_until_complete import may_complete, wait_until_complete
 
 T = TypeVar("T")

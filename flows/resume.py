@@ -18,8 +18,8 @@ from ckptcore.planning.options import Option
 from ckptcore.redaction import beginning
 from flows._command import entry
 from flows._options import takes
-from tasks.attempts import given_up, start_count
 from tasks.logs import log
+from tasks.retry import given_up, start_count
 
 
 def run_name() -> str:

@@ -42,9 +42,8 @@ from flows._naming import closed, failed
 from flows._options import RUN, FlowJob, FlowOptions, declared, takes
 from flows.convert import steps
 from tasks.assets import asset_keys
-from tasks.convert_small import announce, convert_small
 from tasks.logs import log
-from tasks.sweep import look, note, thin
+from tasks.sweep import announce, convert_small, look, note, thin
 
 NAMED = 5  # checkpoints in the message of a failed run
 

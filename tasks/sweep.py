@@ -1,18 +1,25 @@
-"""Classify the checkpoints below a watched root, and record the results of a sweep."""
+"""Classify the checkpoints below a watched root, convert small ones together, and record the results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from prefect import task
+from prefect.tasks import MaterializingTask
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
+from ckptcore.conversion.batch import convert_batch
+from ckptcore.conversion.publish import Result
+from ckptcore.conversion.registration import Announcement
+from ckptcore.errors import CkptError
 from ckptcore.operations.automation.sweep import SweepSettings, look_through, note_swept, of_root
 from ckptcore.operations.automation.sweep_items import SweepItem
 from ckptcore.operations.automation.sweep_thin import thin_swept
-from ckptcore.planning.request import Settings
+from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.units import show_size
 from tasks.artifacts import table_or_none
+from tasks.assets import describe_output
 from tasks.logs import log
 from tasks.markdown_text import count
 from tasks.retry import ONCE
@@ -59,3 +66,40 @@ def note(name: str, root: RootRow, items: Sequence[SweepItem], catalog: str | No
     if not dry_run:
         with open_catalog(catalog) as catalog_db:
             note_swept(catalog_db, root, items)
+
+
+@task(task_run_name="convert {name}", **ONCE)
+def convert_small(
+    name: str,
+    requests: Sequence[Request],
+    settings: Settings,
+    catalog: str | None,
+    announcement: Announcement,
+    flow_run_id: str,
+) -> list[Result | CkptError]:
+    """Return for each request its output, or its error. name: for the name of the task run."""
+    with open_catalog(catalog) as catalog_db:
+        outcomes = convert_batch(
+            requests,
+            settings,
+            catalog_db,
+            catalog_url=catalog,
+            announcement=announcement,
+            flow_run_id=flow_run_id,
+        )
+    outputs = [outcome for outcome in outcomes if not isinstance(outcome, CkptError)]
+    log.info(
+        "%s: %s", count(len(outputs), "conversion"), show_size(sum(outcome.nbytes for outcome in outputs))
+    )
+    return outcomes
+
+
+# With the assets of a conversion, as `tasks.record.record`.
+announce = MaterializingTask(
+    fn=describe_output,
+    name="announce",
+    assets=[],
+    materialized_by="ckptcore",
+    task_run_name="announce",
+    **ONCE,
+)

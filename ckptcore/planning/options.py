@@ -462,7 +462,7 @@ def read_rules(text: str | None) -> str | None:
     """
     if text is None or "\n" in text:
         return text
-    from ckptcore.topology.rules_file import MAX_BYTES  # pydantic: only those who have rules wait for it
+    from ckptcore.topology.rules import MAX_BYTES  # pydantic: only those who have rules wait for it
 
     path = here("--sharding", text)
     try:

@@ -27,8 +27,7 @@ from ckptcore.planning.request import Request
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.pipeline_stages import StageContents, number_of, stage_contents
-from ckptcore.topology.rules import ShardingRules
-from ckptcore.topology.rules_file import ShardingRule, Stages, load
+from ckptcore.topology.rules import ShardingRule, ShardingRules, Stages, load
 from ckptcore.utils.globs import covering
 from ckptcore.utils.text import count, short_repr, some
 from ckptcore.utils.units import show_size

@@ -39,7 +39,7 @@ def lay_out(
     Args:
         manifest: The checkpoint's tensors.
         mesh: Such as ``fsdp=4,tp=2``.
-        sharding: The text of a TOML file with rules (`ckptcore.topology.rules_file`), or None for the
+        sharding: The text of a TOML file with rules (`ckptcore.topology.rules`), or None for the
             built-in ones.
         model_prefix: Prefix of the model part, or None to find it.
 
@@ -48,11 +48,10 @@ def lay_out(
             parameters without a rule or a stage, more stages than layers, experts that do not divide, shards
             that torch cannot place.
     """
-    from ckptcore.topology import rules as placementrules
-    from ckptcore.topology import rules_file as shardingfile  # imports pydantic, which only reshards need
+    from ckptcore.topology import rules as placementrules  # imports pydantic, which only reshards need
 
     target = parse_mesh(mesh)
-    user_rules = None if sharding is None else shardingfile.load(sharding)
+    user_rules = None if sharding is None else placementrules.load(sharding)
     if user_rules is not None and user_rules.mesh is not None:
         recorded = parse_mesh(",".join(f"{a}={n}" for a, n in user_rules.mesh.items()))
         if recorded.axes != target.axes:

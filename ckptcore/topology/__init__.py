@@ -4,7 +4,7 @@ Depends on boxes; on no checkpoint, format or plan, and on torch only where call
 
 - `layout.Mesh`, `layout.TensorLayout` and `layout.Topology` are the values, with torch's placements;
   `torch_chunk` is the arithmetic.
-- `rules` place parameters by name (built-in families are in ``families/``, others come from a `rules_file`);
+- `rules` place parameters by name (built-in families are in ``families/``, others come from a file);
   `pipeline_stages` places layers and experts, `fsdp_over_tp` the rest.
 - `mesh_spec` parses ``fsdp=4,tp=2``.
 """

@@ -16,7 +16,7 @@ from ckptcore.topology.layout import Mesh, Placement, Replicate, Shard, TensorLa
 from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:
-    from ckptcore.topology.rules_file import ShardingRule
+    from ckptcore.topology.rules import ShardingRule
 
 Coordinates = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from ckptcore.errors import UsageError
 from ckptcore.topology.layout import Topology
-from ckptcore.topology.rules import ShardingRules
-from ckptcore.topology.rules_file import Stages
+from ckptcore.topology.rules import ShardingRules, Stages
 from ckptcore.utils.globs import matches
 from ckptcore.utils.text import short_repr, some
 

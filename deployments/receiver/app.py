@@ -39,8 +39,7 @@ from ckptcore.utils.text import short_repr
 from deployments.receiver.dispatch import StepThread
 from deployments.receiver.event import Event, media_of, read_event
 from deployments.receiver.inbox import EventQueues, StoredEvent
-from deployments.receiver.run_request import flow_run_for
-from deployments.receiver.settings import Sender
+from deployments.receiver.settings import Sender, flow_run_for
 from deployments.receiver.verify import verify
 
 SECONDS = 5.0  # for the inbox to store an event; senders wait 10 to 30 s

@@ -29,9 +29,8 @@ from deployments.receiver.prefect_runs import (
     RunState,
     is_overlooked,
 )
-from deployments.receiver.run_request import flow_run_for
-from deployments.receiver.settings import PREFECT, NotifyTarget, Sender, is_plain
-from tasks.attempts import given_up
+from deployments.receiver.settings import PREFECT, NotifyTarget, Sender, flow_run_for, is_plain
+from tasks.retry import given_up
 
 LIMIT = 20  # rows of one round
 LOOKS = (2, 5, 10, 20, 30)  # seconds until a run is inspected again

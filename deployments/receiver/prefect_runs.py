@@ -27,7 +27,7 @@ from ckptcore.redaction import beginning
 from ckptcore.utils.foreign_text import parse_time
 from ckptcore.utils.isolation import attempt, parsed_or_none
 from deployments.parameters import unknown
-from tasks.attempts import start_count
+from tasks.retry import start_count
 
 # Automations react to events. A killed server loses the events that it has not processed. A restarted one
 # ignores for a quarter of an hour events that follow on one that it has not seen (Prefect,

@@ -1,4 +1,4 @@
-"""Read the receiver's TOML file: the sources, their secrets and the roots that they may name.
+"""Read the receiver's TOML file: the sources, their secrets and roots, and the runs that they start.
 
 Secrets are environment variables, and the file contains their names. A file with any error is refused at
 start.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from ckptcore.errors import UsageError
+from ckptcore.operations.export_target import stem
 from ckptcore.page.http_errors import RequestRefused
 from ckptcore.page.settings import PageTable, access_of
 from ckptcore.utils.foreign_text import InvalidText, load_toml
 from ckptcore.utils.near_names import did_you_mean
 from deployments.parameters import misfits_of
-from deployments.receiver.roots import normal
+from deployments.receiver.roots import filled, normal, place_of
 from deployments.receiver.senders import DIALECTS, Dialect
 from deployments.receiver.verify import key_of
 
@@ -140,6 +142,48 @@ class Sender:
     def roots(self) -> list[str]:
         """The roots that its events may name."""
         return [*self._roots, *self.watched]
+
+
+@dataclass(frozen=True, slots=True)
+class FlowRunRequest:
+    """A run to start.
+
+    uri: of the checkpoint. deployment: ``flow/name`` of Prefect. parameters: of the flow.
+    """
+
+    uri: str
+    deployment: str
+    parameters: Mapping[str, Any]
+
+
+def flow_run_for(
+    sender: Sender, uri: str, run: str, step: int | None, meta: Mapping[str, Any] | None = None
+) -> FlowRunRequest:
+    """Return the run to start for an event. Raises `RequestRefused`.
+
+    It is asked for twice: when the event arrives, so that its sender gets the error, and when the run is
+    started. A root that was removed from the configuration in between is then no longer allowed.
+
+    Args:
+        sender: the configured source.
+        uri: the URI in the event. If it is "", the source's template gives one.
+        run: the name of the training run, or "".
+        step: the training step, or None.
+        meta: facts about the training; they are no parameter if there are none.
+    """
+    uri = uri or filled(sender.source.uri or "", run=run, step=step)
+    if not uri:
+        raise RequestRefused("not-understood", f"the event names no URI ({', '.join(sender.dialect.uri)})")
+    place = place_of(uri, sender.roots)
+    parameters = sender.parameters | {
+        "source": place.uri,
+        "destination": filled(sender.destination, run=run, step=step, path=stem(place.path)),
+        "root": place.root,
+        "run": run,
+        "step": step,
+        **({"meta": dict(meta)} if meta else {}),
+    }
+    return FlowRunRequest(place.uri, sender.deployment, parameters)
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[ReceiverSettings, dict[str, Sender]]:

@@ -67,7 +67,7 @@ from ckptcore.store import options  # noqa: E402
 from ckptcore.store.objects import client, lease, reader, session  # noqa: E402
 from ckptcore.store.objects.checksums import kept_checksums  # noqa: E402
 from ckptcore.store.objects.retry import _asked_wait  # noqa: E402
-from ckptcore.topology import rules_file  # noqa: E402
+from ckptcore.topology import rules as rules_file  # noqa: E402
 from ckptcore.utils import foreign_text  # noqa: E402
 from ckptcore.utils.foreign_text import InvalidText, load_json, parsing  # noqa: E402
 from ckptcore.utils.merged_url import split_merged  # noqa: E402

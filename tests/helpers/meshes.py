@@ -28,7 +28,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.topology.fsdp_over_tp import place
 from ckptcore.topology.layout import Mesh, boxes
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.rules_file import ShardingRule
+from ckptcore.topology.rules import ShardingRule
 
 # Checkpoints of tests are small: one thread, a small budget.
 SETTINGS = Settings(workers=1, memory=64 << 20)

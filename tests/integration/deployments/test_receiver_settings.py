@@ -17,9 +17,8 @@ from ckptcore.errors import UsageError
 from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.planning.request import Request
 from deployments.local import system
-from deployments.receiver.run_request import flow_run_for
 from deployments.receiver.senders import DIALECTS
-from deployments.receiver.settings import load
+from deployments.receiver.settings import flow_run_for, load
 
 EXAMPLE = Path(importlib.import_module("deployments.receiver").__file__ or "").with_name("example.toml")
 

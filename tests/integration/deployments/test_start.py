@@ -31,9 +31,8 @@ from deployments.receiver.dispatch import (
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import LEASE, EventQueues
 from deployments.receiver.notify import send_due
-from deployments.receiver.run_request import flow_run_for
 from deployments.receiver.serve import RootsRefresher, StepThread
-from deployments.receiver.settings import NotifyTarget, Sender, load
+from deployments.receiver.settings import NotifyTarget, Sender, flow_run_for, load
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
 TARGETS = {

@@ -63,7 +63,7 @@ def announced(source: Path, tmp_path: Path, catalog: str) -> Any:
 def test_a_run_is_rescheduled_until_the_checkpoint_is_complete(
     announced: Any, source: Path, tmp_path: Path
 ) -> None:
-    from tasks.attempts import start_count
+    from tasks.retry import start_count
 
     metadata = (source / ".metadata").rename(tmp_path / "metadata")
     for n, seconds in enumerate((0.5, 1.0), start=1):

@@ -21,7 +21,8 @@ from flows._engine import HERE
 from flows._naming import explain
 from flows._write import MAX_TASKS, batches
 from flows.convert import convert
-from tasks import logs, progress, retry
+from tasks import logs, retry
+from tasks import write as progress
 from tasks.artifacts import artifact_later, sending_artifacts
 
 MODULES = ["flows._write", "flows._naming", "tasks.markdown_text"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from stack import Stack, eventually
 
-from tasks.attempts import LOOKS
+from tasks.retry import LOOKS
 
 pytestmark = [pytest.mark.xdist_group("stack")]
 
