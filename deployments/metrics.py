@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -86,13 +86,11 @@ def _metrics_of(read: Figures) -> Iterator[Metric]:
     yield _labelled_gauge("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)
     yield _age("inbox_oldest_seconds", "Age of the oldest event that is not done.", read.oldest_event, now)
     yield from _conversions(read)
-    count = GaugeMetricFamily("ckptcore_checkpoints", "Checkpoints in the catalog.", labels=["kind", "state"])
-    size = GaugeMetricFamily("ckptcore_checkpoint_bytes", "Their bytes.", labels=["kind", "state"])
-    for labels, stock in sorted(read.stock.items()):
-        count.add_metric(list(labels), stock.checkpoints)
-        size.add_metric(list(labels), stock.nbytes)
-    yield count
-    yield size
+    stock, of_stock = sorted(read.stock.items()), ["kind", "state"]
+    count = [(labels, number.checkpoints) for labels, number in stock]
+    yield _family(GaugeMetricFamily, "checkpoints", "Checkpoints in the catalog.", of_stock, count)
+    size = [(labels, number.nbytes) for labels, number in stock]
+    yield _family(GaugeMetricFamily, "checkpoint_bytes", "Their bytes.", of_stock, size)
     yield _gauge("checkpoints_unproven", "Current checkpoints that were never verified.", read.unproven)
     yield _age(
         "oldest_unproven_seconds",
@@ -117,29 +115,21 @@ def _metrics_of(read: Figures) -> Iterator[Metric]:
 
 
 def _conversions(read: Figures) -> Iterator[Metric]:
-    running = GaugeMetricFamily("ckptcore_conversions_running", "Conversions that began.", labels=["verb"])
-    ended = CounterMetricFamily("ckptcore_conversions", "Ended conversions.", labels=["verb", "outcome"])
-    for (verb, state), number in sorted(read.conversions.items()):
-        if state == Outcome.RUNNING.value:
-            running.add_metric([verb], number)
-        else:
-            ended.add_metric([verb, state], number)
-    yield running
-    yield ended
-    failed = CounterMetricFamily("ckptcore_conversion_failures", "Failed conversions.", labels=["code"])
-    for code, number in sorted(read.failures.items()):
-        failed.add_metric([code], number)
-    yield failed
+    rows = sorted(read.conversions.items())
+    running = [([verb], number) for (verb, state), number in rows if state == Outcome.RUNNING.value]
+    yield _family(GaugeMetricFamily, "conversions_running", "Conversions that began.", ["verb"], running)
+    ended = [(labels, number) for labels, number in rows if labels[1] != Outcome.RUNNING.value]
+    yield _family(CounterMetricFamily, "conversions", "Ended conversions.", ["verb", "outcome"], ended)
+    failed = [([code], number) for code, number in sorted(read.failures.items())]
+    yield _family(CounterMetricFamily, "conversion_failures", "Failed conversions.", ["code"], failed)
     sums: dict[str, tuple[str, Callable[[Any], float]]] = {
         "read_bytes": ("Bytes that successful conversions read.", lambda work: work.bytes_in),
         "written_bytes": ("Bytes that successful conversions wrote.", lambda work: work.bytes_out),
         "seconds": ("Sum of the durations of successful conversions.", lambda work: work.seconds),
     }
     for name, (text, value) in sums.items():
-        family = CounterMetricFamily(f"ckptcore_conversion_{name}", text, labels=["verb"])
-        for verb, work in sorted(read.work.items()):
-            family.add_metric([verb], value(work))
-        yield family
+        totals = [([verb], value(work)) for verb, work in sorted(read.work.items())]
+        yield _family(CounterMetricFamily, f"conversion_{name}", text, ["verb"], totals)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -147,10 +137,17 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _labelled_gauge(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(f"ckptcore_{name}", text, labels=[label])
-    for key, value in sorted(values.items()):
-        family.add_metric([key], value)
-    return family
+    rows = [([key], value) for key, value in sorted(values.items())]
+    return _family(GaugeMetricFamily, name, text, [label], rows)
+
+
+def _family(
+    kind: type[Any], name: str, text: str, labels: list[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = kind(f"ckptcore_{name}", text, labels=labels)
+    for values, number in rows:
+        family.add_metric(list(values), number)
+    return cast("Metric", family)
 
 
 def _age(name: str, text: str, since: datetime | None, now: datetime) -> Metric:

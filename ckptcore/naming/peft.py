@@ -172,11 +172,14 @@ def _find_other(tensor_names: Sequence[str]) -> Adapter:
             adapter_names.add(hit[1]["name"] or "")
     # One adapter at a time, since peft saves each into a folder of its own.
     _require_one(sorted(adapter_names))
-    base_names = (
-        n.removeprefix(PREFIX) for n in tensor_names if n not in hub and ".original_module" not in n
-    )
-    base = frozenset(n.rpartition(".")[0].removesuffix(".base_layer") for n in base_names)
+    base = _base_modules(n for n in tensor_names if n not in hub)
     return Adapter(next(iter(adapter_names)), hub, modules, frozenset(saved), base, is_other_kind=True)
+
+
+def _base_modules(names: Iterable[str]) -> frozenset[str]:
+    """Return the modules of base weights, as an adapter names them: without ``.base_layer``."""
+    modules = {n.removeprefix(PREFIX).rpartition(".")[0] for n in names}
+    return frozenset(m.removesuffix(".base_layer") for m in modules if ".original_module" not in m)
 
 
 def _require_one(adapter_names: Sequence[str]) -> None:
@@ -222,10 +225,8 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
     by_config = _named_by_config(unmatched_names, modules, form or {}, live=adapter_names != [""])
     hub |= {name: PREFIX + name.removeprefix(PREFIX) for name in by_config}
     saved |= {n.removeprefix(PREFIX).rpartition(".")[0] for n in by_config if not n.endswith(".bias")}
-    # Without `.base_layer`, so that base and adapter name a module alike.
-    base = {n.removeprefix(PREFIX).rpartition(".")[0] for n in unmatched_names if n not in by_config}
-    base = {b.removesuffix(".base_layer") for b in base if ".original_module" not in b}
-    return Adapter(adapter_names[0], hub, modules, frozenset(saved), frozenset(base))
+    base = _base_modules(n for n in unmatched_names if n not in by_config)
+    return Adapter(adapter_names[0], hub, modules, frozenset(saved), base)
 
 
 def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:

@@ -182,14 +182,14 @@ def map_names(mapped: Mapped, world: str, request: NameRequest) -> MappedNames:
     conversion = with_zeros(converted(mapped.manifest, matched), mapped.manifest, sizes)
     if to in VOCABULARY_STEP:
         conversion = with_padding(conversion, VOCABULARY_STEP[to] * request.tp)
-    used = {a for of in matched.groups for a in of.sizes} | {
-        name for of in matched.groups for name in _axis_names(of.rule.axes)
+    used = {a for of in matched.assignment.groups for a in of.sizes} | {
+        name for of in matched.assignment.groups for name in _axis_names(of.rule.axes)
     }
     # Only numbers that this map has used, or that no shape shows: the others had no influence.
     used_numbers = {
         name: source_text for name, source_text in numbers.items() if name in used or name in _INVISIBLE
     }
-    for of in matched.groups:
+    for of in matched.assignment.groups:
         for name in (of.sizes.keys() & NUMBERS) - used_numbers.keys():
             used_numbers[name] = of.sizes[name], "names and shapes"
     name_map = NameMap(
@@ -506,7 +506,7 @@ def _outcome(matched: Matched) -> frozenset[Any]:
     """Return a value that is equal for maps with equal results."""
     return frozenset(
         (of.term, of.rule.to, of.rule.add, tuple(sorted(of.sizes.items())), tuple(of.rows.tolist()))
-        for of in matched.groups
+        for of in matched.assignment.groups
     )
 
 
@@ -516,7 +516,7 @@ def _distance(matched: Matched) -> int:
 
 
 def _nothing(refused: ArchMap) -> Matched:
-    return Matched(refused, (), (), {}, (), (), (), (), (), (), ())
+    return match(refused, (), {})
 
 
 def _archs(maps: Sequence[ArchMap]) -> str:

@@ -17,7 +17,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.core.box import Box
+from ckptcore.core.box import Box, flat_start
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.topology import torch_chunk as cuts
 
@@ -95,10 +95,7 @@ class Mesh:
         >>> Mesh((("fsdp", 2), ("tp", 4))).rank((1, 2))
         6
         """
-        number = 0
-        for (_, n), c in zip(self.axes, coordinate, strict=True):
-            number = number * n + c
-        return number
+        return flat_start(tuple(n for _, n in self.axes), tuple(coordinate))
 
     def along(self, axes: Sequence[str]) -> Mesh:
         """Return the mesh of some of its axes, in mesh order; ``fsdp+ep`` flattens neighbours, like torch.

@@ -186,15 +186,12 @@ class ShardingRules:
         rows = [(re.compile("|".join(translate(g) for g in r.fqn)), r) for r in self.rules]
         # Layers and experts differ in numbers, which a glob without digits cannot distinguish.
         plain = not any(re.search(r"[0-9\[?]", g) for r in self.rules for g in r.fqn)
-        rule_by_name: dict[str, ShardingRule | None] = {}
 
-        def find(fqn: str) -> ShardingRule | None:
-            name = re.sub(r"[0-9]+", "0", fqn) if plain else fqn
-            if name not in rule_by_name:
-                rule_by_name[name] = next((r for p, r in rows if p.match(name)), None)
-            return rule_by_name[name]
+        @cache
+        def first(name: str) -> ShardingRule | None:
+            return next((r for p, r in rows if p.match(name)), None)
 
-        return find
+        return lambda fqn: first(re.sub(r"[0-9]+", "0", fqn) if plain else fqn)
 
 
 def rules_for(names: Sequence[str], user_file: ShardingFile | None, needed: bool) -> ShardingRules:

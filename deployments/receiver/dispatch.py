@@ -21,7 +21,7 @@ from ckptcore.page.http_errors import RequestRefused
 from ckptcore.redaction import beginning, redacted
 from ckptcore.utils.isolation import attempt, for_each
 from deployments.receiver.event import meta_of
-from deployments.receiver.inbox import EventQueues, InboxEvent, Message, OutboxMessage
+from deployments.receiver.inbox import EventQueues, InboxEvent, Message
 from deployments.receiver.prefect_runs import (
     PrefectError,
     PrefectRuns,
@@ -319,12 +319,8 @@ class _DispatchPass:
             "message": beginning(why, 2000),
         }
         body = {"type": type, "timestamp": self.now.isoformat(), "data": data}
-        news = [
-            OutboxMessage(target=name, key=f"{row.key}:{outcome}", type=type, body=body)
-            for name, target in self.targets.items()
-            if type in target.events
-        ]
-        if self.box.end(row, self.now, why if outcome == "failed" else None, news):
+        subscribed = [name for name, target in self.targets.items() if type in target.events]
+        if self.box.end(row, self.now, why if outcome == "failed" else None, body, subscribed):
             log_fields = _about(row, destination=data["destination"])
             _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why, extra=log_fields)
             self.tell(f"ckptcore.{type}", row, data)

@@ -25,17 +25,7 @@ from deployments.receiver.event import Event
 
 LEASE = timedelta(minutes=2)  # rows of a process that died are free after this time
 
-__all__ = ["EventQueues", "InboxEvent", "Message", "OutboxMessage", "StoredEvent"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutboxMessage:
-    """A message for the outbox. target: a name in the configuration. key: unique for the target."""
-
-    target: str
-    key: str
-    type: str
-    body: Mapping[str, Any]
+__all__ = ["EventQueues", "InboxEvent", "Message", "StoredEvent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +93,17 @@ class EventQueues:
         with self._transaction() as conn:
             inbox.later(conn, row, look_at, why, flow_run_id=flow_run_id)
 
-    def end(self, row: InboxEvent, now: datetime, failure: str | None, news: Sequence[OutboxMessage]) -> bool:
-        """End an event, and put messages about it into the outbox in the same transaction.
+    def end(
+        self, row: InboxEvent, now: datetime, failure: str | None, body: Mapping[str, Any], to: Sequence[str]
+    ) -> bool:
+        """End an event, and put a message about it into the outbox in the same transaction.
+
+        Args:
+            row: the event.
+            now: the time to record.
+            failure: why it failed, or None.
+            body: of the message, with its type.
+            to: names of targets in the configuration.
 
         Returns:
             False, with no messages stored, if another process has taken the row since.
@@ -112,8 +111,9 @@ class EventQueues:
         with self._transaction() as conn:
             good = failure is None
             mine = inbox.done(conn, now, row) if good else inbox.failed(conn, now, row, failure or "")
-            for message in news if mine else ():
-                outbox.put(conn, now, message.target, message.key, type=message.type, body=message.body)
+            key = f"{row.key}:{'succeeded' if good else 'failed'}"  # unique for the target
+            for target in to if mine else ():
+                outbox.put(conn, now, target, key, type=body["type"], body=body)
             return mine
 
     def messages(self, now: datetime, limit: int, targets: Collection[str]) -> Sequence[Message]:

@@ -83,7 +83,7 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
     _require_stored(manifest, matched)
     names = [t.fqn for t in manifest.tensors]
     number = {tensor.name: n for n, tensor in enumerate(matched.tensors)}
-    ids, parts = _pieces(manifest.chunks, manifest, matched.groups, number)
+    ids, parts = _pieces(manifest.chunks, manifest, matched.assignment.groups, number)
     specs = [TensorSpec(m.name, m.dtype, m.shape) for m in matched.tensors]
     result = _mapped_manifest(manifest, matched, specs, ids, parts, number)
     return MappedManifest(
@@ -96,10 +96,10 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
             for m in matched.tensors
             if m.same and not m.add and len(m.sources) == 1
         },
-        tuple((names[t], reason) for t, reason in matched.dropped.items()),
-        tuple((names[t], reason, count) for t, reason, count in matched.parts),
-        matched.guessed,
-        {names[t]: reason for t, reason in matched.only_zero.items()},
+        tuple((names[t], reason) for t, reason in matched.assignment.dropped.items()),
+        tuple((names[t], reason, count) for t, reason, count in matched.assignment.parts),
+        tuple(sorted(matched.assignment.guessed.items())),
+        {names[t]: reason for t, reason in matched.assignment.only_zero.items()},
     )
 
 

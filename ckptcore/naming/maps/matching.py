@@ -70,30 +70,22 @@ class Matched:
     Attributes:
         map: The map.
         tensors: The tensors of the new world.
-        groups: Groups of the tensors that are mapped.
-        dropped: Position -> why the tensor is dropped.
+        assignment: The tensors that every rule takes.
         left: Positions of tensors that no rule takes.
         twice: (position, rules) of those that several take.
-        only_zero: Position of a tensor that is dropped -> why it must be all zero.
-        parts: (position, reason, elements) of tensors of which a part is dropped.
         unused: Rules that must take tensors and do not.
-        guessed: (axis, size) that neither numbers nor shapes give.
         absent: Tensors that rules make for other indices, and not for these.
         problems: Whatever else does not fit.
     """
 
     map: ArchMap
     tensors: tuple[TargetTensor, ...]
-    groups: tuple[TensorGroup, ...]
-    dropped: Mapping[int, str]
+    assignment: RuleAssignment
     left: tuple[int, ...]
     twice: tuple[tuple[int, tuple[str, ...]], ...]
-    parts: tuple[tuple[int, str, int], ...]
     unused: tuple[str, ...]
-    guessed: tuple[tuple[str, int], ...]
     absent: tuple[str, ...]
     problems: tuple[str, ...]
-    only_zero: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -126,16 +118,12 @@ def match(
     return Matched(
         rules,
         tuple(made_tensors),
-        tuple(assignment.groups),
-        assignment.dropped,
+        assignment,
         tuple(np.flatnonzero(assignment.count == 0).tolist()),
         tuple(assignment.twice()),
-        tuple(assignment.parts),
         tuple(assignment.unused(made_indices)),
-        tuple(sorted(assignment.guessed.items())),
         tuple(_absent(assignment, made_indices)),
         (*assignment.problems, *problems, *_disagreeing(assignment.groups, tensors)),
-        assignment.only_zero,
     )
 
 

@@ -122,7 +122,15 @@ def _has(group: TensorGroup, term: Term, axes: frozenset[str]) -> bool:
 
 
 class RuleAssignment:
-    """The tensors that every rule of a map takes."""
+    """The tensors that every rule of a map takes.
+
+    Attributes:
+        groups: Groups of the tensors that are mapped.
+        dropped: Position -> why the tensor is dropped.
+        only_zero: Position of a tensor that is dropped -> why it must be all zero.
+        parts: (position, reason, elements) of tensors of which a part is dropped.
+        guessed: Axis -> size that neither numbers nor shapes give.
+    """
 
     def __init__(
         self, rules: ArchMap, tensors: Sequence[TensorSpec], numbers: Mapping[str, int], templates: Templates
