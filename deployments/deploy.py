@@ -22,7 +22,7 @@ from ckptcore.redaction import bare_url, ending
 from ckptcore.utils import terminal
 from deployments import POOL, with_project
 from deployments.parameters import declared, flow_of, misfits
-from flows._address import end_with, unanswered
+from flows._prefect import end_with, unanswered
 
 FILES = Path(__file__).parent
 

@@ -26,7 +26,7 @@ from ckptcore.utils import terminal
 from ckptcore.utils.log_format import log_format
 from deployments import metrics_options, with_project
 from deployments.processes import end_having, having
-from flows._address import await_server, end_with
+from flows._prefect import await_server, end_with
 
 _log = logging.getLogger("deployments.worker")
 MARK = "CKPTCORE_WORKER"

@@ -4,8 +4,7 @@ from flows._place import complete_environment, is_command
 
 with complete_environment():
     from ckptcore.utils.command_process import start_quickly
-    from flows._address import require_address_of_command
-    from flows._prefect import set_environment
+    from flows._prefect import require_address_of_command, set_environment
 
 require_address_of_command()
 set_environment()

@@ -32,9 +32,8 @@ from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import standard_streams, terminal
 from ckptcore.utils.command_process import leave
 from ckptcore.utils.units import show_size
-from flows._address import end_with, unanswered
 from flows._options import misfit, option_of
-from flows._prefect import serve_while_alive
+from flows._prefect import end_with, serve_while_alive, unanswered
 from tasks.artifacts import sending_artifacts
 from tasks.logs import send_logs
 from tasks.markdown_text import count

@@ -43,9 +43,9 @@ from ckptcore.planning.request import Request
 from ckptcore.redaction import beginning
 from ckptcore.store import local_path
 from ckptcore.utils.merged_url import roots_of
-from flows._address import end_with
 from flows._naming import failed, run_name
 from flows._options import FlowOptions, declared, takes
+from flows._prefect import end_with
 from flows.convert import steps
 from tasks.logs import log
 from tasks.retry import LOOKS, is_transient, looks_of

@@ -7,7 +7,7 @@ import sys
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.utils import terminal
 from deployments.local.system import CHOICES, VARIABLE, down, filled, folder, status, up
-from flows._address import end_with
+from flows._prefect import end_with
 
 
 def main() -> None:

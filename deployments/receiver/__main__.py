@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptcore.errors import CkptError
 from ckptcore.utils import terminal
 from deployments import metrics_options
-from flows._address import end_with
+from flows._prefect import end_with
 
 
 def main() -> None:

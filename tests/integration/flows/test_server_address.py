@@ -16,8 +16,7 @@ import pytest
 from paths import ROOT
 
 from ckptcore.errors import UsageError
-from flows._address import configured, require_address
-from flows._prefect import server_configured
+from flows._prefect import configured, require_address, server_configured
 
 pytestmark = pytest.mark.xdist_group("prefect")
 FLOWS = ("consolidate", "convert", "export", "reshard", "resume", "retire", "scrub", "sweep", "arrived")
