@@ -18,8 +18,7 @@ from ckptcore.core.manifest import Ints, Manifest, with_dims
 from ckptcore.errors import OutputMismatch
 from ckptcore.execution.receipts import Receipt
 from ckptcore.fingerprints.statistics import COLUMNS, MeasuredTensor, Statistics, joined
-from ckptcore.fingerprints.sum_weights import Shape
-from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint, tensor_fingerprint
+from ckptcore.fingerprints.sums import Fingerprinted, Shape, checkpoint_fingerprint, tensor_fingerprint
 from ckptcore.planning.file_plan import FilePlan
 
 Qwords = npt.NDArray[np.uint64]

@@ -4,5 +4,5 @@ Depends on boxes and dtypes; on no store and no plan.
 
 - `sums.box_sum` sums a box, `sums.add` adds sums, `sums.tensor_fingerprint` and
   `sums.checkpoint_fingerprint` make fingerprints of them.
-- `sum_weights` has the weight of each element; `device_sums` sums on an accelerator.
+- `device_sums` sums on an accelerator.
 """

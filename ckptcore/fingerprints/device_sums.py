@@ -24,18 +24,19 @@ import numpy.typing as npt
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.fingerprints.sum_weights import (
+from ckptcore.fingerprints.sums import (
     ROW,
     WORD,
+    ZERO,
     RowLayout,
     RowSpan,
     Shape,
+    Sum,
     blocks,
     page,
     row_factors,
     rows_of,
 )
-from ckptcore.fingerprints.sums import ZERO, Sum
 
 ROOM = 16 << 20  # bytes
 _UNITS = 1 << 19  # elements or words at once; each takes up to three numbers of 8 bytes

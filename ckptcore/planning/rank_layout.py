@@ -3,7 +3,7 @@
 1. The mesh: axes in the order of trainers (`ckptcore.topology.mesh_spec`).
 2. Parameters: the tensors of the model part, under their own names (no prefix, no wrappers).
 3. Rules: the user's, or those of the family that the names belong to (`ckptcore.topology.rules`).
-4. Each parameter's layout (`ckptcore.topology.fsdp_over_tp`), its pipeline stage, and the rank of an expert
+4. Each parameter's layout (`ckptcore.topology.rules`), its pipeline stage, and the rank of an expert
    by name.
 5. Optimizer state: a tensor with a parameter's name in its own, and that shape, has the parameter's layout. A
    tensor of another shape (steps, factors) is replicated where the parameter is. State that belongs to no
@@ -140,7 +140,7 @@ def _needs_rules(mesh: Mesh) -> bool:
 
 
 def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: ShardingRules) -> dict[str, TensorLayout]:
-    from ckptcore.topology.fsdp_over_tp import place
+    from ckptcore.topology.rules import place
     from ckptcore.topology.pipeline_stages import place_experts, place_stages
 
     sizes = dict(mesh.axes)

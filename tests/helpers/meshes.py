@@ -25,7 +25,7 @@ from ckptcore.core.subset import select
 from ckptcore.errors import CkptError, UnprovenCheckpoint, UnsupportedDtype, UnsupportedFormat, UsageError
 from ckptcore.naming.optimizer_state import parameters
 from ckptcore.planning.request import Settings
-from ckptcore.topology.fsdp_over_tp import place
+from ckptcore.topology.rules import place
 from ckptcore.topology.layout import Mesh, boxes
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.rules import ShardingRule

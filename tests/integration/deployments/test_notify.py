@@ -14,8 +14,7 @@ import webhooks
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.queues import outbox as catalog_outbox
 from deployments.receiver.inbox import LEASE, EventQueues
-from deployments.receiver.notify import SCHEDULE, TIMEOUT, send_due
-from deployments.receiver.serve import StepThread
+from deployments.receiver.serve import SCHEDULE, TIMEOUT, StepThread, send_due
 from deployments.receiver.settings import NotifyTarget
 
 TARGETS = {name: NotifyTarget(url=f"https://{name}.example/hook", secret="WHSEC") for name in ("all", "good")}

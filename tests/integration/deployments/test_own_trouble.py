@@ -26,8 +26,7 @@ from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import EventQueues
-from deployments.receiver.notify import send_due
-from deployments.receiver.serve import steps_of
+from deployments.receiver.serve import send_due, steps_of
 from deployments.receiver.settings import NotifyTarget, Sender
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
@@ -270,7 +269,7 @@ def test_a_notification(odd: str, box: EventQueues, url: str, monkeypatch: pytes
                 raise Unforeseen("of this one")
             return dumps(body, **more)
 
-        monkeypatch.setattr("deployments.receiver.notify.json.dumps", raising)
+        monkeypatch.setattr("deployments.receiver.serve.json.dumps", raising)
 
     def answer(request: httpx.Request) -> httpx.Response:
         if odd == "the answer" and request.url.host.startswith("odd"):

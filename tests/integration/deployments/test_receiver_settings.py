@@ -23,7 +23,7 @@ from deployments.receiver.settings import flow_run_for, load
 EXAMPLE = Path(importlib.import_module("deployments.receiver").__file__ or "").with_name("example.toml")
 
 
-@pytest.mark.parametrize("name", ["dispatch", "event", "roots", "verify"])
+@pytest.mark.parametrize("name", ["dispatch", "event", "settings", "verify"])
 def test_examples(name: str) -> None:
     failed, tried = doctest.testmod(importlib.import_module(f"deployments.receiver.{name}"))
     assert tried > 0

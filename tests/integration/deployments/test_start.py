@@ -30,8 +30,7 @@ from deployments.receiver.dispatch import (
 )
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import LEASE, EventQueues
-from deployments.receiver.notify import send_due
-from deployments.receiver.serve import RootsRefresher, StepThread
+from deployments.receiver.serve import RootsRefresher, StepThread, send_due
 from deployments.receiver.settings import NotifyTarget, Sender, flow_run_for, load
 
 NOW = datetime.fromtimestamp(webhooks.NOW, UTC)

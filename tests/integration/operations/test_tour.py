@@ -43,7 +43,7 @@ from ckptcore.planning.request import Request, Settings
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work
 from deployments.receiver.inbox import EventQueues
-from deployments.receiver.notify import send_due
+from deployments.receiver.serve import send_due
 from deployments.receiver.settings import load
 
 TOKEN, WHSEC, PAGE_TOKEN = "token-of-sixteen-and-more", "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "p" * 24
