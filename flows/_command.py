@@ -31,12 +31,12 @@ from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import standard_streams, terminal
 from ckptcore.utils.command_process import leave
+from ckptcore.utils.text import count
 from ckptcore.utils.units import show_size
 from flows._options import misfit, option_of
 from flows._prefect import end_with, serve_while_alive, unanswered
 from tasks.artifacts import sending_artifacts
 from tasks.logs import send_logs
-from tasks.markdown_text import count
 
 if TYPE_CHECKING:
     from prefect import Flow, State

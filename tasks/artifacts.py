@@ -18,9 +18,11 @@ from prefect import runtime
 from prefect.artifacts import create_table_artifact
 
 from ckptcore.redaction import redacted_value
+from ckptcore.utils.terminal import printable
 from tasks.logs import log
 
 MAX_ROWS = 500  # a browser draws the table; the catalog keeps every row
+MAX_TEXT_ROWS = 200  # a browser renders the Markdown; a 405B export has about 190 files
 _RUN, _OUTPUT = 12, 8  # hexadecimal digits
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -95,3 +97,16 @@ def sending_artifacts() -> Iterator[None]:
     finally:
         _SENDING.reset(token)
         sending.shutdown()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    r"""Format a Markdown table of at most `MAX_TEXT_ROWS` rows; each stays on one line.
+
+    >>> print(table(("file", "bytes"), [("a|b", "1")]))
+    | file | bytes |
+    | --- | --- |
+    | a\|b | 1 |
+    """
+    lines = [tuple(head), ("---",) * len(head), *rows[:MAX_TEXT_ROWS]]
+    cells = ([printable(cell).replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)

@@ -8,9 +8,9 @@ from prefect.artifacts import create_table_artifact
 from ckptcore.checking.check import Report
 from ckptcore.checking.examine import validate
 from ckptcore.core.manifest import Manifest
+from ckptcore.utils.text import count
 from tasks.artifacts import MAX_ROWS, artifact_later, key_of
 from tasks.logs import log
-from tasks.markdown_text import count
 from tasks.retry import STEP
 
 FINE = {"severity": "none", "finding": "-", "what": "nothing is missing, nothing overlaps"}

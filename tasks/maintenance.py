@@ -17,10 +17,10 @@ from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.operations.verify import FINE
 from ckptcore.planning.request import Settings
+from ckptcore.utils.text import count
 from ckptcore.utils.units import parse_duration, show_size
 from tasks.artifacts import MAX_ROWS, table_or_none
 from tasks.logs import log
-from tasks.markdown_text import count
 from tasks.retry import ONCE
 
 

@@ -9,10 +9,10 @@ from ckptcore.conversion.pipeline import Prepared, prepare
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.markdown import code, prose
+from ckptcore.utils.text import count
 from ckptcore.utils.units import show_size
-from tasks.artifacts import artifact_later, key_of
+from tasks.artifacts import artifact_later, key_of, table
 from tasks.logs import log
-from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
 

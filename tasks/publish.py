@@ -14,10 +14,10 @@ from ckptcore.errors import Finding
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.utils.markdown import code, prose
+from ckptcore.utils.text import count
 from ckptcore.utils.units import show_size
-from tasks.artifacts import artifact_later, key_of
+from tasks.artifacts import artifact_later, key_of, table
 from tasks.logs import log
-from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
 

@@ -9,10 +9,10 @@ from ckptcore.catalog import open_catalog
 from ckptcore.operations.publication.push import Pushed, PushRules
 from ckptcore.operations.publication.push import push as send
 from ckptcore.utils.markdown import code
+from ckptcore.utils.text import count
 from ckptcore.utils.units import show_size
-from tasks.artifacts import artifact_later, key_of
+from tasks.artifacts import artifact_later, key_of, table
 from tasks.logs import log
-from tasks.markdown_text import count, table
 from tasks.retry import STEP
 
 

@@ -6,10 +6,10 @@ from prefect import task
 
 from ckptcore.checking.examine import inspect
 from ckptcore.core.manifest import Manifest
+from ckptcore.utils.text import count
 from ckptcore.utils.units import show_size
 from tasks.logs import log
-from tasks.markdown_text import count, named
-from tasks.retry import STEP
+from tasks.retry import STEP, named
 
 
 @task(task_run_name=named("read"), **STEP)

@@ -1,16 +1,17 @@
-"""Retry tasks after transient errors, and count how often a run was started."""
+"""Options of tasks: their names and retries after transient errors; and how often a run was started."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import httpx
-from prefect import Task
+from prefect import Task, runtime
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 
 from ckptcore.errors import WorkerLost
+from ckptcore.redaction import redacted
 
 RETRIES = 3
 DELAYS: list[float] = [1, 5, 20]  # seconds; a throttled object store has recovered by then
@@ -75,3 +76,12 @@ def given_up(times: int, last: str) -> str:
     end = last or "none"
     lost = f"gave up after {times} starts: the run lost its process each time. Last message: {end}"
     return f"{WorkerLost.code}: {lost}"
+
+
+def named(verb: str) -> Callable[[], str]:
+    """Return a function that names a task's runs: the verb and its source, without credentials."""
+
+    def name() -> str:
+        return f"{verb} {redacted(str(runtime.task_run.parameters.get('source', '')))}"
+
+    return name

@@ -17,11 +17,11 @@ from ckptcore.operations.automation.sweep import SweepSettings, look_through, no
 from ckptcore.operations.automation.sweep_items import SweepItem
 from ckptcore.operations.automation.sweep_thin import thin_swept
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.text import count
 from ckptcore.utils.units import show_size
 from tasks.artifacts import table_or_none
 from tasks.assets import describe_output
 from tasks.logs import log
-from tasks.markdown_text import count
 from tasks.retry import ONCE
 
 

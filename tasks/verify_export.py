@@ -9,9 +9,8 @@ from ckptcore.checking.export_proof import CHECKS, OK, ExportProof
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.markdown import code, prose
-from tasks.artifacts import artifact_later, key_of
+from tasks.artifacts import artifact_later, key_of, table
 from tasks.logs import log
-from tasks.markdown_text import table
 from tasks.retry import STEP
 
 

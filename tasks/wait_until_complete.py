@@ -8,9 +8,9 @@ from prefect import Task, task
 from prefect.client.schemas.objects import State, TaskRun
 
 from ckptcore.operations.automation import wait
+from ckptcore.utils.text import count
 from tasks.logs import log
-from tasks.markdown_text import count, named
-from tasks.retry import ONCE, is_transient
+from tasks.retry import ONCE, is_transient, named
 
 
 def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -70,7 +70,7 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     if prefix is not None:
         return _part_below(stored, prefix)
     part = _part_by_evidence(stored)
-    strays = _find_strays(stored.kinds, stored.names, part, stored.states)
+    strays = _find_strays(stored, part)
     return replace(part, strays=strays) if strays else part
 
 
@@ -151,12 +151,7 @@ def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | No
 
 @dataclass(frozen=True)
 class _Stored:
-    """The tensors of a checkpoint, and what the optimizer says about them.
-
-    Attributes:
-        manifest: The checkpoint.
-        names: Its tensors.
-    """
+    """A checkpoint, the names of its tensors, and what the optimizer says about them."""
 
     manifest: Manifest
     names: Sequence[str]
@@ -365,31 +360,22 @@ def _by_name(stored: _Stored, total: int) -> list[tuple[str, int]]:
     return [("", total)]
 
 
-def _find_strays(
-    kinds: StoredKinds, names: Sequence[str], part: ModelPart, states: Mapping[str, Set[str]]
-) -> tuple[str, ...]:
+def _find_strays(stored: _Stored, part: ModelPart) -> tuple[str, ...]:
     """Return the stored names of strays, in the checkpoint's order.
 
     The state of an optimizer names its parameters, or numbers them. A name is a stray if the part lacks it
     and it is stored elsewhere. Numbers tell shapes alone: where an optimizer has state for more tensors of a
     shape than the part has, those of that shape outside are strays.
-
-    Args:
-        kinds: What names outside of the model are.
-        names: All tensors.
-        part: The model part.
-        states: Optimizer -> names of its parameters.
     """
     # At the top level everything belongs to the model, and only shapes can show a stray.
-    strays = _strays_by_name(kinds, names, part, states) if part.prefix else set()
-    strays |= _strays_by_shape(kinds, names, part)
-    return tuple(name for name in names if name in strays)
+    strays = _strays_by_name(stored, part) if part.prefix else set()
+    strays |= _strays_by_shape(stored, part)
+    return tuple(name for name in stored.names if name in strays)
 
 
-def _strays_by_name(
-    kinds: StoredKinds, names: Sequence[str], part: ModelPart, states: Mapping[str, Set[str]]
-) -> set[str]:
+def _strays_by_name(stored: _Stored, part: ModelPart) -> set[str]:
     """Return tensors outside the model part that have the names of parameters with states."""
+    names, states, kinds = stored.names, stored.states, stored.kinds
     inner = {strip_wrappers(n[len(part.prefix) :]) for n in names if n.startswith(part.prefix)}
     parts = part.prefix.split(".")[:-1]
     heads = ("", *(".".join(parts[n:]) + "." for n in range(len(parts))))
@@ -409,18 +395,19 @@ def _strays_by_name(
             if ending in missing and ("." in ending or ending == bare) and kinds.kind_of(name) is None:
                 strays.setdefault(bare[: len(bare) - len(ending)], set()).add(name)
                 break
-    stored = {strip_wrappers(name) for name in names}
+    bare_names = set(map(strip_wrappers, names))
     copies = {
         prefix
         for prefix in strays
-        if prefix and (_COPY.search(prefix) or 2 * sum(prefix + n in stored for n in trained) > len(trained))
+        if prefix
+        and (_COPY.search(prefix) or 2 * sum(prefix + n in bare_names for n in trained) > len(trained))
     }
     return {name for prefix, same in strays.items() if prefix not in copies for name in same}
 
 
-def _strays_by_shape(kinds: StoredKinds, names: Sequence[str], part: ModelPart) -> set[str]:
+def _strays_by_shape(stored: _Stored, part: ModelPart) -> set[str]:
     """Return tensors outside the model part that have the shapes of parameters that states number."""
-    manifest: Manifest = kinds.manifest
+    manifest, names, kinds = stored.manifest, stored.names, stored.kinds
     moments: dict[tuple[str, str], tuple[int, ...]] = {}
     for spec in manifest.tensors:
         state = state_of(spec.fqn) if "state." in spec.fqn else None
@@ -441,13 +428,10 @@ def _strays_by_shape(kinds: StoredKinds, names: Sequence[str], part: ModelPart) 
         name
         for name in _outside(names, part, dict.fromkeys(root for root, _ in moments))
         if missing_by_shape[shapes[name]] > 0 and kinds.is_weight_like(name) and kinds.kind_of(name) is None
+        if not _COPY.search(name)
     ]
-    outside_by_shape = Counter(shapes[name] for name in outside if not _COPY.search(name))
-    return {
-        n
-        for n in outside
-        if outside_by_shape[shapes[n]] >= missing_by_shape[shapes[n]] and not _COPY.search(n)
-    }
+    outside_by_shape = Counter(shapes[name] for name in outside)
+    return {n for n in outside if outside_by_shape[shapes[n]] >= missing_by_shape[shapes[n]]}
 
 
 def _outside(names: Sequence[str], part: ModelPart, optimizers: Mapping[str, object]) -> Iterator[str]:

@@ -140,8 +140,8 @@ def _needs_rules(mesh: Mesh) -> bool:
 
 
 def _placed(shapes: Mapping[str, Shape], mesh: Mesh, rules: ShardingRules) -> dict[str, TensorLayout]:
-    from ckptcore.topology.rules import place
     from ckptcore.topology.pipeline_stages import place_experts, place_stages
+    from ckptcore.topology.rules import place
 
     sizes = dict(mesh.axes)
     if sizes.get("tp", 1) > 1 or sizes.get("ep", 1) > 1:

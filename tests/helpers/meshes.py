@@ -25,10 +25,9 @@ from ckptcore.core.subset import select
 from ckptcore.errors import CkptError, UnprovenCheckpoint, UnsupportedDtype, UnsupportedFormat, UsageError
 from ckptcore.naming.optimizer_state import parameters
 from ckptcore.planning.request import Settings
-from ckptcore.topology.rules import place
 from ckptcore.topology.layout import Mesh, boxes
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.topology.rules import ShardingRule
+from ckptcore.topology.rules import ShardingRule, place
 
 # Checkpoints of tests are small: one thread, a small budget.
 SETTINGS = Settings(workers=1, memory=64 << 20)

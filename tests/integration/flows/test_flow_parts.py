@@ -25,7 +25,7 @@ from tasks import logs, retry
 from tasks import write as progress
 from tasks.artifacts import artifact_later, sending_artifacts
 
-MODULES = ["flows._write", "flows._naming", "tasks.markdown_text"]
+MODULES = ["flows._write", "flows._naming", "tasks.artifacts"]
 
 
 @pytest.mark.parametrize("name", MODULES)
