@@ -226,6 +226,11 @@ class Chunks:
         """Return the tensor of each chunk, int64 [n]."""
         return np.repeat(np.arange(len(self.first) - 1, dtype=np.int64), np.diff(self.first))
 
+    @property
+    def views(self) -> Ints:
+        """Return a view of each chunk, int64 [n, 2 + R]."""
+        return np.full((len(self), 2 + self.lo.shape[1]), -1, np.int64) if self.view is None else self.view
+
     def where(self, mask: npt.NDArray[np.bool_]) -> Chunks:
         """Return the chunks of a mask, bool [n], of the same tensors."""
         # Chunks before each old boundary that are kept: that is the new boundary.

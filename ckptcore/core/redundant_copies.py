@@ -90,11 +90,6 @@ def _copied_rows(
 
 def _with_rows(chunks: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
     """Return the chunks, with copies of some of them behind all chunks of the same tensor."""
-    chunk_views = (
-        chunks.view
-        if chunks.view is not None
-        else np.full((len(chunks), 2 + chunks.lo.shape[1]), -1, np.int64)
-    )
     owner = np.concatenate([chunks.tensor, chunks.tensor[rows]])
     # Stable: the checkpoint's own chunks stay before their copies.
     order = np.argsort(owner, kind="stable")
@@ -105,5 +100,5 @@ def _with_rows(chunks: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
         np.concatenate([chunks.lo, chunks.lo[rows]])[order],
         np.concatenate([chunks.shape, chunks.shape[rows]])[order],
         np.concatenate([chunks.item, item])[order],
-        np.concatenate([chunk_views, view])[order],
+        np.concatenate([chunks.views, view])[order],
     )

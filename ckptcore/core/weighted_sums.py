@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptcore.core.manifest import Chunks, Derived, Ints, Manifest, TensorSpec, with_dims
+from ckptcore.core.manifest import Chunks, Derived, Manifest, TensorSpec, with_dims
 from ckptcore.core.subset import chunks_of_rows
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def stacked_chunks(tables: Sequence[Chunks]) -> Chunks:
     first = [table.first[:-1] + end for table, end in zip(tables, ends, strict=False)]
     views = None
     if any(table.view is not None for table in tables):
-        views = np.concatenate([_views(table, rank) for table in tables])
+        views = np.concatenate([with_dims(table.views, 2 + rank, 0) for table in tables])
     return Chunks(
         np.concatenate([*first, np.array(ends[-1:], np.int64)]),
         np.concatenate([with_dims(table.lo, rank, 0) for table in tables]),
@@ -153,9 +153,3 @@ def stacked_chunks(tables: Sequence[Chunks]) -> Chunks:
         np.concatenate([table.item for table in tables]),
         views,
     )
-
-
-def _views(table: Chunks, rank: int) -> Ints:
-    """Return the views of a table's chunks, with so many dims; start -1 where a chunk has none."""
-    view = np.full((len(table), 2 + table.lo.shape[1]), -1, np.int64) if table.view is None else table.view
-    return with_dims(view, 2 + rank, 0)

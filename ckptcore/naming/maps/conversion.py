@@ -418,8 +418,5 @@ def _computing(
 
 def _with_rank(chunks: Chunks, rank: int) -> Chunks:
     """Return the chunks with columns for ``rank`` dims and a view each."""
-    view = chunks.view
-    if view is None:
-        view = np.full((len(chunks), 2 + chunks.lo.shape[1]), -1, np.int64)
     lo, shape = with_dims(chunks.lo, rank, 0), with_dims(chunks.shape, rank, 1)
-    return Chunks(chunks.first, lo, shape, chunks.item, with_dims(view, 2 + rank, 1))
+    return Chunks(chunks.first, lo, shape, chunks.item, with_dims(chunks.views, 2 + rank, 1))
