@@ -280,17 +280,7 @@ def _gap(
 
 def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str]:
     """Return indices, mostly layers, for which a rule makes some of its tensors, or none though it must."""
-    # Without a config, how many layers there are is known by the highest index that any rule made.
-    ends: dict[str, int] = {}
-    for terms in assignment.terms_of_rule.values():
-        for term in terms:
-            for n, index in enumerate(term.name.indices):
-                for values in made_indices.get(str(term), ()):
-                    ends[index.axis] = max(ends.get(index.axis, 0), values[n] + 1)
-    for group in assignment.groups:
-        for axis in _OF_ALL & ends.keys() & group.sizes.keys():
-            ends[axis] = max(ends[axis], group.sizes[axis])
-    sizes = {axis: assignment.numbers.get(axis, end) for axis, end in ends.items()}
+    sizes = _sizes_of_axes(assignment, made_indices)
     out: dict[str, None] = {}
     for rule, terms in assignment.terms_of_rule.items():
         for axes in dict.fromkeys(tuple(i.axis for i in t.name.indices) for t in terms if t.name.indices):
@@ -331,7 +321,27 @@ def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str
             names = [_tensor_name(term, (n,), assignment.numbers) for n in lacking[:_FEW]]
             out[f"nothing makes {listed(names)}"] = None
     # Where each rule is for layers of one kind, none says that a layer is gone as a whole.
-    layers = range(min(assignment.numbers.get(_LAYER, 0), _MOST_INDICES))
+    if not out and (layers := _gone_layers(assignment, made_indices)):
+        out[f"nothing makes layer {listed([str(layer) for layer in layers])}"] = None
+    return list(out)
+
+
+def _sizes_of_axes(assignment: RuleAssignment, made_indices: IndicesByTerm) -> dict[str, int]:
+    """Return how many indices each axis has: as the config says, else up to the highest that a rule made."""
+    ends: dict[str, int] = {}
+    for terms in assignment.terms_of_rule.values():
+        for term in terms:
+            for n, index in enumerate(term.name.indices):
+                for values in made_indices.get(str(term), ()):
+                    ends[index.axis] = max(ends.get(index.axis, 0), values[n] + 1)
+    for group in assignment.groups:
+        for axis in _OF_ALL & ends.keys() & group.sizes.keys():
+            ends[axis] = max(ends[axis], group.sizes[axis])
+    return {axis: assignment.numbers.get(axis, end) for axis, end in ends.items()}
+
+
+def _gone_layers(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[int]:
+    """Return layers of the config of which no tensor is made, where rules make tensors of layers at all."""
     made_layers = {
         values[n]
         for term in {str(t): t for group in assignment.groups for t in group.rule.to}.values()
@@ -339,9 +349,8 @@ def _absent(assignment: RuleAssignment, made_indices: IndicesByTerm) -> list[str
         if index.axis == _LAYER
         for values in made_indices.get(str(term), ())
     }
-    if not out and made_layers and (gone_layers := sorted({*layers} - made_layers)):
-        out[f"nothing makes layer {listed([str(layer) for layer in gone_layers])}"] = None
-    return list(out)
+    layers = range(min(assignment.numbers.get(_LAYER, 0), _MOST_INDICES))
+    return sorted({*layers} - made_layers) if made_layers else []
 
 
 def _tensor_name(term: Term, values: tuple[int, ...], numbers: Mapping[str, int]) -> str:
