@@ -8,12 +8,11 @@ off, and the keys are checked before it commits.
 from alembic import context
 
 from ckptcore.catalog import default_url
-from ckptcore.catalog.comments import comment_statements
 from ckptcore.catalog.database import HEAD, parse
 from ckptcore.catalog.migrate import migrating
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.times import UtcDateTime
-from ckptcore.catalog.views import create_statements
+from ckptcore.catalog.views import comment_statements, create_statements
 
 
 def render_item(kind, item, _context):

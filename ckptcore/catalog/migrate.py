@@ -15,7 +15,6 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import inspect
 
-from ckptcore.catalog.comments import put_comments
 from ckptcore.catalog.database import (
     HEAD,
     REVISIONS,
@@ -29,7 +28,7 @@ from ckptcore.catalog.database import (
     translated,
 )
 from ckptcore.catalog.models import Base
-from ckptcore.catalog.views import drop_views, make_views
+from ckptcore.catalog.views import drop_views, make_views, put_comments
 from ckptcore.errors import CatalogError
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Views for SQL queries by users. Their names and columns are stable.
+"""Views for SQL queries by users, and the comments that PostgreSQL has on tables, views and columns.
+
+The names and columns of views are stable. A column's name means the same in every view: they share one
+dictionary of comments. A test compares its names with those of the database.
 
 Views hold no data, so they are never altered: a migration first drops them and last creates those of its
 `HEAD` (`migrate.migrating`). A change here needs a revision, or existing catalogs would keep the old views.
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 from string import Template
 from typing import TYPE_CHECKING
+
+from ckptcore.catalog.models import Base
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -241,3 +246,148 @@ def make_views(conn: Connection) -> None:
     """Create the views in a database with all tables of `HEAD` and no views."""
     for statement in create_statements(conn.dialect.name):
         conn.exec_driver_sql(statement)
+
+
+VIEW_TEXTS: dict[str, str] = {
+    "latest_outputs": "Newest proven output of each training run, verb, format and dtypes.",
+    "latest_exports": "Newest proven export of each training run, format and dtypes.",
+    "export_verdicts": "Exports that were verified, and their verdicts.",
+    "live_fingerprints": "Checkpoints whose job sent a fingerprint, and whether they are equal to it.",
+    "alarms": "What the history of a run says against its steps.",
+    "step_history": "Checkpoints whose statistics were computed.",
+    "lineage_steps": "Source and output of each conversion.",
+    "lineage_pairs": "Each checkpoint and everything it was made from, by row ids.",
+    "lineage_up": "Each checkpoint and everything it was made from.",
+    "lineage_down": "Each checkpoint and everything that was made from it.",
+    "incomplete": "Open errors of checkpoints that are damaged or not complete.",
+    "unverified": "Checkpoints, with the days since they were proven.",
+    "duplicates": "Checkpoints whose values another one also has, in any format.",
+    "storage_by_run": "Checkpoints and bytes by training run and kind.",
+    "conversion_throughput": "Conversions that succeeded, with their rates.",
+    "conversion_stages": "Stages of conversions that succeeded.",
+    "best_by_metric": "By run, metric and kind: the checkpoints with the lowest and the highest value.",
+    "runs": "Training runs: their checkpoints, and the facts of the newest one.",
+}
+
+# The columns of all views.
+VIEW_COLUMNS: dict[str, str] = {
+    "run": "Name of the training run.",
+    "step": "Training step.",
+    "format": "On-disk format.",
+    "dtypes": "Comma-separated dtypes, the one with the most bytes first.",
+    "verb": "Command that wrote it.",
+    "checkpoint": "Public id of the checkpoint.",
+    "uri": "URI of the checkpoint.",
+    "bytes": "Bytes of tensors.",
+    "fingerprint": "Digest of all tensor values.",
+    "verified_level": "Check level of the last proof.",
+    "verified_at": "Time of the last proof.",
+    "loadable": "yes for an export that verify-export proved, else unproven; NULL for other outputs.",
+    "verdict": "ok, failed or unproven.",
+    "live_fingerprint": "Fingerprint of everything that the job saved, taken in its memory.",
+    "live_model_fingerprint": "Fingerprint of the model in the job's memory.",
+    "live_verdict": "equal, different or not compared.",
+    "fqn": "Name of the tensor.",
+    "tensors": "Number of tensors.",
+    "norm": "Norm of all weights.",
+    "absmax": "Largest absolute value of a weight.",
+    "nan": "NaN in all tensors.",
+    "inf": "Inf in all tensors.",
+    "zeros": "Zeros in weights.",
+    "change": "Norm of the change of all weights, relative to theirs before.",
+    "against": "Public id of the checkpoint before.",
+    "alarms": "Number of open alarms.",
+    "conversion": "Public id of the conversion.",
+    "source_uri": "URI of what was read.",
+    "state": "State of the checkpoint.",
+    "checks": "JSON: check to verdict, summary and time.",
+    "source": "Public id of the source.",
+    "ended_at": "End of the conversion.",
+    "derived": "Public id of the output.",
+    "derived_uri": "URI of the output.",
+    "source_id": "Row id of the source.",
+    "derived_id": "Row id of the output.",
+    "checkpoint_id": "Row id of the checkpoint.",
+    "ancestor_id": "Row id of what it was made from.",
+    "ancestor": "Public id of what it was made from.",
+    "ancestor_uri": "URI of what it was made from.",
+    "ancestor_format": "Format of what it was made from.",
+    "ancestor_state": "State of what it was made from.",
+    "descendant": "Public id of what was made from it.",
+    "descendant_uri": "URI of what was made from it.",
+    "descendant_format": "Format of what was made from it.",
+    "descendant_state": "State of what was made from it.",
+    "kind": "source or derived.",
+    "code": "Code of the finding.",
+    "message": "Message of the finding.",
+    "place": "Tensor or file of the finding.",
+    "hint": "Next step.",
+    "found_at": "When it was found.",
+    "days": "Days since the last proof, or since it was recorded.",
+    "copies": "How many checkpoints have these values.",
+    "checkpoints": "Number of checkpoints.",
+    "first_at": "When the first checkpoint was recorded.",
+    "last_at": "When the last checkpoint was recorded.",
+    "destination_uri": "URI of the output.",
+    "started_at": "Start of the conversion.",
+    "seconds": "Duration in seconds.",
+    "bytes_in": "Bytes read.",
+    "bytes_out": "Bytes written.",
+    "bytes_per_second": "Bytes written per second.",
+    "peak_memory": "Peak resident memory in bytes.",
+    "flow_run_id": "Prefect flow run.",
+    "stage": "Stage of the conversion.",
+    "metric": "Name of the metric.",
+    "goal": "min for the lowest value, max for the highest.",
+    "value": "Value of the metric.",
+    "measured_at_step": "Step of the measurement.",
+    "sources": "Number of sources.",
+    "outputs": "Number of outputs.",
+    "damaged": "Number of damaged or incomplete checkpoints.",
+    "first_step": "Lowest step.",
+    "last_step": "Highest step.",
+    "git_commit": "Commit of the training code.",
+    "user_name": "Who trained.",
+    "dataset": "Dataset.",
+    "job_url": "Page about the job.",
+    "framework": "Trainer.",
+    "epoch": "Epochs so far.",
+    "samples": "Training samples so far.",
+    "tokens": "Training tokens so far.",
+}
+
+
+def comment_statements() -> list[str]:
+    """Return the statements for the comments on tables and their columns, and on views."""
+    statements = []
+    for table in Base.metadata.tables.values():
+        statements.append(f"COMMENT ON TABLE {table.name} IS {_quoted(table.comment)}")
+        statements += [
+            f"COMMENT ON COLUMN {table.name}.{column.name} IS {_quoted(column.comment)}"
+            for column in table.columns
+        ]
+    statements += [f"COMMENT ON VIEW {view} IS {_quoted(text)}" for view, text in VIEW_TEXTS.items()]
+    return statements
+
+
+def put_comments(conn: Connection) -> None:
+    """Write the comments into a PostgreSQL catalog of `HEAD`, with its views."""
+    if conn.dialect.name != "postgresql":
+        return
+    names = conn.exec_driver_sql(
+        "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
+    )
+    existing_columns = {tuple(row) for row in names}
+    for statement in comment_statements():
+        column = statement.split()[3] if statement.startswith("COMMENT ON COLUMN") else None
+        # A column that was dropped by hand is found by `alembic check`, and not here.
+        if column is None or tuple(column.split(".")) in existing_columns:
+            conn.exec_driver_sql(statement)
+    for view, name in sorted(existing_columns):
+        if view in VIEW_TEXTS:
+            comment = _quoted(VIEW_COLUMNS[name])
+            conn.exec_driver_sql(f"COMMENT ON COLUMN {view}.{name} IS {comment}")
+
+
+def _quoted(text: str | None) -> str:
+    return "'" + (text or "").replace("'", "''") + "'"
