@@ -26,7 +26,7 @@ from ckptcore.catalog.history import Alarm, alarms_behind
 from ckptcore.catalog.models import Alias, AuditRecord, Checkpoint
 from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.query import PREFIX, loadable, part_of, require_kept, resolve_checkpoint
-from ckptcore.catalog.row_values import sound
+from ckptcore.catalog.row_values import read_row
 from ckptcore.catalog.types import Kind, State
 from ckptcore.errors import FINDINGS, Conflict, UsageError
 from ckptcore.utils.near_names import did_you_mean
@@ -314,14 +314,7 @@ def _alias_rows() -> Select[Any]:
 
 
 def _alias_row(row: Any) -> AliasRow:
-    return sound(
-        AliasRow,
-        name=row.name,
-        checkpoint=row.uuid,
-        uri=row.uri,
-        version=row.version,
-        updated_at=row.updated_at,
-    )
+    return read_row(AliasRow, row, checkpoint=row.uuid)
 
 
 def _target_text(conn: Connection, name: str) -> str:

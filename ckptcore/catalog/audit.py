@@ -12,7 +12,7 @@ from sqlalchemy import insert, select
 
 from ckptcore.catalog.models import AuditRecord
 from ckptcore.catalog.normalize import clean, clean_json
-from ckptcore.catalog.row_values import parsed, sound
+from ckptcore.catalog.row_values import parsed, read_row
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -96,16 +96,7 @@ def listed(
 
 def row_of(row: Any) -> AuditRow:
     """Convert a row of ``select(AuditRecord)``."""
-    return sound(
-        AuditRow,
-        id=row.id,
-        at=row.at,
-        actor=row.actor,
-        via=row.via,
-        action=row.action,
-        subject=row.subject,
-        detail=parsed(row.detail),
-    )
+    return read_row(AuditRow, row, detail=parsed(row.detail))
 
 
 def operating_user() -> str:

@@ -6,16 +6,16 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import ColumnElement, insert, or_, select, update
 
 from ckptcore.catalog.models import Checkpoint, Hold
 from ckptcore.catalog.normalize import clean
 from ckptcore.catalog.query import require_kept, resolve_checkpoint
-from ckptcore.catalog.row_values import sound
+from ckptcore.catalog.row_values import read_row
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,14 +86,10 @@ def active(conn: Connection, now: datetime, ref: str | None = None) -> tuple[Hol
     query = select(Hold, Checkpoint.uuid.label("checkpoint"), Checkpoint.uri).join(Checkpoint)
     if ref is not None:
         query = query.where(Hold.checkpoint_id == resolve_checkpoint(conn, ref))
-    return tuple(_hold_row(row) for row in conn.execute(query.where(*in_force(now)).order_by(Hold.id)))
+    rows = conn.execute(query.where(*in_force(now)).order_by(Hold.id))
+    return tuple(read_row(HoldRow, row, id=row.uuid) for row in rows)
 
 
 def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:
     """Return the conditions on `Hold` under which a hold is in force at `now`."""
     return Hold.released_at.is_(None), or_(Hold.until.is_(None), Hold.until > now)
-
-
-def _hold_row(row: Any) -> HoldRow:
-    named = [f.name for f in fields(HoldRow) if f.name not in ("id", "trouble")]
-    return sound(HoldRow, id=row.uuid, **{name: getattr(row, name) for name in named})

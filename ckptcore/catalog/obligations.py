@@ -11,16 +11,16 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog import audit
 from ckptcore.catalog.models import Checkpoint, FindingRecord, Obligation
 from ckptcore.catalog.normalize import clean, normal_uri
-from ckptcore.catalog.row_values import sound
+from ckptcore.catalog.row_values import read_row
 from ckptcore.errors import UsageError, finding
 from ckptcore.utils.text import some
 
@@ -88,7 +88,8 @@ _COLUMNS = (
 def every(conn: Connection) -> tuple[ObligationRow, ...]:
     """Return all obligations, oldest first."""
     rows = select(*_COLUMNS).outerjoin(Checkpoint, Checkpoint.id == Obligation.checkpoint_id)
-    return tuple(_row(row) for row in conn.execute(rows.order_by(Obligation.id)))
+    ordered = conn.execute(rows.order_by(Obligation.id))
+    return tuple(read_row(ObligationRow, row, id=row.uuid) for row in ordered)
 
 
 def contents_of(conn: Connection, public: str) -> bytes:
@@ -161,8 +162,3 @@ def end(conn: Connection, now: datetime, public: str, why: str, names: Sequence[
             conn, now, "obligation.end", public, {"source": source, "why": why, "names": list(names[:_MOST])}
         )
         conn.execute(delete(Obligation).where(Obligation.uuid == public))
-
-
-def _row(row: Any) -> ObligationRow:
-    named = [f.name for f in fields(ObligationRow) if f.name not in ("id", "trouble")]
-    return sound(ObligationRow, id=row.uuid, **{name: getattr(row, name) for name in named})

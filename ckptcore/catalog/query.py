@@ -24,7 +24,7 @@ from ckptcore.catalog.models import (
     TrainingRun,
 )
 from ckptcore.catalog.normalize import same_places
-from ckptcore.catalog.row_values import as_integer, checked, parsed, row_findings, sound, sound_finding
+from ckptcore.catalog.row_values import as_integer, checked, parsed, read_row, row_findings, sound_finding
 from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointRow,
@@ -243,28 +243,15 @@ def checkpoint_rows() -> Select[Any]:
 
 def checkpoint_row(row: Any) -> CheckpointRow:
     """Convert a row of `checkpoint_rows`."""
-    return sound(
+    return read_row(
         CheckpointRow,
+        row,
         id=row.uuid,
-        kind=row.kind,
-        format=row.format,
-        uri=row.uri,
-        state=row.state,
         run=row.run_name,
-        step=row.step,
         nbytes=row.total_bytes,
-        num_tensors=row.num_tensors,
-        num_files=row.num_files,
         dtypes=_of_text(row.dtypes, lambda names: tuple(filter(None, names.split(",")))),
-        manifest_digest=row.manifest_digest,
         content_digest=row.content_digest or None,
         origin=parsed(row.origin),
-        created_at=row.created_at,
-        verified_at=row.verified_at,
-        verified_level=row.verified_level,
-        replaced_at=row.replaced_at,
-        fingerprint=row.fingerprint,
-        deleted_at=row.deleted_at,
     )
 
 
@@ -275,45 +262,24 @@ def _of_text(value: Any, read: Callable[[str], Any]) -> Any:
 
 def file_row(row: Any) -> FileRow:
     """Convert a row of ``select(CheckpointFile)``."""
-    return sound(FileRow, path=row.path, nbytes=row.nbytes, digest=row.digest, role=row.role)
+    return read_row(FileRow, row)
 
 
 def tensor_row(row: Any) -> TensorRow:
     """Convert a row of ``select(Tensor)``."""
     form = parsed(row.shape)
-    shape = tuple(form) if isinstance(form, list) else form
-    values = {"fqn": row.fqn, "dtype": row.dtype, "nbytes": row.nbytes, "fingerprint": row.fingerprint}
-    return sound(TensorRow, shape=shape, **values)
+    return read_row(TensorRow, row, shape=tuple(form) if isinstance(form, list) else form)
 
 
 def conversion_row(row: Any) -> ConversionRow:
     """Convert a row of ``select(Conversion)``."""
-    return sound(
+    return read_row(
         ConversionRow,
+        row,
         id=row.uuid,
-        verb=row.verb,
-        state=row.state,
-        source_uri=row.source_uri,
-        destination_uri=row.destination_uri,
         request=parsed(row.request),
-        plan_digest=row.plan_digest,
-        tool_version=row.tool_version,
-        flow_run_id=row.flow_run_id,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        bytes_in=row.bytes_in,
-        bytes_out=row.bytes_out,
-        peak_memory=row.peak_memory,
-        error_code=row.error_code,
-        error_message=row.error_message,
         timings=parsed(row.timings),
-        map_digest=row.map_digest,
-        fingerprint=row.fingerprint,
-        source_stamp=row.source_stamp,
-        source_ctime=row.source_ctime,
-        export_verdict=row.export_verdict,
         export_checks=parsed(row.export_checks or "{}"),
-        export_verified_at=row.export_verified_at,
     )
 
 

@@ -36,7 +36,7 @@ from sqlalchemy import delete, func, select, update
 
 from ckptcore.catalog import models
 from ckptcore.catalog.normalize import clean, clean_json, storable
-from ckptcore.catalog.row_values import parsed, row_findings, sound
+from ckptcore.catalog.row_values import parsed, read_row, row_findings, sound
 from ckptcore.errors import UsageError
 from ckptcore.utils.text import short_repr
 
@@ -51,7 +51,6 @@ RUN_WAITS = "its run waits: "  # begins the reason of an event whose run tries a
 MOST_REASONS = 5
 MOST_QUOTED = 300  # characters of a value in an error
 _ANNOUNCED = ("uri", "run", "step")  # what an event is about
-_COLUMNS = {"id": "uuid", "row": "id"}  # field -> column, where they differ
 
 
 class Stage(StrEnum):
@@ -344,13 +343,8 @@ class Queue(Generic[Row]):
         return conn.execute(update(table).where(*taken).values(values)).rowcount == 1
 
     def _read(self, row: Any) -> Row:
-        read: Row = sound(self._row, **self._values(row))
+        read: Row = read_row(self._row, row, id=row.uuid, row=row.id)
         return read
-
-    def _values(self, row: Any) -> dict[str, Any]:
-        """Return the fields of a row of the table."""
-        named = (f.name for f in fields(self._row) if f.name != "trouble")
-        return {name: getattr(row, _COLUMNS.get(name, name)) for name in named}
 
 
 class _Inbox(Queue[InboxEvent]):
@@ -457,8 +451,8 @@ class _Outbox(Queue[Message]):
         }
         return self._insert(conn, now, values)
 
-    def _values(self, row: Any) -> dict[str, Any]:
-        return super()._values(row) | {"body": parsed(row.body)}
+    def _read(self, row: Any) -> Message:
+        return read_row(Message, row, id=row.uuid, row=row.id, body=parsed(row.body))
 
 
 # A retried event gets a new flow run.

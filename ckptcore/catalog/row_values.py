@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from ckptcore.errors import CatalogError, Finding, finding
@@ -45,6 +46,20 @@ def sound(cls: type[Value], **values: Any) -> Value:
     values, trouble = checked(make, values)
     built: Value = make(**values, trouble=trouble) if trouble else make(**values)
     return built
+
+
+def read_row(cls: type[Value], row: Any, /, **values: Any) -> Value:
+    """Return a row's value of a class as `sound`: each field is the column of its name, but those given."""
+    make: Any = cls
+    names, read = _columns_of(make, row._fields)
+    return sound(cls, **dict(zip(names, read(row), strict=True)) | values)
+
+
+@cache
+def _columns_of(cls: Any, columns: tuple[str, ...]) -> tuple[tuple[str, ...], attrgetter[tuple[Any, ...]]]:
+    """Return the fields of a class, two or more, that are columns; and what reads them from a row."""
+    names = tuple(field.name for field in fields(cls) if field.name in columns)
+    return names, attrgetter(*names)
 
 
 def sound_finding(**values: Any) -> Finding:

@@ -5,15 +5,15 @@ The record beside the place lists its files (`ckptcore.custody.set_aside`); a ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.models import Checkpoint, SetAsideRow, TrainingRun
 from ckptcore.catalog.normalize import normal_uri
-from ckptcore.catalog.row_values import sound
+from ckptcore.catalog.row_values import read_row
 from ckptcore.catalog.types import CheckpointRow, State
 
 if TYPE_CHECKING:
@@ -84,12 +84,7 @@ def every(conn: Connection) -> tuple[SetAsideEntry, ...]:
         .outerjoin(TrainingRun, TrainingRun.id == Checkpoint.run_id)
         .order_by(SetAsideRow.due_at, SetAsideRow.record)
     )
-    return tuple(_entry(row) for row in conn.execute(rows))
-
-
-def _entry(row: Any) -> SetAsideEntry:
-    named = [f.name for f in fields(SetAsideEntry) if f.name not in ("checkpoint", "trouble")]
-    return sound(SetAsideEntry, checkpoint=row.uuid, **{name: getattr(row, name) for name in named})
+    return tuple(read_row(SetAsideEntry, row, checkpoint=row.uuid) for row in conn.execute(rows))
 
 
 def retired(conn: Connection, now: datetime, row: CheckpointRow) -> bool:

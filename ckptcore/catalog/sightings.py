@@ -14,7 +14,7 @@ from sqlalchemy import insert, or_, select, union, update
 
 from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
 from ckptcore.catalog.normalize import clean_json, normal_uri, same_places
-from ckptcore.catalog.row_values import parsed, sound, sound_finding
+from ckptcore.catalog.row_values import parsed, read_row, sound_finding
 from ckptcore.catalog.types import Kind
 from ckptcore.errors import Finding
 
@@ -119,20 +119,7 @@ def is_below(column: Any, root: str) -> ColumnElement[bool]:
 
 def sighting_row(row: Any) -> SightingRow:
     """Convert a row of ``select(Sighting.__table__)``."""
-    sighting = sound(
-        SightingRow,
-        uri=row.uri,
-        root=row.root,
-        step=row.step,
-        state=row.state,
-        stamp=row.stamp,
-        source_digest=row.source_digest,
-        manifest_digest=row.manifest_digest,
-        findings=_findings(parsed(row.findings)),
-        first_seen_at=row.first_seen_at,
-        last_seen_at=row.last_seen_at,
-        changed_at=row.changed_at,
-    )
+    sighting = read_row(SightingRow, row, findings=_findings(parsed(row.findings)))
     is_recognised = sighting.state in list(Condition)
     return sighting if is_recognised else replace(sighting, trouble=f"state holds {row.state!r}")
 

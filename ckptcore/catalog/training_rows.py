@@ -24,7 +24,7 @@ from ckptcore.catalog.models import (
 )
 from ckptcore.catalog.normalize import clean_json, storable
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
-from ckptcore.catalog.row_values import checked, parsed, sound
+from ckptcore.catalog.row_values import checked, parsed, read_row, sound
 from ckptcore.catalog.training import (
     EQUAL,
     INHERITED,
@@ -148,7 +148,7 @@ def metrics_of(conn: Connection, checkpoints: Sequence[int]) -> dict[int, dict[s
 
 
 def _measured_row(row: Any) -> Measured:
-    return sound(Measured, value=row.value, nonfinite=row.nonfinite, step=row.step)
+    return read_row(Measured, row)
 
 
 def names_of_metrics(conn: Connection, limit: int = 200) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.models import WatchedRoot
 from ckptcore.catalog.normalize import clean, clean_json, normal_uri, storable
-from ckptcore.catalog.row_values import parsed, sound
+from ckptcore.catalog.row_values import parsed, read_row
 from ckptcore.errors import UsageError
 from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.near_names import did_you_mean
@@ -172,16 +172,5 @@ def _root_row(row: Any) -> RootRow:
     beside = {}
     if isinstance(target, dict):
         beside = {"also": target.pop(_ALSO, []), "retention": target.pop(_RETENTION, {})}
-    root = sound(
-        RootRow,
-        name=row.name,
-        uri=row.uri,
-        include=parsed(row.include),
-        target=target,
-        enabled=row.enabled,
-        created_at=row.created_at,
-        swept_at=row.swept_at,
-        swept_note=row.swept_note,
-        **beside,
-    )
+    root = read_row(RootRow, row, include=parsed(row.include), target=target, **beside)
     return replace(root, include=tuple(root.include), also=tuple(root.also))
