@@ -11,6 +11,7 @@ first call, so commands that need no catalog start without it.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog.types import (
@@ -96,13 +97,17 @@ def upgrade(url: str | None = None) -> tuple[str | None, str]:
 
 def unset_warning() -> str | None:
     """Return a warning for a service that has no ``CKPTCORE_CATALOG_URL``; None if it is set."""
-    from ckptcore.catalog.database import unset_warning as warning
-
-    return warning()
+    if os.environ.get("CKPTCORE_CATALOG_URL"):
+        return None
+    return (
+        f"CKPTCORE_CATALOG_URL is not set: conversions are registered in {default_url()}, which other users "
+        "and machines do not see. Set it to one catalog for all workers, receivers and shells"
+    )
 
 
 def default_url() -> str:
     """Return ``CKPTCORE_CATALOG_URL``, or the path of a SQLite file in the platform's user-data folder."""
-    from ckptcore.catalog.database import default_url as url
+    import platformdirs
 
-    return url()
+    env_url = os.environ.get("CKPTCORE_CATALOG_URL")
+    return env_url or str(platformdirs.user_data_path("ckptcore") / "catalog.sqlite")

@@ -23,12 +23,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import platformdirs
 from sqlalchemy import Connection, Engine, create_engine, event, exc, inspect
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from ckptcore.catalog.models import Base
+from ckptcore.catalog.sqlworker import leave_odd_times
 from ckptcore.catalog.views import make_views
 from ckptcore.errors import CatalogError, CatalogUnavailable, MissingDependency, UsageError
 from ckptcore.utils import host
@@ -107,22 +107,6 @@ _LEAST_FREE = 64 << 10  # bytes that SQLite's files beside the catalog need for 
 _NO_CATALOG = "conversions also run without a catalog: --no-catalog"
 _ELSEWHERE = f"name another place with CKPTCORE_CATALOG_URL or --catalog; {_NO_CATALOG}"
 _FREE_SPACE = f"free space there, then run the command again; {_NO_CATALOG}"
-
-
-def default_url() -> str:
-    """Return ``CKPTCORE_CATALOG_URL``, or the path of a SQLite file in the platform's user-data folder."""
-    env_url = os.environ.get("CKPTCORE_CATALOG_URL")
-    return env_url or str(platformdirs.user_data_path("ckptcore") / "catalog.sqlite")
-
-
-def unset_warning() -> str | None:
-    """Return a warning for a service that has no ``CKPTCORE_CATALOG_URL``; None if it is set."""
-    if os.environ.get("CKPTCORE_CATALOG_URL"):
-        return None
-    return (
-        f"CKPTCORE_CATALOG_URL is not set: conversions are registered in {default_url()}, which other users "
-        "and machines do not see. Set it to one catalog for all workers, receivers and shells"
-    )
 
 
 def connect(url: str, *, create: bool) -> Engine:
@@ -261,9 +245,7 @@ def _new_engine(url: URL, foreign_keys: bool) -> Engine:
 
         @event.listens_for(engine, "connect")
         def _times(connection: Any, _record: Any) -> None:
-            from ckptcore.catalog.times import leave_odd_times
-
-            leave_odd_times(connection)
+            leave_odd_times(connection, ("timestamptz",))
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:

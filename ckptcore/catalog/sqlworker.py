@@ -157,7 +157,7 @@ def _postgresql(asked: Asked) -> dict[str, Any]:
         raise _Failed(str(error), AWAY) from error
     # Set anew: the time for connecting was given beside that of the statement.
     signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE)  # connecting does not count
-    _read_all_times(connection)
+    leave_odd_times(connection, ("date", "time", "timetz", "timestamp", "timestamptz", "interval"))
     try:
         return _in_transaction(connection, asked)
     except psycopg.errors.QueryCanceled as error:
@@ -171,7 +171,7 @@ def _postgresql(asked: Asked) -> dict[str, Any]:
         raise _Failed(str(error)) from error
 
 
-def _read_all_times(connection: Any) -> None:
+def leave_odd_times(connection: Any, types: Iterable[str]) -> None:
     """Let times that Python has no value for (infinity, BC, 24:00) arrive as PostgreSQL writes them."""
     from psycopg import DataError
     from psycopg.adapt import Loader
@@ -191,7 +191,7 @@ def _read_all_times(connection: Any) -> None:
 
         return AlsoText
 
-    for name in ("date", "time", "timetz", "timestamp", "timestamptz", "interval"):
+    for name in types:
         oid = connection.adapters.types[name].oid
         stock_loader = connection.adapters.get_loader(oid, Format.TEXT)
         connection.adapters.register_loader(oid, also_text(stock_loader))

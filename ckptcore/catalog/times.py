@@ -55,25 +55,3 @@ def _sqlite_type(dialect: Dialect) -> TypeEngine[Any]:
             return process
 
     return dialect.type_descriptor(Lenient())  # type: ignore[no-untyped-call]
-
-
-def leave_odd_times(connection: Any) -> None:
-    """Let a connection of psycopg return times that are none for Python as text."""
-    import psycopg
-    from psycopg.adapt import Loader
-
-    oid = connection.adapters.types["timestamptz"].oid
-    strict = connection.adapters.get_loader(oid, psycopg.pq.Format.TEXT)
-
-    class Lenient(Loader):
-        def __init__(self, oid: int, context: Any = None) -> None:
-            super().__init__(oid, context)
-            self._strict = strict(oid, context)
-
-        def load(self, data: Any) -> Any:
-            try:
-                return self._strict.load(data)
-            except psycopg.DataError:
-                return bytes(data).decode()
-
-    connection.adapters.register_loader(oid, Lenient)
