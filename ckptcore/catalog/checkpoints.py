@@ -28,7 +28,7 @@ from ckptcore.catalog.models import (
     Tensor,
     TrainingRun,
 )
-from ckptcore.catalog.normalize import clean, clean_json, hex_digest, same_places, storable
+from ckptcore.catalog.normalize import clean, clean_json, hex_digest, same_places, storable, storable_finding
 from ckptcore.catalog.types import CheckpointFacts, Kind, Role, State
 from ckptcore.errors import LEVELS, Finding, UsageError
 from ckptcore.utils.part_digest import is_crc
@@ -36,6 +36,7 @@ from ckptcore.utils.part_digest import is_crc
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Row
 
+_IDENTITY = ("code", "level", "message", "fqn", "file")  # of a finding
 _ENDED = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)  # nothing of it is at its place
 
 
@@ -210,14 +211,12 @@ def note_findings(
         conversion: the row id of the conversion, if any.
         level: the deepest level that was checked in full. None resolves nothing.
     """
-    new = {
-        _identity(f.code, f.level, clean(f.message), _storable(f.fqn), _storable(f.file)): f for f in findings
-    }
+    new = {tuple(row[name] for name in _IDENTITY): row for row in map(storable_finding, findings)}
     if checkpoint is not None:
         closed = []
         for row in _open_findings(conn, checkpoint):
             # A check repeats what an earlier one has found: one row, with its first date.
-            same = _identity(row.code, row.level, row.message, row.fqn, row.file)
+            same = tuple(getattr(row, name) for name in _IDENTITY)
             if same in new and conversion is None:
                 del new[same]
             # A check closes what it could have seen: findings of deeper levels stay open.
@@ -228,23 +227,9 @@ def note_findings(
                 update(FindingRecord).where(FindingRecord.id == bindparam("row")).values(resolved_at=now),
                 closed,
             )
-    rows = [
-        {
-            "checkpoint_id": checkpoint,
-            "conversion_id": conversion,
-            "code": f.code,
-            "level": f.level,
-            "severity": f.severity,
-            "message": clean(f.message),
-            "fqn": _storable(f.fqn),
-            "file": _storable(f.file),
-            "hint": clean(f.hint),
-            "found_at": now,
-        }
-        for f in new.values()
-    ]
-    if rows:
-        conn.execute(insert(FindingRecord), rows)
+    ids = {"checkpoint_id": checkpoint, "conversion_id": conversion, "found_at": now}
+    if new:
+        conn.execute(insert(FindingRecord), [row | ids for row in new.values()])
     if checkpoint is not None:
         _settle(conn, now, checkpoint, level)
 
@@ -420,14 +405,6 @@ def _open_findings(conn: Connection, checkpoint: int) -> Sequence[Any]:
             FindingRecord.checkpoint_id == checkpoint, FindingRecord.resolved_at.is_(None)
         )
     ).all()
-
-
-def _identity(*parts: str | None) -> tuple[str | None, ...]:
-    return parts
-
-
-def _storable(text: str | None) -> str | None:
-    return None if text is None else storable(text)
 
 
 def _depth(level: str | None) -> int:

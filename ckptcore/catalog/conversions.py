@@ -20,7 +20,7 @@ from ckptcore.catalog.database import clock
 from ckptcore.catalog.holdings import put_stamp
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
-from ckptcore.catalog.query import current_first, resolve_checkpoint
+from ckptcore.catalog.query import current_first, in_parts, resolve_checkpoint
 from ckptcore.catalog.row_values import parsed
 from ckptcore.catalog.types import (
     CheckpointFacts,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # Codes of findings about the output, not the source.
 _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
 
-_AT_ONCE = 500  # values in one statement
 LEASE = timedelta(minutes=5)  # silence after which a conversion of another machine does not run any more
 
 
@@ -90,10 +89,8 @@ def end_interrupted(conn: Connection, now: datetime, *conditions: ColumnElement[
         conditions: Conditions on the conversions, and on their processes.
     """
     ended = interrupted(conn, *conditions)
-    # In parts: statements have a limit of values.
-    for start in range(0, len(ended), _AT_ONCE):
-        batch = Conversion.uuid.in_(ended[start : start + _AT_ONCE])
-        _end(conn, now, batch, "the process ended unexpectedly")
+    for part in in_parts(ended):
+        _end(conn, now, Conversion.uuid.in_(part), "the process ended unexpectedly")
     return ended
 
 

@@ -18,15 +18,14 @@ from sqlalchemy import Row, delete, func, insert, select, update
 
 from ckptcore.catalog.models import (
     Checkpoint,
-    ConversionIO,
     FindingRecord,
     StepStatistics,
     Tensor,
     TrainingFactsRow,
     TrainingRun,
 )
-from ckptcore.catalog.normalize import clean, storable
-from ckptcore.catalog.query import resolve_checkpoint
+from ckptcore.catalog.normalize import storable, storable_finding
+from ckptcore.catalog.query import edges_of, in_parts, resolve_checkpoint
 from ckptcore.catalog.row_values import checked
 from ckptcore.catalog.types import Direction, Kind, State, StatisticsRow
 from ckptcore.errors import Finding
@@ -40,7 +39,6 @@ FROZEN = "frozen"  # the fact of a training that names, by globs, what is not tr
 MOST_STEPS = 1000
 _CLOSE = 1e-6  # relative: norms of the same weights in other boxes
 _TWINS = 8  # steps that have the same norm
-_AT_ONCE = 500  # values in one statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,7 @@ def frozen_globs(conn: Connection, run: str) -> tuple[str, ...]:
 def settle_alarms(conn: Connection, now: datetime, ref: str, alarms: Iterable[Finding]) -> None:
     """Record what speaks against a checkpoint by its history, and resolve what does not any more."""
     checkpoint = resolve_checkpoint(conn, ref)
-    new = {(alarm.code, alarm.fqn): alarm for alarm in alarms}
+    new = {(row["code"], row["fqn"]): row for row in map(storable_finding, alarms)}
     mine = (
         FindingRecord.checkpoint_id == checkpoint,
         FindingRecord.level == LEVEL,
@@ -223,28 +221,15 @@ def settle_alarms(conn: Connection, now: datetime, ref: str, alarms: Iterable[Fi
     ended = []
     for row in conn.execute(select(FindingRecord).where(*mine)).all():
         alarm = new.get((row.code, row.fqn))
-        if alarm is not None and clean(alarm.message) == row.message:
+        if alarm is not None and alarm["message"] == row.message:
             del new[row.code, row.fqn]
         else:
             ended.append(row.id)
-    for start in range(0, len(ended), _AT_ONCE):
-        batch = FindingRecord.id.in_(ended[start : start + _AT_ONCE])
-        conn.execute(update(FindingRecord).where(batch).values(resolved_at=now))
-    rows = [
-        {
-            "checkpoint_id": checkpoint,
-            "code": alarm.code,
-            "level": LEVEL,
-            "severity": alarm.severity,
-            "message": clean(alarm.message),
-            "fqn": None if alarm.fqn is None else storable(alarm.fqn),
-            "hint": clean(alarm.hint),
-            "found_at": now,
-        }
-        for alarm in new.values()
-    ]
-    if rows:
-        conn.execute(insert(FindingRecord), rows)
+    for part in in_parts(ended):
+        conn.execute(update(FindingRecord).where(FindingRecord.id.in_(part)).values(resolved_at=now))
+    columns = {"checkpoint_id": checkpoint, "level": LEVEL, "found_at": now}
+    if new:
+        conn.execute(insert(FindingRecord), [alarm | columns for alarm in new.values()])
 
 
 def alarms_of(conn: Connection, run: str) -> tuple[Alarm, ...]:
@@ -256,23 +241,16 @@ def alarms_of(conn: Connection, run: str) -> tuple[Alarm, ...]:
 def alarms_behind(conn: Connection, rows: Collection[int]) -> dict[int, tuple[Alarm, ...]]:
     """Return the open alarms about checkpoints (row ids) and about all that they were made from."""
     parents: dict[int, set[int]] = {}
-    unseen = set(rows)
-    while unseen:
-        batch, outputs, inputs = sorted(unseen)[:_AT_ONCE], ConversionIO.__table__.alias(), ConversionIO
-        edges = select(outputs.c.checkpoint_id.label("derived"), inputs.checkpoint_id.label("source"))
-        edges = edges.join(inputs, inputs.conversion_id == outputs.c.conversion_id).where(
-            outputs.c.checkpoint_id.in_(batch),
-            outputs.c.direction == Direction.OUT.value,
-            inputs.direction == Direction.IN.value,
-        )
-        parents |= {row: set() for row in batch}
-        for edge in conn.execute(edges):
-            parents[edge.derived].add(edge.source)
-        unseen = (unseen | {source for row in batch for source in parents[row]}) - parents.keys()
+    level = set(rows)
+    while level:
+        parents |= {row: set() for row in level}
+        edges = edges_of(conn, level, Direction.OUT, Direction.IN)
+        for edge in edges:
+            parents[edge.near].add(edge.far)
+        level = {edge.far for edge in edges} - parents.keys()
     alarms: dict[int, list[Alarm]] = {}
-    checkpoints = sorted(parents)
-    for start in range(0, len(checkpoints), _AT_ONCE):
-        query = _alarms().where(FindingRecord.checkpoint_id.in_(checkpoints[start : start + _AT_ONCE]))
+    for part in in_parts(sorted(parents)):
+        query = _alarms().where(FindingRecord.checkpoint_id.in_(part))
         for row in conn.execute(query.order_by(FindingRecord.id)):
             alarms.setdefault(row.checkpoint_id, []).append(_alarm(row))
     if not alarms:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from sqlalchemy import select
 
-from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO, Tensor
+from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, Tensor
 from ckptcore.catalog.normalize import hex_digest, parents, same_places
 from ckptcore.catalog.query import (
+    Edge,
     begins,
     checkpoint_row,
     checkpoint_rows,
@@ -19,7 +20,9 @@ from ckptcore.catalog.query import (
     conversion_row,
     conversions_of,
     current_first,
+    edges_of,
     file_row,
+    in_parts,
     resolve_checkpoint,
 )
 from ckptcore.catalog.types import Direction, FileRow, Lineage, LineageStep, Origin, State
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 
 _DIGEST = re.compile(r"(?:blake3(?:-parts-[0-9]+)?:)?[0-9a-f]{8,64}")
 _DIGEST_LENGTH = 64
-_MOST_IDS = 10_000  # SQLite's limit is 32,766 values, PostgreSQL's 65,535
 _READ = 1 << 20  # bytes per read; larger fresh buffers are slower
 
 
@@ -171,67 +173,28 @@ def _origin_of(conn: Connection, checkpoint: int, file: FileRow | None) -> Origi
 
 def _steps(conn: Connection, start: int, near: Direction, far: Direction) -> tuple[LineageStep, ...]:
     """Return the conversions reached by going from the `near` end of each to its `far` end."""
-    edges = _edges(conn, start, near, far)
-    ids = {edge.near_row for edge in edges} | {edge.far_row for edge in edges}
+    edges: list[tuple[int, Edge]] = []  # with how many conversions away from the start
+    reached, level, depth = {start}, {start}, 0
+    while level:  # each checkpoint is in one level: one that was converted onto itself does not loop forever
+        depth += 1
+        of_level = edges_of(conn, level, near, far)
+        edges += [(depth, edge) for edge in of_level]
+        level = {edge.far for edge in of_level} - reached
+        reached |= level
     rows = {
         row.id: checkpoint_row(row)
-        for part in _parts(ids)
+        for part in in_parts(sorted({row for _, edge in edges for row in (edge.near, edge.far)}))
         for row in conn.execute(checkpoint_rows().where(Checkpoint.id.in_(part)))
     }
     conversions = {
         row.id: conversion_row(row)
-        for part in _parts({edge.conversion for edge in edges})
+        for part in in_parts(sorted({edge.conversion for _, edge in edges}))
         for row in conn.execute(select(Conversion).where(Conversion.id.in_(part)))
     }
     steps = []
-    for edge in edges:
-        ends = rows[edge.near_row], rows[edge.far_row]
+    for depth, edge in edges:
+        ends = rows[edge.near], rows[edge.far]
         # Which end is nearer depends on the direction; a step always goes from source to output.
         derived, source = ends if near is Direction.OUT else ends[::-1]
-        steps.append(LineageStep(edge.depth, source, conversions[edge.conversion], derived))
+        steps.append(LineageStep(depth, source, conversions[edge.conversion], derived))
     return tuple(sorted(steps, key=lambda step: (step.depth, step.conversion.started_at)))
-
-
-class _Edge(NamedTuple):
-    """A conversion between two checkpoints, by row ids. depth: how many conversions away from the start."""
-
-    depth: int
-    near_row: int
-    conversion: int
-    far_row: int
-
-
-def _edges(conn: Connection, start: int, near: Direction, far: Direction) -> list[_Edge]:
-    """Return the edges reached from a checkpoint, level by level.
-
-    One query for each level: for one recursive query, SQLite scans all edges, at 100,000 checkpoints
-    for 40 ms (it builds a Bloom filter over them), where a level takes 0.1 ms.
-    """
-    near_ends, far_ends = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
-    near_io, far_io = near_ends.c, far_ends.c
-    query = (
-        select(near_io.checkpoint_id, near_io.conversion_id, far_io.checkpoint_id.label("other"))
-        .join(far_ends, far_io.conversion_id == near_io.conversion_id)
-        .where(near_io.direction == near.value, far_io.direction == far.value)
-        .order_by(near_io.conversion_id)
-    )
-    reached, level, edges = {start}, {start}, list[_Edge]()
-    depth = 0
-    while level:  # each checkpoint is in one level: one that was converted onto itself does not loop forever
-        depth += 1
-        rows = [
-            row
-            for part in _parts(level)
-            for row in conn.execute(query.where(near_io.checkpoint_id.in_(part)))
-        ]
-        edges += [_Edge(depth, row.checkpoint_id, row.conversion_id, row.other) for row in rows]
-        level = {row.other for row in rows} - reached
-        reached |= level
-    return edges
-
-
-def _parts(ids: Iterable[int]) -> Iterator[list[int]]:
-    """Yield ids in lists that fit into one statement of either database."""
-    ordered = sorted(ids)
-    for first in range(0, len(ordered), _MOST_IDS):
-        yield ordered[first : first + _MOST_IDS]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from sqlalchemy import and_, func, or_, select, union, update
 
@@ -18,7 +18,14 @@ from ckptcore.catalog.conversions import Running, running
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import Alias, Checkpoint, Claim, Conversion, ConversionIO, Hold, Tag, TrainingRun
 from ckptcore.catalog.normalize import parents, same_places
-from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, conversion_row, resolve_checkpoint
+from ckptcore.catalog.query import (
+    checkpoint_row,
+    checkpoint_rows,
+    conversion_row,
+    edges_of,
+    in_parts,
+    resolve_checkpoint,
+)
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
 from ckptcore.errors import Finding, UsageError
 from ckptcore.utils import processes
@@ -28,8 +35,6 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select
 
 _ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
-_AT_ONCE = 500  # values in one statement
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +212,8 @@ def ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, T
     """
     ties_by_id: dict[str, Ties] = {}
     reading = _by_source(running(conn))
-    for start in range(0, len(publics), _AT_ONCE):
-        ties_by_id |= _ties(conn, now, publics[start : start + _AT_ONCE], reading)
+    for part in in_parts(publics):
+        ties_by_id |= _ties(conn, now, part, reading)
     return ties_by_id
 
 
@@ -256,41 +261,27 @@ def _ties(
 
 def aliases_below(conn: Connection, publics: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the aliases of what was made from checkpoints, directly or in several steps, by public id."""
-    read, wrote = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
-    children = (
-        select(read.c.checkpoint_id, wrote.c.checkpoint_id.label("child"))
-        .join(wrote, wrote.c.conversion_id == read.c.conversion_id)
-        .where(read.c.direction == Direction.IN.value, wrote.c.direction == Direction.OUT.value)
-    )
     level: dict[int, set[str]] = {}  # row id -> the checkpoints that it was made from
-    for public_ids in _parts(publics):
+    for public_ids in in_parts(publics):
         rows = conn.execute(select(Checkpoint.id, Checkpoint.uuid).where(Checkpoint.uuid.in_(public_ids)))
         level |= {row.id: {row.uuid} for row in rows}
     below: dict[int, set[str]] = {}
-    while level:  # one query for each step, as `lineage._edges`
+    while level:
         new: dict[int, set[str]] = {}
-        for parent_ids in _parts(level):
-            for parent, child in conn.execute(children.where(read.c.checkpoint_id.in_(parent_ids))):
-                # Only what is new for a child is passed on, so that loops in the lineage end.
-                if sources := level[parent] - below.get(child, set()):
-                    new.setdefault(child, set()).update(sources)
+        for parent, _, child in edges_of(conn, level, Direction.IN, Direction.OUT):
+            # Only what is new for a child is passed on, so that loops in the lineage end.
+            if sources := level[parent] - below.get(child, set()):
+                new.setdefault(child, set()).update(sources)
         for child, sources in new.items():
             below.setdefault(child, set()).update(sources)
         level = new
     alias_names: dict[str, set[str]] = {}
-    for child_ids in _parts(below):
+    for child_ids in in_parts(below):
         named = select(Alias.checkpoint_id, Alias.name).where(Alias.checkpoint_id.in_(child_ids))
         for child, name in conn.execute(named):
             for public in below[child]:
                 alias_names.setdefault(public, set()).add(name)
     return {public: tuple(sorted(names)) for public, names in alias_names.items()}
-
-
-def _parts(values: Iterable[_Value]) -> Iterator[list[_Value]]:
-    """Yield values in lists that fit into one statement."""
-    ordered = list(values)
-    for first in range(0, len(ordered), _AT_ONCE):
-        yield ordered[first : first + _AT_ONCE]
 
 
 def tied(conn: Connection, now: datetime) -> tuple[str, ...]:
@@ -309,8 +300,7 @@ def ties_at(conn: Connection, now: datetime, uris: Sequence[str]) -> dict[str, T
     if not uris:
         return {}
     reading, joined = _by_source(running(conn)), dict[str, Ties]()
-    for start in range(0, len(uris), _AT_ONCE):
-        batch = uris[start : start + _AT_ONCE]
+    for batch in in_parts(uris):
         alive_here = Checkpoint.uri.in_(batch), Checkpoint.state.in_(_ALIVE)
         rows = conn.execute(
             # Several rows may be at one URI: all of their ties count.

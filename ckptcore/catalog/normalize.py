@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptcore.errors import Finding
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.utils.average_url import is_average, split_average, with_inputs
 from ckptcore.utils.merged_url import is_merged, merged_url, split_merged
@@ -38,6 +39,16 @@ def clean(text: str) -> str:
     'cannot read s3://bucket/a'
     """
     return redacted(storable(text))
+
+
+def storable_finding(found: Finding) -> dict[str, Any]:
+    """Return the columns of a finding, as every database can store them."""
+    names = {
+        name: None if text is None else storable(text)
+        for name, text in (("fqn", found.fqn), ("file", found.file))
+    }
+    texts = {"message": clean(found.message), "hint": clean(found.hint)}
+    return {"code": found.code, "level": found.level, "severity": found.severity, **texts, **names}
 
 
 def clean_json(value: Any) -> str:

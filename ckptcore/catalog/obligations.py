@@ -19,7 +19,7 @@ from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog import audit
 from ckptcore.catalog.models import Checkpoint, FindingRecord, Obligation
-from ckptcore.catalog.normalize import clean, normal_uri
+from ckptcore.catalog.normalize import normal_uri, storable_finding
 from ckptcore.catalog.row_values import read_row
 from ckptcore.errors import UsageError, finding
 from ckptcore.utils.text import some
@@ -138,9 +138,8 @@ def note_lost(conn: Connection, now: datetime, row: ObligationRow, names: Sequen
     gone = some(list(names))
     message = f"{len(names)} contents of {row.source} are in no recorded checkpoint any more: {gone}"
     lost = finding(LOST, "bytes", message)
-    values = {"checkpoint_id": source, "code": lost.code, "level": lost.level, "severity": lost.severity}
-    values |= {"message": clean(lost.message), "hint": lost.hint, "found_at": now}
-    conn.execute(insert(FindingRecord).values(values))
+    values = {"checkpoint_id": source, "found_at": now}
+    conn.execute(insert(FindingRecord).values(storable_finding(lost) | values))
 
 
 def reduce(

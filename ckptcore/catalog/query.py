@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from sqlalchemy import Float, Select, and_, case, func, select
 from sqlalchemy import cast as sql_cast
@@ -43,6 +43,8 @@ from ckptcore.utils.near_names import did_you_mean
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
+_Value = TypeVar("_Value")
+_AT_ONCE = 10_000  # values in one statement: SQLite's limit is 32,766, PostgreSQL's 65,535
 _LOADABLE = {"ok": "yes", "failed": "no"}  # by the verdict of verify-export
 LARGEST_SUMMED = 2**50  # bytes that one row may have for an exact sum: 8191 such rows have 63 bits
 OPENED_BY = frozenset({"config.json", "adapter_config.json"})  # transformers and PEFT open a model by these
@@ -219,6 +221,41 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
             ),
         )
     return Checkpoint, row.id
+
+
+def in_parts(values: Iterable[_Value]) -> Iterator[list[_Value]]:
+    """Yield values in lists that fit into one statement of either database."""
+    ordered = list(values)
+    for first in range(0, len(ordered), _AT_ONCE):
+        yield ordered[first : first + _AT_ONCE]
+
+
+class Edge(NamedTuple):
+    """A conversion between two checkpoints, by row ids."""
+
+    near: int
+    conversion: int
+    far: int
+
+
+def edges_of(conn: Connection, rows: Iterable[int], near: Direction, far: Direction) -> list[Edge]:
+    """Return the conversions that checkpoints are on the `near` side of, each with its `far` end.
+
+    One level of a lineage: for one recursive query, SQLite scans all edges, at 100,000 checkpoints for 40 ms
+    (it builds a Bloom filter over them), where a level takes 0.1 ms.
+    """
+    near_ends, far_ends = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
+    near_io, far_io = near_ends.c, far_ends.c
+    query = (
+        select(near_io.checkpoint_id, near_io.conversion_id, far_io.checkpoint_id.label("other"))
+        .join(far_ends, far_io.conversion_id == near_io.conversion_id)
+        .where(near_io.direction == near.value, far_io.direction == far.value)
+        .order_by(near_io.conversion_id)
+    )
+    parts = in_parts(sorted(rows))
+    return [
+        Edge(*row) for part in parts for row in conn.execute(query.where(near_io.checkpoint_id.in_(part)))
+    ]
 
 
 def begins(column: Any, digits: str) -> ColumnElement[bool]:

@@ -14,16 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, func, insert, select, update
 
-from ckptcore.catalog.models import (
-    Checkpoint,
-    ConversionIO,
-    FindingRecord,
-    Metric,
-    TrainingFactsRow,
-    TrainingRun,
-)
+from ckptcore.catalog.models import Checkpoint, FindingRecord, Metric, TrainingFactsRow, TrainingRun
 from ckptcore.catalog.normalize import clean_json, storable
-from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
+from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, edges_of
 from ckptcore.catalog.row_values import checked, parsed, read_row, sound
 from ckptcore.catalog.training import (
     EQUAL,
@@ -390,20 +383,10 @@ def _put_metrics(
 
 def _made_from(conn: Connection, checkpoint: int) -> list[int]:
     """Return the row ids of everything that was made from a checkpoint, directly or indirectly."""
-    reached, queue = {checkpoint}, [checkpoint]
-    read_by, written_by = ConversionIO.__table__.alias("read_by"), ConversionIO.__table__.alias("written_by")
-    while queue:
-        rows = conn.execute(
-            select(written_by.c.checkpoint_id)
-            .join(read_by, read_by.c.conversion_id == written_by.c.conversion_id)
-            .where(
-                read_by.c.checkpoint_id.in_(queue),
-                read_by.c.direction == Direction.IN.value,
-                written_by.c.direction == Direction.OUT.value,
-            )
-        ).scalars()
-        queue = sorted(set(rows) - reached)
-        reached.update(queue)
+    reached = level = {checkpoint}
+    while level:
+        level = {edge.far for edge in edges_of(conn, level, Direction.IN, Direction.OUT)} - reached
+        reached = reached | level
     return sorted(reached - {checkpoint})
 
 

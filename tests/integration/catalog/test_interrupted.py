@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import update
 
-from ckptcore.catalog import conversions, heartbeats, maintenance
+from ckptcore.catalog import conversions, heartbeats, maintenance, query
 from ckptcore.catalog.models import ConversionProcess
 from ckptcore.catalog.types import ConversionStart
 from ckptcore.errors import Interrupted
@@ -157,8 +157,7 @@ def test_a_process_is_looked_at_once_for_all_its_conversions_and_all_sources(
             )
             for n in range(5)
         )
-    for module in (conversions, maintenance):
-        monkeypatch.setattr(module, "_AT_ONCE", 2)
+    monkeypatch.setattr(query, "_AT_ONCE", 2)
     seen = []
     real = processes.has_ended
     monkeypatch.setattr(processes, "has_ended", lambda found: seen.append(tuple(found)) or real(found))

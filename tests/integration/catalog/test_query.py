@@ -100,7 +100,7 @@ def steps(lines):
 
 @pytest.mark.parametrize("most", [1, 2, 10_000])  # ids in one statement
 def test_lineage_both_ways(catalog, chain, monkeypatch, most):
-    monkeypatch.setattr("ckptcore.catalog.lineage._MOST_IDS", most)
+    monkeypatch.setattr("ckptcore.catalog.query._AT_ONCE", most)
     found = catalog.lineage("/out/model")
     assert found.checkpoint.uri == "/out/model"
     assert steps(found.ancestors) == [(1, "/runs/a/step-1", "export", "/out/model")]

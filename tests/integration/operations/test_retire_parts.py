@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from ckptcore.catalog import CheckpointFacts, aliases, maintenance, open_catalog
+from ckptcore.catalog import CheckpointFacts, aliases, maintenance, open_catalog, query
 from ckptcore.catalog import holds as kept
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.operations.options import RetireOptions
@@ -111,7 +111,7 @@ def test_ties_of_many_are_those_of_each(url, monkeypatch):
         with catalog.reading() as conn:
             ids = [row.id for row in maintenance.sources(conn)]
             full = maintenance.ties(conn, NOW, ids)
-            monkeypatch.setattr(maintenance, "_AT_ONCE", 3)
+            monkeypatch.setattr(query, "_AT_ONCE", 3)
             assert maintenance.ties(conn, NOW, ids) == full
             assert {id: maintenance.ties(conn, NOW, [id])[id] for id in ids} == full
             assert sum(bool(each.tags) for each in full.values()) == 10
