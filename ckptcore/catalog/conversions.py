@@ -224,24 +224,21 @@ def succeed(
         training_rows.put_live(conn, now, derived_id, source.live)
     if facts.inputs:
         _record_average(conn, now, row.id, source_id, facts.inputs)
-    conn.execute(
-        update(Conversion)
-        .where(Conversion.id == row.id)
-        .values(
-            state=Outcome.SUCCEEDED.value,
-            ended_at=now,
-            plan_digest=facts.plan_digest,
-            bytes_in=facts.bytes_in,
-            bytes_out=facts.bytes_out,
-            peak_memory=facts.peak_memory,
-            timings=clean_json(facts.timings),
-            map_digest=facts.map_digest,
-            fingerprint=facts.fingerprint,
-            source_stamp=facts.source_stamp,
-            source_ctime=facts.source_ctime,
-            error_code=None,
-            error_message=None,
-        )
+    _ended(
+        conn,
+        now,
+        row.id,
+        plan_digest=facts.plan_digest,
+        bytes_in=facts.bytes_in,
+        bytes_out=facts.bytes_out,
+        peak_memory=facts.peak_memory,
+        timings=clean_json(facts.timings),
+        map_digest=facts.map_digest,
+        fingerprint=facts.fingerprint,
+        source_stamp=facts.source_stamp,
+        source_ctime=facts.source_ctime,
+        error_code=None,
+        error_message=None,
     )
     # Killed runs leave no record. Only one conversion can have a destination at a time, and this one has just
     # published there: an earlier one that still "runs" is gone, unless its process is seen to run. That one
@@ -254,7 +251,6 @@ def succeed(
     ]
     earlier = and_(before, Conversion.id.not_in(alive))
     _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
-    _forget_process(conn, Conversion.id == row.id)
     return derived_uuid
 
 
@@ -291,9 +287,7 @@ def thinned(
         _inherit(conn, now, source, derived)
         history.carry(conn, source, derived)
     note_findings(conn, now, findings, checkpoint=derived, conversion=row.id, level=facts.verified)
-    ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
-    conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))
-    _forget_process(conn, Conversion.id == row.id)
+    _ended(conn, now, row.id)
     return public
 
 
@@ -314,18 +308,8 @@ def pushed(
     row = _conversion(conn, conversion)
     request = conn.execute(select(Conversion.request).where(Conversion.id == row.id)).scalar_one()
     _link(conn, row.id, {(resolve_checkpoint(conn, checkpoint), Direction.IN)})
-    conn.execute(
-        update(Conversion)
-        .where(Conversion.id == row.id)
-        .values(
-            state=Outcome.SUCCEEDED.value,
-            ended_at=now,
-            request=clean_json({**parsed(request), "commit": commit}),
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
-        )
-    )
-    _forget_process(conn, Conversion.id == row.id)
+    request = clean_json({**parsed(request), "commit": commit})
+    _ended(conn, now, row.id, request=request, bytes_in=bytes_in, bytes_out=bytes_out)
 
 
 def fail(
@@ -352,12 +336,8 @@ def fail(
         _link(conn, row.id, {(source_id, Direction.IN)})
     level = source.verified if source else None
     note_findings(conn, now, findings, checkpoint=source_id, conversion=row.id, level=level)
-    conn.execute(
-        update(Conversion)
-        .where(Conversion.id == row.id)
-        .values(state=Outcome.FAILED.value, ended_at=now, error_code=code, error_message=clean(message))
-    )
-    _forget_process(conn, Conversion.id == row.id)
+    failed = {"state": Outcome.FAILED.value, "error_code": code, "error_message": clean(message)}
+    _ended(conn, now, row.id, **failed)
 
 
 def record_validation(
@@ -431,37 +411,24 @@ def _record_average(
     """
     ended: dict[str, Any] = {"state": State.REPLACED.value, "replaced_at": now}
     conn.execute(update(Checkpoint).where(Checkpoint.id == average).values(ended))
-    writers = select(ConversionIO.conversion_id).where(
-        ConversionIO.checkpoint_id == average, ConversionIO.direction == Direction.OUT.value
-    )
     # A second conversion of the same average adds no second origin.
-    if conn.execute(writers).first() is not None:
+    if _has_origin(conn, average):
         return
     uri = conn.execute(select(Checkpoint.uri).where(Checkpoint.id == average)).scalar_one()
     version = select(Conversion.tool_version).where(Conversion.id == conversion)
     request = {"inputs": [[facts.uri, weight] for weight, facts in inputs]}
     start = ConversionStart(request, uri, uri, "average", conn.execute(version).scalar_one())
-    public = begin_conversion(conn, now, start)
-    row = _conversion(conn, public)
-    ends = {(put_checkpoint(conn, now, facts, Kind.SOURCE)[0], Direction.IN) for _, facts in inputs}
-    _link(conn, row.id, {*ends, (average, Direction.OUT)})
-    outcome = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
-    conn.execute(update(Conversion).where(Conversion.id == row.id).values(outcome))
+    _put_ended(
+        conn, now, start, [put_checkpoint(conn, now, facts, Kind.SOURCE)[0] for _, facts in inputs], average
+    )
 
 
 def _adopt(conn: Connection, now: datetime, output: Any, source: Any, verb: str, version: str) -> str | None:
-    writers = select(ConversionIO.conversion_id).where(
-        ConversionIO.checkpoint_id == output.id, ConversionIO.direction == Direction.OUT.value
-    )
     # An output has one origin; one that is known is not guessed again.
-    if conn.execute(writers).first() is not None:
+    if _has_origin(conn, output.id):
         return None
     start = ConversionStart({"rebuilt": True}, source.uri, output.uri, verb, version)
-    public = begin_conversion(conn, now, start)
-    row = _conversion(conn, public)
-    _link(conn, row.id, {(source.id, Direction.IN), (output.id, Direction.OUT)})
-    ended = {"state": Outcome.SUCCEEDED.value, "ended_at": now}
-    conn.execute(update(Conversion).where(Conversion.id == row.id).values(ended))
+    _put_ended(conn, now, start, [source.id], output.id)
     run = select(Checkpoint.run_id).where(Checkpoint.id == source.id)
     changes: dict[str, Any] = {"kind": Kind.DERIVED.value}
     if conn.execute(run).scalar() is not None:  # the run in a destination's name is only a guess
@@ -469,6 +436,27 @@ def _adopt(conn: Connection, now: datetime, output: Any, source: Any, verb: str,
     conn.execute(update(Checkpoint).where(Checkpoint.id == output.id).values(changes))
     _inherit(conn, now, source.id, output.id)
     return str(source.uri)
+
+
+def _has_origin(conn: Connection, checkpoint: int) -> bool:
+    wrote = ConversionIO.checkpoint_id == checkpoint, ConversionIO.direction == Direction.OUT.value
+    return conn.execute(select(ConversionIO.conversion_id).where(*wrote)).first() is not None
+
+
+def _put_ended(
+    conn: Connection, now: datetime, start: ConversionStart, sources: Iterable[int], output: int
+) -> None:
+    """Record a conversion that is over, with the row ids of what it read and wrote."""
+    row = _conversion(conn, begin_conversion(conn, now, start))
+    _link(conn, row.id, {*((source, Direction.IN) for source in sources), (output, Direction.OUT)})
+    _ended(conn, now, row.id)
+
+
+def _ended(conn: Connection, now: datetime, conversion: int, **columns: Any) -> None:
+    """Record that a conversion is over, and has succeeded unless the columns say otherwise."""
+    values = {"state": Outcome.SUCCEEDED.value, "ended_at": now, **columns}
+    conn.execute(update(Conversion).where(Conversion.id == conversion).values(values))
+    _forget_process(conn, Conversion.id == conversion)
 
 
 def _end(conn: Connection, now: datetime, which: ColumnElement[bool], why: str) -> None:
