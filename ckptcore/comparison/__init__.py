@@ -3,7 +3,7 @@
 The package uses checking, naming and the reading of boxes; it writes nothing.
 
 - `diff.diff` returns a `result.Difference`; `fingerprint.fingerprint` returns `fingerprint.Fingerprints`.
-- `box_walk.walk_boxes` reads the boxes of many tensors in several threads, for both.
+- `box_walk.read_boxes` reads the boxes of many tensors in several threads, for both.
 - `tensor_compare` compares tensors, `object_leaves` plain values.
 - `verify_export.verify_export` returns a `ckptcore.checking.export_proof.ExportProof`. Its checks:
   `element_use` and `element_problems` account for stored elements, `export_values` compares values,

@@ -8,55 +8,60 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
+from ckptcore.comparison.opened import OpenSide, labelled
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import TensorSpec
-from ckptcore.planning.tiles import Budget
+from ckptcore.planning.request import Settings
+from ckptcore.planning.tiles import Budget, Tiles, paged_buffer
 from ckptcore.reading.box_reader import BoxReader
-from ckptcore.reading.gather import StoredOrder
+from ckptcore.reading.gather import Bytes, stored_order, tile_view
 from ckptcore.utils.workers import ProgressMeter, run_jobs
 
 
-class _Readable(Protocol):
-    """A checkpoint that is read."""
-
-    def stored_order(self, row: int, reader: BoxReader) -> StoredOrder:
-        """Return how a tensor is stored."""
-
-
 class OpenTensor:
-    """A tensor, or a pair of equal ones, while its boxes are read.
+    """A tensor of one checkpoint, or of two in one shape, while its boxes are read.
 
-    Args:
-        spec: Its dtype and shape.
+    Attributes:
         sides: The checkpoints that have it.
         rows: Its number in each.
-        readers: One for each side, there when the walk comes to it; closed after the last box.
+        specs: Its dtype and shape in each.
+        spec: The one of the widest dtype: boxes of all fit where its boxes fit.
+        readers: One for each side, from the walk's coming to it until the last box.
     """
 
-    def __init__(
-        self,
-        spec: TensorSpec,
-        sides: Sequence[_Readable],
-        rows: Sequence[int],
-        readers: Sequence[BoxReader] = (),
-    ) -> None:
-        self.spec, self.readers = spec, readers
-        self._sides, self._rows = sides, rows
+    def __init__(self, sides: Sequence[OpenSide], rows: Sequence[int]) -> None:
+        self.sides, self.rows = sides, rows
+        self.specs = [side.manifest.tensors[row] for side, row in zip(sides, rows, strict=True)]
+        self.spec = max(self.specs, key=lambda spec: BY_NAME[spec.dtype].itemsize)
+        self.readers: Sequence[BoxReader] = ()
         self.under_way = 1  # the walk itself, and every box
+
+    def open(self) -> None:
+        """Open the readers, right before the first box."""
+        self.readers = [side.reader(row) for side, row in zip(self.sides, self.rows, strict=True)]
 
     def step(self, budget: Budget) -> int:
         """Return the bytes of its boxes."""
         spec = self.spec
         if spec.nbytes <= budget.usual:
             return budget.usual
-        stored = zip(self._sides, self._rows, self.readers, strict=True)
-        width = BY_NAME[spec.dtype].itemsize
-        return max(
-            budget.step(side.stored_order(row, reader), spec.shape, width) for side, row, reader in stored
+        orders = (
+            stored_order(side.manifest.chunks, row, len(spec.shape), reader.strides)
+            for side, row, reader in zip(self.sides, self.rows, self.readers, strict=True)
         )
+        return max(budget.step(order, spec.shape, BY_NAME[spec.dtype].itemsize) for order in orders)
+
+    def read(self, box: Box, buffers: Sequence[Bytes], scratch: Bytes) -> list[Bytes]:
+        """Read a box of each side into the first bytes of its buffer, and return these."""
+        tiles = []
+        for side, reader, spec, buffer in zip(self.sides, self.readers, self.specs, buffers, strict=True):
+            with labelled(side.label):
+                reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
+            tiles.append(buffer[: box.numel * BY_NAME[spec.dtype].itemsize])
+        return tiles
 
     def close(self) -> None:
         """Close the readers."""
@@ -67,23 +72,43 @@ class OpenTensor:
 Open = TypeVar("Open", bound=OpenTensor)
 
 
-def walk_boxes(
+def read_boxes(
+    sides: Sequence[OpenSide],
     tensors: Iterable[Open],
-    worker: Callable[[], Callable[[Open, Box], None]],
-    budget: Budget,
+    worker: Callable[[Tiles], Callable[[Open, Box], None]],
+    settings: Settings,
     meter: ProgressMeter,
 ) -> None:
     """Read every box of the tensors.
 
     Args:
+        sides: The checkpoints that have them. The first lends its buffers, if it keeps some; there is none
+            where two checkpoints have no tensor to compare.
         tensors: Opened one after the other, when it is their turn.
-        worker: Called once in each thread; returns a function that reads one box into buffers of its own.
-        budget: The size of boxes and the number of threads.
+        worker: Called once in each thread, with the buffers of all; returns a function that reads one box.
+        settings: Memory and threads.
         meter: Counts the bytes that are read.
 
     Raises:
         CkptError: The first error of any worker; all tensors are closed then.
     """
+    budget = Budget.of(settings)
+    for side in sides:
+        # An eighth of the memory, as two may be open, and tiles have three quarters.
+        side.records.limit_decoded(settings.memory // 8)
+    tiles = next((side.tiles for side in sides[:1]), None) or Tiles(partial(paged_buffer, budget.tile))
+    try:
+        _walk(tensors, lambda: worker(tiles), budget, meter)
+    finally:
+        tiles.take_back()
+
+
+def _walk(
+    tensors: Iterable[Open],
+    worker: Callable[[], Callable[[Open, Box], None]],
+    budget: Budget,
+    meter: ProgressMeter,
+) -> None:
     lock, under_way = threading.Lock(), set[Open]()
 
     def release(tensor: Open) -> None:
@@ -99,6 +124,7 @@ def walk_boxes(
         for tensor in tensors:
             with lock:
                 under_way.add(tensor)
+            tensor.open()
             spec = tensor.spec
             # The walk keeps its own count until the last box is out: workers that finish the boxes
             # before that must not close the tensor.

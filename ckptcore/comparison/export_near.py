@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import OpenSide, labelled
+from ckptcore.comparison.box_walk import OpenTensor, read_boxes
+from ckptcore.comparison.opened import OpenSide
 from ckptcore.core.box import Box
-from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import TensorSpec
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget
+from ckptcore.planning.tiles import Tiles
 from ckptcore.reading.casting import torch_on
-from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 _BLOCK = 1 << 16  # elements that are cast to float64 at a time
@@ -66,11 +63,8 @@ def near(export: OpenSide, base: OpenSide, settings: Settings, progress: Progres
             shapes.append((name, a.shape, b.shape))
         elif a.numel:
             pairs.append(_SummedPair(name, (export, base), (row, theirs[name])))
-    budget = Budget.of(settings)
-    for side in (export, base):
-        side.limit_decoded(settings)
     meter = ProgressMeter(progress, "near", sum(p.spec.nbytes for p in pairs))
-    walk_boxes(_opening(pairs), lambda: _sums_box((export, base), budget), budget, meter)
+    read_boxes((export, base), pairs, _sums_box, settings, meter)
     export.finish()
     base.finish()
     cosines = {p.name: p.cosine() for p in pairs}
@@ -87,12 +81,8 @@ class _SummedPair(OpenTensor):
     """A pair of tensors while it is read, and its sums."""
 
     def __init__(self, name: str, sides: tuple[OpenSide, OpenSide], rows: tuple[int, int]) -> None:
-        specs = [s.manifest.tensors[r] for s, r in zip(sides, rows, strict=True)]
-        widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
-        super().__init__(widest, sides, rows)
-        self.name, self.sides, self.rows = name, sides, rows
-        self.specs: Sequence[TensorSpec] = specs
-        self.lock, self.sums = threading.Lock(), np.zeros(3)
+        super().__init__(sides, rows)
+        self.name, self.lock, self.sums = name, threading.Lock(), np.zeros(3)
 
     def cosine(self) -> float | None:
         """Return the cosine, NaN if an element is NaN; None if exactly one side is all zeros."""
@@ -104,25 +94,14 @@ class _SummedPair(OpenTensor):
         return float(dot / (math.sqrt(squares_a) * math.sqrt(squares_b)))
 
 
-def _opening(pairs: Sequence[_SummedPair]) -> Iterator[_SummedPair]:
-    for pair in pairs:
-        pair.readers = [side.reader(row) for side, row in zip(pair.sides, pair.rows, strict=True)]
-        yield pair
-
-
-def _sums_box(sides: tuple[OpenSide, OpenSide], budget: Budget) -> Callable[[_SummedPair, Box], None]:
+def _sums_box(buffers: Tiles) -> Callable[[_SummedPair, Box], None]:
     """Return a function that reads and sums one box; it is used in one thread."""
     torch = torch_on("cpu")
-    export_buffer, base_buffer, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
+    *tile_buffers, scratch = (buffers.take() for _ in range(3))
 
     def read(pair: _SummedPair, box: Box) -> None:
-        tiles = []
-        for side, reader, spec, buffer in zip(
-            sides, pair.readers, pair.specs, (export_buffer, base_buffer), strict=True
-        ):
-            with labelled(side.label):
-                reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
-            tiles.append(_elements(torch, buffer, spec.dtype, box.numel))
+        read_tiles = zip(pair.read(box, tile_buffers, scratch), pair.specs, strict=True)
+        tiles = [torch.from_numpy(tile).view(getattr(torch, spec.dtype)) for tile, spec in read_tiles]
         sums = np.zeros(3)
         for start in range(0, box.numel, _BLOCK):
             a, b = (_as_float64(torch, h[start : start + _BLOCK]) for h in tiles)
@@ -131,11 +110,6 @@ def _sums_box(sides: tuple[OpenSide, OpenSide], budget: Budget) -> Callable[[_Su
             pair.sums += sums
 
     return read
-
-
-def _elements(torch: Any, buffer: Bytes, dtype: str, count: int) -> Any:
-    data = buffer[: count * BY_NAME[dtype].itemsize]
-    return torch.from_numpy(data).view(getattr(torch, dtype))
 
 
 def _as_float64(torch: Any, block: Any) -> Any:

@@ -13,23 +13,23 @@ NaN and Inf are counted in the bytes of elements, without torch and without a co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import OpenSide, tiles_for
-from ckptcore.comparison.tensor_processes import in_processes
+from ckptcore.comparison.box_walk import OpenTensor, read_boxes
+from ckptcore.comparison.opened import OpenSide
+from ckptcore.comparison.tensor_processes import read_shared
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import DamagedCheckpoint
 from ckptcore.fingerprints.sums import ZERO, Fingerprinted, add, box_sum, tensor_fingerprint
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget, Tiles
+from ckptcore.planning.tiles import Tiles
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing, index_in
 from ckptcore.reading.gather import Bytes, tile_view
@@ -54,8 +54,6 @@ _NO_INF: dict[str, tuple[int, int]] = {
 }
 _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 SOURCE, EXPORT = "source", "export"
-_NumberedPair = tuple[str, tuple[int, int], tuple[int, int], bool]
-"""The fields of a `TensorPair`, with the numbers of its sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +62,16 @@ class TensorPair:
 
     Attributes:
         name: Their name in reports.
-        sides: (source, export). The source must equal the export after the cast to the export's dtype.
         rows: Their rows in the two manifests.
+        sides: Numbers of (source, export) among the checkpoints that are read. The source must equal the
+            export after the cast to the export's dtype.
         is_summed: Whether the second is a tensor of the export: it is fingerprinted, and NaN and Inf count.
     """
 
     name: str
-    sides: tuple[OpenSide, OpenSide]
     rows: tuple[int, int]
+    sides: tuple[int, int] = (0, 1)
     is_summed: bool = True
-
-    @property
-    def specs(self) -> tuple[TensorSpec, TensorSpec]:
-        """Both tensors."""
-        source_spec, export_spec = (s.manifest.tensors[r] for s, r in zip(self.sides, self.rows, strict=True))
-        return source_spec, export_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,44 +106,31 @@ class PairResult:
 
 
 def read_pairs(
-    pairs: Sequence[TensorPair], settings: Settings, progress: Progress | None = None
-) -> tuple[PairResult, ...]:
-    """Read and compare every pair; return results in the order of the pairs.
+    sides: Sequence[OpenSide],
+    pairs: Sequence[TensorPair],
+    settings: Settings,
+    progress: Progress | None = None,
+) -> list[PairResult]:
+    """Read and compare every pair of the checkpoints; return results in the order of the pairs.
 
     Raises:
         CkptError: The first error of any worker, except damage, which the results record.
     """
-    full = [pair for pair in pairs if pair.specs[0].numel]
-    sides = [*{id(side): side for pair in full for side in pair.sides}.values()]
-    sizes = [max(spec.nbytes for spec in pair.specs) for pair in full]
+    sizes = [
+        max(sides[n].manifest.tensors[row].nbytes for n, row in zip(pair.sides, pair.rows, strict=True))
+        for pair in pairs
+    ]
     meter = ProgressMeter(progress, "compare", sum(sizes))
-    # Sides do not cross processes: a pair there names them by number.
-    numbers = {id(side): number for number, side in enumerate(sides)}
-    numbered = [
-        (pair.name, (numbers[id(first)], numbers[id(second)]), pair.rows, pair.is_summed)
-        for pair in full
-        for first, second in (pair.sides,)
-    ]
-    results = in_processes(compare_numbered, sides, numbered, sizes, settings, meter)
-    if results is None:
-        results = compare_numbered(sides, numbered, settings, meter)
-    results_by_pair = {id(pair): result for pair, result in zip(full, results, strict=True)}
-    return tuple(results_by_pair.get(id(pair)) or _empty_result(pair) for pair in pairs)
+    return read_shared(compare_pairs, sides, pairs, sizes, settings, meter)
 
 
-def compare_numbered(
-    sides: Sequence[OpenSide], pairs: Sequence[_NumberedPair], settings: Settings, meter: ProgressMeter
+def compare_pairs(
+    sides: Sequence[OpenSide], pairs: Sequence[TensorPair], settings: Settings, meter: ProgressMeter
 ) -> list[PairResult]:
-    """Compare pairs in the threads of this process; each names its sides by their numbers."""
-    budget = Budget.of(settings)
-    for side in sides:
-        side.limit_decoded(settings)
-    opened = [
-        _ComparedPair(TensorPair(name, (sides[first], sides[second]), rows, is_summed))
-        for name, (first, second), rows, is_summed in pairs
-    ]
-    with tiles_for(sides, budget) as tiles:
-        walk_boxes(_opening(opened), lambda: _compares_box(tiles), budget, meter)
+    """Compare pairs in the threads of this process. Nothing is read of those without elements."""
+    opened = [_ComparedPair(pair, sides) for pair in pairs]
+    full = [open_pair for open_pair in opened if open_pair.spec.numel]
+    read_boxes(sides, full, _compares_box, settings, meter)
     return [open_pair.result() for open_pair in opened]
 
 
@@ -168,21 +148,15 @@ def finish(side: OpenSide, label: str) -> tuple[str, str] | None:
 
 
 class _ComparedPair(OpenTensor):
-    """A pair while it is read, and its result. Its spec has the wider dtype, so that boxes of both fit."""
+    """A pair while it is read, and its result."""
 
-    def __init__(self, pair: TensorPair) -> None:
-        specs = pair.specs
-        widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
-        super().__init__(widest, pair.sides, pair.rows)
-        self.pair, self.specs, self.lock = pair, specs, threading.Lock()
+    def __init__(self, pair: TensorPair, sides: Sequence[OpenSide]) -> None:
+        super().__init__([sides[n] for n in pair.sides], pair.rows)
+        self.pair, self.lock = pair, threading.Lock()
         self.differing = 0
         self.first: tuple[int, ...] | None = None
         self.nan, self.inf = (0, 0), (0, 0)
         self.sum, self.damage = ZERO, dict[str, str]()
-
-    def begin(self) -> None:
-        """Open the readers, right before the first box."""
-        self.readers = [side.reader(row) for side, row in zip(self.pair.sides, self.pair.rows, strict=True)]
 
     def count(self, before: Counts, after: Counts) -> None:
         """Add a box's numbers of NaN and Inf, in the source and in the export."""
@@ -191,24 +165,12 @@ class _ComparedPair(OpenTensor):
 
     def result(self) -> PairResult:
         """Return the result."""
-        spec = self.specs[1]
-        taken = tensor_fingerprint(spec.dtype, spec.shape, self.sum)
-        damage = tuple(self.damage.items())
+        source, export = self.specs
+        taken = tensor_fingerprint(export.dtype, export.shape, self.sum)
+        damage, name = tuple(self.damage.items()), self.pair.name
         return PairResult(
-            self.pair.name, self.specs, self.differing, self.first, self.nan, self.inf, taken, damage
+            name, (source, export), self.differing, self.first, self.nan, self.inf, taken, damage
         )
-
-
-def _opening(pairs: Sequence[_ComparedPair]) -> Iterator[_ComparedPair]:
-    for pair in pairs:
-        pair.begin()
-        yield pair
-
-
-def _empty_result(pair: TensorPair) -> PairResult:
-    spec = pair.specs[1]
-    taken = tensor_fingerprint(spec.dtype, spec.shape, ZERO)
-    return PairResult(pair.name, pair.specs, 0, None, (0, 0), (0, 0), taken)
 
 
 def _compares_box(buffers: Tiles) -> Callable[[_ComparedPair, Box], None]:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ckptcore.checking.check import require_complete
-from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import OpenSide, labelled, tiles_for
-from ckptcore.comparison.tensor_processes import in_processes
+from ckptcore.comparison.box_walk import OpenTensor, read_boxes
+from ckptcore.comparison.opened import OpenSide, closing_sides
+from ckptcore.comparison.tensor_processes import read_shared
 from ckptcore.core.box import Box
-from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, UsageError, finding
 from ckptcore.fingerprints.result import Fingerprints
@@ -35,8 +34,7 @@ from ckptcore.fingerprints.sums import (
 from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.rename import is_kept, matches, remap
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget
-from ckptcore.reading.gather import tile_view
+from ckptcore.planning.tiles import Tiles
 from ckptcore.reading.rereading import rereading
 from ckptcore.utils.workers import Progress, ProgressMeter
 
@@ -100,11 +98,9 @@ def fingerprint(
             hint="check --include, --exclude and --model-prefix",
         )
     opened = OpenSide(manifest.root, mapped.manifest)
-    try:
+    with closing_sides([opened]):
         tensors = _tensors(opened, settings, progress)
         opened.finish()
-    finally:
-        opened.store.close()
     digest = map_digest(mapped.renamed, [d.fqn for d in mapped.dropped], ())
     return Fingerprints(
         checkpoint_fingerprint(tensors), digest, tensors, mapped.renamed, opened.unverified, warnings
@@ -143,22 +139,12 @@ def _renames(names: Sequence[str], rules: FingerprintRules, old: str, new: str) 
     return any(n.startswith(head) and (not star or n.endswith(tail)) for n in names) or old == new
 
 
-class _Summed(OpenTensor):
-    """A tensor while its boxes are read and summed. row: its row in the manifest."""
-
-    def __init__(self, opened: OpenSide, row: int) -> None:
-        super().__init__(opened.manifest.tensors[row], [opened], [row], [opened.reader(row)])
-        self.row = row
-
-
 def _tensors(opened: OpenSide, settings: Settings, progress: Progress | None) -> tuple[Fingerprinted, ...]:
     """Return the fingerprint of every tensor. Raise the first error of any worker."""
     specs = opened.manifest.tensors
     rows, sizes = range(len(specs)), [spec.nbytes for spec in specs]
     meter = ProgressMeter(progress, "read", opened.manifest.nbytes)
-    sums = in_processes(sum_tensors, [opened], rows, sizes, settings, meter)
-    if sums is None:
-        sums = sum_tensors([opened], rows, settings, meter)
+    sums = read_shared(sum_tensors, [opened], rows, sizes, settings, meter)
     return tuple(
         (s.fqn, s.dtype, s.shape, tensor_fingerprint(s.dtype, s.shape, total))
         for s, total in zip(specs, sums, strict=True)
@@ -176,25 +162,21 @@ def sum_tensors(
         settings: Memory and threads.
         meter: Counts the bytes that are read.
     """
-    (opened,), budget, lock = sides, Budget.of(settings), threading.Lock()
+    lock = threading.Lock()
     # The order of `rows`, whichever box ends first.
     sums = dict.fromkeys(rows, ZERO)
-    opened.limit_decoded(settings)
 
-    def worker() -> Callable[[_Summed, Box], None]:
+    def worker(tiles: Tiles) -> Callable[[OpenTensor, Box], None]:
         tile, scratch = tiles.take(), tiles.take()
 
-        def read(tensor: _Summed, box: Box) -> None:
-            spec = tensor.spec
-            with labelled(opened.label):
-                tensor.readers[0].read(box, tile_view(tile, box.shape, spec.dtype), scratch)
-            elements = tile[: box.numel * BY_NAME[spec.dtype].itemsize]
-            box_total = box_sum(spec.dtype, spec.shape, box, elements, scratch)
+        def read(tensor: OpenTensor, box: Box) -> None:
+            (elements,) = tensor.read(box, (tile,), scratch)
+            box_total = box_sum(tensor.spec.dtype, tensor.spec.shape, box, elements, scratch)
+            (row,) = tensor.rows
             with lock:
-                sums[tensor.row] = add(sums[tensor.row], box_total)
+                sums[row] = add(sums[row], box_total)
 
         return read
 
-    with tiles_for(sides, budget) as tiles:
-        walk_boxes((_Summed(opened, row) for row in rows), worker, budget, meter)
+    read_boxes(sides, (OpenTensor(sides, [row]) for row in rows), worker, settings, meter)
     return list(sums.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
@@ -13,11 +12,10 @@ from ckptcore.core.box import Box
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
-from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget, Tiles, paged_buffer
+from ckptcore.planning.tiles import Tiles
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import RecordProgress, Records
-from ckptcore.reading.gather import StoredOrder, stored_order, tile_view
+from ckptcore.reading.gather import tile_view
 from ckptcore.store import open_source_store
 
 _SMALL = 1 << 20
@@ -52,10 +50,6 @@ class OpenSide:
             if sums is not None and self.manifest.sums is not None:
                 self.manifest.sums.add(sums)
 
-    def limit_decoded(self, settings: Settings) -> None:
-        """Set the memory for decoded items: an eighth, as two may be open, and tiles have three quarters."""
-        self.records.limit_decoded(settings.memory // 8)
-
     @property
     def unverified(self) -> int:
         """Number of stored items that were read and have no checksum."""
@@ -83,10 +77,6 @@ class OpenSide:
             self.records.finish()
             require_same(self._stamps, self.store)
 
-    def stored_order(self, row: int, reader: BoxReader) -> StoredOrder:
-        """Return how a tensor is stored."""
-        return stored_order(self.manifest.chunks, row, len(self.manifest.tensors[row].shape), reader.strides)
-
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
@@ -100,13 +90,10 @@ def labelled(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def tiles_for(sides: Sequence[OpenSide], budget: Budget) -> Iterator[Tiles]:
-    """Lend the buffers of all threads that read; they stay with the first side if it keeps some.
-
-    There is no side where two checkpoints have no tensor to compare.
-    """
-    tiles = next((side.tiles for side in sides[:1]), None) or Tiles(partial(paged_buffer, budget.tile))
+def closing_sides(sides: Sequence[OpenSide]) -> Iterator[None]:
+    """Close the stores of checkpoints at the end."""
     try:
-        yield tiles
+        yield
     finally:
-        tiles.take_back()
+        for side in sides:
+            side.store.close()

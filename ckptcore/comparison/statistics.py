@@ -8,16 +8,15 @@ budget and workers are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.checking.check import require_complete
-from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
-from ckptcore.comparison.opened import OpenSide, labelled, tiles_for
-from ckptcore.comparison.tensor_processes import in_processes
+from ckptcore.comparison.box_walk import OpenTensor, read_boxes
+from ckptcore.comparison.opened import OpenSide, closing_sides
+from ckptcore.comparison.tensor_processes import read_shared
 from ckptcore.core.box import Box, flat_start
-from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import UsageError
 from ckptcore.fingerprints.statistics import (
@@ -30,8 +29,7 @@ from ckptcore.fingerprints.statistics import (
 )
 from ckptcore.fingerprints.statistics import accumulator as of_tensor
 from ckptcore.planning.request import Settings
-from ckptcore.planning.tiles import Budget
-from ckptcore.reading.gather import tile_view
+from ckptcore.planning.tiles import Tiles
 from ckptcore.reading.rereading import rereading
 from ckptcore.utils.workers import Progress, ProgressMeter
 
@@ -200,39 +198,33 @@ def _read(
 ) -> list[Row]:
     """Measure tensors, each given by its row in every manifest, in several processes where that pays."""
     sides = [OpenSide(manifest.root, manifest) for manifest in manifests]
-    try:
+    with closing_sides(sides):
         sizes = [
             sum(side.manifest.tensors[row].nbytes for side, row in zip(sides, side_rows, strict=True))
             for side_rows in rows
         ]
         meter = ProgressMeter(progress, "read", sum(sizes))
-        numbers = in_processes(measure_tensors, sides, rows, sizes, settings, meter)
-        if numbers is None:
-            numbers = measure_tensors(sides, rows, settings, meter)
+        numbers = read_shared(measure_tensors, sides, rows, sizes, settings, meter)
         for side in sides:
             side.finish()
-    finally:
-        for side in sides:
-            side.store.close()
     return numbers
 
 
-class _Open(OpenTensor):
+class _Measured(OpenTensor):
     """A tensor while its boxes are read and measured, in one checkpoint or two."""
 
-    def __init__(self, sides: Sequence[OpenSide], rows: Sequence[int]) -> None:
-        specs = [side.manifest.tensors[row] for side, row in zip(sides, rows, strict=True)]
-        readers = [side.reader(row) for side, row in zip(sides, rows, strict=True)]
-        widest = max(specs, key=lambda spec: BY_NAME[spec.dtype].itemsize)
-        super().__init__(widest, sides, rows, readers)
-        self.specs = specs
-        dtypes, numel = [spec.dtype for spec in specs], widest.numel
-        self.measured: Accumulator | None = (
+    measured: Accumulator | None = None
+    result: Row = None
+
+    def open(self) -> None:
+        """Open the readers, and begin with no numbers."""
+        super().open()
+        dtypes, numel = [spec.dtype for spec in self.specs], self.spec.numel
+        self.measured = (
             of_tensor(dtypes[0], numel)
             if len(dtypes) == 1
             else pair_accumulator((dtypes[0], dtypes[1]), numel)
         )
-        self.result: Row = None
 
     def close(self) -> None:
         """Close the readers; keep the numbers alone."""
@@ -252,30 +244,17 @@ def measure_tensors(
         settings: Memory and threads.
         meter: Counts the bytes that are read.
     """
-    budget, opened = Budget.of(settings), list[_Open]()
-    for side in sides:
-        side.limit_decoded(settings)
+    opened = [_Measured(sides, side_rows) for side_rows in rows]
 
-    def tensors() -> Iterator[_Open]:
-        for side_rows in rows:
-            opened.append(_Open(sides, side_rows))
-            yield opened[-1]
+    def worker(tiles: Tiles) -> Callable[[_Measured, Box], None]:
+        *buffers, scratch = (tiles.take() for _ in (*sides, None))
 
-    def worker() -> Callable[[_Open, Box], None]:
-        buffers = [tiles.take() for _ in sides]
-        scratch = tiles.take()
-
-        def read(tensor: _Open, box: Box) -> None:
-            elements = []
-            for side, reader, spec, buffer in zip(sides, tensor.readers, tensor.specs, buffers, strict=True):
-                with labelled(side.label):
-                    reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
-                elements.append(buffer[: box.numel * BY_NAME[spec.dtype].itemsize])
+        def read(tensor: _Measured, box: Box) -> None:
+            elements = tensor.read(box, buffers, scratch)
             if tensor.measured is not None:
                 tensor.measured.add(flat_start(tensor.spec.shape, box.offset), *elements)
 
         return read
 
-    with tiles_for(sides, budget) as tiles:
-        walk_boxes(tensors(), worker, budget, meter)
+    read_boxes(sides, opened, worker, settings, meter)
     return [tensor.result for tensor in opened]

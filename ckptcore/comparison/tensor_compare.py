@@ -12,16 +12,16 @@ buffer for strided reads, and a buffer for comparing or computing. It does not g
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
+from ckptcore.comparison.box_walk import OpenTensor, read_boxes
 from ckptcore.comparison.measures import Sums, is_measured, sums_of
-from ckptcore.comparison.opened import OpenSide, labelled, tiles_for
+from ckptcore.comparison.opened import OpenSide, labelled
 from ckptcore.comparison.result import DTYPE, VALUES, Element, TensorDifference
-from ckptcore.comparison.tensor_processes import in_processes
+from ckptcore.comparison.tensor_processes import read_shared
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
@@ -68,9 +68,7 @@ def walk(
     """
     sizes = [max(pair.a.nbytes, pair.b.nbytes) for pair in pairs]
     meter = ProgressMeter(progress, "compare", sum(sizes))
-    compared = in_processes(compare_pairs, (a, b), pairs, sizes, settings, meter)
-    if compared is None:
-        compared = compare_pairs((a, b), pairs, settings, meter)
+    compared = read_shared(compare_pairs, (a, b), pairs, sizes, settings, meter)
     a.finish()
     b.finish()
     return [difference for difference in compared if difference is not None]
@@ -90,37 +88,30 @@ def compare_pairs(
     Returns:
         The difference of each pair, None where there is none.
     """
-    budget, lock, open_pairs = Budget.of(settings), threading.Lock(), list[_Pair]()
-    a, b = sides
-    for side in sides:
-        side.limit_decoded(settings)
-
-    def opened() -> Iterator[_Pair]:
-        for pair in pairs:
-            open_pairs.append(_Pair(pair, (a, b)))
-            yield open_pairs[-1]
-
-    with tiles_for(sides, budget) as tiles:
-        walk_boxes(opened(), lambda: _compares_box((a, b), tiles, lock), budget, meter)
-    for pair in open_pairs:
-        pair.sum_rest(a, budget)
+    lock, open_pairs = threading.Lock(), [_Pair(pair, sides) for pair in pairs]
+    read_boxes(sides, open_pairs, lambda tiles: _compares_box(tiles, lock), settings, meter)
+    for open_pair in open_pairs:
+        open_pair.sum_rest(Budget.of(settings).tile)
     return [open_pair.result() if open_pair.differing or open_pair.cast else None for open_pair in open_pairs]
 
 
 class _Pair(OpenTensor):
     """A pair while it is read, and its result."""
 
-    def __init__(self, pair: Pair, sides: tuple[OpenSide, OpenSide]) -> None:
-        readers = [side.reader(row) for side, row in zip(sides, pair.rows, strict=True)]
-        widths = [BY_NAME[spec.dtype].itemsize for spec in (pair.a, pair.b)]
-        super().__init__(pair.a if widths[0] >= widths[1] else pair.b, sides, pair.rows, readers)
+    sums: Sums | None = None
+
+    def __init__(self, pair: Pair, sides: Sequence[OpenSide]) -> None:
+        super().__init__(sides, pair.rows)
         self.pair, self.differing = pair, 0
-        self.cast = pair.b.dtype if widths[0] >= widths[1] else pair.a.dtype
-        if pair.a.dtype == pair.b.dtype:
-            self.cast = ""
+        # The dtype of the narrower one, where they have two.
+        self.cast = next((s.dtype for s in self.specs if s.dtype != self.spec.dtype), "")
         self.first: tuple[int, bytes, bytes] | None = None  # row-major position, both elements
-        self.sums = Sums() if is_measured(pair.a.dtype) else None
         self.unsummed = list[Box]()  # equal boxes, as long as no box differs
+
+    def open(self) -> None:
+        """Open the readers, and begin with no sums."""
+        super().open()
+        self.sums = Sums() if is_measured(self.pair.a.dtype) else None
 
     def add(self, place: int, count: int, element_a: bytes, element_b: bytes) -> None:
         """Record ``count`` elements that differ, the first of them at row-major position ``place``."""
@@ -135,12 +126,15 @@ class _Pair(OpenTensor):
             self.sums = None
             self.unsummed.clear()
 
-    def sum_rest(self, a: OpenSide, budget: Budget) -> None:
-        """Read the boxes once more that were equal before another differed: A's norm is that of all."""
+    def sum_rest(self, most: int) -> None:
+        """Read the boxes once more that were equal before another differed: A's norm is that of all.
+
+        most: bytes of a box.
+        """
         if self.sums is None or not self.unsummed:
             return
-        tile, scratch = (np.empty(budget.tile, np.uint8) for _ in range(2))
-        dtype = self.pair.a.dtype
+        tile, scratch = (np.empty(most, np.uint8) for _ in range(2))
+        a, dtype = self.sides[0], self.pair.a.dtype
         with labelled(a.label):
             reader = a.reader(self.pair.rows[0])
             try:
@@ -168,21 +162,12 @@ class _Pair(OpenTensor):
         )
 
 
-def _compares_box(
-    sides: tuple[OpenSide, OpenSide], buffers: Tiles, lock: threading.Lock
-) -> Callable[[_Pair, Box], None]:
+def _compares_box(buffers: Tiles, lock: threading.Lock) -> Callable[[_Pair, Box], None]:
     """Return a function that compares one box; it is used in one thread."""
-    buffer_a, buffer_b, scratch = (buffers.take() for _ in range(3))
+    *tile_buffers, scratch = (buffers.take() for _ in range(3))
 
     def compare(open_pair: _Pair, box: Box) -> None:
-        tiles = []
-        specs = (open_pair.pair.a, open_pair.pair.b)
-        for side, reader, spec, buffer in zip(
-            sides, open_pair.readers, specs, (buffer_a, buffer_b), strict=True
-        ):
-            with labelled(side.label):
-                reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
-            tiles.append(buffer[: box.numel * BY_NAME[spec.dtype].itemsize])
+        specs, tiles = open_pair.specs, open_pair.read(box, tile_buffers, scratch)
         bits_a, bits_b = (
             _cast(tile, spec.dtype, open_pair.cast, scratch)
             if open_pair.cast not in ("", spec.dtype)

@@ -42,15 +42,15 @@ class _Setup:
     settings: Settings
 
 
-def in_processes(
+def read_shared(
     share: Share,
     sides: Sequence[OpenSide],
     tensors: Sequence[Any],
     sizes: Sequence[int],
     settings: Settings,
     meter: ProgressMeter,
-) -> list[Any] | None:
-    """Read tensors in several processes, if that is faster.
+) -> list[Any]:
+    """Read tensors in several processes, or in the threads of this one where these are as fast.
 
     Args:
         share: A function of a module.
@@ -61,13 +61,13 @@ def in_processes(
         meter: Counts the bytes that are read.
 
     Returns:
-        What ``share`` returns for each tensor, in order; None where threads of this process are as fast.
+        What ``share`` returns for each tensor, in order.
     """
-    if settings.device != "cpu" or any(side.store.local is None for side in sides):
-        return None
-    count = process_count(settings.threads, settings.memory, sum(sizes) * len(sides), len(tensors))
+    count = 1
+    if settings.device == "cpu" and all(side.store.local is not None for side in sides):
+        count = process_count(settings.threads, settings.memory, sum(sizes) * len(sides), len(tensors))
     if count == 1:
-        return None
+        return share(sides, tensors, settings, meter)
     # Each worker sums up the files that it reads; `join` adds the sums of all workers.
     side_setups = tuple((side.label, replace(side.manifest, sums=None), side.observes) for side in sides)
     setup = _Setup((share.__module__, share.__name__), side_setups, settings.of_processes(count))

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 from ckptcore.checking.check import check
@@ -59,7 +59,7 @@ from ckptcore.comparison.export_logits import LogitsWanted, check_logits, requir
 from ckptcore.comparison.export_near import near
 from ckptcore.comparison.export_sides import MappedSource, OpenExport, UnmappedSource, map_source
 from ckptcore.comparison.export_values import EXPORT, SOURCE, PairResult, TensorPair, finish, read_pairs
-from ckptcore.comparison.opened import OpenSide
+from ckptcore.comparison.opened import OpenSide, closing_sides
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
@@ -441,17 +441,15 @@ def _values(
     source_side = OpenSide(f"source ({mapped.manifest.root})", mapped_tensors.manifest)
     export_side = OpenSide(export.url, export.stored)
     # Tensors that the export left out because they are tied must have been equal in the source, too.
-    twins = OpenSide(source_side.label, mapped_tensors.twins) if mapped_tensors.twins is not None else None
-    sides = [source_side, export_side, *([twins] if twins is not None else [])]
-    with _closing(sides):
-        problems, pairs = _comparable(export, mapped, float32, source_side, export_side)
+    twins = mapped_tensors.twins
+    sides = [source_side, export_side, *([OpenSide(source_side.label, twins)] if twins is not None else [])]
+    with closing_sides(sides):
+        problems, pairs = _comparable(export, mapped, float32)
         ties = []
         if twins is not None:
             source_rows = mapped_tensors.manifest.index
             ties = [
-                TensorPair(
-                    f"{a}, which is tied to {b}", (twins, source_side), (row, source_rows[b]), is_summed=False
-                )
+                TensorPair(f"{a}, which is tied to {b}", (row, source_rows[b]), (2, 0), is_summed=False)
                 for row, (a, b) in enumerate(mapped_tensors.ties)
             ]
         stored = export.stored
@@ -464,12 +462,8 @@ def _values(
                 )
                 continue
             name = f"{a}, which config.json ties to {b}"
-            ties.append(
-                TensorPair(
-                    name, (export_side, export_side), (stored.index[b], stored.index[a]), is_summed=False
-                )
-            )
-        pair_results = read_pairs([*pairs, *ties], settings, progress)
+            ties.append(TensorPair(name, (stored.index[b], stored.index[a]), (1, 1), is_summed=False))
+        pair_results = read_pairs(sides, [*pairs, *ties], settings, progress)
         ends = [finish(side, SOURCE if side is not export_side else EXPORT) for side in sides]
     # A problem has the name of its tensor already.
     damage = [(s.name, side, why.removeprefix(f"{s.name}: ")) for s in pair_results for side, why in s.damage]
@@ -500,17 +494,13 @@ def _values(
 
 
 def _comparable(
-    export: OpenExport,
-    mapped: MappedSource,
-    float32: Mapping[str, Sequence[str]],
-    source_side: OpenSide,
-    export_side: OpenSide,
+    export: OpenExport, mapped: MappedSource, float32: Mapping[str, Sequence[str]]
 ) -> tuple[list[Problem], list[TensorPair]]:
     """Return (dtypes that the cast does not explain, tensors to read side by side)."""
     dtypes, exact = mapped.export.dtypes, mapped.source.exact
     export_rows, problems, pairs = export.stored.index, [], []
     in_float32 = {dtype: {*names} for dtype, names in float32.items()}
-    for row, spec in enumerate(source_side.manifest.tensors):
+    for row, spec in enumerate(mapped.export.mapped.manifest.tensors):
         export_row = export_rows.get(spec.fqn)
         # What has no counterpart, or another shape, cannot be read side by side.
         if export_row is None or export.stored.tensors[export_row].shape != spec.shape:
@@ -526,17 +516,8 @@ def _comparable(
             text = f"is rounded from {spec.dtype} to {got}; the model class keeps it in float32"
             problems.append(Problem(spec.fqn, text))
             continue
-        pairs.append(TensorPair(spec.fqn, (source_side, export_side), (row, export_row)))
+        pairs.append(TensorPair(spec.fqn, (row, export_row)))
     return problems, pairs
-
-
-@contextmanager
-def _closing(sides: Sequence[OpenSide]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for side in sides:
-            side.store.close()
 
 
 def _differing(pair: PairResult) -> str:
@@ -576,7 +557,7 @@ def _near(
     # Quantized weights are compared as the values that they mean: the related folder has another form, or
     # none.
     export_side, base_side = OpenSide(export.url, export.values), OpenSide(str(optional_checks.near), base)
-    with _closing([export_side, base_side]):
+    with closing_sides([export_side, base_side]):
         try:
             nearness = near(export_side, base_side, settings, progress)
         except DamagedCheckpoint as error:
@@ -800,9 +781,9 @@ def check_reference(
         progress: Called with the number of bytes read.
     """
     mine, theirs = OpenSide(export.url, export.values), OpenSide(f"reference ({reference.root})", reference)
-    with closing(mine.store), closing(theirs.store):
-        problems, pairs = _pairs(export, mine, theirs)
-        pair_results = read_pairs(pairs, settings, progress)
+    with closing_sides([mine, theirs]):
+        problems, pairs = _pairs(export, reference)
+        pair_results = read_pairs([theirs, mine], pairs, settings, progress)
         ends = [end for end in (finish(theirs, SOURCE), finish(mine, "export")) if end is not None]
     damage = [(side, why) for s in pair_results for side, why in s.damage] + ends
     # An unreadable reference proves nothing about the export.
@@ -835,13 +816,13 @@ def _cast(specs: Sequence[object]) -> str:
     return "" if source_dtype == export_dtype else f", after the cast from {source_dtype}"
 
 
-def _pairs(export: OpenExport, mine: OpenSide, theirs: OpenSide) -> tuple[list[Problem], list[TensorPair]]:
+def _pairs(export: OpenExport, reference: Manifest) -> tuple[list[Problem], list[TensorPair]]:
     """Return (names and shapes that differ, tensors to read side by side)."""
-    export_rows, reference_rows = mine.manifest.index, theirs.manifest.index
+    export_rows, reference_rows = export.values.index, reference.index
     problems, pairs = [], []
     # Names of one side alone may be ties, and the class is asked for those only where there are any.
     only = {*export_rows} ^ {*reference_rows}
-    ties = dict(_ties(export, theirs.manifest)) if only else {}
+    ties = dict(_ties(export, reference)) if only else {}
     for name in [*export_rows, *(n for n in reference_rows if n not in export_rows)]:
         side = "is not in the reference" if name in export_rows else "is only in the reference"
         twin = name if name not in only else ties.get(name, "")
@@ -850,8 +831,8 @@ def _pairs(export: OpenExport, mine: OpenSide, theirs: OpenSide) -> tuple[list[P
         if export_row is None or reference_row is None:
             problems.append(Problem(name, side))
             continue
-        export_spec = mine.manifest.tensors[export_row]
-        reference_spec = theirs.manifest.tensors[reference_row]
+        export_spec = export.values.tensors[export_row]
+        reference_spec = reference.tensors[reference_row]
         if export_spec.shape != reference_spec.shape:
             problems.append(
                 Problem(
@@ -866,7 +847,7 @@ def _pairs(export: OpenExport, mine: OpenSide, theirs: OpenSide) -> tuple[list[P
                 Problem(name, f"is {export_spec.dtype}, the reference has {reference_spec.dtype}")
             )
         else:
-            pairs.append(TensorPair(name, (theirs, mine), (reference_row, export_row), is_summed=False))
+            pairs.append(TensorPair(name, (reference_row, export_row), is_summed=False))
     return problems, pairs
 
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptcore.checking.examine import inspect
-from ckptcore.comparison import fingerprint, opened, tensor_processes
+from ckptcore.comparison import box_walk, fingerprint, tensor_processes
 from ckptcore.comparison.opened import OpenSide
 from ckptcore.planning.request import Settings
 from ckptcore.planning.tiles import paged_buffer
@@ -30,7 +30,7 @@ def test_jobs_of_a_worker_share_buffers(tmp_path: Path, monkeypatch: pytest.Monk
         return paged_buffer(nbytes)
 
     monkeypatch.setattr(tensor_processes, "paged_buffer", allocate)
-    monkeypatch.setattr(opened, "paged_buffer", allocate)
+    monkeypatch.setattr(box_walk, "paged_buffer", allocate)
     share = fingerprint.sum_tensors.__module__, fingerprint.sum_tensors.__name__
     setup = tensor_processes._Setup(share, (("", manifest, False),), settings)
     read, _ = tensor_processes.begin(setup, lambda nbytes: None)
