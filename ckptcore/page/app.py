@@ -17,7 +17,7 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.errors import CatalogUnavailable, CkptError, Conflict, UsageError
 from ckptcore.page import actions, api, api_actions, http_server, views
 from ckptcore.page.access import Guard, PageRefused, user_of
-from ckptcore.page.settings import LOOPBACK, MIN_TOKEN, PageAccess, prefect_address, session_key
+from ckptcore.page.settings import MIN_TOKEN, PageAccess, prefect_address, session_key
 from ckptcore.page.views import FOLDER, Site
 
 FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
@@ -98,9 +98,7 @@ def _status(error: CkptError) -> int:
     return 404 if error.code in ("source-unreadable", "not-a-checkpoint") else 422
 
 
-ADDRESSES = ("127.0.0.1", "::1", "localhost")
 CONNECTIONS = 200  # open at a time
-GRACE = 5  # seconds for open requests after a signal
 
 
 def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: tuple[str, ...]) -> None:
@@ -113,15 +111,11 @@ def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: t
         token: the token of a login; None makes one.
         hosts: further names under which browsers reach this server.
     """
-    local = host in ADDRESSES
-    if not local and not hosts:
-        raise UsageError(
-            f"cannot serve at {host} without a name", hint="name it with --allow-host, as in pages.example"
-        )
+    local = http_server.is_local(host, hosts, "pages.example")
     if token is not None and len(token) < MIN_TOKEN:
         raise UsageError(f"the token must have {MIN_TOKEN} characters or more (got {len(token)})")
     login_token = token or secrets.token_urlsafe(24)
-    names = frozenset([*LOOPBACK, *hosts] if local else hosts)
+    names = frozenset([*http_server.LOOPBACK, *hosts] if local else hosts)
     access = PageAccess(
         frozenset(name.lower() for name in names),
         {login_token: audit.operating_user()},
@@ -133,9 +127,8 @@ def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: t
         http_server.listening(host, port) as listener,
     ):
         app = make_page(opened, access, prefect_ui=prefect_address())
-        number = listener.getsockname()[1]
-        lines = [f"the catalog page is at http://{f'[{host}]' if ':' in host else host}:{number}/"]
+        lines = [f"the catalog page is at {http_server.address_of(host, listener)}"]
         if token is None:
             locked_pages = "changes" if local else "every page"
             lines.append(f"{locked_pages} need a login with this token: {login_token}")
-        http_server.serve(app, listener, connections=CONNECTIONS, grace=GRACE, lines=lines)
+        http_server.serve(app, listener, connections=CONNECTIONS, grace=http_server.GRACE, lines=lines)

@@ -19,17 +19,14 @@ from urllib.parse import quote, unquote
 
 from ckptcore.conversion.virtual_folder import VirtualFile, VirtualFolder
 from ckptcore.core.columnar_file import canonical_json
-from ckptcore.errors import CkptError, UsageError
+from ckptcore.errors import CkptError
 from ckptcore.page.virtual_program import open_reported, run
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils import terminal
 from ckptcore.utils.extras import needed
 
 REQUEST, TOKEN = "CKPTCORE_SERVED", "CKPTCORE_SERVE_TOKEN"
-ADDRESSES = ("127.0.0.1", "::1", "localhost")
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 CONNECTIONS = 64  # open at a time
-GRACE = 5  # seconds for open requests after a signal
 PIECE = 1 << 20  # bytes that are sent at a time; a connection has no more in memory
 MOST_RANGES = 64
 _LISTENING = ("host", "port", "hosts")  # of a request
@@ -277,22 +274,16 @@ def serve(request: Request, settings: Settings, host: str, port: int, hosts: Seq
     """
     with needed("page", "serve files"):
         from ckptcore.page import http_server
-    local = host in ADDRESSES
-    if not local and not hosts:
-        raise UsageError(
-            f"cannot serve at {host} without a name", hint="name it with --allow-host, as in files.example"
-        )
+    local = http_server.is_local(host, hosts, "files.example")
     token = None if local else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
     with open_reported(request, settings) as folder, http_server.listening(host, port) as listener:
-        app = FileServer(folder, [*LOOPBACK, *hosts] if local else hosts, settings.threads, token)
-        name = f"[{host}]" if ":" in host else host
+        app = FileServer(folder, [*http_server.LOOPBACK, *hosts] if local else hosts, settings.threads, token)
         nbytes = sum(file.nbytes for file in folder.files.values())
-        lines = [
-            f"serving {len(folder.files)} files, {nbytes} bytes, at http://{name}:{listener.getsockname()[1]}/"
-        ]
+        address = http_server.address_of(host, listener)
+        lines = [f"serving {len(folder.files)} files, {nbytes} bytes, at {address}"]
         if token is not None and not os.environ.get(TOKEN):
             lines.append(f"clients send this token as Authorization: Bearer: {token}")
-        http_server.serve(app, listener, connections=CONNECTIONS, grace=GRACE, lines=lines)
+        http_server.serve(app, listener, connections=CONNECTIONS, grace=http_server.GRACE, lines=lines)
 
 
 if __name__ == "__main__":

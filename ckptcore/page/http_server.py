@@ -33,6 +33,23 @@ END = b"\r\n\r\n"
 # A line feed alone, a carriage return alone, a folded header, a NUL.
 _WRONG = re.compile(rb"(?<!\r)\n|\r(?=[^\n])|\r\n[ \t]|\x00")
 _ONCE = (b"content-length", b"transfer-encoding", b"host", b"content-type")
+_HERE = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
+GRACE = 5  # seconds for open requests after a signal
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # names under which browsers reach them
+
+
+def is_local(host: str, hosts: Sequence[str], example: str) -> bool:
+    """Return whether only this machine reaches an address. Raises `UsageError` elsewhere without a name."""
+    if host not in _HERE and not hosts:
+        raise UsageError(
+            f"cannot serve at {host} without a name", hint=f"name it with --allow-host, as in {example}"
+        )
+    return host in _HERE
+
+
+def address_of(host: str, listener: socket.socket) -> str:
+    """Return the address of the page of a server."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -66,7 +66,6 @@ def _network(address: str) -> str:
 
 
 MIN_TOKEN = 16  # characters: shorter tokens could be guessed
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?|\[[0-9a-f:.]{2,45}\]")
 _WEB = re.compile(r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
 _HEADER = re.compile(r"[a-z][a-z0-9-]{0,60}")
