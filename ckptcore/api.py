@@ -163,9 +163,8 @@ def diff(
         NameMismatch: Names collide.
         UsageError: The arguments contradict each other.
     """
-    from ckptcore.comparison.diff import DiffRules, model_alone
+    from ckptcore.comparison.diff import DiffRules, model_alone, recorded_in
     from ckptcore.comparison.diff import diff as run
-    from ckptcore.comparison.dropped_names import recorded_in
 
     first, second = (
         s if isinstance(s, Manifest) else open(s, keep_quantized=keep_quantized, weights=weights)

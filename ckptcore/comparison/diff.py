@@ -5,16 +5,19 @@
 2. Names, dtypes, shapes and plain values are compared from metadata.
 3. Tensors that both have, with equal shape, and with equal dtype or two float dtypes, are read side by side
    (`ckptcore.comparison.tensor_compare`).
-4. What a conversion leaves out is kept apart from what differs (`ckptcore.comparison.dropped_names`).
+4. What a conversion leaves out is kept apart from what differs: a reshard leaves out state that belongs to
+   the ranks that saved it. The record of a conversion, its plan or its JSON answer, lists what was left out
+   and why; without one the same rules are applied to the names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ckptcore.checking.check import require_complete
-from ckptcore.comparison.dropped_names import OneSided, dropped_names
 from ckptcore.comparison.export_sides import stated_ties
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
 from ckptcore.comparison.opened import OpenSide, labelled
@@ -33,17 +36,22 @@ from ckptcore.comparison.tensor_compare import Pair, walk
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select
-from ckptcore.errors import Finding, UsageError
+from ckptcore.errors import CkptError, Finding, UsageError
 from ckptcore.formats import by_name
 from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.rename import ModelPart, apply_renames, matches, remap, strip_wrappers
 from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names, set_by_reshard
+from ckptcore.planning.plan import load_head
+from ckptcore.planning.rank_local_state import bound_names
 from ckptcore.planning.request import Settings
 from ckptcore.reading.rereading import rereading
+from ckptcore.store import open_store
+from ckptcore.utils.foreign_text import InvalidText, load_json, parsing
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 Pairs = Sequence[tuple[str, str]]
+_MAX_RECORD = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,36 @@ def diff(
         tuple(pair.name for pair in pairs if pair.name not in differences) if trained else (),
         rules.by_itself,
     )
+
+
+def recorded_in(record: str) -> tuple[tuple[str, str], ...]:
+    """Return (stored name, rule) of what a conversion left out, by its record.
+
+    Args:
+        record: Folder of a saved plan, or a file with the JSON that plan, reshard or consolidate printed.
+
+    Raises:
+        UsageError: There is no such record.
+    """
+    path = Path(record)
+    if path.is_dir():
+        try:
+            with closing(open_store(record)) as store:
+                return load_head(store).dropped
+        except CkptError as error:
+            raise UsageError(f"cannot use {record} as a record: {error.message}") from error
+    try:
+        if path.stat().st_size > _MAX_RECORD:
+            raise UsageError(f"cannot use {record} as a record: it has more than {_MAX_RECORD} bytes")
+        with parsing("the record of a conversion"):
+            rows = load_json(path.read_bytes())["dropped"]
+            pairs = tuple((str(name), str(rule)) for name, rule in rows)
+    except (OSError, InvalidText) as error:
+        raise UsageError(
+            f"cannot use {record} as a record: {error}",
+            hint="name the folder of `ckptcore plan --save DIR`, or what `--output json` printed",
+        ) from error
+    return pairs
 
 
 def model_alone(a: Manifest, b: Manifest) -> tuple[str, Pairs]:
@@ -353,17 +391,21 @@ def _dropped(
 ) -> dict[str, DroppedName]:
     """Return what one side lacks because a conversion leaves it out, by compared name."""
     # Only what one side lacks can have been left out; a value that differs is a difference.
-    by_kind = {ONLY_A: sides[0], ONLY_B: sides[1]}
+    by_kind, recorded = {ONLY_A: sides[0], ONLY_B: sides[1]}, dict(rules.recorded)
     missing = [
-        OneSided(t.name, t.what[0], by_kind[t.what[0]].stored[t.name])
+        (t.name, t.what[0], by_kind[t.what[0]].stored[t.name])
         for t in tensors
         if t.what in ((ONLY_A,), (ONLY_B,))
     ]
     missing += [
-        OneSided(o.name, o.what, by_kind[o.what].objects[o.name].stored) for o in objects if o.what in by_kind
+        (o.name, o.what, by_kind[o.what].objects[o.name].stored) for o in objects if o.what in by_kind
     ]
-    sources = {kind: side.source for kind, side in by_kind.items()}
-    gone = dropped_names(missing, dict(rules.recorded), sources)
+    ruled = {kind: bound_names(by_kind[kind].source) for kind in {kind for _, kind, _ in missing}}
+    gone: dict[str, DroppedName] = {}
+    for name, kind, stored in missing:
+        why = recorded.get(stored, ruled[kind].get(stored))
+        if why is not None:
+            gone[name] = DroppedName(name, kind, why, stored in recorded)
     for lost in {d.what for d in gone.values()}:
         output = sides[1 if lost == ONLY_A else 0]
         for difference in objects:
