@@ -10,8 +10,7 @@ from alembic import context
 from ckptcore.catalog import default_url
 from ckptcore.catalog.database import HEAD, parse
 from ckptcore.catalog.migrate import migrating
-from ckptcore.catalog.models import Base
-from ckptcore.catalog.times import UtcDateTime
+from ckptcore.catalog.models import Base, UtcDateTime
 from ckptcore.catalog.views import comment_statements, create_statements
 
 

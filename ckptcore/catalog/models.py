@@ -7,12 +7,14 @@ A change here needs a migration in `alembic/versions`.
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    DateTime,
+    Dialect,
     Double,
     ForeignKey,
     Index,
@@ -20,11 +22,11 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     Text,
+    TypeDecorator,
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-
-from ckptcore.catalog.times import UtcDateTime
+from sqlalchemy.types import TypeEngine
 
 # SQLite numbers rows itself only in a column declared INTEGER.
 _Id = BigInteger().with_variant(Integer(), "sqlite")
@@ -44,6 +46,55 @@ NAMING = {
     "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
     "pk": "pk_%(table_name)s",
 }
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A time with a zone. SQLite does not store the zone, so it is set to UTC when a row is read.
+
+    What is no time for Python is left as text: it costs one row, not all. SQLite has no type for times: any
+    value may be in such a column. PostgreSQL has ``infinity``, and years that Python has not.
+    `ckptcore.catalog.row_values` reports the text.
+    """
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """Return the type of a dialect; values that are no times stay as they are."""
+        return _sqlite_type(dialect) if dialect.name == "sqlite" else super().load_dialect_impl(dialect)
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Convert a time to UTC. Raises `ValueError` for one without a zone."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"a time must have a zone (got {value!r})")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Return a stored time with the zone UTC; what is no time, as it is."""
+        if not isinstance(value, datetime):
+            return value
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+def _sqlite_type(dialect: Dialect) -> TypeEngine[Any]:
+    """Return SQLite's type of times, whose values may be others."""
+    from sqlalchemy.dialects.sqlite import DATETIME
+
+    class Lenient(DATETIME):
+        def result_processor(self, dialect: Dialect, coltype: Any) -> Any:
+            strict: Any = super().result_processor(dialect, coltype)
+
+            def process(value: Any) -> Any:
+                try:
+                    return strict(value)
+                except (ValueError, TypeError):
+                    return value
+
+            return process
+
+    return dialect.type_descriptor(Lenient())  # type: ignore[no-untyped-call]
 
 
 class Base(DeclarativeBase):

@@ -276,7 +276,7 @@ def add_root(
     """
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog import watched_roots as roots
-    from ckptcore.operations.automation.root_targets import settled_all
+    from ckptcore.operations.export_target import settled_all
     from ckptcore.operations.retention.root_retention import checked
 
     is_here = _is_here(uri)
@@ -312,7 +312,7 @@ def set_root(name: RootName, **arguments: Any) -> None:
     """
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.catalog.row_values import require_sound
-    from ckptcore.operations.automation.root_targets import settled_all
+    from ckptcore.operations.export_target import settled_all
     from ckptcore.operations.retention.root_retention import checked
 
     changes, also, retention = _target_form(arguments), arguments["also"], arguments["retention"]
@@ -353,7 +353,7 @@ def check_root(name: RootName, catalog: Where = None, output: As = Output.TEXT) 
     Its options are checked, and the files that they name are read.
     """
     from ckptcore.catalog import watched_roots as roots
-    from ckptcore.operations.automation.root_targets import check
+    from ckptcore.operations.export_target import check_root as check
     from ckptcore.store import open_source_store
 
     with opened(catalog) as catalog_db, catalog_db.reading() as conn:

@@ -10,11 +10,16 @@ same request, and one claim prevents a second conversion.
 
 A further target may be an average: with ``merge_last`` (and ``merge_every``, ``merge_decay``) it applies to
 the last steps of a run that are multiples of a number, once for each such step.
+
+What a root makes is settled when it is added or changed, instead of at each sweep. It is swept by a worker
+that has another working folder: paths are made absolute. Sizes are written as on the command line. A config
+or tokenizer that cannot be read is refused then, where it can be corrected.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,11 +36,13 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.formats import by_name
 from ckptcore.operations.discover import matches, step_and_run
+from ckptcore.planning.model_files import require_named_files
 from ckptcore.planning.options import request_field
 from ckptcore.planning.request import STATED, Request
 from ckptcore.store import join_url, local_path
 from ckptcore.utils.average_url import average_url, require_weights, weights_for
 from ckptcore.utils.text import short_repr as quoted
+from ckptcore.utils.units import parse_size
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -44,6 +51,8 @@ DESTINATION = "{root}/../exports/{run}/{name}"  # the default
 FIELDS = ("root", "run", "step", "name", "path")
 _DISTINGUISH = ("step", "name", "path")
 _OF_REQUEST = frozenset(STATED) - {"source", "destination", "resume"}
+_FILES = ("config", "tokenizer")
+_NONE = "none"  # the value of an option that asks for no file
 _OF_WINDOW = ("merge_last", "merge_every", "merge_decay")
 # Fields that do not change the output.
 _NOT_OUTPUT = (
@@ -207,6 +216,49 @@ def require_apart_targets(targets: Sequence[ExportTarget]) -> None:
             f"two targets of the root would both write to {min(doubled)}",
             hint="give each of --also a destination of its own",
         )
+
+
+def settled(form: Mapping[str, Any], *, reads: bool = True) -> ExportTarget:
+    """Return a target with absolute paths and sizes in bytes.
+
+    Args:
+        form: The JSON form of a target, as `target_of` reads it.
+        reads: Whether the files that it names are read; another machine may be the one that has them.
+
+    Raises:
+        UsageError: A field, a value or the template is invalid, or a named file cannot be read.
+    """
+    values = dict(form)
+    for name in (*_FILES, "destination"):
+        value = values.get(name)
+        if isinstance(value, str) and value and value != _NONE and not value.startswith("{"):
+            path = local_path(value)
+            values[name] = value if path is None else os.path.abspath(path)
+    size = values.get("max_file_size")
+    if isinstance(size, str):
+        values["max_file_size"] = parse_size(size)
+    target = target_of(values)
+    if reads:
+        require_readable(target)
+    return target
+
+
+def settled_all(forms: Sequence[Mapping[str, Any]], *, reads: bool = True) -> list[ExportTarget]:
+    """Return the targets of one root; raise `UsageError` as `settled`, or if two would write to one place."""
+    targets = [settled(form, reads=reads) for form in forms]
+    require_apart_targets(targets)
+    return targets
+
+
+def require_readable(target: ExportTarget) -> None:
+    """Raise `UsageError` if the config or the tokenizer that a target names cannot be read."""
+    require_named_files(*(target.options.get(name) for name in _FILES))
+
+
+def check_root(root: RootRow) -> None:
+    """Raise `UsageError` if a root's targets cannot be used, or the files that they name cannot be read."""
+    for target in targets_of(root):
+        require_readable(target)
 
 
 def announced_request(
