@@ -166,10 +166,7 @@ def diff(
     from ckptcore.comparison.diff import DiffRules, model_alone, recorded_in
     from ckptcore.comparison.diff import diff as run
 
-    first, second = (
-        s if isinstance(s, Manifest) else open(s, keep_quantized=keep_quantized, weights=weights)
-        for s in (a, b)
-    )
+    first, second = (_manifest_of(side, keep_quantized, weights) for side in (a, b))
     named = model or model_prefix or rename or tie or record is not None  # the user says what is compared
     alone, ties = ("", ()) if named else model_alone(first, second)
     rules = DiffRules(
@@ -231,11 +228,7 @@ def fingerprint(
 
     of_model = model or model_prefix is not None
     rules = FingerprintRules(of_model, model_prefix, *map(_frozen, (include, exclude, rename)))
-    manifest = (
-        source
-        if isinstance(source, Manifest)
-        else open(source, keep_quantized=keep_quantized, weights=weights)
-    )
+    manifest = _manifest_of(source, keep_quantized, weights)
     return run(manifest, settings or Settings(), progress, rules)
 
 
@@ -257,8 +250,7 @@ def statistics(
     """
     from ckptcore.comparison.statistics import statistics as run
 
-    manifest = source if isinstance(source, Manifest) else open(source)
-    return run(manifest, settings or Settings(), progress)
+    return run(_manifest_of(source), settings or Settings(), progress)
 
 
 def changes(
@@ -282,8 +274,7 @@ def changes(
     """
     from ckptcore.comparison.statistics import changes as run
 
-    first, second = (s if isinstance(s, Manifest) else open(s) for s in (before, after))
-    return run(first, second, settings or Settings(), progress)
+    return run(_manifest_of(before), _manifest_of(after), settings or Settings(), progress)
 
 
 def fingerprint_state(
@@ -527,7 +518,7 @@ def plan(source: Several | Manifest, destination: Place, **options: Any) -> Comp
         DamagedCheckpoint: The checkpoint is incomplete.
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
-    manifest = source if isinstance(source, Manifest) else open(source)
+    manifest = _manifest_of(source)
     return compose(_request(url_of(source, options), destination, options), manifest)
 
 
@@ -663,6 +654,12 @@ def merge(
     merged_adapter = None if adapter is None else _place(adapter, "adapter")
     url = sum_url(places, weights, decay, merged_adapter)
     return run_all(_request(url, destination, options), settings, progress, _spelled(catalog))
+
+
+def _manifest_of(source: Several | Manifest, keep_quantized: bool = False, weights: str = "auto") -> Manifest:
+    if isinstance(source, Manifest):
+        return source
+    return open(source, keep_quantized=keep_quantized, weights=weights)
 
 
 def _request(source: str, destination: Place, options: dict[str, Any]) -> Request:

@@ -729,6 +729,12 @@ def finding(
     return Finding(code, level, redacted(message), fqn, file, default if hint is None else hint, severity)
 
 
+def findings_of(error: CkptError) -> tuple[Finding, ...]:
+    """Return the findings of an error; the error itself as one, where it has none."""
+    own = Finding(error.code, "files", error.message, hint=error.hint)
+    return tuple(error.values.get("findings", ())) or (own,)
+
+
 def error_classes() -> list[type[CkptError]]:
     """Return every error class, in the order of exit codes."""
     classes: list[type[CkptError]] = []

@@ -29,7 +29,8 @@ from ckptcore.catalog.query import (
     conversion_row,
     file_row,
     loadable,
-    member_value,
+    newest_checkpoints,
+    newest_conversions,
     part_of,
     resolve_checkpoint,
     sum_of,
@@ -38,7 +39,7 @@ from ckptcore.catalog.query import (
 from ckptcore.catalog.row_values import as_integer, checked, is_integer
 from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
-from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
+from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, State, TensorRow
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -172,11 +173,7 @@ def checkpoints(
     limit: int = LIMIT,
 ) -> Page[Listed]:
     """Return checkpoints of all runs, newest first. before: the cursor of the page before."""
-    query = checkpoint_rows().order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc())
-    if kind:
-        query = query.where(Checkpoint.kind == member_value(Kind, kind))
-    if state:
-        query = query.where(Checkpoint.state == member_value(State, state))
+    query = newest_checkpoints(kind or None, state or None)
     if before:
         query = query.where(_behind(conn, Checkpoint.created_at, Checkpoint.id, before))
     rows = conn.execute(query.limit(_require_limit(limit) + 1)).all()
@@ -216,9 +213,7 @@ def conversions(
     conn: Connection, *, state: str | None = None, before: str | None = None, limit: int = LIMIT
 ) -> Page[ConversionRow]:
     """Return conversions, newest first, also failed and running ones."""
-    query = select(Conversion).order_by(Conversion.started_at.desc(), Conversion.id.desc())
-    if state:
-        query = query.where(Conversion.state == member_value(Outcome, state))
+    query = newest_conversions(state or None)
     if before:
         query = query.where(_behind(conn, Conversion.started_at, Conversion.id, before))
     rows = conn.execute(query.limit(_require_limit(limit) + 1)).all()
@@ -357,7 +352,7 @@ def _cursor(conn: Connection, key: Any, id: Any, before: str) -> Any:
     """Return the value of the row that a cursor names. Raises `UsageError`."""
     row = conn.execute(select(key).where(id == int(before))).first() if _CURSOR.fullmatch(before) else None
     if row is None:
-        raise _bad_cursor(before)
+        raise UsageError(f"{before[:40]!r} is not a cursor of this list", hint="begin at the first page")
     return row[0]
 
 
@@ -369,10 +364,6 @@ def _last_id(rows: Sequence[Any], limit: int) -> str | None:
 def _last_name(name: str, after: str | None) -> str | None:
     """Return the cursor behind a name; None behind an odd one, where a list of names cannot go on."""
     return name if name and name != after else None
-
-
-def _bad_cursor(text: str) -> UsageError:
-    return UsageError(f"{text[:40]!r} is not a cursor of this list", hint="begin at the first page")
 
 
 def _require_limit(limit: int) -> int:

@@ -19,7 +19,6 @@ result. A failed check counts until it is repeated.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import threading
@@ -30,13 +29,11 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from sqlalchemy import Connection, Engine, exc, select, update
+from sqlalchemy import Connection, Engine, exc
 
 from ckptcore.catalog import checkpoints, claims, conversions, lineage, query, retirements, training_rows
 from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, clock, translated
 from ckptcore.catalog.heartbeats import RUNNING
-from ckptcore.catalog.models import Conversion
-from ckptcore.catalog.normalize import clean, clean_json
 from ckptcore.catalog.retirements import RetirementRecord
 from ckptcore.catalog.training import USER, Training, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
@@ -60,7 +57,6 @@ from ckptcore.utils.processes import Identity, forget, this_process
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-FAILED, NOT_DONE, UNPROVEN, OK = "failed", "not-done", "unproven", "ok"
 WAIT_S = 60.0  # how long a server is asked: it may restart, or not have noticed the broken connection
 _PAUSE_S = 0.5
 _NO_CONNECTION: tuple[tuple[int, int], Connection | None] = ((0, 0), None)
@@ -338,7 +334,7 @@ class Catalog:
             The verdict on the export over all checks recorded so far.
         """
         with self.writing() as conn:
-            return record(conn, clock(conn), conversion_id, checks)
+            return conversions.record_verdict(conn, clock(conn), conversion_id, checks)
 
     def record_validation(
         self,
@@ -589,34 +585,3 @@ def _is_committed(engine: Engine, mark: _Mark, error: exc.SQLAlchemyError) -> bo
                 hint="run the command again once the database answers: it continues from what is recorded",
             ) from error
         host.sleep(_PAUSE_S)
-
-
-def record(conn: Connection, now: datetime, conversion: str, checks: Iterable[tuple[str, str, str]]) -> str:
-    """Record the results of checks and return the verdict over all checks recorded so far.
-
-    Args:
-        conn: a writer's transaction.
-        now: the time to record.
-        conversion: the public id of the conversion that wrote the export.
-        checks: (check, verdict, summary) each; the verdict is ``ok``, ``failed`` or ``not-done``.
-
-    Raises:
-        UsageError: the catalog has no such conversion.
-    """
-    row = conn.execute(
-        select(Conversion.id, Conversion.export_checks).where(Conversion.uuid == conversion).with_for_update()
-    ).first()
-    if row is None:
-        raise UsageError(f"the catalog has no conversion {conversion}", hint="record its start first")
-    check_results: dict[str, dict[str, str]] = json.loads(row.export_checks or "{}")
-    for name, verdict, summary in checks:
-        if verdict != NOT_DONE or check_results.get(name, {}).get("verdict", NOT_DONE) == NOT_DONE:
-            check_results[name] = {"verdict": verdict, "summary": clean(summary), "at": now.isoformat()}
-    verdicts = {check["verdict"] for check in check_results.values()}
-    verdict = FAILED if FAILED in verdicts else UNPROVEN if NOT_DONE in verdicts else OK
-    conn.execute(
-        update(Conversion)
-        .where(Conversion.id == row.id)
-        .values(export_verdict=verdict, export_checks=clean_json(check_results), export_verified_at=now)
-    )
-    return verdict

@@ -6,6 +6,7 @@ then changing it is safe.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # Codes of findings about the output, not the source.
 _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
 
+FAILED, NOT_DONE, UNPROVEN, OK = "failed", "not-done", "unproven", "ok"  # verdicts on exports
 LEASE = timedelta(minutes=5)  # silence after which a conversion of another machine does not run any more
 
 
@@ -397,6 +399,35 @@ def adopt_equal(conn: Connection, now: datetime, derived: str, *, tool_version: 
     return _adopt(conn, now, output, candidates[0], "rebuilt", tool_version)
 
 
+def record_verdict(
+    conn: Connection, now: datetime, conversion: str, checks: Iterable[tuple[str, str, str]]
+) -> str:
+    """Record the results of checks and return the verdict over all checks recorded so far.
+
+    Args:
+        conn: a writer's transaction.
+        now: the time to record.
+        conversion: the public id of the conversion that wrote the export.
+        checks: (check, verdict, summary) each; the verdict is ``ok``, ``failed`` or ``not-done``.
+
+    Raises:
+        UsageError: the catalog has no such conversion.
+    """
+    row = _conversion(conn, conversion)
+    check_results: dict[str, dict[str, str]] = json.loads(row.export_checks or "{}")
+    for name, verdict, summary in checks:
+        if verdict != NOT_DONE or check_results.get(name, {}).get("verdict", NOT_DONE) == NOT_DONE:
+            check_results[name] = {"verdict": verdict, "summary": clean(summary), "at": now.isoformat()}
+    verdicts = {check["verdict"] for check in check_results.values()}
+    verdict = FAILED if FAILED in verdicts else UNPROVEN if NOT_DONE in verdicts else OK
+    conn.execute(
+        update(Conversion)
+        .where(Conversion.id == row.id)
+        .values(export_verdict=verdict, export_checks=clean_json(check_results), export_verified_at=now)
+    )
+    return verdict
+
+
 def _record_average(
     conn: Connection,
     now: datetime,
@@ -485,7 +516,7 @@ def _forget_process(conn: Connection, which: ColumnElement[bool]) -> None:
 
 def _conversion(conn: Connection, conversion: str) -> Any:
     row = conn.execute(
-        select(Conversion.id, Conversion.state, Conversion.destination_uri)
+        select(Conversion.id, Conversion.state, Conversion.destination_uri, Conversion.export_checks)
         .where(Conversion.uuid == conversion)
         .with_for_update()
     ).first()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, func, or_, select, union, update
 
@@ -32,7 +32,7 @@ from ckptcore.utils import processes
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Select
+    from sqlalchemy import ColumnElement, Connection
 
 _ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
 
@@ -222,32 +222,20 @@ def _ties(
 ) -> dict[str, Ties]:
     these = Checkpoint.uuid.in_(publics)
 
-    def grouped(query: Select[tuple[str, str]]) -> dict[str, list[str]]:
+    def grouped(value: Any, of: ColumnElement[bool], order: Any, *conditions: Any) -> dict[str, list[str]]:
+        query = select(Checkpoint.uuid, value).join(value.class_, of).where(these, *conditions)
         by_checkpoint: dict[str, list[str]] = {}
-        for public, value in conn.execute(query.where(these)):
-            by_checkpoint.setdefault(public, []).append(value)
+        for public, each in conn.execute(query.order_by(order)):
+            by_checkpoint.setdefault(public, []).append(each)
         return by_checkpoint
 
     uri_of = {row.uuid: row.uri for row in conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(these))}
     if missing := sorted(set(publics) - uri_of.keys()):
         raise UsageError(f"the catalog has no checkpoint {missing[0]}")
-    public = Checkpoint.uuid
-    tags = grouped(select(public, Tag.key).join(Tag, Tag.checkpoint_id == Checkpoint.id).order_by(Tag.key))
-    names = grouped(
-        select(public, Alias.name).join(Alias, Alias.checkpoint_id == Checkpoint.id).order_by(Alias.name)
-    )
-    on_hold = grouped(
-        select(public, Hold.reason)
-        .join(Hold, Hold.checkpoint_id == Checkpoint.id)
-        .where(*in_force(now))
-        .order_by(Hold.id)
-    )
-    claimed = grouped(
-        select(public, Claim.owner)
-        .join(Claim, Claim.source_uri == Checkpoint.uri)
-        .where(*_claimed(now))
-        .order_by(Claim.id)
-    )
+    tags = grouped(Tag.key, Tag.checkpoint_id == Checkpoint.id, Tag.key)
+    names = grouped(Alias.name, Alias.checkpoint_id == Checkpoint.id, Alias.name)
+    on_hold = grouped(Hold.reason, Hold.checkpoint_id == Checkpoint.id, Hold.id, *in_force(now))
+    claimed = grouped(Claim.owner, Claim.source_uri == Checkpoint.uri, Claim.id, *_claimed(now))
     return {
         public_id: Ties(
             tuple(tags.get(public_id, ())),

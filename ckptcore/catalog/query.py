@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -56,15 +56,18 @@ def list_checkpoints(
     conn: Connection, limit: int | None, kind: str | None, state: str | None, run: str | None
 ) -> tuple[CheckpointRow, ...]:
     """Return checkpoints, newest first."""
-    rows = checkpoint_rows()
-    if kind is not None:
-        rows = rows.where(Checkpoint.kind == member_value(Kind, kind))
-    if state is not None:
-        rows = rows.where(Checkpoint.state == member_value(State, state))
+    rows = newest_checkpoints(kind, state).limit(limit)
     if run is not None:
         rows = rows.where(TrainingRun.name == run)
-    newest = rows.order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc()).limit(limit)
-    return with_custody(conn, tuple(checkpoint_row(row) for row in conn.execute(newest)))
+    return with_custody(conn, tuple(checkpoint_row(row) for row in conn.execute(rows)))
+
+
+def newest_checkpoints(kind: str | None, state: str | None) -> Select[Any]:
+    """Return the query of checkpoints of a kind and state, newest first; None for any."""
+    rows = checkpoint_rows().order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc())
+    if kind is not None:
+        rows = rows.where(Checkpoint.kind == member_value(Kind, kind))
+    return rows if state is None else rows.where(Checkpoint.state == member_value(State, state))
 
 
 def part_of(conn: Connection, column: Any, text: str) -> ColumnElement[bool]:
@@ -112,11 +115,13 @@ def _with_custody(row: CheckpointRow, due_at: Any, lost: Any) -> CheckpointRow:
 
 def list_conversions(conn: Connection, limit: int | None, state: str | None) -> tuple[ConversionRow, ...]:
     """Return conversions, newest first."""
-    rows = select(Conversion)
-    if state is not None:
-        rows = rows.where(Conversion.state == member_value(Outcome, state))
-    newest = rows.order_by(Conversion.started_at.desc(), Conversion.id.desc()).limit(limit)
-    return tuple(conversion_row(row) for row in conn.execute(newest))
+    return tuple(conversion_row(row) for row in conn.execute(newest_conversions(state).limit(limit)))
+
+
+def newest_conversions(state: str | None) -> Select[Any]:
+    """Return the query of conversions in a state, newest first; None for any."""
+    rows = select(Conversion).order_by(Conversion.started_at.desc(), Conversion.id.desc())
+    return rows if state is None else rows.where(Conversion.state == member_value(Outcome, state))
 
 
 def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | ConversionDetail:
@@ -280,21 +285,18 @@ def checkpoint_rows() -> Select[Any]:
 
 def checkpoint_row(row: Any) -> CheckpointRow:
     """Convert a row of `checkpoint_rows`."""
+    dtypes = row.dtypes
     return read_row(
         CheckpointRow,
         row,
         id=row.uuid,
         run=row.run_name,
         nbytes=row.total_bytes,
-        dtypes=_of_text(row.dtypes, lambda names: tuple(filter(None, names.split(",")))),
+        # Another value than a text stays itself, and is reported as odd.
+        dtypes=tuple(filter(None, dtypes.split(","))) if isinstance(dtypes, str) else dtypes,
         content_digest=row.content_digest or None,
         origin=parsed(row.origin),
     )
-
-
-def _of_text(value: Any, read: Callable[[str], Any]) -> Any:
-    """Return what is read from a text; another value itself, which `sound` reports if it is odd."""
-    return read(value) if isinstance(value, str) else value
 
 
 def file_row(row: Any) -> FileRow:

@@ -369,7 +369,8 @@ class _Inbox(Queue[InboxEvent]):
         # With an id of the sender: repeated for the same place it is
         # the same event, for another one a mistake.
         if event.has_id:
-            return (row, new) if self._is_same(row, values) else self._refuse(conn, now, row, values)
+            is_same = all(getattr(row, name) == values[name] for name in _ANNOUNCED)
+            return (row, new) if is_same else self._refuse(conn, now, row, values)
         # Nothing has looked at the place yet, so the waiting event covers this one as well.
         if row.state not in (Stage.DONE, Stage.FAILED) and row.flow_run_id is None:
             return row, new
@@ -377,10 +378,6 @@ class _Inbox(Queue[InboxEvent]):
         started = (models.Inbox.id == row.row, models.Inbox.event_id == row.event_id)
         conn.execute(update(models.Inbox).where(*started).values(event_id=f"{row.event_id}:{row.id}"))
         return self._insert(conn, now, values)
-
-    @staticmethod
-    def _is_same(row: InboxEvent, values: Mapping[str, Any]) -> bool:
-        return all(getattr(row, name) == values[name] for name in _ANNOUNCED)
 
     def _refuse(
         self, conn: Connection, now: datetime, row: InboxEvent, values: Mapping[str, Any]

@@ -147,15 +147,11 @@ def _rows(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_check(value: Any) -> bool:
-    """Return whether a value is a check of an export, as `ckptcore.catalog.catalog` records it."""
+    """Return whether a value is a check of an export, as `ckptcore.catalog.conversions` records it."""
     return _maps(_is_text)(value) and value.keys() >= {"verdict", "summary", "at"}
 
 
-def _is_anything(value: Any) -> bool:
-    return True
-
-
-_is_form = _maps(_is_anything)
+_is_form = _maps(lambda value: True)
 # Annotation of a field -> (check, what it should be, the empty value).
 _TYPES: dict[str, tuple[Callable[[Any], bool], str, Callable[[], Any]]] = {
     "str": (_is_text, "a text", str),

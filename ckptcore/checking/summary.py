@@ -14,6 +14,7 @@ import numpy as np
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.errors import CkptError
+from ckptcore.formats import natural
 from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import StoredKinds
@@ -173,11 +174,6 @@ def rank_of(file: str) -> str | None:
         if matched is not None:
             return matched[1]
     return None
-
-
-def natural(text: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a key that sorts numbers in texts by their value."""
-    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", text))
 
 
 def _parts(manifest: Manifest) -> Iterable[PartSummary]:

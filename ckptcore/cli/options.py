@@ -59,7 +59,8 @@ def group(help: str) -> typer.Typer:
 def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
     """Return an option's type for typer, with the declared name, help and limits."""
     flag = f"--{name.replace('_', '-')}"
-    inner = [k for k in get_args(kind) if k is not type(None)] if _is_union(kind) else [kind]
+    is_union = get_origin(kind) in (Union, UnionType)
+    inner = [k for k in get_args(kind) if k is not type(None)] if is_union else [kind]
     if inner == [bool] and (option.off or default is not False):
         flag += f"/--{option.off or f'no-{flag[2:]}'}"
     form = typer.Option(flag, metavar=option.metavar, help=option.help, min=option.least, envvar=option.env)
@@ -92,10 +93,6 @@ def help_of(annotation: Any) -> str:
     option = split(annotation)[1]
     assert option is not None  # it is declared with one
     return option.help
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
 
 
 class Output(StrEnum):

@@ -49,7 +49,7 @@ class Measures:
     @property
     def change(self) -> float:
         """Return the norm of the difference relative to A's; infinite where A is zero and B is not."""
-        return _ratio(self.norm, self.norm_a)
+        return ratio(self.norm, self.norm_a)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; null for what is infinite."""
@@ -181,7 +181,8 @@ def _widened(torch: Any, block: Any) -> Any:
     return block.to(torch.float32 if block.is_floating_point() else torch.float64)
 
 
-def _ratio(part: float, total: float) -> float:
+def ratio(part: float, total: float) -> float:
+    """Return a part relative to a total; infinite where only that is zero."""
     if total:
         return part / total
     return math.inf if part else 0.0

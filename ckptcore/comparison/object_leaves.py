@@ -45,13 +45,7 @@ class ObjectLeaf:
 Leaves = dict[str, ObjectLeaf]
 
 
-def _as_it_is(name: str, value: Any) -> Any:
-    return value
-
-
-def leaves(
-    blobs: Iterable[Blob], named: Callable[[str], str], valued: Callable[[str, Any], Any] = _as_it_is
-) -> Leaves:
+def leaves(blobs: Iterable[Blob], named: Callable[[str], str], valued: Callable[[str, Any], Any]) -> Leaves:
     """Return the plain values of objects by path.
 
     Args:

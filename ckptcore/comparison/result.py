@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptcore.comparison.measures import Measures
@@ -236,11 +236,9 @@ class Difference:
             "frozen": list(self.frozen),
             "by_itself": self.by_itself or None,
             "tensors": [_tensor(t) for t in self.tensors],
-            "objects": [{"name": o.name, "what": o.what, "a": o.a, "b": o.b} for o in self.objects],
+            "objects": [asdict(difference) for difference in self.objects],
             "skipped": [{"name": name, "why": why} for name, why in self.skipped],
-            "dropped": [
-                {"name": d.name, "what": d.what, "why": d.why, "recorded": d.recorded} for d in self.dropped
-            ],
+            "dropped": [asdict(dropped) for dropped in self.dropped],
         }
 
 
@@ -259,20 +257,15 @@ def _side(side: Side) -> dict[str, Any]:
 
 
 def _tensor(difference: TensorDifference) -> dict[str, Any]:
-    first = difference.first and {
-        "index": list(difference.first.index),
-        "a": encode(difference.first.a),
-        "b": encode(difference.first.b),
-        "a_bits": difference.first.a_bits,
-        "b_bits": difference.first.b_bits,
-    }
+    first = difference.first
     return {
         "name": difference.name,
         "what": list(difference.what),
         "a": _spec(difference.a),
         "b": _spec(difference.b),
         "differing": difference.differing,
-        "first": first,
+        "first": first
+        and {**asdict(first), "index": list(first.index), "a": encode(first.a), "b": encode(first.b)},
         "measures": difference.measures and difference.measures.as_dict(),
         "cast": difference.cast or None,
     }
@@ -303,13 +296,7 @@ class PartChange:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {
-            "name": self.name,
-            "equal": self.equal,
-            "changed": self.changed,
-            "change": self.change,
-            "max_abs": self.max_abs,
-        }
+        return asdict(self)
 
 
 def part_of(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, read_boxes
+from ckptcore.comparison.measures import ratio
 from ckptcore.comparison.opened import OpenSide, closing_sides
 from ckptcore.comparison.tensor_processes import read_shared
 from ckptcore.core.box import Box, flat_start
@@ -55,9 +56,7 @@ class Change:
     @property
     def relative(self) -> float:
         """The norm of the difference relative to that of the first; infinite where only that is zero."""
-        if self.before.norm:
-            return self.norm / self.before.norm
-        return math.inf if self.norm else 0.0
+        return ratio(self.norm, self.before.norm)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; null for what is infinite."""

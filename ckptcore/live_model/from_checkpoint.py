@@ -96,7 +96,9 @@ def from_checkpoint(
             model_prefix=model_prefix,
         )
         composed = compose_model(request, manifest)
-        model = _skeleton(composed)
+        generation = composed.extra.get(_GENERATION)
+        # Without values, in the dtypes of the export's files.
+        model = build_skeleton(composed.extra[CONFIG], generation, specs_of(composed))
         live = _live_tensors(composed, manifest, request, model)
         rows = _rows(model, live)
         log_findings(composed.warnings)
@@ -128,12 +130,6 @@ def _live_tensors(composed: Composed, manifest: Manifest, request: Request, mode
         parameters=[n for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)],
     )
     return composed.mapped.manifest if named is None else named.mapped.manifest
-
-
-def _skeleton(composed: Composed) -> Any:
-    """Return the model of the export without values, in the dtypes of the export's files."""
-    generation = composed.extra.get(_GENERATION)
-    return build_skeleton(composed.extra[CONFIG], generation, specs_of(composed))
 
 
 def _rows(model: Any, live: Manifest) -> dict[str, int]:
@@ -198,15 +194,12 @@ def device_of(mesh: DeviceMesh | None, device: str | torch.device | None) -> tor
     if mesh.get_coordinate() is None:
         raise UsageError("cannot open a model: this rank is not in the mesh", hint="call it on its ranks")
     if device is None:
-        on_host = mesh.device_type == "cpu"
-        return torch.device("cpu") if on_host else torch.device(mesh.device_type, _current_index())
+        if mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
     if torch.device(device).type != mesh.device_type:
         raise UsageError(f"device must be one of the mesh, {mesh.device_type} (got {device})")
     return torch.device(device)
-
-
-def _current_index() -> int:
-    return torch.accelerator.current_device_index()
 
 
 def shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:

@@ -32,6 +32,7 @@ from ckptcore.errors import (
     UnsafeContent,
     UnsupportedDtype,
     UnsupportedFormat,
+    findings_of,
 )
 from ckptcore.formats import registry
 from ckptcore.operations.claims import source_digest
@@ -154,10 +155,7 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Readines
             isinstance(error, SourceUnreadable) and "file" in error.values
         )
         state = Condition.BROKEN if own_fault and not error.transient else Condition.UNREAD
-        findings = tuple(error.values.get("findings", ())) or (
-            Finding(error.code, "files", error.message, hint=error.hint),
-        )
-        return Readiness(state, stamp, changed, error.message, findings, None, None, manifest)
+        return Readiness(state, stamp, changed, error.message, findings_of(error), None, None, manifest)
 
 
 def _judged_stamp(stamp: str, recover: bool) -> str:

@@ -107,7 +107,7 @@ def compare(
     proven = set()
     digested = [(file, file.digest) for file in files if file.digest is not None]
     with closing(open_store(folder)) as store:
-        sizes = {file.path: _size_finding(store, file) for file, _ in digested}
+        sizes = {file.path: _size_difference(file, store.size(file.path)) for file, _ in digested}
         unread = {
             file.path: (file.nbytes, digest)
             for file, digest in digested
@@ -322,10 +322,6 @@ def require_recorded(uri: str, findings: Sequence[Finding], consequence: str) ->
             hint=f"{consequence}; {findings[0].hint}",
             findings=tuple(findings),
         )
-
-
-def _size_finding(store: Store, file: FileRow) -> Finding | None:
-    return _size_difference(file, store.size(file.path))
 
 
 def _size_difference(file: FileRow, size: int | None) -> Finding | None:

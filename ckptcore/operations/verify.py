@@ -22,7 +22,7 @@ from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.registration import facts
 from ckptcore.conversion.source_digests import are_of_first_sight, is_resaved
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import CkptError, Finding, SourceUnreadable
+from ckptcore.errors import CkptError, Finding, SourceUnreadable, findings_of
 from ckptcore.operations.registered_files import (
     Compared,
     NoTime,
@@ -96,8 +96,7 @@ def prove(registered: CheckpointDetail, in_time: Callable[[], bool] = lambda: Tr
         return Proven(Proof.STOPPED, message="the time budget was used up")
     except CkptError as error:
         if error.exit_code in (1, 3):
-            findings = tuple(error.values.get("findings", ())) or (_as_finding(error),)
-            return Proven(Proof.DAMAGED, findings, error.message)
+            return Proven(Proof.DAMAGED, findings_of(error), error.message)
         return Proven(Proof.UNREAD, message=f"{error.code}: {error.message}")
 
 
@@ -193,7 +192,3 @@ def _is_there(uri: str) -> bool:
         return bool(open_store(uri).list())
     except SourceUnreadable:
         return False
-
-
-def _as_finding(error: CkptError) -> Finding:
-    return Finding(error.code, "files", error.message, hint=error.hint)

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.checking.examine import inspect
-from ckptcore.checking.summary import natural, rank_of
+from ckptcore.checking.summary import rank_of
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
+from ckptcore.formats import natural
 
 MOST_BOXES = 4096  # of one tensor
 MOST_CELLS = 1 << 20  # of the grid that the cuts of all boxes make

@@ -29,7 +29,7 @@ _PACKAGE = "a file of this package"
 OWN = {
     "ckptcore/utils/foreign_text.py": "the module of these functions",
     "ckptcore/utils/plain_yaml.py": "the same for YAML",
-    **{f"ckptcore/catalog/{name}.py": _ROWS for name in ("catalog", "row_values")},
+    **{f"ckptcore/catalog/{name}.py": _ROWS for name in ("conversions", "row_values")},
     "ckptcore/catalog/sql_query.py": _PROCESS,
     "ckptcore/catalog/sqlworker.py": _PROCESS,
     "ckptcore/planning/config_agreement.py": "JSON that transformers wrote a line before",

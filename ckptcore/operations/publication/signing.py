@@ -177,7 +177,7 @@ def sign(
         UsageError: The key cannot be used, or the folder has links.
     """
     place = _folder(folder)
-    target = _signature_of(place, signature)
+    target = _beside(place) if signature is None else Path(os.path.abspath(signature))
     _require_replaceable(target, overwrite)
     config = _signing_config(key)
     inside = _inside(place, target)
@@ -357,10 +357,6 @@ def _folder(folder: str) -> Path:
 
 def _beside(place: Path) -> Path:
     return place.with_name(f"{place.name}.sig")
-
-
-def _signature_of(place: Path, signature: str | None) -> Path:
-    return _beside(place) if signature is None else Path(os.path.abspath(signature))
 
 
 def _existing_signature(place: Path, signature: str | None) -> Path:

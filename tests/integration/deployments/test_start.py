@@ -17,7 +17,7 @@ from standardwebhooks import Webhook
 
 from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.catalog import record
+from ckptcore.catalog.conversions import record_verdict
 from ckptcore.catalog.queues import inbox
 from ckptcore.page.http_errors import RequestRefused
 from deployments.receiver.dispatch import (
@@ -486,7 +486,9 @@ def test_the_end_of_a_run_is_announced_with_what_it_made(
             id, ConversionFacts("p" * 64, 8, 8, 1, {}, fingerprint="f" * 64), source=source, derived=made
         )
         with catalog.writing() as conn:
-            record(conn, NOW, id, [("names", "ok", "fine"), ("values", "not-done", "the source is gone")])
+            record_verdict(
+                conn, NOW, id, [("names", "ok", "fine"), ("values", "not-done", "the source is gone")]
+            )
         checkpoint = catalog.at("/exports/llama/step-7")
     assert checkpoint is not None
     runs.now["run-0"] = RunState("COMPLETED", NOW, "")
