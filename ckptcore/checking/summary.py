@@ -243,12 +243,7 @@ def piece_owners(manifest: Manifest) -> tuple[PieceOwners, ...]:
 
 
 def _cut(offsets: Sequence[Sequence[int]], owners: Sequence[str]) -> _Cut:
-    """Return how boxes cut a tensor, and who holds each piece.
-
-    Args:
-        offsets: The offset of each box, elements.
-        owners: The owner of each box.
-    """
+    """Return how boxes cut a tensor, and who holds each piece. offsets, owners: of each box."""
     pieces: dict[tuple[int, ...], list[str]] = {}
     for offset, owner in sorted(zip(offsets, owners, strict=True)):
         pieces.setdefault(tuple(offset), []).append(owner)

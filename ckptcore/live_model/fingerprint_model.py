@@ -122,11 +122,7 @@ def _under_file_names(model: Any, state: Mapping[str, torch.Tensor]) -> Manifest
 def _views(fqn: str, chunk: Chunk, name: str, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield boxes of a file's tensor, with this rank's memory of their elements.
 
-    Args:
-        fqn: Name of the file's tensor.
-        chunk: A box of it, and which elements of a parameter it is.
-        name: Name of the parameter.
-        tensor: The parameter.
+    chunk: a box of it, and which elements of a parameter it is. name, tensor: of the parameter.
     """
     shape = tuple(tensor.size())
     view = chunk.view

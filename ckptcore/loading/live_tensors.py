@@ -140,11 +140,7 @@ def _shards(fqn: str, tensor: Any, use: MemoryUse) -> list[Piece]:
 def _own_chunks(fqn: str, tensor: Any, local: Any, use: MemoryUse) -> list[Piece]:
     """Return one piece per chunk that a tensor lists itself, as torch/distributed/_checkpointable.py says.
 
-    Args:
-        fqn: Name of the tensor.
-        tensor: The global tensor.
-        local: The same, or its local part: whichever lists chunks, such as torch's `LocalShardsWrapper`.
-        use: What is done with its memory.
+    local: the tensor, or its local part: whichever lists chunks, such as torch's `LocalShardsWrapper`.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex
 

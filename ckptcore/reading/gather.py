@@ -240,12 +240,7 @@ def _fill_slices(
 ) -> None:
     """Copy a box whose slices along ``dim`` are a range each, as many at a time as fit a core's cache.
 
-    Args:
-        args: Where the slices are.
-        first_slice: Result of `range_of` for the first one.
-        shape: Extent of the box.
-        dim: The dim.
-        tile: A view of exactly that shape.
+    first_slice: result of `range_of` for the first one. tile: a view of exactly that shape.
     """
     payload, itemsize = args.payload, args.itemsize
     begin, end, first = first_slice

@@ -385,11 +385,7 @@ def _place_of(export: _Export, url: str) -> HubPlace:
 
 
 def _named_files(export: _Export, card: Path | None) -> dict[str, LocalFile]:
-    """Return the files of an output by name, unread.
-
-    Args:
-        export: The output.
-        card: The file to send as the model card.
+    """Return the files of an output by name, unread. card: the file to send as the model card.
 
     Raises:
         DamagedCheckpoint: They are not those that were recorded, by name and size.
