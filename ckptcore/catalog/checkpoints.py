@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import bindparam, delete, insert, select, update
 
 from ckptcore.catalog import history, training_rows
+from ckptcore.catalog.holdings import NOWHERE
 from ckptcore.catalog.models import (
     Alias,
     Checkpoint,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Row
 
 _IDENTITY = ("code", "level", "message", "fqn", "file")  # of a finding
-_ENDED = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)  # nothing of it is at its place
 
 
 def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind) -> tuple[int, str]:
@@ -99,7 +99,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         _keep_ties(conn, checkpoint, places)
     conn.execute(
         update(Checkpoint)
-        .where(Checkpoint.uri.in_(places), Checkpoint.id != checkpoint, Checkpoint.state.not_in(_ENDED))
+        .where(Checkpoint.uri.in_(places), Checkpoint.id != checkpoint, Checkpoint.state.not_in(NOWHERE))
         .values(state=State.REPLACED.value, replaced_at=now)
     )
     for origin, training in facts.training:
@@ -171,7 +171,7 @@ def _keep_ties(conn: Connection, checkpoint: int, places: Sequence[str]) -> None
         Checkpoint.manifest_digest == row.manifest_digest,
         # Rows whose digests are known must be equal; an unknown one may be of the same content.
         *([Checkpoint.content_digest.in_([row.content_digest, ""])] if row.content_digest else []),
-        Checkpoint.state.not_in(_ENDED),
+        Checkpoint.state.not_in(NOWHERE),
     )
     twins = list(conn.execute(twin_rows).scalars())
     if not twins:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 from sqlalchemy import func, literal_column, select, text
 
+from ckptcore.catalog.browse import NOT_CURRENT
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import (
     Checkpoint,
@@ -27,14 +28,13 @@ from ckptcore.catalog.models import (
 )
 from ckptcore.catalog.query import sum_of
 from ckptcore.catalog.queues import Stage, inbox, outbox
-from ckptcore.catalog.types import Outcome, State
+from ckptcore.catalog.types import Outcome
 from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 _LABEL, _SHORTENED = 64, re.compile(r"\([0-9a-f]{8}\)\Z")  # characters of a text, and what is behind others
-_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _DATABASE_SIZE = {
     "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
     "postgresql": "SELECT pg_database_size(current_database())",
@@ -112,7 +112,7 @@ class Figures:
 def figures(conn: Connection, now: datetime) -> Figures:
     """Return the numbers of a catalog. All tables of this version must exist."""
     waiting = Inbox.state.in_((Stage.WAITING.value, Stage.TAKEN.value))
-    current = Checkpoint.state.not_in(_NOT_CURRENT)
+    current = Checkpoint.state.not_in(NOT_CURRENT)
     unproven = conn.execute(
         select(func.count(), func.min(Checkpoint.created_at)).where(current, Checkpoint.verified_at.is_(None))
     ).one()

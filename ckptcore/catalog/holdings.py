@@ -24,7 +24,7 @@ from ckptcore.catalog.types import CheckpointRow, State
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-NOWHERE = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)
+NOWHERE = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)  # nothing of it is at its place
 _SAMPLE = 64  # tensors by which copies are looked for
 _HEX = re.compile("[0-9a-f]*")
 _ID_BYTES = 16  # as `ckptcore.fingerprints.holdings`, which the catalog does not import

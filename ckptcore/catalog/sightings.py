@@ -59,20 +59,12 @@ class SightingRow:
 
 def note(conn: Connection, sighting: SightingRow) -> None:
     """Record a sighting. It replaces the last one of its URI, except for the time of the first."""
-    columns = {
-        "root": normal_uri(sighting.root),
-        "step": sighting.step,
-        "state": sighting.state,
-        "stamp": sighting.stamp,
-        "source_digest": sighting.source_digest,
-        "manifest_digest": sighting.manifest_digest,
-        "findings": clean_json([asdict(f) for f in sighting.findings]),
-        "last_seen_at": sighting.last_seen_at,
-        "changed_at": sighting.changed_at,
-    }
-    uri = normal_uri(sighting.uri)
+    columns = asdict(sighting)
+    del columns["trouble"]
+    uri, first_seen_at = normal_uri(columns.pop("uri")), columns.pop("first_seen_at")
+    columns |= {"root": normal_uri(sighting.root), "findings": clean_json(columns["findings"])}
     if conn.execute(update(Sighting).where(Sighting.uri == uri).values(columns)).rowcount == 0:
-        conn.execute(insert(Sighting).values(uri=uri, first_seen_at=sighting.first_seen_at, **columns))
+        conn.execute(insert(Sighting).values(uri=uri, first_seen_at=first_seen_at, **columns))
 
 
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:

@@ -169,29 +169,23 @@ def _stopped(seconds: float) -> UsageError:
 def _refusal(message: str) -> UsageError:
     return UsageError(
         f"the database refused the statement: {message.strip()}",
-        hint=_near_tables(message)
-        or _near_columns(message)
+        hint=_near_names(message)
         or "use a single SELECT; changes are not possible here. --explain shows the plan",
     )
 
 
-def _near_tables(message: str) -> str:
-    """Return the hint for a table that does not exist: near ones, or the views for users."""
-    match = _NO_TABLE.search(message)
-    if match is None:
-        return ""
-    tables = [*VIEWS, *Base.metadata.tables]
-    return did_you_mean((match[1] or match[2])[:100], tables, f"views: {', '.join(VIEWS)}")
-
-
-def _near_columns(message: str) -> str:
-    """Return the hint for a column that does not exist: near ones of any table, or how to list them."""
-    match = _NO_COLUMN.search(message)
-    if match is None:
-        return ""
+def _near_names(message: str) -> str:
+    """Return the hint for a table or column that does not exist: near ones, or how to list them."""
     columns = [column.name for table in Base.metadata.tables.values() for column in table.columns]
-    otherwise = "`ckptcore catalog sql 'SELECT * FROM VIEW LIMIT 1'` shows the columns of a view"
-    return did_you_mean((match[1] or match[2])[:100], columns, otherwise)
+    of_view = "`ckptcore catalog sql 'SELECT * FROM VIEW LIMIT 1'` shows the columns of a view"
+    for pattern, names, otherwise in (
+        (_NO_TABLE, [*VIEWS, *Base.metadata.tables], f"views: {', '.join(VIEWS)}"),
+        (_NO_COLUMN, columns, of_view),
+    ):
+        match = pattern.search(message)
+        if match is not None:
+            return did_you_mean((match[1] or match[2])[:100], names, otherwise)
+    return ""
 
 
 def _as_json(value: Any) -> Any:

@@ -467,13 +467,9 @@ def _took(row: ConversionRow) -> str:
     return show_duration((row.ended_at - row.started_at).total_seconds())
 
 
-def render_history(
-    history: RunHistory,
-    tensor: Sequence[tuple[MeasuredStep, TensorPoint]] | None,
-    console: Console | None = None,
-) -> None:
+def render_history(history: RunHistory, tensor: Sequence[tuple[MeasuredStep, TensorPoint]] | None) -> None:
     """Print the measured steps of a run with their alarms, or one tensor at each of them."""
-    out = console or terminal.console()
+    out = terminal.console()
     if tensor is None:
         print_table(out, _STEP_HEADS, [_step_cells(step) for step in history.steps], names=())
         for alarm in history.alarms:

@@ -145,8 +145,30 @@ class GroupedHelpCommand(FilledCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and options."""
-        write_options(self, ctx, formatter)
+        """Write the arguments, and the options in their groups."""
+        records = [(param, param.get_help_record(ctx)) for param in self.get_params(ctx)]
+        arguments = [
+            (_TYPE.sub("", record[0]), record[1])
+            for param, record in records
+            if record and param.param_type_name == "argument"
+        ]
+        options = {
+            param.name: record for param, record in records if record and param.param_type_name == "option"
+        }
+        _write(formatter, "Arguments", arguments)
+        grouped = {name: title for title, names in SECTIONS.items() for name in names.split()}
+        if len(options) <= MANY:
+            _write(formatter, "Options", list(options.values()))
+        elif ctx.meta.get(_WANTS_ALL):
+            _write(formatter, "Options", [option for name, option in options.items() if name not in grouped])
+            for title, names in SECTIONS.items():
+                _write(formatter, title, [options[name] for name in names.split() if name in options])
+        else:
+            names_first = FIRST_OF.get(_command(ctx), FIRST)
+            first = {n: o for n, o in options.items() if n in names_first or n == "help" or n not in grouped}
+            _write(formatter, "Options", list(first.values()))
+            formatter.write_paragraph()
+            formatter.write_text(f"{len(options) - len(first)} more options: {ctx.command_path} --help {ALL}")
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line."""
@@ -167,8 +189,26 @@ class FilledGroup(TyperGroup):
         return rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands in their sections."""
-        write_commands(self, ctx, formatter)
+        """Write the commands in their sections; one that is in no section is in the last."""
+        commands = {
+            name: command
+            for name in self.list_commands(ctx)
+            if (command := self.get_command(ctx, name)) is not None and not command.hidden
+        }
+        sections = {
+            title: names.split() for title, names in COMMANDS.get(_command(ctx), {"Commands": ""}).items()
+        }
+        listed = {name for names in sections.values() for name in names}
+        sections[list(sections)[-1]] += [name for name in commands if name not in listed]
+        width = max(map(len, commands), default=0)
+        limit = formatter.width - 6 - width
+        for title, names in sections.items():
+            rows = [
+                (f"{name:<{width}}", commands[name].get_short_help_str(limit))
+                for name in names
+                if name in commands
+            ]
+            _write(formatter, title, rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the example of the group, if it has one."""
@@ -191,56 +231,6 @@ def usage_pieces(pieces: Iterable[str]) -> list[str]:
     ['[OPTIONS]', 'SRC...', 'DST', 'KEY=VALUE...', '[ROOT]...']
     """
     return [_BRACES.sub(lambda m: m[1] if "..." in m[1] else m[1] + m[2], piece) for piece in pieces]
-
-
-def write_options(command: Any, ctx: Any, formatter: Any) -> None:
-    """Write the arguments of a command, and its options in their groups."""
-    records = [(param, param.get_help_record(ctx)) for param in command.get_params(ctx)]
-    arguments = [
-        (_TYPE.sub("", record[0]), record[1])
-        for param, record in records
-        if record and param.param_type_name == "argument"
-    ]
-    options = {
-        param.name: record for param, record in records if record and param.param_type_name == "option"
-    }
-    _write(formatter, "Arguments", arguments)
-    grouped = {name: title for title, names in SECTIONS.items() for name in names.split()}
-    if len(options) <= MANY:
-        _write(formatter, "Options", list(options.values()))
-    elif ctx.meta.get(_WANTS_ALL):
-        _write(formatter, "Options", [option for name, option in options.items() if name not in grouped])
-        for title, names in SECTIONS.items():
-            _write(formatter, title, [options[name] for name in names.split() if name in options])
-    else:
-        names_first = FIRST_OF.get(_command(ctx), FIRST)
-        first = {n: o for n, o in options.items() if n in names_first or n == "help" or n not in grouped}
-        _write(formatter, "Options", list(first.values()))
-        formatter.write_paragraph()
-        formatter.write_text(f"{len(options) - len(first)} more options: {ctx.command_path} --help {ALL}")
-
-
-def write_commands(group: Any, ctx: Any, formatter: Any) -> None:
-    """Write the commands of a group in their sections; one that is in no section is in the last."""
-    commands = {
-        name: command
-        for name in group.list_commands(ctx)
-        if (command := group.get_command(ctx, name)) is not None and not command.hidden
-    }
-    sections = {
-        title: names.split() for title, names in COMMANDS.get(_command(ctx), {"Commands": ""}).items()
-    }
-    listed = {name for names in sections.values() for name in names}
-    sections[list(sections)[-1]] += [name for name in commands if name not in listed]
-    width = max(map(len, commands), default=0)
-    limit = formatter.width - 6 - width
-    for title, names in sections.items():
-        rows = [
-            (f"{name:<{width}}", commands[name].get_short_help_str(limit))
-            for name in names
-            if name in commands
-        ]
-        _write(formatter, title, rows)
 
 
 def write_example(ctx: Any, formatter: Any) -> None:

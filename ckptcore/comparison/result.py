@@ -203,12 +203,12 @@ class Difference:
     @property
     def parts(self) -> tuple[PartChange, ...]:
         """What changed in each part of the model, most first, by the tensors that both sides have."""
-        return by_part(self.frozen, self._measures())
+        return _group_changes(self.frozen, self._measures(), part_of)
 
     @property
     def layers(self) -> tuple[PartChange, ...]:
         """What changed in each layer, most first."""
-        return by_layer(self.frozen, self._measures())
+        return _group_changes(self.frozen, self._measures(), _layer_name)
 
     def _measures(self) -> list[tuple[str, Measures | None]]:
         return [(tensor.name, tensor.measures) for tensor in self.tensors if tensor.has_moved]
@@ -316,24 +316,15 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def by_part(equal: Iterable[str], changed: Iterable[Changed]) -> tuple[PartChange, ...]:
-    """Return the change of each part, what changed most first; parts without a change come last."""
-    return _group_changes(equal, changed, part_of)
-
-
-def by_layer(equal: Iterable[str], changed: Iterable[Changed]) -> tuple[PartChange, ...]:
-    """Return the change of each layer, what changed most first."""
-
-    def named(name: str) -> str | None:
-        layer = layer_of(name)
-        return None if layer is None else f"layer {layer}"
-
-    return _group_changes(equal, changed, named)
+def _layer_name(name: str) -> str | None:
+    layer = layer_of(name)
+    return None if layer is None else f"layer {layer}"
 
 
 def _group_changes(
     equal: Iterable[str], changed: Iterable[Changed], group_of: Callable[[str], str | None]
 ) -> tuple[PartChange, ...]:
+    """Return the change of each part or layer, what changed most first; those without a change come last."""
     same = Counter(filter(None, map(group_of, equal)))
     groups: dict[str, list[Measures | None]] = {group: [] for group in same}
     for name, measures in changed:

@@ -34,6 +34,7 @@ from ckptcore.page.views import Caller, Ref
 Limit = Annotated[int, Query(ge=1, le=browse.MOST)]
 Cursor = Annotated[str | None, Query(max_length=100)]
 Text = Annotated[str, Query(max_length=1000)]
+QueueState = Literal["waiting", "taken", "done", "failed"] | None
 
 
 class JsonError(BaseModel):
@@ -243,11 +244,7 @@ def retire(
 
 
 @ROUTER.get("/inbox", response_model=JsonRows)
-def inbox(
-    visit: Caller,
-    state: Literal["waiting", "taken", "done", "failed"] | None = None,
-    limit: Limit = browse.LIMIT,
-) -> Any:
+def inbox(visit: Caller, state: QueueState = None, limit: Limit = browse.LIMIT) -> Any:
     """List the newest events of a state; without one, those that are not done. Bodies are left out."""
     with visit.catalog.reading() as conn:
         events = queues.inbox.listed(conn, state, limit)
@@ -256,11 +253,7 @@ def inbox(
 
 
 @ROUTER.get("/outbox", response_model=JsonRows)
-def outbox(
-    visit: Caller,
-    state: Literal["waiting", "taken", "done", "failed"] | None = None,
-    limit: Limit = browse.LIMIT,
-) -> Any:
+def outbox(visit: Caller, state: QueueState = None, limit: Limit = browse.LIMIT) -> Any:
     """List the newest messages to endpoints of a state; without one, those that are not done."""
     with visit.catalog.reading() as conn:
         return _rows(browse.Page(queues.outbox.listed(conn, state, limit)))

@@ -36,7 +36,7 @@ class AliasChange(BaseModel):
     force: bool = False
 
 
-class AliasRollback(BaseModel):
+class AliasRollback(AliasChange):
     """An alias to set back.
 
     Attributes:
@@ -45,11 +45,7 @@ class AliasRollback(BaseModel):
         force: set it though the earlier checkpoint is damaged, a source, or unproven.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    name: Annotated[str, Field(max_length=200)]
     expect: Annotated[str, Field(min_length=4, max_length=1000)] | None = None
-    force: bool = False
 
 
 class NewHold(BaseModel):
