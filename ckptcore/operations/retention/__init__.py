@@ -4,7 +4,6 @@
 - purge: `purge`, `restore`: delete what was set aside, or bring it back
 - thin: `thin`, steps lose their optimizer in their own format and place
 - thin_plan: what a checkpoint loses in place, and the proof of what it keeps
-- thinned_files: writes the files of the thinned checkpoint, as pieces of those it had
 - policy: which steps of a run are kept, with reasons
 - root_retention: the policy of a watched root
 - replacement, part_replacement: find the child that replaces a source, or its model part

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
 
 from ckptcore.catalog import CheckpointDetail, maintenance, retirements
 from ckptcore.catalog import holdings as recorded
@@ -36,6 +38,7 @@ from ckptcore.checking.source_stamps import published_stamp
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.registration import facts, with_fingerprints
+from ckptcore.conversion.staging.local_staging import LocalStaging
 from ckptcore.conversion.staging.open_staging import at_rest, open_staging
 from ckptcore.conversion.staging.staging import THINNING, Publication, Replaced, Staging, noted
 from ckptcore.core.columnar_file import canonical_json
@@ -49,6 +52,7 @@ from ckptcore.custody.set_aside import require_files
 from ckptcore.errors import Busy, CkptError, Conflict, UsageError
 from ckptcore.fingerprints.holdings import ids_of, numbered, pack_ids, tensor_holdings
 from ckptcore.fingerprints.sums import Fingerprinted
+from ckptcore.formats import FilePiece, SourceRange
 from ckptcore.operations.claims import source_digest
 from ckptcore.operations.readiness import SETTLE_S, look
 from ckptcore.operations.recorded_run import recorded_run
@@ -63,10 +67,10 @@ from ckptcore.operations.retention.thin_plan import (
     names_to_drop,
     plan_thin,
     prove_thin,
+    size_of,
 )
-from ckptcore.operations.retention.thinned_files import stage
 from ckptcore.planning.request import Settings
-from ckptcore.store import fetch, join_url, local_path, split_url
+from ckptcore.store import FileWriter, Store, fetch, join_url, local_path, open_source_store, split_url
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import contents, folder_at, list_settled_destination, require_no_mount, survey
 from ckptcore.utils.foreign_text import load_json_object, parsing
@@ -520,6 +524,69 @@ class _Begun:
 
 
 _BEGUN = "thin.json"
+_BLOCK = 8 << 20
+Written = tuple[int, str | None]  # bytes, and the BLAKE3 of a file whose bytes passed through this process
+
+
+def stage(
+    staging: Staging, root: str, versions: Mapping[str, str | None], files: Mapping[str, Sequence[FilePiece]]
+) -> dict[str, Written]:
+    """Write the files of a checkpoint from which names are left out into its staging folder, durably.
+
+    Nothing is encoded: every file is pieces of the source's files, copied by the kernel where both are local,
+    and as extents that they share where the file system can do that (copy_file_range(2)).
+
+    Args:
+        staging: The staging folder of the checkpoint's place, locked and without files.
+        root: Path or URL of the checkpoint.
+        versions: Path -> version of its files, which must still be there.
+        files: Path -> pieces of each file.
+
+    Returns:
+        Path -> bytes and digest of each.
+
+    Raises:
+        DiskFull: There is no room for them.
+        SourceChanged: A file of the source was rewritten.
+    """
+    staging.require_room(sum(map(size_of, files.values())))
+    written: dict[str, Written] = {}
+    with closing(open_source_store(root, versions)) as source, closing(staging.files):
+        for path, pieces in files.items():
+            staging.require_lease()
+            written[path] = _write(source, staging.files, path, pieces)
+    if isinstance(staging, LocalStaging):
+        staging.take_times(root)
+    return written
+
+
+def _write(source: Store, target: Store, path: str, pieces: Sequence[FilePiece]) -> Written:
+    nbytes, offset = size_of(pieces), 0
+    hasher = blake3()
+    writer = target.writer(path, nbytes)
+    try:
+        for piece in pieces:
+            if isinstance(piece, SourceRange):
+                offset += _copy(source, writer, piece, offset, hasher)
+            else:
+                writer.write(offset, piece)
+                hasher.update(piece)
+                offset += len(piece)
+    except BaseException:
+        writer.abort()
+        raise
+    writer.commit()
+    return nbytes, hasher.hexdigest() if writer.sequential else None
+
+
+def _copy(source: Store, writer: FileWriter, piece: SourceRange, offset: int, hasher: blake3) -> int:
+    if not piece.nbytes or writer.copy(source, piece.path, piece.start, piece.nbytes, offset):
+        return piece.nbytes
+    for first in range(0, piece.nbytes, _BLOCK):
+        data = source.read(piece.path, piece.start + first, min(_BLOCK, piece.nbytes - first))
+        writer.write(offset + first, data)
+        hasher.update(data)
+    return piece.nbytes
 
 
 def _begin_staging(staging: Staging) -> None:

@@ -7,7 +7,7 @@ holds, by custody's account of it, must be in the thinned one when both are read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -37,7 +37,6 @@ from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import ModelPart
 from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
 from ckptcore.operations.retention.replacement import accepted
-from ckptcore.operations.retention.thinned_files import size_of
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, open_source_store
 from ckptcore.store.file_status import FileStatus, NameKind
@@ -326,3 +325,8 @@ def _digest_of_object(manifest: Manifest, name: str) -> bytes | None:
         for start in range(stored.start, stop, _BLOCK):
             hasher.update(store.read(path, start, min(_BLOCK, stop - start)))
     return hasher.digest()
+
+
+def size_of(pieces: Iterable[FilePiece]) -> int:
+    """Return the bytes of a file that consists of these pieces."""
+    return sum(piece.nbytes if isinstance(piece, SourceRange) else len(piece) for piece in pieces)

@@ -17,8 +17,8 @@ from ckptcore import api
 from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.errors import CkptError, OutputMismatch, UnsupportedFormat
 from ckptcore.formats.dcp import thinning
+from ckptcore.operations.retention.thin import stage
 from ckptcore.operations.retention.thin_plan import plan_thin, prove_thin
-from ckptcore.operations.retention.thinned_files import stage
 from ckptcore.planning.request import Settings
 
 MEANS = Settings(memory=32 << 20, workers=1)

@@ -20,8 +20,8 @@ from samples import SAMPLES
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.staging.open_staging import open_staging
 from ckptcore.formats.base import SourceRange
+from ckptcore.operations.retention.thin import stage
 from ckptcore.operations.retention.thin_plan import plan_thin, prove_thin
-from ckptcore.operations.retention.thinned_files import stage
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 
