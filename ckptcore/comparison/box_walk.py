@@ -6,8 +6,7 @@ tensor is opened before its first box is read, and closed after its last one.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -16,9 +15,9 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.planning.request import Settings
 from ckptcore.planning.tiles import Budget, Tiles, paged_buffer
-from ckptcore.reading.box_reader import BoxReader
+from ckptcore.reading.box_reader import BoxReader, walk
 from ckptcore.reading.gather import Bytes, stored_order, tile_view
-from ckptcore.utils.workers import ProgressMeter, run_jobs
+from ckptcore.utils.workers import ProgressMeter
 
 
 class OpenTensor:
@@ -37,7 +36,6 @@ class OpenTensor:
         self.specs = [side.manifest.tensors[row] for side, row in zip(sides, rows, strict=True)]
         self.spec = max(self.specs, key=lambda spec: BY_NAME[spec.dtype].itemsize)
         self.readers: Sequence[BoxReader] = ()
-        self.under_way = 1  # the walk itself, and every box
 
     def open(self) -> None:
         """Open the readers, right before the first box."""
@@ -97,56 +95,21 @@ def read_boxes(
         # An eighth of the memory, as two may be open, and tiles have three quarters.
         side.records.limit_decoded(settings.memory // 8)
     tiles = next((side.tiles for side in sides[:1]), None) or Tiles(partial(paged_buffer, budget.tile))
-    try:
-        _walk(tensors, lambda: worker(tiles), budget, meter)
-    finally:
-        tiles.take_back()
 
+    def boxes_of(tensor: Open) -> Iterable[Box]:
+        tensor.open()
+        return Box.full(tensor.spec.shape).tiles(tensor.step(budget) // BY_NAME[tensor.spec.dtype].itemsize)
 
-def _walk(
-    tensors: Iterable[Open],
-    worker: Callable[[], Callable[[Open, Box], None]],
-    budget: Budget,
-    meter: ProgressMeter,
-) -> None:
-    lock, under_way = threading.Lock(), set[Open]()
+    def prepare() -> Callable[[Open, Box], None]:
+        read = worker(tiles)
 
-    def release(tensor: Open) -> None:
-        with lock:
-            tensor.under_way -= 1
-            last = not tensor.under_way
-            if last:
-                under_way.discard(tensor)
-        if last:
-            tensor.close()
-
-    def boxes() -> Iterator[tuple[Open, Box]]:
-        for tensor in tensors:
-            with lock:
-                under_way.add(tensor)
-            tensor.open()
-            spec = tensor.spec
-            # The walk keeps its own count until the last box is out: workers that finish the boxes
-            # before that must not close the tensor.
-            for box in Box.full(spec.shape).tiles(tensor.step(budget) // BY_NAME[spec.dtype].itemsize):
-                with lock:
-                    tensor.under_way += 1
-                yield tensor, box
-            release(tensor)
-
-    def prepare() -> Callable[[tuple[Open, Box]], None]:
-        read = worker()
-
-        def do(job: tuple[Open, Box]) -> None:
-            tensor, box = job
+        def metered(tensor: Open, box: Box) -> None:
             read(tensor, box)
             meter.add(box.numel * BY_NAME[tensor.spec.dtype].itemsize)
-            release(tensor)
 
-        return do
+        return metered
 
     try:
-        run_jobs(boxes(), prepare, threads=budget.threads)
+        walk(tensors, boxes_of, lambda tensor: tensor.close(), prepare, budget.threads)
     finally:
-        for tensor in under_way:
-            tensor.close()
+        tiles.take_back()

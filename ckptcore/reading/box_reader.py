@@ -5,6 +5,10 @@ A reader serves one tensor; several threads may request its boxes.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
 import numpy as np
 
 from ckptcore.core.box import Box, flat_start
@@ -17,6 +21,63 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.chunk_reader import COPY, READ, SKIP, ChunkedTensor, ChunkReader, Tile
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.reading.payload import StoredChunk
+from ckptcore.utils.workers import run_jobs
+
+_Open = TypeVar("_Open")
+
+
+def walk(
+    tensors: Iterable[_Open],
+    boxes_of: Callable[[_Open], Iterable[Box]],
+    close: Callable[[_Open], None],
+    prepare: Callable[[], Callable[[_Open, Box], None]],
+    threads: int,
+) -> None:
+    """Share the boxes of many tensors among threads.
+
+    Args:
+        tensors: Taken one after the other, when it is their turn.
+        boxes_of: Called then; returns the boxes of a tensor.
+        close: Called for each tensor after its last box; after an error, for all that were taken.
+        prepare: Called once in each thread; returns a function that reads one box.
+        threads: Number of threads.
+    """
+    lock, under_way = threading.Lock(), dict[_Open, int]()
+
+    def release(tensor: _Open) -> None:
+        with lock:
+            under_way[tensor] -= 1
+            if under_way[tensor]:
+                return
+            del under_way[tensor]
+        close(tensor)
+
+    def boxes() -> Iterator[tuple[_Open, Box]]:
+        for tensor in tensors:
+            # The walk keeps its own count until the last box is out: workers that finish the boxes before
+            # that must not close the tensor.
+            with lock:
+                under_way[tensor] = 1
+            for box in boxes_of(tensor):
+                with lock:
+                    under_way[tensor] += 1
+                yield tensor, box
+            release(tensor)
+
+    def prepare_worker() -> Callable[[tuple[_Open, Box]], None]:
+        read = prepare()
+
+        def do(job: tuple[_Open, Box]) -> None:
+            read(*job)
+            release(job[0])
+
+        return do
+
+    try:
+        run_jobs(boxes(), prepare_worker, threads=threads)
+    finally:
+        for tensor in under_way:
+            close(tensor)
 
 
 class BoxReader:

@@ -8,7 +8,6 @@ thread has two: one is transferred while the other is filled.
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,12 +20,12 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
-from ckptcore.reading.box_reader import BoxReader
+from ckptcore.reading.box_reader import BoxReader, walk
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes, index_of, stored_order, tile_view
 from ckptcore.reading.rereading import rereading
 from ckptcore.store import Store
-from ckptcore.utils.workers import run_jobs, usable_cores
+from ckptcore.utils.workers import usable_cores
 
 PIECE = 16 << 20  # bytes of a read, and of a buffer
 _MOST_THREADS = 16
@@ -131,7 +130,6 @@ class _Open:
     def __init__(self, manifest: Manifest, records: Records, fill: Fill, copies: bool) -> None:
         self.fill, self.dtype = fill, manifest.tensors[fill.row].dtype
         self.reader = BoxReader(manifest, fill.row, records, once=False, copies=copies)
-        self.under_way = 1  # the walk itself, and every box
 
 
 def _run(
@@ -140,53 +138,34 @@ def _run(
     """Fill all memory with several threads, and close each tensor's reader after its last box."""
     import torch
 
-    lock, under_way = threading.Lock(), set[_Open]()
     # What came altered over a network is read again with its whole tensor.
     cuts = store.local is not None
-
-    def release(open_fill: _Open) -> None:
-        with lock:
-            open_fill.under_way -= 1
-            if open_fill.under_way:
-                return
-            under_way.discard(open_fill)
-        open_fill.reader.close()
-
-    def boxes() -> Iterator[tuple[_Open, Box]]:
-        for fill in fills:
-            open_fill = _Open(manifest, records, fill, copies)
-            with lock:
-                under_way.add(open_fill)
-            for box in _boxes(manifest, open_fill) if cuts else (fill.want,):
-                with lock:
-                    open_fill.under_way += 1
-                yield open_fill, box
-            release(open_fill)
-
     inference = torch.is_inference_mode_enabled()  # of this thread alone
     devices = {fill.out.device for fill in fills if fill.out.device.type == "cuda"}
     for device in devices:
         torch.cuda.synchronize(device)  # what the caller has begun with this memory
     all_buffers: list[_ThreadBuffers] = []
 
-    def prepare() -> Callable[[tuple[_Open, Box]], None]:
+    def prepare() -> Callable[[_Open, Box], None]:
         all_buffers.append(buffers := _ThreadBuffers())
 
-        def do(job: tuple[_Open, Box]) -> None:
-            open_fill, box = job
+        def read(open_fill: _Open, box: Box) -> None:
             with torch.inference_mode() if inference else torch.no_grad():
                 buffers.fill(open_fill, box)
-            release(open_fill)
 
-        return do
+        return read
 
     try:
-        run_jobs(boxes(), prepare, threads=threads)
+        walk(
+            (_Open(manifest, records, fill, copies) for fill in fills),
+            lambda open_fill: _boxes(manifest, open_fill) if cuts else (open_fill.fill.want,),
+            lambda open_fill: open_fill.reader.close(),
+            prepare,
+            threads,
+        )
     finally:
         for buffers in all_buffers:
             buffers.wait_until_complete()
-        for open_fill in under_way:
-            open_fill.reader.close()
 
 
 def _boxes(manifest: Manifest, open_fill: _Open) -> Iterator[Box]:
