@@ -94,13 +94,12 @@ def promote(
             hint=f"{objection.step}; --force sets the alias all the same",
             name=name,
         )
-    before = next((row.checkpoint for row in every(conn) if row.name == name), None)
-    now = clock(conn)
+    named, now = perhaps(conn, name), clock(conn)
     row = set_alias(conn, now, name, ref, expect)
     forced: dict[str, Any] = {} if objection is None else {"forced": objection.reason}
     if accept:
         forced["accepted"] = sorted(accept)
-    detail = {"alias": name, "before": before, **forced}
+    detail = {"alias": name, "before": None if named is None else named.checkpoint, **forced}
     audit.note(conn, now, "alias.set", row.checkpoint, detail, author)
     return row
 
@@ -261,10 +260,11 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
     return get(conn, name)
 
 
-def remove(conn: Connection, name: str) -> None:
-    """Remove an alias. Raises `UsageError` if it does not exist."""
-    get(conn, name)
+def remove(conn: Connection, name: str) -> AliasRow:
+    """Remove an alias, and return it. Raises `UsageError` if it does not exist."""
+    row = get(conn, name)
     conn.execute(delete(Alias).where(Alias.name == name))
+    return row
 
 
 def get(conn: Connection, name: str) -> AliasRow:

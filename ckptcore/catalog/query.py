@@ -335,14 +335,15 @@ def conversions_of(conn: Connection, checkpoint: int, direction: Direction) -> t
 
 def checkpoints_of(conn: Connection, conversion: str, direction: Direction) -> tuple[CheckpointRow, ...]:
     """Return the checkpoints that a conversion (public id) read (in) or wrote (out)."""
-    rows = (
-        checkpoint_rows()
-        .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
-        .join(Conversion, Conversion.id == ConversionIO.conversion_id)
-        .where(Conversion.uuid == conversion, ConversionIO.direction == direction.value)
-        .order_by(Checkpoint.id)
-    )
-    return tuple(checkpoint_row(row) for row in conn.execute(rows))
+    return tuple(checkpoint_row(row) for row in conn.execute(rows_of(conversion, direction)))
+
+
+def rows_of(conversion: str, direction: Direction) -> Select[Any]:
+    """Return the query of `checkpoints_of`."""
+    rows = checkpoint_rows().join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
+    rows = rows.join(Conversion, Conversion.id == ConversionIO.conversion_id)
+    of_conversion = Conversion.uuid == conversion, ConversionIO.direction == direction.value
+    return rows.where(*of_conversion).order_by(Checkpoint.id)
 
 
 def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> CheckpointDetail:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 
-from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
+from ckptcore.catalog.models import Checkpoint, Conversion
 from ckptcore.catalog.normalize import same_places
-from ckptcore.catalog.query import conversion_row, conversions_of, current_first, loadable
+from ckptcore.catalog.query import conversion_row, conversions_of, current_first, loadable, rows_of
 from ckptcore.catalog.types import ConversionRow, Direction, Outcome
 
 if TYPE_CHECKING:
@@ -48,18 +48,7 @@ def export_of(conn: Connection, checkpoint: int) -> dict[str, Any]:
 
 
 def _output(conn: Connection, conversion: ConversionRow) -> dict[str, Any]:
-    written = conn.execute(
-        select(
-            Checkpoint.id,
-            Checkpoint.uuid,
-            Checkpoint.fingerprint,
-            Checkpoint.verified_level,
-            Checkpoint.total_bytes,
-        )
-        .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
-        .join(Conversion, Conversion.id == ConversionIO.conversion_id)
-        .where(Conversion.uuid == conversion.id, ConversionIO.direction == Direction.OUT.value)
-    ).first()
+    written = conn.execute(rows_of(conversion.id, Direction.OUT)).first()
     return {
         "verb": conversion.verb,
         "state": conversion.state,

@@ -109,10 +109,11 @@ def change(
     return get(conn, name)
 
 
-def remove(conn: Connection, name: str) -> None:
-    """Remove a watched root. Raises `UsageError` if it does not exist."""
-    get(conn, name)
+def remove(conn: Connection, name: str) -> RootRow:
+    """Remove a watched root, and return it. Raises `UsageError` if it does not exist."""
+    row = get(conn, name)
     conn.execute(delete(WatchedRoot).where(WatchedRoot.name == storable(name)))
+    return row
 
 
 def enable(conn: Connection, name: str, enabled: bool) -> RootRow:

@@ -110,8 +110,7 @@ def remove_alias(name: Name, catalog: Where = None, output: As = Output.TEXT) ->
     from ckptcore.catalog import aliases, audit
 
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
-        row = aliases.get(conn, name)
-        aliases.remove(conn, name)
+        row = aliases.remove(conn, name)
         audit.note(conn, clock(conn), "alias.remove", row.checkpoint, {"alias": name})
     _answer_for_programs((row,), output)
 
@@ -421,8 +420,7 @@ def remove_root(name: RootName, catalog: Where = None, output: As = Output.TEXT)
     from ckptcore.catalog import watched_roots as roots
 
     with opened(catalog) as catalog_db, catalog_db.writing() as conn:
-        row = roots.get(conn, name)
-        roots.remove(conn, name)
+        row = roots.remove(conn, name)
     _answer_for_programs((row,), output)
 
 

@@ -6,10 +6,9 @@ call and print; `ckptcore.cli.main` handles errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +18,6 @@ from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOption
 from ckptcore.planning.options import Options, options_of, read_options
 from ckptcore.utils import terminal
 from ckptcore.utils.text import count
-
-if TYPE_CHECKING:
-    from ckptcore.planning.request import Request
 
 
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), RUN, ANSWER)
@@ -44,13 +40,11 @@ def sweep(names: RootNames = None, **arguments: Any) -> None:
     announcement = Announcement(meta=facts_of_every(options.meta or ()).as_form())
     as_json = arguments["output"] is Output.JSON
     with open_catalog(url) as catalog:
-
-        def convert_one(request: Request) -> Any:
-            return convert(request, settings, None, url, announcement=announcement)
-
-        def convert_each(requests: Sequence[Request]) -> Sequence[Any]:
-            return convert_batch(requests, settings, catalog, catalog_url=url, announcement=announcement)
-
+        shared: dict[str, Any] = {"settings": settings, "catalog_url": url, "announcement": announcement}
+        convert_one, convert_each = (
+            partial(convert, **shared),
+            partial(convert_batch, catalog=catalog, **shared),
+        )
         outcome = run(
             catalog,
             verifying(convert_one, settings, url) if options.verify_export else convert_one,
