@@ -243,8 +243,10 @@ def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str 
         # Compared with what is there now, not with a version: callers know checkpoints.
         expected = None if expect == NOTHING else resolve_checkpoint(conn, expect)
         if (row.checkpoint_id if row else None) != expected:
+            there = conn.execute(_alias_rows().where(of_name)).first()
+            target = "it does not exist" if there is None else f"it points to {there.uuid} ({there.uri})"
             raise Conflict(
-                f"cannot set alias {name}: {_target_text(conn, name)} (expected {expect or 'no checkpoint'})",
+                f"cannot set alias {name}: {target} (expected {expect or 'no checkpoint'})",
                 hint=f"`ckptcore catalog alias list` shows where {name} points now",
                 name=name,
             )
@@ -315,11 +317,6 @@ def _alias_rows() -> Select[Any]:
 
 def _alias_row(row: Any) -> AliasRow:
     return read_row(AliasRow, row, checkpoint=row.uuid)
-
-
-def _target_text(conn: Connection, name: str) -> str:
-    row = conn.execute(_alias_rows().where(Alias.name == name)).first()
-    return "it does not exist" if row is None else f"it points to {row.uuid} ({row.uri})"
 
 
 def _require_name(name: str) -> None:

@@ -225,11 +225,6 @@ LEFT JOIN training_facts f ON f.checkpoint_id = n.id""",
 }
 
 
-def drop_statements() -> list[str]:
-    """Return the statements that drop every view, if it exists."""
-    return [f"DROP VIEW IF EXISTS {name}" for name in reversed(VIEWS)]
-
-
 def create_statements(dialect: str) -> list[str]:
     """Return the statements that create the views. dialect: sqlite or postgresql."""
     spelled = _SPELLINGS[dialect]
@@ -237,9 +232,9 @@ def create_statements(dialect: str) -> list[str]:
 
 
 def drop_views(conn: Connection) -> None:
-    """Drop every view."""
-    for statement in drop_statements():
-        conn.exec_driver_sql(statement)
+    """Drop every view, if it exists."""
+    for name in reversed(VIEWS):
+        conn.exec_driver_sql(f"DROP VIEW IF EXISTS {name}")
 
 
 def make_views(conn: Connection) -> None:

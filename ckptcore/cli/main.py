@@ -110,35 +110,31 @@ def run(argv: list[str]) -> int:
     try:
         exit_code: Any = program(*argv[:2])(args=argv, prog_name="ckptcore", standalone_mode=False)
         return exit_code if isinstance(exit_code, int) else 0
-    except CkptError as error:
-        error.hint = error.hint.replace("`ckptcore COMMAND ", f"`{_command_of(argv)} ")
-        _error(error, as_json=as_json)
-        return error.exit_code
     except typer.Exit as error:
         return error.exit_code
+    except CkptError as error:
+        ended = error
+        ended.hint = error.hint.replace("`ckptcore COMMAND ", f"`{_command_of(argv)} ")
     except typer.TyperException as error:
         # A group without a command: the message is its help. By name, as typer does it: the class is private.
         if type(error).__name__ == "NoArgsIsHelpError":
             # The text of our own help: no line of it is another's.
             terminal.block(error.format_message(), err=True, indent="")
             return UsageError.exit_code
-        message = _of_missing_destination(error, argv) or _text_of(error)
-        _error(UsageError(message, hint=f"see `{_called(error, argv)} --help`"), as_json=as_json)
-        return UsageError.exit_code
+        # Without the terms of the library that checks values.
+        text = error.format_message().replace("Value error, ", "").replace("Input should be", "must be")
+        context = getattr(error, "ctx", None)
+        called = _command_of(argv) if context is None else context.command_path
+        ended = UsageError(_of_missing_destination(error, argv) or text, hint=f"see `{called} --help`")
     except (KeyboardInterrupt, typer.Abort):
-        _error(Interrupted("stopped by the user"), as_json=as_json)
-        return Interrupted.exit_code
+        ended = Interrupted("stopped by the user")
     except Exception as error:
         # Unforeseen errors, too, end with a message and an exit code of their own.
         ended = error_of(error)
-        _error(ended, as_json=as_json)
-        return ended.exit_code
-
-
-def _error(error: CkptError, *, as_json: bool) -> None:
     from ckptcore.cli import render as show
 
-    show.error(error, as_json=as_json)
+    show.error(ended, as_json=as_json)
+    return ended.exit_code
 
 
 def _alone(complete: typer.Typer, names: tuple[str, ...]) -> typer.Typer:
@@ -168,11 +164,6 @@ def _of_missing_destination(error: Exception, argv: list[str]) -> str:
     return f"Missing argument '{arguments[-1].metavar or 'DST'}': where to write."
 
 
-def _text_of(error: typer.TyperException) -> str:
-    """Return the message of an error of arguments, without the terms of the library that checks values."""
-    return error.format_message().replace("Value error, ", "").replace("Input should be", "must be")
-
-
 def _command_of(argv: list[str]) -> str:
     """Return the command that is called, such as ``ckptcore catalog list``.
 
@@ -193,9 +184,3 @@ def _command_of(argv: list[str]) -> str:
         node = below[name]
         names.append(name)
     return " ".join(names)
-
-
-def _called(error: Exception, argv: list[str]) -> str:
-    """Return the command that an error of arguments is about."""
-    context = getattr(error, "ctx", None)
-    return context.command_path if context is not None else _command_of(argv)

@@ -273,8 +273,6 @@ def _resolved(name: str, catalog: str | None) -> str | None:
 
     try:
         with existing_catalog(catalog) as opened:
-            if opened is None:
-                return None
-            return opened.place_of(name)
+            return None if opened is None else opened.place_of(name)
     except CatalogError:  # the error of whoever reads the path is then the one that helps
         return None

@@ -61,7 +61,11 @@ class ExportedTensors:
             SourceChanged: The source was rewritten since it was opened.
         """
         for rows in _batches(self.specs):
-            fills = [Fill(row, Box.full(self.specs[row].shape), _empty(self.specs[row])) for row in rows]
+            fills = []
+            for row in rows:
+                spec = self.specs[row]
+                memory = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+                fills.append(Fill(row, Box.full(spec.shape), memory))
             manifest, store = self._mapped.manifest, self._source.store
             fill_memory(manifest, store, fills, verify=True, copies=True, records=self._records)
             for row, _, tensor in fills:
@@ -77,10 +81,6 @@ def specs_of(composed: Composed) -> tuple[TensorSpec, ...]:
     """Return name, dtype and shape of each tensor of an export's files."""
     casts = composed.plan.target.dtypes
     return tuple(replace(t, dtype=casts.get(t.fqn, t.dtype)) for t in composed.mapped.manifest.tensors)
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
 
 
 def _batches(specs: Sequence[TensorSpec]) -> Iterator[range]:

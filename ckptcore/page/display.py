@@ -80,11 +80,7 @@ def shell(text: object) -> str:
 
 def pretty(value: Any) -> str:
     """Return a JSON value in lines."""
-    return plain_lines(json.dumps(value, indent=1, ensure_ascii=False, sort_keys=True))
-
-
-def plain_lines(text: str) -> str:
-    """Return `plain` text of several lines, also a long one."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, sort_keys=True)
     return "\n".join(plain(line) for line in text.split("\n"))
 
 

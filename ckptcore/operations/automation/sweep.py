@@ -392,7 +392,10 @@ class _LookThrough:
         rows = [*self.unrecorded]
         self.unrecorded.clear()
         try:
-            self._note(rows)
+            if rows:
+                with self.catalog.writing() as conn:
+                    for row in rows:
+                        sightings.note(conn, row)
         except CatalogUnavailable:
             raise
         except Exception as error:
@@ -402,12 +405,6 @@ class _LookThrough:
             for row in rows if len(rows) > 1 else ():
                 self.unrecorded.append(row)
                 self.record()
-
-    def _note(self, rows: Sequence[SightingRow]) -> None:
-        if rows:
-            with self.catalog.writing() as conn:
-                for row in rows:
-                    sightings.note(conn, row)
 
     def unread(self, uri: str, step: int | None, error: CkptError) -> SweepItem:
         """Return the item of a checkpoint that could not be read."""
