@@ -32,8 +32,6 @@ from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.utils.workers import Progress, ProgressMeter
 
-_SMALL = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Pair:
