@@ -1,6 +1,5 @@
 """Read and write OLMo's checkpoints, of OLMo and of OLMo-core.
 
-`core.FORMAT` (1.0 and later; written by `writer`), `v01.FORMAT` (0.1; `v01_reader`, `v01_writer`),
-`local.FORMAT` (flat parameters a rank) and `unsharded.FORMAT`. All of them use `common`,
-`param_groups` and `trainer_state`.
+`core.FORMAT` (1.0 and later; written by `writer`), `v01.FORMAT` (0.1; written by `v01_writer`),
+`local.FORMAT` (flat parameters a rank) and `unsharded.FORMAT`. All of them use `common`.
 """

@@ -3,26 +3,38 @@
 A step folder is ``step{N}``; ``step{N}-tmp`` until it is renamed (olmo_core/train/checkpoint.py
 `_temporary_wd`, olmo/checkpoint.py `Checkpointer._temporary_wd`). Each rank saves its trainer
 state in ``train/rank{R}.pt``; loaders read ``rank0.pt`` where a rank's own file is missing.
+
+| objects | writer |
+|---|---|
+| ``optim.param_groups.<i>`` | OLMo-core 0.1, as read here |
+| ``optim.param_groups`` | OLMo's local and unsharded checkpoints, `torch.save` |
+| ``optim.param_groups.<i>.<option>`` | OLMo-core 1.x and torch's DCP |
+| ``optim.param_groups.<fqn>.<option>`` | flattened optimizer state: OLMo-core 2 on, torch's DCP |
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.encodings.pickle.torch_globals import StoredView
-from ckptcore.encodings.torchzip.reader import Objects, read_objects
-from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, finding
+from ckptcore.core.object_tree import Refused, TensorRef
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
+from ckptcore.encodings.pickle.unpickler import loads
+from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
+from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
 from ckptcore.store.subfolder import FileRange
+from ckptcore.utils.foreign_text import is_number
 from ckptcore.utils.text import count, short_repr
 
 DCP = "model_and_optim"
+MARKER = ".metadata.json"
+CONFIG = "config"  # the object of a start that becomes config.json
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
 TRAIN_FILE = re.compile(r"^train/rank(\d+)\.pt$")
 RANK_SAFETENSORS = re.compile(r"^rank_(\d+)\.safetensors$")
@@ -36,6 +48,8 @@ _MARKS = (
     (r"^train/rank\d+\.pt$", r"^config\.(yaml|json)$"),
     (r"^train\.pt$", r"^(model|optim)\.(pt|safetensors)$"),
 )
+_GROUPS = "optim.param_groups"
+_NAMES = ("_param_names", "param_names")
 
 
 def is_step(source: Source) -> bool:
@@ -83,14 +97,12 @@ def train_part(source: Source) -> Part | None:
     builder = Builder()
     trees: dict[int, tuple[dict[Any, Any], TorchTree]] = {}
     for rank, path in sorted(files.items()):
-        file_number = builder.file(path, source.listing[path])
         try:
-            objects = _read_file(source, path)
+            state, torch_tree = open_file(source, builder, path)
         except MalformedCheckpoint as error:
             builder.findings.append(finding("malformed-item", "coverage", error.message, file=path))
             continue
-        tree = objects.tree if isinstance(objects.tree, dict) else {"state": objects.tree}
-        trees[rank] = tree, TorchTree(builder, file_number, objects, path)
+        trees[rank] = state if isinstance(state, dict) else {"state": state}, torch_tree
     keys = dict.fromkeys(k for tree, _ in trees.values() for k in tree)
     for key in keys:
         by_rank = {rank: tree[key] for rank, (tree, _) in trees.items() if key in tree}
@@ -114,8 +126,21 @@ def missing_part(name: str, part: str) -> Finding:
     return finding("missing-part", "files", f"there is no {part}", file=name)
 
 
-def _read_file(source: Source, path: str) -> Objects:
-    return read_objects(FileRange(source.store, path, 0, source.listing[path]), path)
+def unpickled(raw: bytes, label: str) -> Any:
+    """Unpickle plain values; globals are refused one by one."""
+    value = loads(raw, {}, label=label, refused=[])
+    bound_tree(value, len(raw), label)
+    return value
+
+
+def open_file(
+    source: Source, builder: Builder, path: str, table: Mapping[str, Any] = OBJECT_TABLE
+) -> tuple[Any, TorchTree]:
+    """Return the content of a torch file, and what adds values of it to the builder."""
+    size = source.listing[path]
+    file_number = builder.file(path, size)
+    objects = read_objects(FileRange(source.store, path, 0, size), path, table)
+    return objects.tree, TorchTree(builder, file_number, objects, path)
 
 
 def _same_values(first: Any, second: Any) -> bool:
@@ -157,3 +182,106 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
     if beyond:
         message = f"{files[beyond[0]]} is from rank {beyond[0]}, but only {count(world, 'rank')} saved"
         yield finding("mixed-saves", "files", message, file=files[beyond[0]])
+
+
+def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups as 0.1 pickles them: options, ``params`` as numbers, ``_param_names`` as FQNs.
+
+    Raises:
+        UnsupportedFormat: There are no groups, or their parameters have no names.
+    """
+    collected = _collect_groups(objects)
+    if not collected:
+        raise UnsupportedFormat(
+            "cannot name the optimizer's state: it has no parameter groups",
+            hint="leave the optimizer out with --exclude 'optim.*'",
+        )
+    groups: list[dict[str, Any]] = []
+    count = 0
+    for n, group in enumerate(collected):
+        names = next((group[k] for k in _NAMES if k in group), None)
+        params = group.get("params")
+        if type(params) is not list or _opaque(group):
+            raise UnsupportedFormat(
+                f"cannot read parameter group {n} of the optimizer: its parameters are not plain values",
+                hint="leave the optimizer out with --exclude 'optim.*'",
+            )
+        if names is None and all(type(p) is str for p in params):
+            # Groups that list names have no numbers; 0.1 counts parameters over all groups.
+            names, params = params, list(range(count, count + len(params)))
+        if type(names) is not list or len(names) != len(params):
+            raise UnsupportedFormat(
+                f"cannot name the parameters of group {n} of the optimizer: it has numbers, no names",
+                hint="leave the optimizer out with --exclude 'optim.*'",
+            )
+        count += len(params)
+        groups.append({**group, "params": params, "_param_names": names})
+    return groups
+
+
+def _collect_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = objects.get(_GROUPS)
+    if type(groups) is list and all(isinstance(g, dict) for g in groups):
+        return [dict(g) for g in groups]
+    below = {k[len(_GROUPS) + 1 :]: v for k, v in objects.items() if k.startswith(_GROUPS + ".")}
+    if below and all(map(is_number, below)):
+        return [dict(below[k]) for k in sorted(below, key=int) if isinstance(below[k], dict)]
+    if below and all(is_number(k.split(".", 1)[0]) and "." in k for k in below):
+        numbered: dict[int, dict[str, Any]] = {}
+        for key, value in below.items():
+            number, option = key.split(".", 1)
+            numbered.setdefault(int(number), {})[option] = value
+        return [numbered[n] for n in sorted(numbered)]
+    return _regrouped(below)
+
+
+def _regrouped(below: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Group parameters with equal options, in the order of each group's first parameter."""
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in below.items():
+        fqn, _, option = key.rpartition(".")
+        options.setdefault(fqn, {})[option] = value
+    groups: dict[str, dict[str, Any]] = {}
+    for fqn, values in options.items():
+        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
+        group["params"].append(fqn)
+    return list(groups.values())
+
+
+def _opaque(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_opaque(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_opaque(v) for v in value)
+    return isinstance(value, (TensorRef, Refused))
+
+
+def names_by_number(groups: Any) -> dict[int, str] | None:
+    """Return number of a parameter -> its plain FQN; None where the groups have no names."""
+    fqn_of: dict[int, str] = {}
+    if type(groups) is not list:
+        return None
+    for group in groups:
+        if not isinstance(group, dict):
+            return None
+        params, names = group.get("params"), next((group[k] for k in _NAMES if k in group), None)
+        if type(params) is not list or type(names) is not list or len(params) != len(names):
+            return None
+        if any(type(p) is not int for p in params) or any(type(n) is not str for n in names):
+            return None
+        fqn_of |= {p: plain_name(n) for p, n in zip(params, names, strict=True)}
+    return fqn_of if len(set(fqn_of.values())) == len(fqn_of) else None
+
+
+def plain_groups(groups: Any) -> dict[str, Any]:
+    """Return object name -> group, with plain FQNs; a value that is not a list of groups gets one name."""
+    if type(groups) is not list or not all(isinstance(g, dict) for g in groups):
+        return {_GROUPS: groups}
+    return {f"{_GROUPS}.{i}": _renamed_group(g) for i, g in enumerate(groups)}
+
+
+def _renamed_group(group: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        k: [plain_name(n) if type(n) is str else n for n in v] if k in _NAMES and type(v) is list else v
+        for k, v in group.items()
+    }

@@ -42,7 +42,9 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.olmo.common import (
+    CONFIG,
     DCP,
+    MARKER,
     TRAIN_FILE,
     missing_part,
     model_origin,
@@ -53,14 +55,12 @@ from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import count
 
 NAME = "olmo_core"
-MARKER = ".metadata.json"
 # `.metadata` has the module of `_StorageInfo` before the first stored item.
 _OURS = b"olmo_core.distributed.checkpoint.filesystem"
 _TORCHS = b"torch.distributed.checkpoint.filesystem"
 _BLOCK = 4 << 20
 _MAX_MARKER = 1 << 20
 _MARKS = frozenset({"ephemeral", "version"})
-CONFIG = "config"  # the object of a start that becomes config.json (olmo/writer.py)
 _CONFIGS = ("config.json", "config.yaml")
 
 
@@ -179,7 +179,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """Lay out a step folder as the ranks of a mesh save it."""
     from ckptcore.formats.olmo.writer import arrange_step
 
-    return arrange_step(request, folder=DCP, marker=MARKER)
+    return arrange_step(request)
 
 
 def like_source(source: Manifest) -> Layout | None:
@@ -199,7 +199,7 @@ def arrange_start(request: Arrangement) -> tuple[FileLayout, ...]:
     """Lay out a step that a run begins from, with the model's config."""
     from ckptcore.formats.olmo.writer import arrange_start as arrange_first_step
 
-    return arrange_first_step(request, folder=DCP, marker=MARKER)
+    return arrange_first_step(request)
 
 
 def in_model(source: Manifest) -> Callable[[Path], Path]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -29,15 +29,21 @@ from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import Record, record
-from ckptcore.encodings.torchzip.reader import Objects, read_objects
 from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.thinning import thin_files
-from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name, require_renamed, train_part
-from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
+from ckptcore.formats.olmo.common import (
+    missing_part,
+    model_origin,
+    names_by_number,
+    open_file,
+    plain_groups,
+    plain_name,
+    require_renamed,
+    train_part,
+)
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
-from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import count, short_repr
 
 NAME = "olmo_local"
@@ -146,9 +152,9 @@ class _RankStates:
 
     def model(self, path: str) -> Slices:
         """Add a rank's parameters."""
-        objects, tree = self._open(path, TABLE)
+        content, tree = open_file(self.source, self.builder, path, TABLE)
         by_name: Slices = {}
-        for part in slices(objects.tree, path):
+        for part in slices(content, path):
             if part.fqn in by_name:
                 raise MalformedCheckpoint(f"{path} has {part.fqn} twice", file=path)
             by_name[part.fqn] = part
@@ -160,14 +166,14 @@ class _RankStates:
 
     def optim(self, path: str, parameters: Slices) -> None:
         """Add a rank's optimizer state; its tensors are split like ``parameters``."""
-        objects, tree = self._open(path, TABLE)
-        state = objects.tree.get("state") if isinstance(objects.tree, dict) else None
-        if not isinstance(state, dict) or "param_groups" not in objects.tree:
+        content, tree = open_file(self.source, self.builder, path, TABLE)
+        state = content.get("state") if isinstance(content, dict) else None
+        if not isinstance(state, dict) or "param_groups" not in content:
             raise MalformedCheckpoint(f"{path} must hold an optimizer's state dict", file=path)
-        other_entries = {str(k): v for k, v in objects.tree.items() if k not in ("state", "param_groups")}
+        other_entries = {str(k): v for k, v in content.items() if k not in ("state", "param_groups")}
         self.source.carry(path, "optim", other_entries)
-        names = names_by_number(objects.tree["param_groups"])
-        for key, group in plain_groups(objects.tree["param_groups"]).items():
+        names = names_by_number(content["param_groups"])
+        for key, group in plain_groups(content["param_groups"]).items():
             self._object(key, group, path)
         if names is None:
             self._unnamed(path)
@@ -191,11 +197,6 @@ class _RankStates:
                     raise MalformedCheckpoint(f"{path}: {name} belongs to no flat parameter", file=path)
                 else:
                     self._add(tree, name, parameters[fqn], value, 0, path)
-
-    def _open(self, path: str, table: Mapping[str, Any]) -> tuple[Objects, TorchTree]:
-        size, store = self.source.listing[path], self.source.store
-        objects = read_objects(FileRange(store, path, 0, size), path, table)
-        return objects, TorchTree(self.builder, self.builder.file(path, size), objects, path)
 
     def _add(
         self, tree: TorchTree, name: str, part: Slice, data: StoredView, data_start: int, path: str
@@ -288,9 +289,7 @@ def slices(tree: Any, path: str) -> Iterator[Slice]:
             for handle in module["handles"]:
                 for part in _of_handle(handle):
                     fqn = plain_name(f"{prefix.rstrip('.')}.{part.fqn}" if prefix else part.fqn)
-                    yield _check_slice(
-                        Slice(fqn, part.shape, part.start, part.stop, part.data, part.data_start), path
-                    )
+                    yield _check_slice(replace(part, fqn=fqn), path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise MalformedCheckpoint(f"{path} must hold flat parameters: {short_repr(error, 160)}") from error
 

@@ -19,16 +19,21 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import CONTAINER, meter
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.thinning import thin_files
 from ckptcore.formats.common.trees import kind_of
-from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name
-from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
-from ckptcore.formats.torch_save.tree import TorchTree, add_object
-from ckptcore.store.subfolder import FileRange
+from ckptcore.formats.olmo.common import (
+    missing_part,
+    model_origin,
+    names_by_number,
+    open_file,
+    plain_groups,
+    plain_name,
+    unpickled,
+)
+from ckptcore.formats.torch_save.tree import add_object
 
 NAME = "olmo_unsharded"
 _PARTS = ("model", "optim", "train")
@@ -90,12 +95,11 @@ def read(source: Source) -> Manifest:
 
 
 def _torch(source: Source, file: str, part: str) -> Manifest:
-    builder, size = Builder(), source.listing[file]
-    objects = read_objects(FileRange(source.store, file, 0, size), file)
-    if not isinstance(objects.tree, dict):
-        raise MalformedCheckpoint(f"{file} must hold a dict (got {kind_of(objects.tree)})", file=file)
-    tree = TorchTree(builder, builder.file(file, size), objects, file)
-    values = dict(objects.tree)
+    builder = Builder()
+    content, tree = open_file(source, builder, file)
+    if not isinstance(content, dict):
+        raise MalformedCheckpoint(f"{file} must hold a dict (got {kind_of(content)})", file=file)
+    values = dict(content)
     _require_part(part, "param_groups" in values, file)
     if part == "optim":
         groups, state = values.pop("param_groups", None), values.pop("state", None)
@@ -128,7 +132,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
             if dtype != "uint8" or len(shape) != 1 or stop - start > _MAX_PICKLE:
                 raise MalformedCheckpoint(f"{label} must be a pickle (got {dtype} {list(shape)})", file=file)
             raw = source.store.read(file, begin + start, stop - start)
-            values[key] = _unpickle(raw, label)
+            values[key] = unpickled(raw, label)
             source.explain(file, begin + start, begin + stop)
     groups = next((v for k, v in values.items() if keys[k][0] == ("param_groups",)), None)
     names = (names_by_number(groups) if part == "optim" else None) or {}
@@ -182,13 +186,6 @@ def _decode_key(key: str, file: str) -> Entry:
             meter().take(CONTAINER + _CHAR * sum(len(p) for p in path if type(p) is str), label)
             return path, pickled
     raise MalformedCheckpoint(f"{label} must be a path in a state dict", file=file)
-
-
-def _unpickle(raw: bytes, label: str) -> Any:
-    """Unpickle plain values; globals are refused one by one."""
-    value = loads(raw, {}, label=label, refused=[])
-    bound_tree(value, len(raw), label)
-    return value
 
 
 def _parameter(key: Any, names: dict[int, str]) -> str:

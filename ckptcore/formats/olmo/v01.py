@@ -12,32 +12,300 @@ A single state dict is a folder with both. A model and its optimizer are two suc
 | ``num_param_groups`` | object ``optim.num_param_groups`` |
 
 Tensors of ``model/`` are ``model.<fqn>``; a folder with one state dict keeps its stored names.
+
+``metadata.json`` is {"tensors": {name: {shape, dtype, is_sharded, shard_spec_per_file}}}; a file's
+spec is either ``flattened_offsets``, half-open ranges of the row-major tensor, or ``local_shape``
+and ``global_offset``, a box (olmo_core/distributed/checkpoint.py of 0.1.0, `TensorShardSpec`).
+``rank_{R}.safetensors`` holds each shard as a 1-D tensor. Before 2024-05-13 the specs were
+``flattened_offsets_per_file``, with one range a file or a list of them, and the first revision had
+no dtype.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
+from ckptcore.core.box import Box, flat_start, from_flat_range
+from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
+from ckptcore.core.manifest import Blob, Envelope, Item, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.encodings.pickle.unpickler import loads
-from ckptcore.encodings.torchzip.reader import bound_tree, refused_in
+from ckptcore.core.metadata_budget import meter
+from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.encodings.torchzip.reader import refused_in
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, finding
-from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
+from ckptcore.formats.base import (
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Layout,
+    Reader,
+    Source,
+    Writer,
+    natural,
+)
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.olmo.common import missing_part, model_origin, require_renamed, train_part
-from ckptcore.formats.olmo.v01_reader import METADATA, RankFolder, Stored
+from ckptcore.formats.olmo.common import (
+    RANK_SAFETENSORS,
+    missing_part,
+    model_origin,
+    require_renamed,
+    train_part,
+    unpickled,
+)
 from ckptcore.formats.torch_save.tree import add_object
+from ckptcore.store import inner_path
+from ckptcore.utils.foreign_text import InvalidText, parsing
+from ckptcore.utils.text import count, short_repr
 
+METADATA = "metadata.json"
+_FIELDS = frozenset({"dtype", "flattened_offsets_per_file", "is_sharded", "shape", "shard_spec_per_file"})
+_SPECS = "shard_spec_per_file"
+_SPEC_FIELDS = frozenset({"flattened_offsets", "global_offset", "local_shape"})
+_MAX_METADATA = 1 << 30
+_MAX_DIM = 1 << 50
+_MAX_FINDINGS = 100
 _RANKS = re.compile(r"^(model/|optim/|)rank_(\d+)\.safetensors$")
 _SPEC = re.compile(rb'^\s*\{\s*"tensors"\s*:\s*\{')
 _COUNT = "num_param_groups"
 _PICKLED = re.compile(r"^(param_group\d+|state_keys)$")
 _STATE = re.compile(r"^state\.(?P<fqn>.+)\.__(?P<key>.+)$")
 _MAX_PICKLE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FlatShard:
+    """A file's part of a tensor."""
+
+    file: str
+    boxes: tuple[tuple[Box, int], ...]  # (box, its first element in the file's 1-D tensor)
+    numel: int  # elements that the file must have, at least one
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of the metadata."""
+
+    name: str
+    dtype: str | None  # canonical name; the first revision has none
+    shape: tuple[int, ...]
+    shards: tuple[FlatShard, ...]  # without empty ones, which most are: every rank lists every tensor
+
+
+Header = tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]  # tensors, first data byte
+
+
+class RankFolder:
+    """One folder: its metadata and the headers of its files.
+
+    Raises:
+        MalformedCheckpoint: The metadata or a header is not what OLMo-core writes.
+        UnsafeContent: The metadata names a file outside the folder.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        listed: set[str] = set()
+        self.tensors = tuple(_parse(source, listed))
+        present = {p for p in source.listing if RANK_SAFETENSORS.match(p)}
+        self.listed = tuple(sorted(listed, key=natural))
+        self.strays = tuple(sorted(present - listed, key=natural))
+        self.headers: dict[str, Header] = {}
+        for path in (*self.listed, *self.strays):
+            size = source.listing.get(path)
+            if size is not None:
+                tensors, _, begin = read_header(source.store, path, size)
+                self.headers[path] = tensors, begin
+
+    def add_to(self, builder: Builder, leave: frozenset[str] = frozenset()) -> None:
+        """Add every tensor except those in ``leave``, every file, and findings about them."""
+        for path in self.listed:
+            size = self.source.listing.get(path)
+            builder.file(path, size)
+            if size is None:
+                builder.findings.append(finding("missing-file", "files", f"{path} is missing", file=path))
+        for stored in self.tensors:
+            if stored.name not in leave:
+                self._add(builder, stored)
+        self._unlisted(builder)
+
+    def _add(self, builder: Builder, stored: Stored) -> None:
+        dtype = stored.dtype or self._dtype_of(builder, stored)
+        if dtype is None:
+            return
+        tensor = builder.tensor(TensorSpec(stored.name, dtype, stored.shape), METADATA)
+        if tensor < 0:
+            return
+        itemsize = BY_NAME[dtype].itemsize
+        for shard in stored.shards:
+            file = builder.file(shard.file, self.source.listing.get(shard.file))
+            shard_start = self._start(builder, stored.name, dtype, shard)
+            for box, first in shard.boxes:
+                if shard_start is None:
+                    builder.chunk(tensor, box.offset, box.shape, -1)
+                    continue
+                start = shard_start + first * itemsize
+                item = builder.plain_item(file, start, box.numel * itemsize, Envelope.RAW)
+                builder.chunk(tensor, box.offset, box.shape, item)
+
+    def _start(self, builder: Builder, name: str, dtype: str, shard: FlatShard) -> int | None:
+        """Return the shard's first byte, or None when the file contradicts the metadata."""
+        header = self.headers.get(shard.file)
+        if header is None:  # the file is missing: any range will do
+            return 0
+        entry = header[0].get(name)
+        if entry is None:
+            message = f"{shard.file} lacks its {count(shard.numel, 'element')} of {name}"
+            builder.findings.append(finding("hole", "coverage", message, fqn=name, file=shard.file))
+            return None
+        stored_dtype, shape, start, _ = entry
+        if stored_dtype != dtype or len(shape) > 1 or prod(shape) != shard.numel:
+            message = (
+                f"{shard.file} must have {shard.numel} {dtype} elements of {name} by {METADATA} (got "
+                f"{stored_dtype} {list(shape)})"
+            )
+            builder.findings.append(finding("item-mismatch", "coverage", message, fqn=name, file=shard.file))
+            return None
+        return header[1] + start
+
+    def _dtype_of(self, builder: Builder, stored: Stored) -> str | None:
+        """Return the dtype in the files; where there is not one, add an unreadable part and return None."""
+        files = [s.file for s in stored.shards] or self.listed  # of an empty tensor every shard is empty
+        dtypes = {
+            entry[0]: file
+            for file in files
+            if file in self.headers and (entry := self.headers[file][0].get(stored.name))
+        }
+        if len(dtypes) == 1:
+            return next(iter(dtypes))
+        reason = f"it is {' and '.join(sorted(dtypes))} in different files"
+        if not dtypes:
+            reason = "its dtype is unknown: none of its files has it"
+            message = f"the dtype of {stored.name} is unknown: none of its files has it"
+            builder.findings.append(finding("hole", "coverage", message, fqn=stored.name))
+        builder.unread(stored.name, Unread(reason, shape=stored.shape))
+        return None
+
+    def _unlisted(self, builder: Builder) -> None:
+        """Add findings for bytes that the metadata does not list. A rank without shards saves no tensors."""
+        listed = {(s.file, t.name) for t in self.tensors for s in t.shards}
+        for path in self.strays:
+            if self.headers[path][0]:
+                message = f"{path} is not part of this save: {METADATA} does not list it"
+                builder.findings.append(finding("stray-file", "files", message, file=path))
+        unlisted = 0
+        for path in self.listed:
+            for name, entry in self.headers[path][0].items() if path in self.headers else ():
+                # A model stores empty shards as tensors of shape [0], an optimizer does not store them.
+                if 0 not in entry[1] and (path, name) not in listed and unlisted < _MAX_FINDINGS:
+                    unlisted += 1
+                    message = f"{path} has {name}, which {METADATA} does not list there"
+                    builder.findings.append(
+                        finding("unlisted-item", "coverage", message, fqn=name, file=path)
+                    )
+
+
+def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
+    """Yield every tensor; add each file of the metadata to ``listed``."""
+    size = source.listing[METADATA]
+    if not 0 < size <= _MAX_METADATA:
+        raise MalformedCheckpoint(
+            f"{METADATA} must have 1 to {_MAX_METADATA} bytes (got {size})", file=METADATA
+        )
+    try:
+        meter().require(size, METADATA)
+        with parsing("a table"):
+            top = parse(source.store.read(METADATA, 0, size), METADATA)
+            tensors = top["tensors"].items()
+        source.explain(METADATA)
+        source.carry(METADATA, METADATA, {k: v for k, v in top.items() if k != "tensors"})
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"{METADATA} has no table of tensors: {error}", file=METADATA) from error
+    for name, entry in tensors:
+        try:
+            yield _stored_tensor(name, entry, listed)
+            if other_fields := _other_fields(entry):
+                source.carry(METADATA, METADATA, {name: other_fields})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MalformedCheckpoint(
+                f"cannot read the entry {short_repr(name)} of {METADATA}: {error}", file=METADATA
+            ) from error
+
+
+def _other_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a tensor's entry that OLMo-core does not write, and those of its specs by file."""
+    fields = {k: v for k, v in entry.items() if k not in _FIELDS}
+    for file, spec in entry.get(_SPECS, {}).items():
+        if not spec.keys() <= _SPEC_FIELDS:
+            fields[file] = {k: v for k, v in spec.items() if k not in _SPEC_FIELDS}
+    return fields
+
+
+def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
+    shape = _dims(entry["shape"])
+    spelled = entry.get("dtype")
+    if spelled is not None and (type(spelled) is not str or not 0 < len(spelled) <= 40 or spelled in BY_NAME):
+        raise MalformedCheckpoint(
+            f"{METADATA}: dtype of {name} must be a safetensors dtype (got {short_repr(spelled, 40)})",
+            fqn=name,
+        )
+    canonical = BY_SAFETENSORS.get(spelled) if spelled is not None else None
+    dtype = canonical.name if canonical is not None else spelled
+    if "shard_spec_per_file" in entry:
+        specs = entry["shard_spec_per_file"].items()
+    else:
+        specs = [
+            (f, {"flattened_offsets": _ranges(o)}) for f, o in entry["flattened_offsets_per_file"].items()
+        ]
+    shards = []
+    for file, spec in specs:
+        if file not in listed:
+            # Once for each file, not for each tensor: every rank lists every tensor.
+            inner_path(file, origin=METADATA)
+            listed.add(file)
+        shard = _shard(file, spec, shape)
+        if shard.numel:
+            shards.append(shard)
+    return Stored(name, dtype, shape, tuple(shards))
+
+
+def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatShard:
+    flat, local, offset = (spec.get(k) for k in ("flattened_offsets", "local_shape", "global_offset"))
+    if (flat is None) == (local is None or offset is None):
+        raise ValueError(f"{file} must have either flat ranges or a box (got {short_repr(dict(spec), 120)})")
+    if flat is None:
+        box = Box(_dims(offset), _dims(local))
+        if len(box.shape) != len(shape):
+            raise ValueError(f"the box of {file} must have {len(shape)} dims (got {len(box.shape)})")
+        return FlatShard(file, ((box, 0),) if box.numel else (), box.numel)
+    boxes: list[tuple[Box, int]] = []
+    numel = 0
+    for start, stop in flat:
+        if type(start) is not int or type(stop) is not int:
+            raise TypeError(f"the range of {file} must be two integers (got {short_repr([start, stop])})")
+        boxes += [
+            (b, numel + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)
+        ]
+        numel += stop - start
+    return FlatShard(file, tuple(boxes), numel)
+
+
+def _ranges(offsets: Any) -> Any:
+    """Return a list of ranges; before 2024-05-07 a file had a single range."""
+    return [offsets] if offsets and type(offsets[0]) is int else offsets
+
+
+def _dims(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or len(values) > 64:
+        raise TypeError(f"{short_repr(values)} is not a shape")
+    if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in values):
+        raise ValueError(f"{short_repr(values)} is not a shape")
+    return tuple(values)
 
 
 def detect(source: Source) -> Evidence | None:
@@ -119,7 +387,7 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
     label = f"{stored.name} in {shard.file}"
     try:
         raw = folder.source.store.read(shard.file, start, length)
-        value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickle(raw, label)
+        value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else unpickled(raw, label)
     except (MalformedCheckpoint, UnsafeContent) as error:
         builder.findings.append(
             finding("malformed-item", "coverage", error.message, fqn=stored.name, file=shard.file)
@@ -140,12 +408,6 @@ def _is_plain(stored: Stored, entry: tuple[str, tuple[int, ...], int, int]) -> b
     stored_dtype, shape, start, stop = entry
     recorded = (stored.dtype or stored_dtype, prod(stored.shape), stored_dtype, prod(shape))
     return recorded == (expected_dtype, numel, expected_dtype, numel) and stop - start <= _MAX_PICKLE
-
-
-def _unpickle(raw: bytes, label: str) -> Any:
-    value = loads(raw, {}, label=label, refused=[])
-    bound_tree(value, len(raw), label)
-    return value
 
 
 def _plain_names(names: list[str], keys: Any) -> Callable[[str], str]:

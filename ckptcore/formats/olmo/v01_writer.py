@@ -25,8 +25,8 @@ from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.formats.common.write_assignment import by_rank
-from ckptcore.formats.olmo.param_groups import groups_of
-from ckptcore.formats.olmo.trainer_state import train_files
+from ckptcore.formats.olmo.common import groups_of
+from ckptcore.formats.olmo.writer import train_files
 
 # olmo_core/utils.py of 0.1.0, `TORCH_DTYPES`.
 _DTYPES = frozenset(
