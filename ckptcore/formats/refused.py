@@ -15,7 +15,7 @@ from ckptcore.encodings.tar_members import tar_members
 from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar
 from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP, TEXT_HINT, TEXT_REASON, is_text_before_zip
 from ckptcore.errors import CkptError, MalformedCheckpoint
-from ckptcore.formats.accelerate.file_names import has_model, parts
+from ckptcore.formats.accelerate.format import has_model, parts
 from ckptcore.formats.base import KnownFormat, Source, natural, suffixes_of
 from ckptcore.formats.common import torch_xla
 from ckptcore.formats.common.part_proof import evidence_beside

@@ -1,22 +1,32 @@
-"""Read Accelerate and Hugging Face Trainer checkpoints of FSDP jobs: model, optimizer and trainer state.
+"""Read and write checkpoints of Accelerate and of the Hugging Face Trainer of an FSDP job, in their parts.
 
 Model and optimizer are each a DCP folder (sharded), a file per rank (``use_dcp=False``) or one file
 (full). Names: ``model.<fqn>``, ``optimizer.state.<fqn>.<key>``, ``scheduler.<key>``,
-``random_states.<key>``; a second model is ``model_1``.
+``random_states.<key>``; a second model is ``model_1``. Accelerate numbers the prepared models and optimizers;
+file names omit the number of the first one. Sources: accelerate/utils/fsdp_utils.py (save_fsdp_model,
+save_fsdp_optimizer), accelerate/checkpointing.py (save_accelerator_state), accelerate/utils/constants.py,
+transformers/trainer.py.
+
+Written models and optimizers are DCP folders, in which names begin with ``model`` and ``optimizer``, whatever
+their number. Schedulers, samplers and scalers are torch files, and so is the random state of each rank, where
+it is kept. `.metadata` of the first model comes last: the folder is recognised by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptcore.core.manifest import Blob, Manifest
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import encode
+from ckptcore.core.object_tree import TensorRef, decode, encode, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.limits import absent
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import (
     AmbiguousModel,
     CkptError,
@@ -25,28 +35,148 @@ from ckptcore.errors import (
     UnsupportedFormat,
     finding,
 )
-from ckptcore.formats.accelerate import file_names as names
-from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
-from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.base import (
+    Arrangement,
+    Evidence,
+    FileLayout,
+    Format,
+    Layout,
+    Literal,
+    Reader,
+    Source,
+    Writer,
+    natural,
+)
+from ckptcore.formats.common.join import Part, join, renamed_tree
+from ckptcore.formats.common.rank_file_names import RankFiles
+from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import read_folder
+from ckptcore.formats.torch_save.layout import torch_file
+from ckptcore.topology.layout import Topology
 from ckptcore.utils.foreign_text import InvalidText
 
+_ROLE = re.compile(r"(?P<kind>[a-z_]+?)(?:_(?P<number>\d+))?")
+_FOLDERS = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}
+_TRAINER_STATE = "trainer_state"  # of transformers' Trainer: its files have other suffixes
+# Kind -> name of its file with a number, of its first file, and of the Trainer's.
+_FILES = {
+    "scheduler": ("scheduler_{}.bin", "scheduler.bin", "scheduler.pt"),
+    "sampler": ("sampler_{}.bin", "sampler.bin", "sampler.bin"),
+    "dl_state_dict": ("dl_state_dict_{}.bin", "dl_state_dict.bin", "dl_state_dict.bin"),
+    "custom_checkpoint": ("custom_checkpoint_{}.pkl", "custom_checkpoint_0.pkl", "custom_checkpoint_0.pkl"),
+    "scaler": ("scaler.pt", "scaler.pt", "scaler.pt"),
+}
+_OF_RANKS = {"random_states": "random_states_{}.pkl", "rng_state": "rng_state_{}.pth"}
+_RANK = re.compile(r"(?P<key>.*)\.rank(?P<rank>\d+)")
+# (role, path pattern) of a file that marks a DCP folder, a complete file, or a rank's file.
+_FOLDER = r"(?:\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)$"
+_MODEL = "pytorch_model_fsdp"
+_PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("model", re.compile(rf"^(?P<folder>{_MODEL}_(?P<number>\d+))/{_FOLDER}")),
+    ("model", re.compile(rf"^{_MODEL}(?:_(?P<number>\d+))?\.bin$")),
+    ("model", re.compile(rf"^{_MODEL}(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
+    ("optimizer", re.compile(rf"^(?P<folder>optimizer_(?P<number>\d+))/{_FOLDER}")),
+    ("optimizer", re.compile(r"^optimizer(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
+    ("optimizer", re.compile(r"^optimizer(?:_(?P<number>\d+))?_rank(?P<rank>\d+)\.bin$")),
+)
+# The trainer's own state: read where its pickles are plain.
+_STATES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("scheduler", re.compile(r"^scheduler(?:_(?P<number>\d+))?\.(?:bin|pt)$")),
+    ("scaler", re.compile(r"^scaler\.pt$")),
+    ("sampler", re.compile(r"^sampler(?:_(?P<number>\d+))?\.bin$")),
+    ("dl_state_dict", re.compile(r"^dl_state_dict(?:_(?P<number>\d+))?\.bin$")),
+    ("custom_checkpoint", re.compile(r"^custom_checkpoint_(?P<number>\d+)\.pkl$")),
+    ("random_states", re.compile(r"^random_states_(?P<rank>\d+)\.pkl$")),
+    ("rng_state", re.compile(r"^rng_state(?:_(?P<rank>\d+))?\.pth$")),
+)
+_WRITER = re.compile(rf"^(?:(?:{_MODEL}_|optimizer_)\d+/__(?=\d)|(?:{_MODEL}|optimizer)(?:_\d+)?_rank)(\d+)")
 _NAME = "accelerate"
 _TRAINER = "trainer_state.json"
 _MAX_JSON = 64 << 20
 _MAX_LISTED = 100
 
 
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """One part of a folder.
+
+    Attributes:
+        role: ``model``, ``optimizer_1``, ``scheduler``...
+        folder: Folder of a DCP part, else "".
+        files: Files of any other part.
+    """
+
+    role: str
+    folder: str
+    files: RankFiles
+
+    @property
+    def label(self) -> str:
+        """Return the folder, or the first of the files."""
+        return self.folder or next(iter(self.files.paths.values()))
+
+
+def parts(source: Source) -> tuple[SavedPart, ...]:
+    """Return the models, then the optimizers; a folder and a file of one name are two parts."""
+    return tuple(_parts_by_name(source, _PARTS))
+
+
+def states(source: Source) -> tuple[SavedPart, ...]:
+    """Return the parts of the trainer's own state."""
+    return tuple(_parts_by_name(source, _STATES))
+
+
+def writers(source: Source) -> frozenset[int]:
+    """Return the ranks that wrote a file of a model or an optimizer.
+
+    In a DCP folder each rank writes one, empty or not.
+    """
+    return frozenset(int(m[1]) for p in source.listing if (m := _WRITER.match(p)))
+
+
+def of_a_rank(part: SavedPart) -> bool:
+    """Return whether every rank writes a file of this part."""
+    return any(re.search(r"_\d+\.(?:pkl|pth)$", p) for p in part.files.paths.values()) and (
+        part.role in ("random_states", "rng_state")
+    )
+
+
+def has_model(source: Source) -> bool:
+    """Return whether a folder has the file names of a model that Accelerate saved with FSDP."""
+    if source.name is not None or ".metadata" in source.listing:
+        return False
+    named = [p for p in source.listing if p.startswith(_MODEL)]
+    return bool(named) and any(role == "model" and rule.match(p) for role, rule in _PARTS for p in named)
+
+
+def _parts_by_name(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[SavedPart]:
+    for role, rule in table:
+        groups: dict[tuple[int, str], dict[int, str]] = {}
+        for path in sorted(source.listing, key=natural):
+            m = rule.match(path)
+            if m is None:
+                continue
+            fields = m.groupdict()
+            number = int(fields.get("number") or 0)
+            folder = fields.get("folder") or ""
+            groups.setdefault((number, folder), {})[int(fields.get("rank") or 0)] = path
+        for (number, folder), paths in sorted(groups.items()):
+            name = role if number == 0 else f"{role}_{number}"
+            yield SavedPart(name, folder, RankFiles(name, None, paths))
+
+
 def detect(source: Source) -> Evidence | None:
     """Recognise a model by Accelerate's name, unless a *.safetensors beside it is what loaders read."""
-    if not names.has_model(source):
+    if not has_model(source):
         return None
-    parts = names.parts(source)
-    folders = any(p.folder for p in parts if p.role.startswith("model"))
+    saved_parts = parts(source)
+    folders = any(p.folder for p in saved_parts if p.role.startswith("model"))
     if not folders and any(p.endswith(".safetensors") and "/" not in p for p in source.listing):
         return None
-    return Evidence(_NAME, (f"found {', '.join(p.label for p in parts)}",), ("torch_ranks", "torch_save"))
+    return Evidence(
+        _NAME, (f"found {', '.join(p.label for p in saved_parts)}",), ("torch_ranks", "torch_save")
+    )
 
 
 def read(source: Source) -> Manifest:
@@ -61,9 +191,9 @@ def read(source: Source) -> Manifest:
 
     builder = Builder()
     reader = RankReader(source, builder)
-    parts: list[Part] = []
-    by_role: dict[str, names.SavedPart] = {}
-    for part in names.parts(source):
+    folders: list[Part] = []
+    by_role: dict[str, SavedPart] = {}
+    for part in parts(source):
         if part.role in by_role:
             raise AmbiguousModel(
                 f"{by_role[part.role].label} and {part.label} are both the {part.role}: "
@@ -73,7 +203,7 @@ def read(source: Source) -> Manifest:
         by_role[part.role] = part
         if part.folder:
             inner = read_folder(source.below(part.folder), _NAME)
-            parts.append(Part(inner, part.folder, _renaming(part.role)))
+            folders.append(Part(inner, part.folder, _renaming(part.role)))
         else:
             reader.add(part.files, part.role)
     # After all parts: the files of each show ranks that took part.
@@ -82,19 +212,19 @@ def read(source: Source) -> Manifest:
     if not any(role.startswith("optimizer") for role in by_role):
         message = "there is no optimizer beside the model"
         builder.findings.append(finding("missing-part", "files", message, file="optimizer_0"))
-    world = max(names.writers(source), default=-1) + 1
-    for part in names.states(source):
+    world = max(writers(source), default=-1) + 1
+    for part in states(source):
         try:
             reader.add(part.files, part.role, optional=True)
         except MalformedCheckpoint as error:
             builder.findings.append(finding("malformed-item", "coverage", error.message, file=part.label))
         highest = max(part.files.paths)
-        ranks = max(highest + 1, world if names.of_a_rank(part) else 0)
+        ranks = max(highest + 1, world if of_a_rank(part) else 0)
         for rank in absent(part.files.paths, ranks, _MAX_LISTED):
             path = part.files.name_of(rank)
             message = f"{path} is missing; other ranks have theirs"
             builder.findings.append(finding("missing-part", "files", message, file=path))
-        if names.of_a_rank(part) and 0 < world <= highest:
+        if of_a_rank(part) and 0 < world <= highest:
             path = part.files.paths[highest]
             message = (
                 f"{path} is the only file of its rank: rank {world - 1} is the last rank with other files"
@@ -105,12 +235,12 @@ def read(source: Source) -> Manifest:
     if reader.world:
         origin["world_size"] = reader.world
     paths = reader.paths
-    for folder in parts:
+    for folder in folders:
         for name, where in Paths.of(folder.manifest).items():
             renamed = folder.rename(name)
             paths.add(renamed, where if renamed == name else (renamed.split(".", 1)[0], *where[1:]))
-    parts.append(Part(builder.build(_NAME, source.store.url, {})))
-    joined = join(_NAME, source.store.url, parts, origin)
+    folders.append(Part(builder.build(_NAME, source.store.url, {})))
+    joined = join(_NAME, source.store.url, folders, origin)
     form = paths.form([t.fqn for t in joined.tensors], [b.key for b in joined.blobs])
     return replace(joined, origin={**origin, "paths": form}) if form else joined
 
@@ -160,10 +290,94 @@ def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """Lay out the folder that `load_state` opens, on the requested mesh."""
-    from ckptcore.formats.accelerate.writer import arrange as arrange_parts
+    """Lay out all parts; raise `UnsupportedFormat` for a part that no file of Accelerate has."""
+    names = [*(t.fqn for t in request.tensors), *request.objects]
+    roles: dict[str, list[str]] = {}
+    for name in names:
+        roles.setdefault(name.partition(".")[0], []).append(name)
+    world = 1 if request.topology is None else request.topology.mesh.size
+    layouts: list[FileLayout] = []
+    for role, inside in sorted(roles.items()):
+        match = _ROLE.fullmatch(role)
+        kind, number = (match["kind"], int(match["number"] or 0)) if match is not None else (role, 0)
+        if kind in _FOLDERS:
+            layouts += _folder(request, role, kind, number)
+        elif kind in _FILES:
+            which = 0 if number else 2 if _TRAINER_STATE in roles else 1
+            layouts.append(_file(_FILES[kind][which].format(number), _tree(request, inside), request.tensors))
+        elif kind in _OF_RANKS:
+            layouts += _of_ranks(request, inside, _OF_RANKS[kind], world)
+        elif role == _TRAINER_STATE and inside == [role]:
+            data = canonical_json(decode(request.objects[role]))
+            layouts.append(FileLayout(f"{role}.json", len(data), (), (), (Literal(0, data),)))
+        else:
+            raise UnsupportedFormat(
+                f"cannot write {inside[0]}: no file of Accelerate has it",
+                hint=f"leave it out with --exclude '{role}*'",
+            )
+    last = f"{_FOLDERS['model']}_0/.metadata"
+    return (
+        *(x for x in layouts if x.path != last),
+        *(replace(x, commit=True) for x in layouts if x.path == last),
+    )
 
-    return arrange_parts(request)
+
+def _folder(request: Arrangement, role: str, kind: str, number: int) -> Iterator[FileLayout]:
+    """Yield the files of a model or an optimizer, under the names that it has in its own folder."""
+    from ckptcore.formats.dcp.writer import arrange_folder
+
+    def inner(name: str) -> str:
+        return kind + name.removeprefix(role)
+
+    stored = [i for i, t in enumerate(request.tensors) if _is_of(t.fqn, role)]
+    specs = [request.tensors[i] for i in stored]
+    topology = request.topology
+    if topology is not None:
+        layouts = {inner(t.fqn): topology.layout(t.fqn) for t in specs}
+        topology = Topology(topology.mesh, layouts)
+    part = replace(
+        request,
+        tensors=[TensorSpec(inner(t.fqn), t.dtype, t.shape) for t in specs],
+        objects={inner(k): renamed_tree(v, inner) for k, v in request.objects.items() if _is_of(k, role)},
+        paths={inner(n): (kind, *p[1:]) for n, p in request.paths.items() if _is_of(n, role)},
+        order=[inner(name) for name in request.order if _is_of(name, role)],
+        topology=topology,
+    )
+    for layout in arrange_folder(part, folder=f"{_FOLDERS[kind]}_{number}", commit=False):
+        yield replace(layout, tensors=tuple(stored[t] for t in layout.tensors))
+
+
+def _is_of(name: str, role: str) -> bool:
+    return name == role or name.startswith(f"{role}.")
+
+
+def _tree(request: Arrangement, names: Sequence[str]) -> dict[Any, Any]:
+    """Return the content of a torch file, whose keys are those below its role."""
+    paths = (request.paths.get(name, tuple(name.split(".", 1)))[1:] for name in names)
+    return built((name, path, _value(request, name)) for name, path in zip(names, paths, strict=True))
+
+
+def _value(request: Arrangement, name: str) -> Any:
+    return decode(request.objects[name]) if name in request.objects else TensorRef(name)
+
+
+def _of_ranks(request: Arrangement, names: Sequence[str], pattern: str, world: int) -> Iterator[FileLayout]:
+    """Yield the file of each rank: what is its own, and what all have."""
+    common = [name for name in names if _RANK.fullmatch(name) is None]
+    rank_names: dict[int, dict[str, str]] = {}
+    for name in names:
+        if (match := _RANK.fullmatch(name)) is not None:
+            rank_names.setdefault(int(match["rank"]), {})[match["key"].partition(".")[2]] = name
+    for rank in range(max(world, max(rank_names, default=-1) + 1)):
+        tree = _tree(request, common)
+        tree |= {key: _value(request, name) for key, name in rank_names.get(rank, {}).items()}
+        yield _file(pattern.format(rank), tree, request.tensors)
+
+
+def _file(path: str, tree: Mapping[Any, Any], tensors: Sequence[TensorSpec]) -> FileLayout:
+    inside = set(tensors_in(tree))
+    order = [i for i, spec in enumerate(tensors) if spec.fqn in inside]
+    return torch_file(path, tree, tensors, order, classes=Classes.LIBRARIES)
 
 
 _LAYOUT = Layout(arrange, nests=True, place=keeps_its_place, values="libraries", flattens=True)

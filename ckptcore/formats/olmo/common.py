@@ -33,8 +33,6 @@ from ckptcore.utils.foreign_text import is_number
 from ckptcore.utils.text import count, short_repr
 
 DCP = "model_and_optim"
-MARKER = ".metadata.json"
-CONFIG = "config"  # the object of a start that becomes config.json
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
 TRAIN_FILE = re.compile(r"^train/rank(\d+)\.pt$")
 RANK_SAFETENSORS = re.compile(r"^rank_(\d+)\.safetensors$")

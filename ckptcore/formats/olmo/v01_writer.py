@@ -26,7 +26,7 @@ from ckptcore.errors import NameMismatch, UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.formats.common.write_assignment import by_rank
 from ckptcore.formats.olmo.common import groups_of
-from ckptcore.formats.olmo.writer import train_files
+from ckptcore.formats.olmo.core import train_files
 
 # olmo_core/utils.py of 0.1.0, `TORCH_DTYPES`.
 _DTYPES = frozenset(
