@@ -19,8 +19,18 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.megatron.legacy_names import current_names
 from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
-from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, global_name, parse_name, place
-from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
+from ckptcore.formats.megatron.partition_rules import (
+    Counts,
+    Placement,
+    Rank,
+    World,
+    first_layers,
+    global_name,
+    known_rows,
+    layers_per_chunk,
+    parse_name,
+    place,
+)
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
 from ckptcore.utils.text import short_repr
 

@@ -11,11 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
-from ckptcore.formats.megatron.partition_rules import LAYERS, Placement, Rank, World, cut_shape, place
-from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
+from ckptcore.formats.megatron.partition_rules import (
+    LAYERS,
+    Counts,
+    Placement,
+    Rank,
+    World,
+    cut_shape,
+    first_layers,
+    known_rows,
+    layers_per_chunk,
+    place,
+)
 from ckptcore.utils.text import short_repr
 
 
@@ -36,10 +47,7 @@ class Parameter:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
+        return prod(self.shape)
 
 
 def _pair(*names: str) -> tuple[str, ...]:
