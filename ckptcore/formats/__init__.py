@@ -57,10 +57,10 @@ from ckptcore.formats.base import (
     possible_formats,
 )
 from ckptcore.formats.common.carried_values import with_carried
-from ckptcore.formats.common.unread_files import unread_weights
+from ckptcore.formats.common.files_beside import unread_weights
 from ckptcore.formats.dcp.format import FORMAT as DCP
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
-from ckptcore.formats.deepspeed.universal_format import STAGE2, STAGE3
+from ckptcore.formats.deepspeed.format import STAGE2, STAGE3
 from ckptcore.formats.diffusers import FORMAT as DIFFUSERS
 from ckptcore.formats.huggingface.nanotron import FORMAT as NANOTRON
 from ckptcore.formats.huggingface.quantized import FORMAT as HF_QUANTIZED
@@ -285,7 +285,7 @@ def read_manifest(source: Source) -> Manifest:
         CkptError: What `detect` and the format's reader raise.
     """
     if is_adapted(source.store.url):
-        from ckptcore.formats.adapted import read_adapted  # most sources are no sum
+        from ckptcore.formats.average import read_adapted  # most sources are no sum
 
         return read_adapted(source, partial(_read_input, source))
     if is_average(source.store.url):
@@ -343,7 +343,7 @@ def read_as(format: Format, source: Source) -> Manifest:
     ledger = ByteLedger()
     manifest = format.reader.read(replace(source, store=RecordingStore(source.store, ledger)))
     if not source.keep_quantized and any(blob.key.endswith(WRAPPED) for blob in manifest.blobs):
-        from ckptcore.formats.common.torchao_tensors import with_values
+        from ckptcore.formats.dcp.wrapped_tensors import with_values
 
         manifest = with_values(manifest)
     above, opened = join_url(manifest.root, ""), join_url(source.store.url, "")

@@ -1,4 +1,4 @@
-"""Read several checkpoints as one: the weighted average of their models.
+"""Read several checkpoints as one: the weighted average of their models, or a model with a LoRA adapter.
 
 The inputs may have any formats, topologies and dtypes. Tensors of the model part that have fractions are
 computed (`ckptcore.core.weighted_sums`); all else is the last input's: integers, booleans, objects, and what
@@ -7,32 +7,50 @@ average of weights.
 
 The result has the last input's names. Where stored names differ, as between a trainer's wrapper and a bare
 model, those inside the model parts are compared, without wrappers.
+
+An adapter is merged into a base: it is what peft saves, or the part of a live model
+that is one. Each adapted weight is computed (`ckptcore.core.adapted_weights`). Modules that the adapter saved
+as a whole, and biases, take the place of the base's. All else is the base's, without its optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ckptcore.core.adapted_weights import adapted, adapted_node
 from ckptcore.core.byte_ledger import ByteLedger
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import SUM, Derived, Manifest, StoredFile, TensorSpec
 from ckptcore.core.subset import select
 from ckptcore.core.tree_paths import Paths
 from ckptcore.core.weighted_sums import SUMMED, packed_weights, summed
-from ckptcore.errors import AmbiguousModel, Finding, NameMismatch, UnsupportedDtype, UsageError, finding
+from ckptcore.errors import (
+    AmbiguousModel,
+    DamagedCheckpoint,
+    Finding,
+    NameMismatch,
+    UnsupportedDtype,
+    UsageError,
+    finding,
+)
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part, join
+from ckptcore.naming.low_rank import adapter_merge
 from ckptcore.naming.model_part import find_model
 from ckptcore.naming.quantized_names import bound
 from ckptcore.naming.rename import strip_wrappers
 from ckptcore.naming.training_state import OPTIMIZER, StoredKinds
 from ckptcore.store.average import AverageStore, ObservedInput
 from ckptcore.utils.average_url import average_url, folder_of_input, normalized, split_average
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import count, some
 from ckptcore.utils.units import show_size
 
 _FRACTIONS = "fcp"  # kinds of dtypes: floating-point, complex and packed numbers
+_FORM = "@1/adapter_config.json"
+_MAX_FORM = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -347,3 +365,87 @@ def _ledger(placed: Sequence[tuple[str, Manifest]]) -> ByteLedger | None:
         ledger.odd += [(folder + path, name, key) for path, name, key in input_ledger.odd]
         ledger.carried += [(folder + path, name, values) for path, name, values in input_ledger.carried]
     return ledger
+
+
+def read_adapted(source: Source, read: Callable[[str, ObservedInput | None], Manifest]) -> Manifest:
+    """Return the manifest of a model with an adapter merged into it.
+
+    Args:
+        source: Its store is an `AverageStore` of the adapter and its base.
+        read: Reads the manifest of one of them, by its URL; the observer receives the reads of it.
+
+    Raises:
+        NameMismatch: Names or shapes of the two do not fit each other, or the adapter's config.
+        UsageError: The adapter is of a kind that is not merged, or has no config.
+        UnsupportedDtype: A weight has a dtype that is not summed.
+        CkptError: One of them cannot be read.
+    """
+    store = source.store
+    assert isinstance(store, AverageStore)  # the caller has checked
+    (adapter_url, adapter), (base_url, base_manifest) = input_manifests(store, read)
+    adapter = adapter.without_copies()
+    if adapter.inputs is not None:
+        raise UsageError(
+            f"cannot merge {adapter_url}: tensors of it are computed from several stored ones",
+            hint="save it in float32 or bfloat16",
+        )
+    form = _form(store, adapter_url)
+    base = model_input(base_url, base_manifest)
+    model_names = {name: stored for stored, name in base.inside.items()}
+    specs = {strip_wrappers(spec.fqn): spec for spec in adapter.tensors}
+    if len(model_names) < len(base.inside) or len(specs) < len(adapter.tensors):
+        raise NameMismatch(
+            f"cannot merge {adapter_url}: two tensors of it, or of its base, have one name without wrappers",
+            hint="export each first",
+        )
+    merge = adapter_merge(
+        {name: spec.shape for name, spec in specs.items()},
+        form,
+        {name: base.spec(stored).shape for name, stored in model_names.items()},
+    )
+    nodes = {}
+    for name, update in merge.updates.items():
+        weight, pair = base.spec(model_names[name]), (specs[update.first], specs[update.second])
+        if name in merge.replaced:  # an embedding that was saved as a whole, because it has more rows
+            weight = specs[merge.replaced[name]]
+        dtype = max(map(_summed, (weight, *pair)))
+        node = adapted_node(dtype, update.scale, update.rank, transposed=update.transposed)
+        nodes[model_names[name]] = node, [spec.fqn for spec in pair]
+    replaced = {model_names[name]: specs[own].fqn for name, own in merge.replaced.items()}
+    used = [*(name for _, pair in nodes.values() for name in pair), *replaced.values()]
+    inputs = [adapter, base.manifest]
+    first, last = layers_of(store.url, inputs, [{name: name for name in used}, {}])
+    manifest = adapted(last, first, nodes, replaced)
+    manifest = replace(manifest, findings=(*manifest.findings, *left_out([base])))
+    evidence = f"{adapter_url} is merged into {count(len(nodes), 'weight')}"
+    evidence += f", and takes the place of {count(len(replaced), 'tensor')}" if replaced else ""
+    return with_files(manifest, inputs, evidence)
+
+
+def _form(store: AverageStore, adapter_url: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    size = store.size(_FORM)
+    if size is None:
+        raise UsageError(
+            f"cannot merge {adapter_url}: it has no adapter_config.json, which records what no shape does",
+            hint="name the folder that has it; ckptcore export makes one of a trainer's adapter",
+        )
+    damaged = f"cannot read adapter_config.json of {adapter_url}"
+    if size > _MAX_FORM:
+        raise DamagedCheckpoint(
+            f"{damaged}: it must be at most {show_size(_MAX_FORM)} (got {show_size(size)})"
+        )
+    try:
+        return load_json_object(store.read(_FORM, 0, size))
+    except InvalidText as error:
+        raise DamagedCheckpoint(f"{damaged}: {error}") from error
+
+
+def _summed(spec: TensorSpec) -> str:
+    """Return the dtype in which a tensor is summed."""
+    if spec.dtype not in SUMMED:
+        raise UnsupportedDtype(
+            f"cannot merge an adapter into {spec.fqn}: it is {spec.dtype}",
+            hint=f"export it in a dtype that is summed first: {', '.join(SUMMED)}",
+        )
+    return SUMMED[spec.dtype]

@@ -18,8 +18,7 @@ from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
-from ckptcore.formats.huggingface.quantization_config import quantization_of
-from ckptcore.formats.huggingface.quantized import scaleless
+from ckptcore.formats.huggingface.quantized import quantization_of, scaleless
 from ckptcore.naming.quantized_names import quantized_weights
 from ckptcore.naming.wrapper_prefix import note_of_wrapper, remove_prefix, unneeded_prefix
 from ckptcore.planning.hub_files import is_of_diffusers

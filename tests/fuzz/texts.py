@@ -52,7 +52,7 @@ from ckptcore.encodings.safetensors_header import parse_header  # noqa: E402
 from ckptcore.errors import CkptError  # noqa: E402
 from ckptcore.execution import receipts  # noqa: E402
 from ckptcore.fingerprints import holdings  # noqa: E402
-from ckptcore.formats.huggingface.quantization_config import quantization_of  # noqa: E402
+from ckptcore.formats.huggingface.quantized import quantization_of  # noqa: E402
 from ckptcore.naming.maps import declaration  # noqa: E402
 from ckptcore.naming.maps.agreement import agreed  # noqa: E402
 from ckptcore.naming.maps.hyperparameters import Config  # noqa: E402

@@ -4,7 +4,7 @@ A traceable wrapper subclass pickles its attributes as they are (torch/_tensor.p
 tensors, such as ``codes`` and ``scale``, and values that say how they are meant. The pickle's class is not
 imported. In its place is a dict of its attributes, with an entry `CLASS` for all that are no tensors, so that
 readers of trees find the inner tensors as they find any. What the outer tensor's values are is decided by
-`ckptcore.formats.common.torchao_tensors`.
+`ckptcore.formats.dcp.wrapped_tensors`.
 """
 
 from __future__ import annotations

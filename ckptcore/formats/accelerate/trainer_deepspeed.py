@@ -18,7 +18,7 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
 from ckptcore.formats.deepspeed.format import read
-from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
+from ckptcore.formats.huggingface.shards import with_consolidated_folder
 
 COPIES = ("safetensors", "hf_quantized")  # formats of the Trainer's own file
 _16_BIT, _MASTERS, _STATE = "lp/", "module.", "optimizer.state."  # of DeepSpeed's names

@@ -231,3 +231,22 @@ def _has_head(config: Mapping[str, Any]) -> bool:
     classes = config.get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     return config.get("tie_word_embeddings") is False and any(n.endswith("ForCausalLM") for n in names)
+
+
+def torn_layers(layers: Mapping[int, Collection[str]]) -> Iterator[tuple[int, str]]:
+    """Yield (layer, name) of a tensor that a layer lacks: its names are some of those of another layer.
+
+    Layers of two kinds, such as dense ones and those with experts, each have names of their own.
+
+    Args:
+        layers: Number -> names of its tensors, behind the number.
+
+    >>> list(torn_layers({0: ["q", "k"], 1: ["q"], 2: ["experts"]}))
+    [(1, 'k')]
+    """
+    kinds = {frozenset(names) for names in layers.values()}
+    fuller = {kind: min((k for k in kinds if kind < k), key=sorted, default=kind) for kind in kinds}
+    for number, names in sorted(layers.items()):
+        lost = fuller[frozenset(names)] - frozenset(names)
+        if lost:
+            yield number, min(lost)

@@ -23,9 +23,8 @@ from ckptcore.core.manifest import Blob
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.model_layers import ModelLayers, layers_of
+from ckptcore.formats.common.model_layers import ModelLayers, layers_of, torn_layers
 from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
-from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.naming.peft import adapter_fit
 from ckptcore.store.subfolder import unrecorded
 from ckptcore.utils.foreign_text import InvalidText

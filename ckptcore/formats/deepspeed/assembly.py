@@ -23,7 +23,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.common.shard_pieces import ShardPlacement, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
-from ckptcore.formats.deepspeed.pickle_globals import StatesFile
+from ckptcore.formats.deepspeed.rank_files import StatesFile
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
 
 _CRC_BYTES = 4  # as many have one CRC-32 as values

@@ -24,8 +24,8 @@ from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.object_tree import Named
 from ckptcore.core.subset import derive
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.model_layers import torn_layers
 from ckptcore.formats.common.shard_pieces import Shape, ShardPlacement, Unmerged, cut_parts, same
-from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.plain_yaml import MAX_YAML, load_yaml
 

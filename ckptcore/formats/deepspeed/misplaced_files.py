@@ -18,8 +18,7 @@ from ckptcore.encodings.torchzip.reader import Storages
 from ckptcore.errors import Finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.equal_files import equal_files, mixed
-from ckptcore.formats.deepspeed.pickle_globals import StatesFile
-from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value
+from ckptcore.formats.deepspeed.rank_files import ModelStates, StatesFile, config_value
 from ckptcore.formats.megatron.seeds import GROUP_TITLES, place_of, seed_reader
 from ckptcore.utils.text import short_repr
 

@@ -26,8 +26,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.shard_pieces import ShardPlacement
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor, PlacedBuffer
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
-from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
-from ckptcore.formats.deepspeed.rank_files import ModelStates, RankGrid, config_value
+from ckptcore.formats.deepspeed.rank_files import ModelStates, RankGrid, StatesFile, config_value, read_file
 from ckptcore.utils.text import short_repr
 
 STATE = "optimizer.state"

@@ -19,8 +19,7 @@ from ckptcore.errors import Finding, finding
 from ckptcore.formats.common.equal_files import mixed
 from ckptcore.formats.common.optimizer_numbers import numbered
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
-from ckptcore.formats.deepspeed.pickle_globals import StatesFile
-from ckptcore.formats.deepspeed.rank_files import ModelStates
+from ckptcore.formats.deepspeed.rank_files import ModelStates, StatesFile
 from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]

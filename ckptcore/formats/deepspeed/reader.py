@@ -44,7 +44,6 @@ from ckptcore.formats.deepspeed.optimizer_states import (
     parameter_shapes,
     read_partitions,
 )
-from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file, shared_trees
 from ckptcore.formats.deepspeed.pipeline_layers import (
     TIED,
     LayerFile,
@@ -54,7 +53,14 @@ from ckptcore.formats.deepspeed.pipeline_layers import (
     missing_tied_layers,
     unlisted_layers,
 )
-from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, read_model_states
+from ckptcore.formats.deepspeed.rank_files import (
+    ModelStates,
+    StatesFile,
+    config_value,
+    read_file,
+    read_model_states,
+    shared_trees,
+)
 from ckptcore.formats.deepspeed.tensor_parallel import INFO, TensorParallel
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters

@@ -23,8 +23,7 @@ from ckptcore.formats.common.shard_pieces import same
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
-from ckptcore.formats.deepspeed.pickle_globals import TABLE, StatesFile, read_file
-from ckptcore.formats.deepspeed.rank_files import config_value
+from ckptcore.formats.deepspeed.rank_files import TABLE, StatesFile, config_value, read_file
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import short_repr
 

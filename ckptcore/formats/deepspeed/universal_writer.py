@@ -28,8 +28,13 @@ from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
 from ckptcore.formats.deepspeed.optimizer_states import MASTER
-from ckptcore.formats.deepspeed.universal_contents import SCHEDULER, UniversalContents, universal_contents
-from ckptcore.formats.deepspeed.universal_names import MOMENTS, STEP
+from ckptcore.formats.deepspeed.universal_contents import (
+    MOMENTS,
+    SCHEDULER,
+    STEP,
+    UniversalContents,
+    universal_contents,
+)
 from ckptcore.formats.torch_save.layout import Inline, torch_file
 from ckptcore.utils.text import count, short_repr
 
@@ -56,21 +61,12 @@ _EXACT = 1 << 24  # up to here float32 has every integer
 _OF_STATES = frozenset({"state", "optimizer_state_dict", "zero_stage", "ds_version"})
 
 
-def arrange_stage2(request: Arrangement) -> Iterator[FileLayout]:
-    """Lay out the folder that ZeRO 1, ZeRO 2 and BF16_Optimizer load; raise as `universal_contents` does."""
-    return _arrange(request, 2)
-
-
-def arrange_stage3(request: Arrangement) -> Iterator[FileLayout]:
-    """Lay out the folder that ZeRO-3 loads.
+def arrange(request: Arrangement, stage: int) -> Iterator[FileLayout]:
+    """Lay out the folder that ZeRO-3 loads, or (2) that ZeRO 1, ZeRO 2 and BF16_Optimizer load.
 
     Raises:
-        UnsupportedFormat: ZeRO-3 would not load a part. And what `universal_contents` raises.
+        UnsupportedFormat: As `universal_contents` does, and for what ZeRO-3 would load wrongly.
     """
-    return _arrange(request, 3)
-
-
-def _arrange(request: Arrangement, stage: int) -> Iterator[FileLayout]:
     contents = universal_contents(request)
     if stage == 3:
         _require_of_stage3(contents)

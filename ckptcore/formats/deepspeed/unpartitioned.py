@@ -18,12 +18,11 @@ from ckptcore.core.manifest import row_major
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.optimizer_numbers import Numbered, numbered, prove
-from ckptcore.formats.common.shape_matching import Row, forced_places
+from ckptcore.formats.common.optimizer_numbers import Numbered, Row, forced_places, numbered, prove
 from ckptcore.formats.common.shard_pieces import ShardPlacement, same
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.optimizer_states import STATE
-from ckptcore.formats.deepspeed.pickle_globals import StatesFile
+from ckptcore.formats.deepspeed.rank_files import StatesFile
 
 _COMPARED = 256  # elements of a tensor whose values are compared
 

@@ -1,7 +1,7 @@
 """Read and write safetensors files and Hugging Face folders, and read two relatives of them.
 
 `safetensors.FORMAT` is also written; `folder` reads it. `quantized.FORMAT` reads float8, int8 and MXFP4
-weights as their values, as `quantization_config` states. `shards.FORMAT` reads the files of torch's
+weights as their values. `shards.FORMAT` reads the files of torch's
 HuggingFaceStorageWriter: `shard_headers` proves that no shard is missing, with shapes from
-`consolidated_files`, an index, or a model's config.
+consolidated files, an index, or a model's config.
 """

@@ -22,7 +22,7 @@ from ckptcore.encodings.pickle.trainer_classes import foreign_classes
 from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.common.index_proof import continued_findings, index_findings
+from ckptcore.formats.common.files_beside import continued_findings, fuller_torch_form, index_findings
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.trainer_files import (
@@ -161,8 +161,6 @@ def read_folder(source: Source, format: str) -> Manifest:
         builder.findings += unlike_total(builder, index, listed)
         builder.findings += index_findings(source, listed, index, shapes, unread, names_beside)
     if source.name is None and any(path.endswith(TORCH_SUFFIXES) for path in source.listing):
-        from ckptcore.formats.common.torch_form import fuller_torch_form
-
         builder.findings += fuller_torch_form(source, files, shapes)
     builder.findings += unread_optimizers(source, files)
     return builder.build(format, source.store.url, origin)

@@ -28,15 +28,15 @@ def detect(source: Source) -> Evidence | None:
 
 
 def read(source: Source) -> Manifest:
-    """Read the manifest of a step; raise the errors of `nanotron_reader.read_step`."""
-    from ckptcore.formats.huggingface.nanotron_reader import read_step
+    """Read the manifest of a step; raise the errors of `nanotron_step.read_step`."""
+    from ckptcore.formats.huggingface.nanotron_step import read_step
 
     return read_step(source)
 
 
 def arrange(request: Arrangement) -> Iterable[FileLayout]:
-    """Lay out a step that a run begins from; raise the errors of `nanotron_writer.arrange_step`."""
-    from ckptcore.formats.huggingface.nanotron_writer import arrange_step
+    """Lay out a step that a run begins from; raise the errors of `nanotron_step.arrange_step`."""
+    from ckptcore.formats.huggingface.nanotron_step import arrange_step
 
     return arrange_step(request)
 

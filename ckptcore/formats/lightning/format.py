@@ -42,9 +42,8 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.common.optimizer_numbers import NumberingProof, numbered, prove
+from ckptcore.formats.common.optimizer_numbers import NumberingProof, Shape, numbered, prove
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.format import thin

@@ -24,12 +24,11 @@ from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP
 from ckptcore.encodings.torchzip.reader import check_view, is_torch, read_objects, refused_in
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.shape_matching import Shape
+from ckptcore.formats.common.optimizer_numbers import Shape
 from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trees import kind_of, leaves_below
-from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE, DTENSOR, SHARDED
 from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered
-from ckptcore.formats.torch_ranks.placement import Placed, Placer
+from ckptcore.formats.torch_ranks.placement import DIST_TABLE, DTENSOR, SHARDED, Placed, Placer
 from ckptcore.store.subfolder import FileRange, explain
 
 _SMALL = 64 << 10  # plain tensors without a checksum are marked by a hash of their bytes up to this size

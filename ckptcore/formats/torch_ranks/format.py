@@ -97,7 +97,7 @@ def _with_huggingface(
     manifest: Manifest, source: Source, below: str, kinds: tuple[RankFiles, ...]
 ) -> Manifest:
     """Add the consolidated copy of the model that verl saves on request (``hf_model``)."""
-    from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
+    from ckptcore.formats.huggingface.shards import with_consolidated_folder
 
     model = "model." if len(kinds) > 1 else ""
     return with_consolidated_folder(manifest, source, f"{below}{_MODEL_FOLDER}", lambda name: model + name)

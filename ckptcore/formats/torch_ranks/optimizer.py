@@ -13,8 +13,7 @@ from typing import Any
 from ckptcore.errors import UnprovenCheckpoint, UnsupportedFormat
 from ckptcore.formats.base import natural
 from ckptcore.formats.common import optimizer_numbers as _optimnames
-from ckptcore.formats.common.optimizer_numbers import Numbered, prove, recorded_names
-from ckptcore.formats.common.shape_matching import Shape
+from ckptcore.formats.common.optimizer_numbers import Numbered, Shape, prove, recorded_names
 
 Params = tuple[tuple[str, Shape], ...]  # (name, global shape) of a model's parameters, in order
 

@@ -23,10 +23,10 @@ from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.limits import absent
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.optimizer_numbers import Shape
 from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.part_proof import torn_findings, unproven_findings
 from ckptcore.formats.common.rank_file_names import RankFiles
-from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
 from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden

@@ -36,10 +36,9 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
-from ckptcore.formats.common.index_proof import index_findings
+from ckptcore.formats.common.files_beside import index_findings, parameters
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.torch_form import parameters
 from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trainer_files import (
     is_adapter,

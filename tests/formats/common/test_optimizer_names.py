@@ -20,7 +20,7 @@ from torch import nn
 
 import ckptcore
 from ckptcore.core.manifest import Manifest
-from ckptcore.formats.common.shape_matching import Row, forced_places
+from ckptcore.formats.common.optimizer_numbers import Row, forced_places
 
 Model = Callable[[], nn.Module]
 

@@ -26,7 +26,7 @@ import ckptcore
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import validate
 from ckptcore.core.box import Box
-from ckptcore.formats.common.torchao_tensors import inner_box
+from ckptcore.formats.dcp.wrapped_tensors import inner_box
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SHAPE, RUN = (64, 96), 64

@@ -11,7 +11,7 @@ from deepspeed_files import MOMENTS, each, model_states, moment, partitions, sav
 import ckptcore
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import DamagedCheckpoint
-from ckptcore.formats.deepspeed import pickle_globals
+from ckptcore.formats.deepspeed import rank_files
 from ckptcore.store.local import LocalStore
 from ckptcore.store.subfolder import FileRange
 
@@ -56,7 +56,7 @@ def test_equal_trees_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         parsed.append(found)
         return found
 
-    monkeypatch.setattr(pickle_globals, "read_objects", counted)
+    monkeypatch.setattr(rank_files, "read_objects", counted)
     manifest = ckptcore.open(str(folder))
     assert len(parsed) == 12
     assert len({id(found.tree) for found in parsed}) == 2

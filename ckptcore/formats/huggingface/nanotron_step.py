@@ -1,9 +1,12 @@
-"""Read the tensors of a nanotron step: the ranks' files of each, placed by the boxes in their headers.
+"""Read and lay out a nanotron step: the ranks' files of each tensor, placed by the boxes in their headers.
 
 A file holds one tensor, ``data``. One that ranks share has in its header the shape of the full tensor, and
 pairs of slices, of the file's tensor and of the full one (nanotron/parallel/parameters.py, `SlicesPair`). The
 name of the file says how many ranks there are. Nothing lists the tensors: model_config.json has the number of
 layers.
+
+Written files are those of one rank. Any other number loads them, too: each rank joins the files of a tensor
+by the boxes, and takes its own part (nanotron/serialize/weights.py, `load_weights`).
 """
 
 from __future__ import annotations
@@ -17,19 +20,21 @@ from math import prod
 from typing import Any
 
 from ckptcore.core.box import Box
+from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, Unread, View, row_major
 from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.object_tree import decode
 from ckptcore.encodings.json_text import parse
-from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.errors import Finding, MalformedCheckpoint, finding
-from ckptcore.formats.base import Source, natural
+from ckptcore.encodings.safetensors_header import HeaderText, read_header
+from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedDtype, UnsupportedFormat, finding
+from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, Source, natural
+from ckptcore.formats.common.model_layers import torn_layers
 from ckptcore.formats.common.part_proof import json_beside
 from ckptcore.formats.common.rank_file_names import NANOTRON
 from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA as METADATA
 from ckptcore.formats.common.rank_file_names import NANOTRON_MODEL as MODEL
 from ckptcore.formats.common.shard_pieces import Piece, Shape, same
-from ckptcore.formats.common.torn_layers import torn_layers
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.text import short_repr
 
@@ -53,6 +58,35 @@ _OF_A_LAYER = {
     "mlp.": True,
 }
 _OF_AN_MLP = frozenset({"mlp.gate_up_proj.", "mlp.down_proj."})  # each needs the other one
+CONFIG = "model_config"  # the object that becomes _CONFIG
+_WRITTEN = "1.5"
+# Modules whose tensors ranks share, whatever their number, and those that each rank has completely
+# (nanotron/models/llama.py and qwen.py). The loader looks for the files of the former by their ranks.
+_SHARED = re.compile(
+    r"model\.(?:token_position_embeddings\.pp_block\.token_embedding|lm_head\.pp_block"
+    r"|decoder\.\d{1,6}\.pp_block\.(?:attn\.(?:qkv|o)_proj|mlp\.(?:gate_up|down)_proj))\.(?:weight|bias)"
+)
+_COMPLETE = re.compile(
+    r"model\.(?:final_layer_norm\.pp_block|decoder\.\d{1,6}\.pp_block\.(?:input|post_attention)_layernorm)"
+    r"\.weight"
+)
+_ONE_RANK = "_pp-rank-0-of-1_tp-rank-0-of-1"
+_ALL = "None,None,None"  # a slice as nanotron writes it
+# What `TrainingMetadata` and `CheckpointMetadata` hold before a training's first step.
+_BEFORE_TRAINING = {
+    "version": _WRITTEN,
+    "tp": 1,
+    "dp": 1,
+    "cp": 1,
+    "custom_metas": None,
+    "metas": {
+        "consumed_train_samples": 0,
+        "consumed_tokens_total": 0,
+        "last_train_step": 0,
+        "last_stage_idx": None,
+        "data_stages": [],
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +358,54 @@ def _lacking(source: Source, names: Mapping[str, list[_File]]) -> Iterator[Findi
             f"nothing states how many layers there are: {_CONFIG} is missing, or has no num_hidden_layers"
         )
         yield finding("unproven-whole", "files", message, hint=f"add {_CONFIG}")
+
+
+def arrange_step(request: Arrangement) -> Iterator[FileLayout]:
+    """Lay out the files of a step.
+
+    Raises:
+        UnsupportedDtype: safetensors has no such dtype.
+        UnsupportedFormat: Nothing says what the config is, or how ranks share a tensor.
+    """
+    if CONFIG not in request.objects:
+        raise UnsupportedFormat(
+            "cannot write a step of nanotron without the config of its model",
+            hint="add --names nanotron, and --config with the model's config.json",
+        )
+    for number, spec in enumerate(request.tensors):
+        yield _tensor_file(number, spec)
+    yield _json_file(_CONFIG, decode(request.objects[CONFIG]))
+    yield _json_file(METADATA, _BEFORE_TRAINING, commit=True)
+
+
+def _tensor_file(number: int, spec: TensorSpec) -> FileLayout:
+    shared = _SHARED.fullmatch(spec.fqn) is not None
+    if not shared and not _COMPLETE.fullmatch(spec.fqn):
+        raise UnsupportedFormat(
+            f"cannot write {spec.fqn}: nothing says how ranks of nanotron share it",
+            hint=f"leave it out with --exclude {spec.fqn}",
+        )
+    if BY_NAME[spec.dtype].safetensors is None:
+        raise UnsupportedDtype(
+            f"safetensors has no dtype {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
+        )
+    texts = None
+    if shared:
+        box = "|".join([f"0,{spec.shape[0]},None", *[_ALL] * (len(spec.shape) - 1)])
+        texts = {
+            "version": _WRITTEN,
+            "local_global_slices_pairs": f"{'|'.join([_ALL] * len(spec.shape))}#{box}",
+            _SHAPE: str(tuple(spec.shape)),
+        }
+    header = HeaderText(texts)
+    start = header.add(_DATA, spec.dtype, spec.shape)
+    prefix = header.packed(64)
+    module, _, leaf = spec.fqn.rpartition(".")
+    path = f"{MODEL}{module.replace('.', '/')}/model_{leaf}{_ONE_RANK * shared}.safetensors"
+    slots, literals = (Slot(0, len(prefix) + start),), (Literal(0, prefix),)
+    return FileLayout(path, len(prefix) + header.end, (number,), slots, literals)
+
+
+def _json_file(path: str, content: Any, *, commit: bool = False) -> FileLayout:
+    data = canonical_json(content)
+    return FileLayout(path, len(data), (), (), (Literal(0, data),), commit=commit)
