@@ -91,8 +91,7 @@ class NeoxRanks:
             raise Unmerged(f"a tensor of shape {list(shape)} is not cut")
         length = shape[dim]
         parts = [length // 2] * 2 if kind == "gated" and self._is_gated(name, length) else [length]
-        sizes = [(n, n * self.degree) for n in parts]
-        return {rank: cut_parts(shape, dim, sizes, self.degree, rank) for rank in shapes}
+        return {rank: cut_parts(shape, dim, parts, self.degree, rank) for rank in shapes}
 
     def _is_gated(self, name: str, rows: int) -> bool:
         """Return whether the first linear layer has rows of two: twice the columns of the second one."""

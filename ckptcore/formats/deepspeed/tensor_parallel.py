@@ -118,13 +118,13 @@ class TensorParallel:
             if shape[0] % 2:
                 raise Unmerged(f"half of {shape[0]} rows is no number of rows")
             half = shape[0] // 2
-            return cut_parts(shape, 0, [(half, half * self._degree)] * 2, self._degree, rank)
+            return cut_parts(shape, 0, [half, half], self._degree, rank)
         full = shape[dim] * self._degree
         if rule == "vocabulary":
             vocabulary = self._info.get("original_vocab_size")
             if type(vocabulary) is int and 0 < vocabulary < full:
                 return _strip_vocabulary_padding(shape, rank, vocabulary)
-        return cut_parts(shape, dim, [(shape[dim], full)], self._degree, rank)
+        return cut_parts(shape, dim, [shape[dim]], self._degree, rank)
 
     def _match(self, names: Sequence[str]) -> None:
         """Assign a rule to each name that a pattern of ``universal_checkpoint_info`` matches."""

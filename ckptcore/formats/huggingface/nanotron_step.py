@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
@@ -22,7 +22,7 @@ from typing import Any
 from ckptcore.core.box import Box
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Item, Manifest, TensorSpec, Unread, View, row_major
+from ckptcore.core.manifest import Item, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import decode
 from ckptcore.encodings.json_text import parse
@@ -34,7 +34,7 @@ from ckptcore.formats.common.part_proof import json_beside
 from ckptcore.formats.common.rank_file_names import NANOTRON
 from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA as METADATA
 from ckptcore.formats.common.rank_file_names import NANOTRON_MODEL as MODEL
-from ckptcore.formats.common.shard_pieces import Piece, Shape, same
+from ckptcore.formats.common.shard_pieces import Piece, PlacedTensors, Shape, ShardPlacement, same
 from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.text import short_repr
 
@@ -122,9 +122,10 @@ def read_step(source: Source) -> Manifest:
     if sizes and recorded is not None and recorded["tp"] != mesh[1]:
         message = f"{METADATA} states {recorded['tp']} tensor-parallel ranks, and files have {mesh[1]}"
         builder.findings.append(finding("mixed-saves", "files", message, file=METADATA))
+    placed = PlacedTensors(builder)
     for fqn in sorted(tensors, key=natural):
         builder.findings += _contradicting(source, fqn, tensors[fqn], mesh)
-        _Tensor(source, builder, fqn).add(tensors[fqn])
+        _add_tensor(source, builder, placed, fqn, tensors[fqn])
     builder.findings += _lacking(source, tensors)
     states = [p for p in source.listing if p.startswith(_STATES)]
     if states:
@@ -204,63 +205,36 @@ def _missing(source: Source, message: str, path: str | None = None) -> Finding:
     return finding("missing-part" if source.recover else "missing-file", "files", message, file=path)
 
 
-class _Tensor:
-    """Add one tensor to a builder, file by file."""
-
-    def __init__(self, source: Source, builder: Builder, fqn: str) -> None:
-        self._source, self._builder, self._fqn = source, builder, fqn
-        self._tensors: dict[str, tuple[int, TensorSpec]] = {}
-
-    def add(self, files: list[_File]) -> None:
-        """Read the headers of all files."""
-        for file in files:
-            size = self._source.listing[file.path]
-            taken = (_PAIRS, _SHAPE, _VERSION)
-            stored, texts, begin = read_header(self._source.store, file.path, size, taken)
-            if _DATA not in stored:
-                raise MalformedCheckpoint(f"{file.path} has no tensor {_DATA!r}", file=file.path)
-            number = self._builder.file(file.path, size)
-            for key, (dtype, shape, start, end) in stored.items():
-                pieces, full = (same(shape).pieces, shape)
-                if key == _DATA:
-                    pieces, full = _pieces(shape, texts, file.path, cut=file.ranks is not None)
-                # Mamba's parameters have a value beside them (nanotron 0.4, `_no_weight_decay`).
-                fqn = self._fqn if key == _DATA else f"{self._fqn}.{key}"
-                if dtype not in BY_NAME:
-                    reason = f"dtype {dtype} is not supported"
-                    self._builder.withdraw(fqn, Unread(reason, dtype, full, file.path))
-                item = self._builder.item(Item(number, begin + start, end - start))
-                self._place(TensorSpec(fqn, dtype, full), pieces, shape, item, file.path)
-
-    def _place(self, spec: TensorSpec, pieces: tuple[Piece, ...], shape: Shape, item: int, path: str) -> None:
-        if spec.fqn not in self._tensors:
-            self._tensors[spec.fqn] = self._builder.tensor(spec, path), spec
-        tensor, first = self._tensors[spec.fqn]
-        if spec != first:
-            form, first_form = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
-            message = f"{spec.fqn} is {form} by {path}, and {first_form} by other ranks"
-            self._builder.findings.append(finding("item-mismatch", "files", message, fqn=spec.fqn, file=path))
-            return
-        if spec.dtype not in BY_NAME:
-            return
-        strides, width = row_major(shape), BY_NAME[spec.dtype].itemsize
-        for piece in pieces:
-            first_element = sum(i * s for i, s in zip(piece.local.offset, strides, strict=True))
-            view = View(first_element * width, strides if piece.local.shape != shape else None)
-            self._builder.chunk(
-                tensor, piece.offset, piece.local.shape, item, None if view == View() else view
-            )
+def _add_tensor(
+    source: Source, builder: Builder, placed: PlacedTensors, fqn: str, files: Iterable[_File]
+) -> None:
+    """Add a tensor by the headers of all of its files."""
+    for file in files:
+        size = source.listing[file.path]
+        stored, texts, begin = read_header(source.store, file.path, size, (_PAIRS, _SHAPE, _VERSION))
+        if _DATA not in stored:
+            raise MalformedCheckpoint(f"{file.path} has no tensor {_DATA!r}", file=file.path)
+        number = builder.file(file.path, size)
+        for key, (dtype, shape, start, end) in stored.items():
+            placement = same(shape)
+            if key == _DATA:
+                placement = _placement(shape, texts, file.path, cut=file.ranks is not None)
+            # Mamba's parameters have a value beside them (nanotron 0.4, `_no_weight_decay`).
+            name = fqn if key == _DATA else f"{fqn}.{key}"
+            if dtype not in BY_NAME:
+                reason = f"dtype {dtype} is not supported"
+                builder.withdraw(name, Unread(reason, dtype, placement.shape, file.path))
+            item = builder.item(Item(number, begin + start, end - start))
+            placed.add(TensorSpec(name, dtype, placement.shape), placement, item, file.path)
 
 
-def _pieces(
-    shape: Shape, texts: Mapping[str, Any], path: str, *, cut: bool
-) -> tuple[tuple[Piece, ...], Shape]:
-    """Return the boxes of a file's tensor, and the shape of the full one."""
+def _placement(shape: Shape, texts: Mapping[str, Any], path: str, *, cut: bool) -> ShardPlacement:
+    """Return where a file's tensor is in the full one, by its boxes."""
     if (_PAIRS in texts) != cut or (_SHAPE in texts) != cut:
         state = "no boxes of a full tensor, and a rank" if cut else "boxes of a full tensor, and no rank"
         raise MalformedCheckpoint(f"{path} has {state} in its name", file=path)
     if not cut:
-        return same(shape).pieces, shape
+        return same(shape)
     full = _shape(texts[_SHAPE], path)
     pairs = texts[_PAIRS].split(";") if isinstance(texts[_PAIRS], str) else []
     if not 0 < len(pairs) <= _MAX_PAIRS or len(full) != len(shape):
@@ -279,7 +253,7 @@ def _pieces(
     apart = all(box_a.intersect(box_b) is None for n, box_a in enumerate(boxes) for box_b in boxes[:n])
     if not apart or sum(prod(box.shape) for box in boxes) != prod(shape):
         raise MalformedCheckpoint(f"the boxes of {path} do not tile its tensor of {list(shape)}", file=path)
-    return tuple(pieces), full
+    return ShardPlacement(full, tuple(pieces), shape)
 
 
 def _shape(text: Any, path: str) -> Shape:

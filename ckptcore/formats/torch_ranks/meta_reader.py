@@ -16,8 +16,7 @@ from itertools import islice
 from typing import Any
 
 from ckptcore.core.box import Box
-from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Manifest, TensorSpec, View, row_major
+from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
 from ckptcore.core.object_tree import Refused
@@ -33,7 +32,15 @@ from ckptcore.formats.common.part_proof import (
     part_findings,
     ranks_by_params,
 )
-from ckptcore.formats.common.shard_pieces import Piece, Shape, ShardPlacement, Unmerged, cut_parts, same
+from ckptcore.formats.common.shard_pieces import (
+    Piece,
+    PlacedTensors,
+    Shape,
+    ShardPlacement,
+    Unmerged,
+    cut_parts,
+    same,
+)
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
 from ckptcore.store.subfolder import FileRange
@@ -111,7 +118,7 @@ class _Ranks:
         self.is_cut = False
         self.storages: list[tuple[str, Storages]] = []
         self._builder, self._cuts = builder, cuts
-        self._tensors: dict[str, tuple[int, TensorSpec]] = {}
+        self._tensors = PlacedTensors(builder)
         self._values: dict[str, Any] = {}
         self._replicated: dict[str, frozenset[str]] = {}  # file -> its tensors that every rank has
         self._unmerged: set[str] = set()
@@ -163,22 +170,8 @@ class _Ranks:
         if placement is None:
             return
         spec = TensorSpec(name, value.dtype, placement.shape)
-        if name not in self._tensors:
-            self._tensors[name] = self._builder.tensor(spec, path), spec
-        index, first = self._tensors[name]
-        if spec != first:
-            spec_text, first_text = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
-            message = f"{name} is {spec_text} by {path}, and {first_text} by other ranks"
-            self._builder.findings.append(finding("item-mismatch", "files", message, fqn=name, file=path))
-            return
-        self.is_cut |= placement != same(value.shape)
-        strides, width = view.strides or row_major(value.shape), BY_NAME[value.dtype].itemsize
-        for piece in placement.pieces:
-            start = view.start + width * sum(i * s for i, s in zip(piece.local.offset, strides, strict=True))
-            piece_view = View(
-                start, strides if piece.local.shape != value.shape else view.strides, view.flags
-            )
-            self._builder.chunk(index, piece.offset, piece.local.shape, item, piece_view)
+        if self._tensors.add(spec, placement, item, path, view):
+            self.is_cut |= placement != same(value.shape)
 
     def unequal(self) -> Iterator[Finding]:
         """Yield findings for tensors that every rank has, and that one lacks; others are holes."""
@@ -230,10 +223,10 @@ class Cuts:
         return self._along(shape, 0, rank)
 
     def _along(self, shape: Shape, dim: int, rank: int) -> ShardPlacement:
-        return cut_parts(shape, dim, [(shape[dim], shape[dim] * self._degree)], self._degree, rank)
+        return cut_parts(shape, dim, [shape[dim]], self._degree, rank)
 
     def _parts(self, shape: Shape, parts: list[int], rank: int) -> ShardPlacement:
-        return cut_parts(shape, 0, [(n, n * self._degree) for n in parts], self._degree, rank)
+        return cut_parts(shape, 0, parts, self._degree, rank)
 
     def _fused_attention(self, name: str, shape: Shape, rank: int) -> ShardPlacement:
         """Place queries, keys and values, which a rank has behind each other."""
