@@ -67,9 +67,9 @@ from ckptcore.formats.huggingface.quantized import FORMAT as HF_QUANTIZED
 from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
 from ckptcore.formats.huggingface.shards import FORMAT as HF_SHARDS
 from ckptcore.formats.lightning.format import FORMAT as LIGHTNING
-from ckptcore.formats.megatron.dcp import FSDP_DTENSOR, TORCH_DCP
 from ckptcore.formats.megatron.legacy import FORMAT as MEGATRON_LEGACY
 from ckptcore.formats.megatron.torch_dist import FORMAT as MCORE_DIST
+from ckptcore.formats.megatron.torch_dist import FSDP_DTENSOR, TORCH_DCP
 from ckptcore.formats.megatron.zarr import FORMAT as MCORE_ZARR
 from ckptcore.formats.olmo.core import FORMAT as OLMO_CORE
 from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL

@@ -19,8 +19,7 @@ from ckptcore.formats.accelerate.format import has_model, parts
 from ckptcore.formats.base import KnownFormat, Source, natural, suffixes_of
 from ckptcore.formats.common import torch_xla
 from ckptcore.formats.common.part_proof import evidence_beside
-from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA
-from ckptcore.formats.common.trainer_files import is_state
+from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA, is_state
 from ckptcore.formats.dcp.format import stage_folders
 from ckptcore.formats.huggingface import nanotron
 from ckptcore.formats.huggingface.shard_headers import is_shard

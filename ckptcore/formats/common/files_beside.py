@@ -29,7 +29,7 @@ from ckptcore.formats.common.part_proof import (
     is_complete_model,
     layer_findings,
 )
-from ckptcore.formats.common.trainer_files import TORCH_SUFFIXES, is_state, unlinked
+from ckptcore.formats.common.rank_file_names import TORCH_SUFFIXES, is_state, unlinked
 from ckptcore.formats.common.weight_index import WeightIndex, indexes_of, read_index, unlisted_parts
 from ckptcore.store.subfolder import FileRange, unrecorded
 from ckptcore.utils.text import listed

@@ -29,8 +29,18 @@ from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChunks, Places, StringIds, places
-from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
+from ckptcore.formats.dcp.metadata import (
+    ChunkRows,
+    Ints,
+    Join,
+    Metadata,
+    MetadataChunks,
+    Places,
+    StringIds,
+    dims,
+    places,
+    state_of,
+)
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import Readable, inner_path
 from ckptcore.utils.distinct_values import isin

@@ -28,13 +28,19 @@ from ckptcore.formats.common.shard_pieces import ShardPlacement, Unmerged, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import NAME, CheckpointFiles, files_of
-from ckptcore.formats.deepspeed.gpt_neox import NeoxRanks, lacking, neox_ranks, part_name, with_computed
 from ckptcore.formats.deepspeed.misplaced_files import (
+    TIED,
+    LayerFile,
     copied_files,
     misplaced_experts,
     misplaced_first_ranks,
+    misplaced_layers,
     misplaced_partitions,
     misplaced_trainer_ranks,
+    missing_layers,
+    missing_shapes,
+    missing_tied_layers,
+    unlisted_layers,
 )
 from ckptcore.formats.deepspeed.optimizer_states import (
     STATE,
@@ -44,15 +50,6 @@ from ckptcore.formats.deepspeed.optimizer_states import (
     parameter_shapes,
     read_partitions,
 )
-from ckptcore.formats.deepspeed.pipeline_layers import (
-    TIED,
-    LayerFile,
-    misplaced_layers,
-    missing_layers,
-    missing_shapes,
-    missing_tied_layers,
-    unlisted_layers,
-)
 from ckptcore.formats.deepspeed.rank_files import (
     ModelStates,
     StatesFile,
@@ -61,7 +58,15 @@ from ckptcore.formats.deepspeed.rank_files import (
     read_model_states,
     shared_trees,
 )
-from ckptcore.formats.deepspeed.tensor_parallel import INFO, TensorParallel
+from ckptcore.formats.deepspeed.tensor_parallel import (
+    INFO,
+    NeoxRanks,
+    TensorParallel,
+    lacking,
+    neox_ranks,
+    part_name,
+    with_computed,
+)
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
 from ckptcore.utils.text import short_repr

@@ -25,7 +25,7 @@ from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.files_beside import continued_findings, fuller_torch_form, index_findings
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.trainer_files import (
+from ckptcore.formats.common.rank_file_names import (
     TORCH_SUFFIXES,
     require_one_model,
     unlinked,

@@ -1,4 +1,4 @@
-"""Map flat buffers of Megatron's distributed optimizer to parameters.
+"""Map the flat state of Megatron's distributed optimizer to parameters: buffers, and flattened shards.
 
 `DistributedOptimizer` keeps its state in one flat buffer per rank of the model-parallel groups, split
 into buckets (megatron/core/optimizer/distrib_optimizer.py, distributed/param_and_grad_buffer.py).
@@ -6,6 +6,12 @@ Three layouts store such buffers: `dp_reshardable` and `fully_sharded_bucket_spa
 bucket), and `dp_zero_gather_scatter` (a tensor per buffer, inside an object). Parameters are in reverse
 registration order; each starts at a multiple of 64 elements. Gaps hold whatever was in memory, and are
 left out. Where sizes do not add up exactly, the buffers stay as they are: nothing is guessed.
+
+Until 0.15 `fully_sharded_model_space` stored each data-parallel rank's slice of a flattened local
+shard. A tensor of global shape [X, Y], split into local shards [x, y], is stored as [X/x, Y/y, x*y],
+and chunks split its last dim (megatron/core/dist_checkpointing/strategies/resharding.py). `.metadata`
+records the shape under ``mcore_data``, which torch 2.9 dropped while it saved (Megatron-LM issue
+2345). Without it, the shape is that of the weight which the state belongs to.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -23,7 +29,8 @@ from ckptcore.core.box import flat_start, from_flat_range
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, Manifest, TensorSpec, row_major
 from ckptcore.core.object_tree import Named, decode, references
-from ckptcore.errors import CkptError, UnsupportedFormat, finding
+from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.formats.dcp.metadata import dims
 from ckptcore.formats.megatron.parameter_order import Parameter, ParameterOrder, Unregistered
 from ckptcore.formats.megatron.parameter_space import restate, space_of
 from ckptcore.formats.megatron.partition_rules import Placement
@@ -36,7 +43,11 @@ _FLAT = re.compile(
     r"|param_state/shard_0_1\.(?P<zero>\d{1,9})\.\((?P<zero_dtypes>.+)\))\.(?P<kind>\w+)$"
 )
 _DTYPE = re.compile(r"(?:torch\.|value=')(\w+)")
+# Of a chunk: its offset and shape, its item, the first byte, strides and flags there.
 _Row = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int]
+ORIGINAL = "nd_reformulated_orig_global_shape"
+_OWNED_STATE = re.compile(r"(?:^|\.)state\.[^.]+\.(?P<key>.+)$")
+_MODULE = "module."
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +384,7 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
     return replace(
         manifest,
         tensors=tensors,
-        chunks=_chunk_table(manifest, unchanged, list(rows.values()), tensors),
+        chunks=_chunk_table(manifest, [*unchanged, *rows.values()], tensors),
         blobs=tuple(b for b in manifest.blobs if gone.isdisjoint(references(b.tree))),
         findings=tuple(findings),
         origin={**origin, "flat_buffers": len(flat), "alignment_gaps": gaps},
@@ -441,28 +452,152 @@ def _stored_runs(
 
 
 def _chunk_table(
-    manifest: Manifest,
-    unchanged: Sequence[int],
-    new_rows: Sequence[list[_Row]],
-    tensors: Sequence[TensorSpec],
+    manifest: Manifest, rows: Sequence[int | list[_Row]], tensors: Sequence[TensorSpec]
 ) -> Chunks:
-    c = manifest.chunks
-    rank = max((len(t.shape) for t in tensors), default=0)
-    old = np.concatenate([np.zeros(0, np.int64), *(np.arange(c.first[n], c.first[n + 1]) for n in unchanged)])
-    new = [row for rows in new_rows for row in rows]
-    n = len(old)
-    lo, shape = np.zeros((n + len(new), rank), np.int64), np.ones((n + len(new), rank), np.int64)
-    view = np.full((n + len(new), 2 + rank), -1, np.int64)
-    item = np.concatenate([c.item[old], np.array([r[2] for r in new], np.int64)])
-    width = min(rank, c.lo.shape[1])
-    lo[:n, :width], shape[:n, :width] = c.lo[old, :width], c.shape[old, :width]
-    if c.view is not None:
-        view[:n, 2 + width :] = np.where(c.view[old, :1] < 0, -1, 0)
-        view[:n, : 2 + width] = c.view[old, : 2 + width]
-    for index, (offset, extent, _, start, steps, flags) in enumerate(new, n):
-        lo[index, : len(offset)], shape[index, : len(extent)] = offset, extent
-        view[index, :2], view[index, 2:] = (start, flags), 0
-        view[index, 2 : 2 + len(steps)] = steps
-    counts = [int(c.first[t + 1] - c.first[t]) for t in unchanged] + [len(rows) for rows in new_rows]
+    """Return the chunks of tensors: those of a tensor of the manifest, by its position, or new ones."""
+    c, old = manifest.chunks, np.diff(manifest.chunks.first)
+    counts = [int(old[of]) if isinstance(of, int) else len(of) for of in rows]
     first = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int64)
+    rank = max((len(t.shape) for t in tensors), default=0)
+    lo, shape = np.zeros((int(first[-1]), rank), np.int64), np.ones((int(first[-1]), rank), np.int64)
+    view, item = np.full((len(lo), 2 + rank), -1, np.int64), np.zeros(len(lo), np.int64)
+    width = min(rank, c.lo.shape[1])
+    for begin, of in zip(first.tolist(), rows, strict=False):
+        if isinstance(of, int):
+            there, stored = slice(begin, begin + int(old[of])), slice(int(c.first[of]), int(c.first[of + 1]))
+            lo[there, :width], shape[there, :width] = c.lo[stored, :width], c.shape[stored, :width]
+            item[there] = c.item[stored]
+            if c.view is not None:
+                view[there, 2 + width :] = np.where(c.view[stored, :1] < 0, -1, 0)
+                view[there, : 2 + width] = c.view[stored, : 2 + width]
+            continue
+        for index, (offset, extent, number, start, steps, flags) in enumerate(of, begin):
+            lo[index, : len(offset)], shape[index, : len(extent)], item[index] = offset, extent, number
+            view[index, :2], view[index, 2:] = (start, flags), 0
+            view[index, 2 : 2 + len(steps)] = steps
     return Chunks(first, lo, shape, item, view)
+
+
+def restore_shapes(manifest: Manifest, mcore_data: Any) -> Manifest:
+    """Return the manifest with every flattened tensor in its parameter's shape.
+
+    Args:
+        manifest: The manifest to change.
+        mcore_data: Key -> Megatron-Core's entry in `.metadata`, or None.
+
+    Raises:
+        MalformedCheckpoint: ``mcore_data`` contradicts the stored shapes.
+    """
+    original = _original_shapes(mcore_data)
+    specs = {t.fqn: t for t in manifest.tensors}
+    target_shapes: dict[int, tuple[int, ...]] = {}
+    for n, spec in enumerate(manifest.tensors):
+        shape = original.get(spec.fqn)
+        if shape is not None:
+            if _local_shape(spec.shape, shape) is None:
+                raise MalformedCheckpoint(
+                    f"{spec.fqn} must be {list(shape)} with flattened shards (got {list(spec.shape)})",
+                    file=".metadata",
+                )
+            target_shapes[n] = shape
+        elif spec.fqn not in original:
+            owner = _owner(spec.fqn, specs)
+            if owner is not None and spec.shape != owner.shape and _local_shape(spec.shape, owner.shape):
+                target_shapes[n] = owner.shape
+    return _reshaped(manifest, target_shapes) if target_shapes else manifest
+
+
+def shape_findings(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
+    """Yield a finding when optimizer state is flattened and the parameters' shapes are unknown."""
+    if isinstance(mcore_data, dict):
+        return
+    specs = {t.fqn: t for t in manifest.tensors}
+    states = [t for t in manifest.tensors if _OWNED_STATE.search(t.fqn) and _owner(t.fqn, specs) is None]
+    # State of a weight that is missing: [1, ..., n] with several chunks along the last dim only.
+    odd = [t for t in states if len(t.shape) > 1 and _cut_in_cells(manifest, manifest.index[t.fqn])]
+    if odd and len(odd) == len(states):
+        names = ", ".join(t.fqn for t in odd[:4])
+        yield finding(
+            "shape-lost",
+            "coverage",
+            f"cannot reshape {count(len(odd), 'flattened optimizer tensor')}: "
+            f"neither mcore_data nor the weights give the shapes: {names}",
+        )
+
+
+def _original_shapes(mcore_data: Any) -> dict[str, tuple[int, ...] | None]:
+    """Return key -> original shape, or None where the tensor is stored in its own shape."""
+    if not isinstance(mcore_data, Mapping):
+        return {}
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for key, entry in mcore_data.items():
+        shape = entry.get(ORIGINAL) if isinstance(entry, Mapping) else None
+        shapes[key] = None if shape is None else dims(shape, ".metadata")
+    return shapes
+
+
+def _owner(fqn: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
+    """Return the weight that an optimizer state belongs to."""
+    m = _OWNED_STATE.search(fqn)
+    if m is None:
+        return None
+    key = m["key"]
+    for name in (key, _MODULE + key, key.removeprefix(_MODULE)):
+        if name in specs and name != fqn:
+            return specs[name]
+    return None
+
+
+def _local_shape(stored: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the local shard's shape when ``stored`` is ``shape`` with flattened shards, else None."""
+    grid = stored[:-1]
+    if len(grid) != len(shape) or any(g < 1 or n % g for g, n in zip(grid, shape, strict=True)):
+        return None
+    local = tuple(n // g for g, n in zip(grid, shape, strict=True))
+    return local if prod(local) == stored[-1] else None
+
+
+def _cut_in_cells(manifest: Manifest, tensor: int) -> bool:
+    """Return whether every chunk is one cell in all dims but the last, and several share that dim."""
+    c = manifest.chunks
+    a, b = int(c.first[tensor]), int(c.first[tensor + 1])
+    rank = len(manifest.tensors[tensor].shape)
+    cells = bool((c.shape[a:b, : rank - 1] == 1).all())
+    return cells and bool((c.shape[a:b, rank - 1] < manifest.tensors[tensor].shape[-1]).any())
+
+
+def _reshaped(manifest: Manifest, target_shapes: Mapping[int, tuple[int, ...]]) -> Manifest:
+    chunks, tensors = manifest.chunks, list(manifest.tensors)
+    rows: list[int | list[_Row]] = list(range(len(tensors)))
+    for n, shape in target_shapes.items():
+        a, b = int(chunks.first[n]), int(chunks.first[n + 1])
+        if chunks.view is not None and bool((chunks.view[a:b, 0] >= 0).any()):
+            raise MalformedCheckpoint(f"cannot reshape {tensors[n].fqn}: a flattened tensor is itself a view")
+        rows[n] = [row for c in range(a, b) for row in _boxes(manifest, n, c, shape)]
+        tensors[n] = replace(tensors[n], shape=shape)
+    return replace(manifest, tensors=tuple(tensors), chunks=_chunk_table(manifest, rows, tensors))
+
+
+def _boxes(manifest: Manifest, tensor: int, row: int, shape: tuple[int, ...]) -> Iterator[_Row]:
+    """Yield the boxes of one stored chunk, which is a slice of one flattened local shard."""
+    stored, c = manifest.tensors[tensor], manifest.chunks
+    rank = len(stored.shape)
+    cell, extent = c.lo[row, :rank].tolist(), c.shape[row, :rank].tolist()
+    local = _local_shape(stored.shape, shape)
+    assert local is not None  # `restore_shapes` checked it
+    if 0 in extent:
+        return
+    start, stop = cell[-1], cell[-1] + extent[-1]
+    inside = all(i < g for i, g in zip(cell[:-1], stored.shape[:-1], strict=True))
+    if any(n != 1 for n in extent[:-1]) or stop > stored.shape[-1] or not inside:
+        raise MalformedCheckpoint(
+            f"the chunk of {stored.fqn} at {cell} must be a slice of one local shard (got shape {extent})",
+            file=".metadata",
+        )
+    base = tuple(i * n for i, n in zip(cell[:-1], local, strict=True))
+    first_element = 0
+    for box in from_flat_range(local, start, stop):
+        moved = box.translate(base)
+        start = first_element * BY_NAME[stored.dtype].itemsize
+        yield moved.offset, moved.shape, int(c.item[row]), start, row_major(moved.shape), 0
+        first_element += box.numel

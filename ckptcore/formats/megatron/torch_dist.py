@@ -1,8 +1,12 @@
-"""Read Megatron-Core `torch_dist` checkpoints: a DCP folder with Megatron's own rules (0.6 to 0.19).
+"""Read Megatron's DCP folders: Megatron-Core's `torch_dist` (0.6 to 0.19), and two plain ones of Megatron-LM.
 
-Beside the DCP files are ``metadata.json``, written last, and until 0.18 ``common.pt``. Keys are
-those of the ShardedTensors. Optimizer state may be flattened (`flattened`); `sharded_objects` reads
+Beside the DCP files of `torch_dist` are ``metadata.json``, written last, and until 0.18 ``common.pt``. Keys
+are those of the ShardedTensors. Optimizer state may be flattened (`flat_buffers`); `sharded_objects` reads
 the non-tensor values (megatron/core/dist_checkpointing/serialization.py).
+
+Megatron-LM saves `fsdp_dtensor` (Megatron-FSDP) and `torch_dcp` (FSDP2) without its own layer. So there is
+neither ``metadata.json`` nor ``common.pt``: arguments and iteration are byte items, and only key names
+distinguish the two (megatron/training/checkpointing.py). Megatron-FSDP stores fp32 main parameters.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import Finding, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,
+    Detect,
     Evidence,
     FileLayout,
     Format,
     Layout,
+    Read,
     Reader,
     Source,
     Thinned,
@@ -30,13 +36,17 @@ from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
     CONFIG,
     INTEGRITY,
+    METADATA,
     MegatronConfig,
     digests,
     finished_config,
     marked,
     read_config,
+    scan,
+    shard_keys,
 )
 from ckptcore.formats.megatron.sharded_objects import (
+    BARE,
     COMMON_FILE,
     COMMON_KEY,
     LISTED,
@@ -48,6 +58,7 @@ from ckptcore.formats.megatron.sharded_objects import (
 from ckptcore.utils.text import count
 
 NAME = "torch_dist"
+_VERSION, _WRAPPED = b"checkpoint_version", b"model.module."
 
 
 def detect(source: Source) -> Evidence | None:
@@ -73,8 +84,12 @@ def read(source: Source) -> Manifest:
     Raises:
         NotComplete: `metadata.json`, which is written last, is missing.
     """
-    from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
-    from ckptcore.formats.megatron.flattened import restore_shapes, shape_findings
+    from ckptcore.formats.megatron.flat_buffers import (
+        map_buckets,
+        restore_shapes,
+        shape_findings,
+        stored_args,
+    )
 
     config = finished_config(source)
     parsed = parse_folder(source)
@@ -171,3 +186,47 @@ FORMAT = Format(
     ),
     thin=thin,
 )
+
+
+def _detect(name: str, wrapped: bool) -> Detect:
+    def detect(source: Source) -> Evidence | None:
+        if source.name is not None or METADATA not in source.listing:
+            return None
+        config = read_config(source)
+        if config is not None:
+            because = (f"{CONFIG} says sharded_backend {config.backend}",)
+            return Evidence(name, because, refines=("dcp",)) if config.backend == name else None
+        if not scan(source, _VERSION) or scan(source, _WRAPPED) != wrapped:
+            return None
+        if shard_keys(source):  # a torch_dist or zarr checkpoint that was copied into a plain DCP folder
+            return None
+        keys = "model.module.*" if wrapped else "no model.module.*"
+        reasons = (
+            f"found {METADATA}, and no {CONFIG} of Megatron-Core",
+            f"its keys: checkpoint_version, {keys}",
+        )
+        return Evidence(name, reasons, refines=("dcp",))
+
+    return detect
+
+
+def _reader_of(name: str) -> Read:
+    def read(source: Source) -> Manifest:
+        return read_folder(source, name, BARE)
+
+    return read
+
+
+def _format(name: str, title: str, keys: str, wrapped: bool) -> Format:
+    return Format(
+        name=name,
+        title=title,
+        recognised_by=f"`.metadata` without `metadata.json`, keys `checkpoint_version` and {keys}",
+        detect=_detect(name, wrapped),
+        suffixes=frozenset({"metadata"}),
+        reader=Reader(_reader_of(name), checksums="CRC-32 per item", objects=True),
+    )
+
+
+FSDP_DTENSOR = _format("fsdp_dtensor", "Megatron-FSDP checkpoint (fsdp_dtensor)", "`model.module.*`", True)
+TORCH_DCP = _format("torch_dcp", "Megatron-LM FSDP2 checkpoint (torch_dcp)", "no `model.module.*`", False)

@@ -9,11 +9,11 @@ Optimizer state may be stored in Megatron-Core's `fully_sharded_model_space` (0.
 common state names that sharding type asks for slices of flattened local shards. Its loader finds them only in
 a tensor of shape ``(cells of each dim..., elements of a cell)``, whose original shape is under ``mcore_data``
 of `.metadata` (megatron/core/dist_checkpointing/strategies/resharding.py). The bytes of a cell are those of
-its box. `flattened` reads the same form. Layers, and experts, that share one tensor are a cell each, as the
-loader requires. The cells of the other dims are the cuts of the mesh where they are even. An uneven cut of
-the outermost dim is a range of the flattened cell; an uneven cut of a further dim takes cells of the greatest
-common divisor. The two halves of a gated ``linear_fc1`` are never in one cell: a rank asks for a shard of
-each, and torch refuses one cell twice.
+its box. `flat_buffers` reads the same form. Layers, and experts, that share one tensor are a cell each, as
+the loader requires. The cells of the other dims are the cuts of the mesh where they are even. An uneven cut
+of the outermost dim is a range of the flattened cell; an uneven cut of a further dim takes cells of the
+greatest common divisor. The two halves of a gated ``linear_fc1`` are never in one cell: a rank asks for a
+shard of each, and torch refuses one cell twice.
 
 A folder that a job begins from is a release and its tracker: ``--load`` names the folder, and the tracker in
 it the release. Of a release the loader reads neither optimizer nor random states, and begins at iteration 0
@@ -42,7 +42,7 @@ from ckptcore.formats.common.write_assignment import Share, WriteItem
 from ckptcore.formats.dcp.metadata_writer import metadata_pickle
 from ckptcore.formats.dcp.writer import METADATA, Files
 from ckptcore.formats.megatron.config import CONFIG, TRACKER
-from ckptcore.formats.megatron.flattened import ORIGINAL
+from ckptcore.formats.megatron.flat_buffers import ORIGINAL
 from ckptcore.formats.megatron.parameter_space import MODEL_SPACE, sharding_types
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, EXTRA_STATE, SHARD
 from ckptcore.formats.torch_save.layout import Inline, torch_file

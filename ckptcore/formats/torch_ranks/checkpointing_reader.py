@@ -34,10 +34,9 @@ from ckptcore.formats.common.part_names import PartName, PartNumber
 from ckptcore.formats.common.part_proof import unproven_findings
 from ckptcore.formats.common.rank_file_names import ITEM, METADATA, RankFiles, item_files
 from ckptcore.formats.common.trees import kind_of
-from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
 from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_ranks.placement import DTENSOR, Placed, Placer
-from ckptcore.formats.torch_ranks.reader import RankReader
+from ckptcore.formats.torch_ranks.reader import Content, LocalShard, LocalShards, Plain, RankReader, read_rank
 from ckptcore.store import inner_path
 from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.text import short_repr

@@ -25,11 +25,12 @@ from ckptcore.formats.common.rank_file_names import (
     METADATA,
     RankFiles,
     is_rank_file,
+    is_state,
     item_files,
     rank_files,
+    without_links,
 )
 from ckptcore.formats.common.thinning import thin_files
-from ckptcore.formats.common.trainer_files import is_state, without_links
 from ckptcore.formats.huggingface.shard_headers import is_shard
 
 _NAME = "torch_ranks"

@@ -39,8 +39,7 @@ from ckptcore.formats.base import (
 from ckptcore.formats.common.files_beside import index_findings, parameters
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.torch_xla import refuse_shards
-from ckptcore.formats.common.trainer_files import (
+from ckptcore.formats.common.rank_file_names import (
     is_adapter,
     is_state,
     numbered_model,
@@ -49,6 +48,7 @@ from ckptcore.formats.common.trainer_files import (
     unread_optimizers,
     without_links,
 )
+from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.common.weight_index import (
     files_of,

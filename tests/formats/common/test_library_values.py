@@ -30,7 +30,7 @@ from ckptcore.encodings.torchzip.reader import refused_in
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
 from ckptcore.formats.deepspeed.rank_files import TABLE as DEEPSPEED_TABLE
 from ckptcore.formats.huggingface.folder import OBJECTS
-from ckptcore.formats.lightning.tree import TABLE as LIGHTNING_TABLE
+from ckptcore.formats.lightning.format import TABLE as LIGHTNING_TABLE
 from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, plain
 from ckptcore.formats.olmo.local import TABLE as OLMO_TABLE
 from ckptcore.formats.torch_ranks.placement import DIST_TABLE

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import metadata as meta
 
 import ckptcore
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats.dcp import chunk_table
+from ckptcore.formats.dcp import metadata
 
 CHUNK, PLACE = meta.ChunkStorageMetadata, filesystem._StorageInfo
 GOOD_CHUNK = (torch.Size([0]), torch.Size([2]))
@@ -59,7 +59,7 @@ def test_a_list_that_repeats_one_chunk_is_refused_before_it_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[object] = []
-    monkeypatch.setattr(chunk_table.Ragged, "add", lambda _, size: copied.append(size))
+    monkeypatch.setattr(metadata.Ragged, "add", lambda _, size: copied.append(size))
     size = torch.Size([1] * 64)
     chunks = [meta.ChunkStorageMetadata(torch.Size([0] * 64), size)] * 2000  # 2 bytes each
     tensor = meta.TensorStorageMetadata(meta.TensorProperties(), size, chunks)
