@@ -49,10 +49,10 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.join import Part, join, renamed_tree
 from ckptcore.formats.common.rank_file_names import RankFiles
+from ckptcore.formats.common.torch_file import torch_file
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import read_folder
-from ckptcore.formats.torch_save.layout import torch_file
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.foreign_text import InvalidText
 

@@ -28,10 +28,11 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import TensorRef, decode
+from ckptcore.encodings.pickle.writer import Classes, Pickled
 from ckptcore.encodings.safetensors_header import MAX_HEADER, HeaderText
-from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.formats.common.torch_file import Around, torch_file
 from ckptcore.formats.common.trees import built, leaves_below
 from ckptcore.formats.common.write_assignment import Kind, Share, WriteItem, by_rank, in_order
 from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, Stored, StoredTensor, metadata_pickle
@@ -348,19 +349,13 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], offset: int, first: 
 
 def object_zip(value: Any) -> bytes:
     """Return the bytes that `torch.save` writes for an object without tensors; DCP loads classes."""
-    pickled = write.Pickled(_no_tensor, classes=write.Classes.LIBRARIES)
+    pickled = Pickled(_no_tensor, classes=Classes.LIBRARIES)
     pickled.value(value)
-    records = (("data.pkl", pickled.finish()), ("byteorder", b"little"), ("version", b"3\n"))
-    body, rows = bytearray(), bytearray()
-    for name, data in records:
-        record, row = write.small_record(f"archive/{name}", len(body), data)
-        body += record
-        rows += row
-    return bytes(body + rows + write.end_records(len(records), len(body), len(rows)))
+    return b"".join(literal.data for literal in Around().of("", pickled.finish(), (), (), ()).literals)
 
 
 @lru_cache(maxsize=4096)
-def _zip(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int], int]:
+def _zip(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, ...], int]:
     """Return what `torch.save` writes around the bytes of a contiguous tensor.
 
     Returns:
@@ -368,24 +363,12 @@ def _zip(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, i
         the payload).
     """
     spec = TensorSpec("tensor", dtype, shape)
-    pickled = write.Pickled(lambda _: ("0", spec))
-    pickled.value(TensorRef(spec.fqn))
-    head, rows = bytearray(), bytearray()
-    for name, data in (("data.pkl", pickled.finish()), ("byteorder", b"little")):
-        record, row = write.small_record(f"archive/{name}", len(head), data)
-        head += record
-        rows += row
-    payload_row = write.central_entry("archive/data/0", len(head), 0, spec.nbytes)
-    head += write.local_header("archive/data/0", len(head))
-    tail_at = len(head) + spec.nbytes
-    tail = bytearray(write.descriptor(0, spec.nbytes))
-    version, version_row = write.small_record("archive/version", tail_at + len(tail), b"3\n")
-    tail += version
-    directory_at, crc_row = tail_at + len(tail), len(tail) + len(rows) + 16
-    rows += payload_row + version_row
-    tail += rows + write.end_records(4, directory_at, len(rows))
-    # The CRC-32 follows the descriptor's signature, and is at byte 16 of the payload's directory entry.
-    return bytes(head), bytes(tail), (4, crc_row), spec.nbytes
+    layout = torch_file("", TensorRef(spec.fqn), [spec], [0])
+    end = layout.slots[0].start + spec.nbytes
+    head = b"".join(literal.data for literal in layout.literals if literal.start < layout.slots[0].start)
+    after = [literal for literal in layout.literals if literal.start >= end]
+    crc_at = tuple(literal.start - end + position for literal in after for position, _ in literal.crc_at)
+    return head, b"".join(literal.data for literal in after), crc_at, spec.nbytes
 
 
 def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-_Key = TypeVar("_Key", bound=tuple[int, ...])
 NAME = "deepspeed"
 # [0-9], because \d matches the digits of every script; {1,7} bounds the integers.
 MODEL = re.compile(r"^(?:zero_pp_rank_(?P<dp>[0-9]{1,7})_)?mp_rank_(?P<mp>[0-9]{1,7})_model_states\.pt$")
@@ -24,6 +23,14 @@ EXPERT = re.compile(
 EXPERT_OPTIM = re.compile(r"^expp_rank_(?P<ep>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})_optim_states\.pt$")
 LAYER = re.compile(r"^layer_(?P<layer>[0-9]{1,7})(?:-model_(?P<tp>[0-9]{1,7}))?-model_states\.pt$")
 UNIVERSAL = re.compile(r"^zero/(?P<name>.+)/(?P<key>[A-Za-z0-9_]+)\.pt$", re.DOTALL)
+# Field of `CheckpointFiles`, its names, and the number that stands for one that a name lacks.
+_KINDS = (
+    ("model", MODEL, -1),
+    ("optim", OPTIM, -1),
+    ("layers", LAYER, 0),
+    ("experts", EXPERT, -1),
+    ("expert_optim", EXPERT_OPTIM, -1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,55 +48,36 @@ class CheckpointFiles:
         twice: Pairs of files of one rank: nothing says which of them is the save's.
     """
 
-    model: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    optim: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    layers: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    experts: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
-    expert_optim: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    universal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    twice: tuple[tuple[str, str], ...] = ()
+    model: Mapping[tuple[int, int], str]
+    optim: Mapping[tuple[int, int], str]
+    layers: Mapping[tuple[int, int], str]
+    experts: Mapping[tuple[int, int, int], str]
+    expert_optim: Mapping[tuple[int, int], str]
+    universal: Mapping[str, Mapping[str, str]]
+    twice: tuple[tuple[str, str], ...]
 
 
 def files_of(listing: Iterable[str]) -> CheckpointFiles:
     """Sort the paths of a folder; paths that are no file of DeepSpeed are left out."""
-    model: dict[tuple[int, int], str] = {}
-    optim: dict[tuple[int, int], str] = {}
-    layers: dict[tuple[int, int], str] = {}
-    experts: dict[tuple[int, int, int], str] = {}
-    expert_optim: dict[tuple[int, int], str] = {}
+    rows: dict[str, dict[Any, str]] = {kind: {} for kind, *_ in _KINDS}
     universal: dict[str, dict[str, str]] = {}
     twice: list[tuple[str, str]] = []
-
-    def put(rows: dict[_Key, str], key: _Key, path: str) -> None:
-        # `mp_rank_0` beside `mp_rank_00`; a run in float16 beside one in bfloat16, which adds a prefix.
-        if key in rows:
-            twice.append((rows[key], path))
-        rows[key] = path
-
     for path in listing:
         if not path.endswith(".pt"):
             continue
-        if m := MODEL.fullmatch(path):
-            put(model, (int(m["dp"]) if m["dp"] else -1, int(m["mp"])), path)
-        elif m := OPTIM.fullmatch(path):
-            put(optim, (int(m["dp"]), int(m["mp"])), path)
-        elif m := LAYER.fullmatch(path):
-            put(layers, (int(m["layer"]), int(m["tp"] or 0)), path)
-        elif m := EXPERT.fullmatch(path):
-            put(experts, (int(m["layer"]) if m["layer"] else -1, int(m["expert"]), int(m["mp"])), path)
-        elif m := EXPERT_OPTIM.fullmatch(path):
-            put(expert_optim, (int(m["ep"]), int(m["mp"])), path)
-        elif m := UNIVERSAL.fullmatch(path):
-            universal.setdefault(m["name"], {})[m["key"]] = path
-    return CheckpointFiles(
-        _sorted(model),
-        _sorted(optim),
-        _sorted(layers),
-        _sorted(experts),
-        _sorted(expert_optim),
-        universal,
-        tuple(twice),
-    )
+        for kind, pattern, default in _KINDS:
+            if m := pattern.fullmatch(path):
+                key = tuple(default if number is None else int(number) for number in m.groups())
+                # `mp_rank_0` beside `mp_rank_00`; a run in float16 beside one in bfloat16, with a prefix.
+                if key in rows[kind]:
+                    twice.append((rows[kind][key], path))
+                rows[kind][key] = path
+                break
+        else:
+            if m := UNIVERSAL.fullmatch(path):
+                universal.setdefault(m["name"], {})[m["key"]] = path
+    in_order = {kind: {key: paths[key] for key in sorted(paths)} for kind, paths in rows.items()}
+    return CheckpointFiles(**in_order, universal=universal, twice=tuple(twice))
 
 
 def is_checkpoint(listing: Iterable[str]) -> bool:
@@ -98,7 +86,3 @@ def is_checkpoint(listing: Iterable[str]) -> bool:
         p.endswith(".pt") and (MODEL.fullmatch(p) or OPTIM.fullmatch(p) or UNIVERSAL.fullmatch(p))
         for p in listing
     )
-
-
-def _sorted(rows: dict[_Key, str]) -> dict[_Key, str]:
-    return {key: rows[key] for key in sorted(rows)}

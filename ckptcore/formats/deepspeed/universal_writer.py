@@ -27,6 +27,7 @@ from ckptcore.core.object_tree import Named, TensorRef, tensors_in
 from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
+from ckptcore.formats.common.torch_file import Inline, torch_file
 from ckptcore.formats.deepspeed.optimizer_states import MASTER
 from ckptcore.formats.deepspeed.universal_contents import (
     MOMENTS,
@@ -35,7 +36,6 @@ from ckptcore.formats.deepspeed.universal_contents import (
     UniversalContents,
     universal_contents,
 )
-from ckptcore.formats.torch_save.layout import Inline, torch_file
 from ckptcore.utils.text import count, short_repr
 
 LATEST = "latest_universal"

@@ -52,11 +52,11 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.optimizer_numbers import NumberingProof, Shape, numbered, prove
 from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.rank_file_names import without_links
+from ckptcore.formats.common.torch_file import torch_file
 from ckptcore.formats.common.trees import built, kind_of
 from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.objects import adopt
 from ckptcore.formats.dcp.reader import DATA, read_folder
-from ckptcore.formats.torch_save.layout import torch_file
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
 from ckptcore.store.subfolder import FileRange
 

@@ -38,6 +38,7 @@ from ckptcore.encodings import zarr_v2 as _zarr
 from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.formats.common.torch_file import Inline, torch_file
 from ckptcore.formats.common.write_assignment import Share, WriteItem
 from ckptcore.formats.dcp.metadata_writer import metadata_pickle
 from ckptcore.formats.dcp.writer import METADATA, Files
@@ -45,7 +46,6 @@ from ckptcore.formats.megatron.config import CONFIG, TRACKER
 from ckptcore.formats.megatron.flat_buffers import ORIGINAL
 from ckptcore.formats.megatron.parameter_space import MODEL_SPACE, sharding_types
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, EXTRA_STATE, SHARD
-from ckptcore.formats.torch_save.layout import Inline, torch_file
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.text import count, short_repr
 

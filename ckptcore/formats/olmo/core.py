@@ -59,6 +59,7 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.torch_file import torch_file
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.dcp.format import arrange as arrange_dcp
 from ckptcore.formats.dcp.format import thin
@@ -71,7 +72,6 @@ from ckptcore.formats.olmo.common import (
     require_renamed,
     train_part,
 )
-from ckptcore.formats.torch_save.layout import torch_file
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import count
 

@@ -28,9 +28,9 @@ from ckptcore.encodings.pickle.writer import Classes, Pickled
 from ckptcore.errors import AmbiguousModel, UnsafeContent, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
 from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file, rank_files
+from ckptcore.formats.common.torch_file import Around, Inline, arrays_as_tensors, data_of, lookup
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.torch_ranks.optimizer import numbers_for
-from ckptcore.formats.torch_save.layout import Around, Inline, arrays_as_tensors, data_of, lookup
 from ckptcore.store import inner_path
 from ckptcore.topology.layout import MESH_OF_ONE, Mesh, TensorLayout, Topology
 

@@ -48,6 +48,7 @@ from ckptcore.formats.common.rank_file_names import (
     unread_optimizers,
     without_links,
 )
+from ckptcore.formats.common.torch_file import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.common.weight_index import (
@@ -58,7 +59,6 @@ from ckptcore.formats.common.weight_index import (
     unlike_index,
     unlike_total,
 )
-from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
 from ckptcore.store.subfolder import FileRange
 
