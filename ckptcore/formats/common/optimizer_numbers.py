@@ -15,9 +15,11 @@ found. The method is sound but not complete: an element that stays open may stil
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ckptcore.core.object_tree import Refused, TensorRef
 
 Shape = tuple[int, ...]
 Places = list[int | None]
@@ -324,3 +326,19 @@ def _proof(optimizer: Numbered, names: dict[int, str], fits: bool) -> NumberingP
     if len(names) == len(optimizer.ids):
         return NumberingProof(names)
     return NumberingProof(None, AMBIGUOUS if fits else NO_FIT)
+
+
+def join_equal_groups(options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Join parameters with equal options to one group, in the order of each group's first parameter."""
+    groups: dict[str, dict[str, Any]] = {}
+    for fqn, values in options.items():
+        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
+        group["params"].append(fqn)
+    return list(groups.values())
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether an option of a group is, or has inside, a tensor or a value that was refused."""
+    inside: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()
+    inside = value.values() if isinstance(value, dict) else inside
+    return isinstance(value, (TensorRef, Refused)) or any(map(is_opaque, inside))

@@ -20,16 +20,17 @@ Parameter groups come from the objects of any checkpoint:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.core.object_tree import Refused, TensorRef, decode, tensors_in
+from ckptcore.core.object_tree import decode, tensors_in
 from ckptcore.core.tree_paths import Path
 from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, natural
+from ckptcore.formats.common.optimizer_numbers import is_opaque, join_equal_groups
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.deepspeed.file_names import NAME
 from ckptcore.formats.deepspeed.optimizer_states import MASTER, STATE
@@ -509,17 +510,7 @@ def _raw_groups(values: Mapping[str, Any]) -> list[Any]:
             by_parameter.setdefault(fqn, {})[option] = value
     if numbered and not by_parameter:
         return [numbered[n] for n in sorted(numbered)]
-    return _join_equal_groups(by_parameter)
-
-
-def _join_equal_groups(options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Join parameters with equal options to one group, in the order of each group's first parameter."""
-    groups: dict[str, dict[str, Any]] = {}
-    for fqn in sorted(options):
-        values = options[fqn]
-        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
-        group["params"].append(fqn)
-    return list(groups.values())
+    return join_equal_groups(dict(sorted(by_parameter.items())))
 
 
 def _group(root: str, number: int, group: Any, parameter: Callable[[str], str | None]) -> ParameterGroup:
@@ -531,7 +522,7 @@ def _group(root: str, number: int, group: Any, parameter: Callable[[str], str | 
         )
     options = {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
     for key, value in options.items():
-        if _opaque(value):
+        if is_opaque(value):
             raise UnsupportedFormat(
                 f"cannot write {key} of parameter group {number} of {root}: it is no plain value",
                 hint=f"leave the groups out with --exclude '{root}*': the engine's own options then stay",
@@ -542,12 +533,3 @@ def _group(root: str, number: int, group: Any, parameter: Callable[[str], str | 
 
 def _all_text(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(type(v) is str for v in value)
-
-
-def _opaque(value: Any) -> bool:
-    inside: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, (list, tuple)):
-        inside = value
-    return isinstance(value, (TensorRef, Refused)) or any(map(_opaque, inside))

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import Refused, TensorRef
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
 from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
+from ckptcore.formats.common.optimizer_numbers import is_opaque, join_equal_groups
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
 from ckptcore.store.subfolder import FileRange
@@ -199,7 +199,7 @@ def groups_of(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     for n, group in enumerate(collected):
         names = next((group[k] for k in _NAMES if k in group), None)
         params = group.get("params")
-        if type(params) is not list or _opaque(group):
+        if type(params) is not list or is_opaque(group):
             raise UnsupportedFormat(
                 f"cannot read parameter group {n} of the optimizer: its parameters are not plain values",
                 hint="leave the optimizer out with --exclude 'optim.*'",
@@ -230,28 +230,11 @@ def _collect_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
             number, option = key.split(".", 1)
             numbered.setdefault(int(number), {})[option] = value
         return [numbered[n] for n in sorted(numbered)]
-    return _regrouped(below)
-
-
-def _regrouped(below: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Group parameters with equal options, in the order of each group's first parameter."""
     options: dict[str, dict[str, Any]] = {}
     for key, value in below.items():
         fqn, _, option = key.rpartition(".")
         options.setdefault(fqn, {})[option] = value
-    groups: dict[str, dict[str, Any]] = {}
-    for fqn, values in options.items():
-        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
-        group["params"].append(fqn)
-    return list(groups.values())
-
-
-def _opaque(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_opaque(v) for v in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_opaque(v) for v in value)
-    return isinstance(value, (TensorRef, Refused))
+    return join_equal_groups(options)
 
 
 def names_by_number(groups: Any) -> dict[int, str] | None:
