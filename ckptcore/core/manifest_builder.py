@@ -30,7 +30,7 @@ from ckptcore.core.manifest import (
     joined_items,
 )
 from ckptcore.core.metadata_budget import CHUNK, FINDING, TENSOR, Meter, meter
-from ckptcore.errors import Finding, MalformedCheckpoint
+from ckptcore.errors import Finding, MalformedCheckpoint, finding
 
 _FILE, _ITEM, _VIEW, _CHAR = 400, 100, 200, 4  # bytes of each collected value, with its later forms
 
@@ -82,6 +82,19 @@ class Builder:
         self._codecs: list[str] = [""]
         self._files: dict[str, int] = {}
         self._sizes: list[int | None] = []
+
+    def report(
+        self,
+        code: str,
+        level: str,
+        message: str,
+        *,
+        fqn: str | None = None,
+        file: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        """Add a finding; see `ckptcore.errors.finding`."""
+        self.findings.append(finding(code, level, message, fqn=fqn, file=file, hint=hint))
 
     def file(self, path: str, size: int | None) -> int:
         """Return the index of a file, which is added the first time.

@@ -33,7 +33,6 @@ from ckptcore.errors import (
     MalformedCheckpoint,
     MetadataTooLarge,
     UnsupportedFormat,
-    finding,
 )
 from ckptcore.formats.base import (
     Arrangement,
@@ -210,26 +209,24 @@ def read(source: Source) -> Manifest:
     for part in by_role.values():
         builder.findings += () if part.folder else reader.missing(part.files)
     if not any(role.startswith("optimizer") for role in by_role):
-        message = "there is no optimizer beside the model"
-        builder.findings.append(finding("missing-part", "files", message, file="optimizer_0"))
+        builder.report("missing-part", "files", "there is no optimizer beside the model", file="optimizer_0")
     world = max(writers(source), default=-1) + 1
     for part in states(source):
         try:
             reader.add(part.files, part.role, optional=True)
         except MalformedCheckpoint as error:
-            builder.findings.append(finding("malformed-item", "coverage", error.message, file=part.label))
+            builder.report("malformed-item", "coverage", error.message, file=part.label)
         highest = max(part.files.paths)
         ranks = max(highest + 1, world if of_a_rank(part) else 0)
         for rank in absent(part.files.paths, ranks, _MAX_LISTED):
             path = part.files.name_of(rank)
-            message = f"{path} is missing; other ranks have theirs"
-            builder.findings.append(finding("missing-part", "files", message, file=path))
+            builder.report("missing-part", "files", f"{path} is missing; other ranks have theirs", file=path)
         if of_a_rank(part) and 0 < world <= highest:
             path = part.files.paths[highest]
             message = (
                 f"{path} is the only file of its rank: rank {world - 1} is the last rank with other files"
             )
-            builder.findings.append(finding("missing-part", "files", message, file=path))
+            builder.report("missing-part", "files", message, file=path)
     origin: dict[str, Any] = {"parts": list(by_role)}
     _trainer_state(source, builder, origin)
     if reader.world:
@@ -264,9 +261,7 @@ def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> 
     except MetadataTooLarge:
         raise
     except (CkptError, InvalidText, TypeError) as error:
-        builder.findings.append(
-            finding("malformed-metadata", "files", f"{_TRAINER}: {error}", file=_TRAINER, hint="")
-        )
+        builder.report("malformed-metadata", "files", f"{_TRAINER}: {error}", file=_TRAINER, hint="")
         return
     source.explain(_TRAINER)
     builder.blobs.append(Blob("trainer_state", -1, tree))

@@ -13,7 +13,6 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec, View, row_major
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.errors import finding
 
 Shape = tuple[int, ...]
 
@@ -84,7 +83,7 @@ class PlacedTensors:
         if spec != first:
             form, first_form = (f"{s.dtype} {list(s.shape)}" for s in (spec, first))
             message = f"{spec.fqn} is {form} by {path}, and {first_form} by other ranks"
-            self._builder.findings.append(finding("item-mismatch", "files", message, fqn=spec.fqn, file=path))
+            self._builder.report("item-mismatch", "files", message, fqn=spec.fqn, file=path)
             return False
         if spec.dtype not in BY_NAME:
             return True  # a part that is not read

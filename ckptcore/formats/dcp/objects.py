@@ -129,7 +129,7 @@ def add_blobs(
         except (MalformedCheckpoint, UnsafeContent) as error:
             code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
             code = "unsafe-item" if "global" in error.values else code
-            builder.findings.append(finding(code, "coverage", error.message, fqn=key, file=names[item.file]))
+            builder.report(code, "coverage", error.message, fqn=key, file=names[item.file])
             builder.blobs.append(Blob(key, item_number, known=False))
             continue
         builder.blobs.append(kept(builder, key, item_number, tree, objects, partly, names[item.file]))
@@ -170,15 +170,13 @@ def kept(
         return Blob(key, item, tree)
     named = ", ".join(objects.refused)
     lost = f" for {', '.join(partly[:8])}{', ...' if partly[8:] else ''}: left out" if partly else ""
-    builder.findings.append(
-        finding("refused-global", "files", f"object {key} needs {named}{lost}", fqn=key, file=file)
-    )
+    builder.report("refused-global", "files", f"object {key} needs {named}{lost}", fqn=key, file=file)
     used = storages_in(objects.tree)
     # Bytes of tensors that only a refused value can hold: the size of what the manifest does not show.
     hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
     if hidden:
         message = f"cannot read {hidden} bytes of tensors inside object {key}"
-        builder.findings.append(finding("refused-tensors", "coverage", message, fqn=key))
+        builder.report("refused-tensors", "coverage", message, fqn=key)
     return Blob(key, item, tree if partly else None, objects.refused, known=bool(partly))
 
 

@@ -271,8 +271,8 @@ class _Columns:
         for key in keys:
             place = join.object(numbers.of(key))
             if place < 0:
-                self._builder.findings.append(
-                    finding("no-place", "coverage", f"object {key} has no place in any file", fqn=key)
+                self._builder.report(
+                    "no-place", "coverage", f"object {key} has no place in any file", fqn=key
                 )
             else:
                 file, start, length, codec = stored.where[place].tolist()
@@ -285,13 +285,11 @@ class _Columns:
         stored = [(fqns[n], offset) for n, offset in islice(join.unlisted(), _MAX_LISTED)]
         for fqn, offset in stored:
             chunk_name = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
-            self._builder.findings.append(
-                finding(
-                    "unlisted-item",
-                    "coverage",
-                    f"{metadata.name} stores {chunk_name}, but does not list it",
-                    fqn=fqn,
-                )
+            self._builder.report(
+                "unlisted-item",
+                "coverage",
+                f"{metadata.name} stores {chunk_name}, but does not list it",
+                fqn=fqn,
             )
         # A rank whose part of a tensor is empty names the tensor, and another rank lists it.
         stored_fqns = {fqn for fqn, _ in stored}
@@ -354,13 +352,11 @@ class _Columns:
                 offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())
                 fqn = specs[int(tensor_of_chunk[n])].fqn
                 if not placed[n]:
-                    self._builder.findings.append(
-                        finding(
-                            "no-place",
-                            "coverage",
-                            f"{fqn}: the chunk at {list(offset)} has no place in any file",
-                            fqn=fqn,
-                        )
+                    self._builder.report(
+                        "no-place",
+                        "coverage",
+                        f"{fqn}: the chunk at {list(offset)} has no place in any file",
+                        fqn=fqn,
                     )
                     continue
                 first_offset = first_offsets.setdefault((int(tensor_of_chunk[n]), int(file[n])), offset)
@@ -529,31 +525,23 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
             # An empty file comes from a rank that had nothing to write, which is
             # usual; bytes that nothing names are not.
             if size:
-                builder.findings.append(
-                    finding(
-                        "stray-file", "files", f"{path} ({size} bytes) is not part of this save", file=path
-                    )
+                builder.report(
+                    "stray-file", "files", f"{path} ({size} bytes) is not part of this save", file=path
                 )
             else:
-                builder.findings.append(
-                    finding("empty-file", "files", f"{path} is empty and unused", file=path)
-                )
+                builder.report("empty-file", "files", f"{path} is empty and unused", file=path)
         elif path.endswith(".metadata") or path == ".metadata.tmp":
-            builder.findings.append(
-                finding("stray-file", "files", f"{path} belongs to another save", file=path)
-            )
+            builder.report("stray-file", "files", f"{path} belongs to another save", file=path)
     if metadata[0] not in (".metadata", ".metadata.tmp"):
         ranks = [int(m[1]) for p in metadata if (m := RANK_METADATA.match(p))]
         # Only ranks up to the highest that wrote are known; whether more
         # ran is not recorded in any of the files.
         for rank in absent(ranks, max(ranks), _MAX_LISTED):
-            builder.findings.append(
-                finding(
-                    "missing-rank",
-                    "files",
-                    f"rank {rank} wrote no __{rank}.metadata, but rank {max(ranks)} wrote one",
-                    file=f"__{rank}.metadata",
-                )
+            builder.report(
+                "missing-rank",
+                "files",
+                f"rank {rank} wrote no __{rank}.metadata, but rank {max(ranks)} wrote one",
+                file=f"__{rank}.metadata",
             )
 
 

@@ -36,7 +36,7 @@ from ckptcore.encodings.pickle.wrapped_tensors import (
     plain_sizes,
 )
 from ckptcore.encodings.torchzip.reader import Objects, check_view, read_objects
-from ckptcore.errors import CkptError, finding
+from ckptcore.errors import CkptError
 from ckptcore.store import Readable
 from ckptcore.store.subfolder import FileRange
 
@@ -282,8 +282,7 @@ class WrappedTensors:
     def _leave_out(self, name: str, value: Any) -> None:
         """Report an attribute of a class that is not on the allow-list."""
         classes = refused_in(value)
-        message = f"object {name} needs {', '.join(classes)}"
-        self._builder.findings.append(finding("refused-global", "files", message, fqn=name))
+        self._builder.report("refused-global", "files", f"object {name} needs {', '.join(classes)}", fqn=name)
         self._builder.blobs.append(Blob(name, -1, None, classes, known=False))
 
 

@@ -20,7 +20,7 @@ from ckptcore.core.manifest import TensorSpec, Unread, View, row_major
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
-from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.common.shard_pieces import ShardPlacement, same
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.rank_files import StatesFile
@@ -267,7 +267,7 @@ class Assembly:
         # Values that compare as different, such as NaN with itself, may still have one form in the manifest.
         if first != value and _comparable(first) != _comparable(value):
             message = f"{name} of {path} is not that of {where}"
-            self.builder.findings.append(finding("rank-object", "files", message, fqn=name, file=path))
+            self.builder.report("rank-object", "files", message, fqn=name, file=path)
 
     def has(self, name: str) -> bool:
         """Return whether a tensor of this name was added."""
@@ -304,7 +304,7 @@ class Assembly:
         if shape == placement.shard:
             return self._declare(name, dtype, placement.shape, path)
         message = f"{path}: {name} has shape {list(shape)}, in another file it has {list(placement.shard)}"
-        self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
+        self.builder.report("mixed-saves", "coverage", message, fqn=name, file=path)
         self.unread(name, "its files do not agree on its shape", path)
         return False
 
@@ -339,7 +339,7 @@ class Assembly:
                 f"{path}: {name} is {dtype} {list(shape)}, in another rank's file it is {first.dtype} "
                 f"{list(first.shape)}"
             )
-            self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
+            self.builder.report("mixed-saves", "coverage", message, fqn=name, file=path)
             return False
         return True
 

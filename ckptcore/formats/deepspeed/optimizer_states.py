@@ -21,7 +21,7 @@ from typing import Any
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import SharedTrees
-from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.shard_pieces import ShardPlacement
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor, PlacedBuffer
@@ -359,13 +359,13 @@ class Partitions:
                 message = (
                     f"{path} lists {short_repr(unexpected, 80)}, {self._model.path} has no such parameter"
                 )
-                self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
+                self._assembly.builder.report("mixed-saves", "files", message, file=path)
                 continue
             owner = next((m for m, rank_slices in slices.items() if rank_slices == listed), None)
             if owner is not None:
                 path = self._files[dp].path
                 message = f"{path} lists the slices of {self._files[of[owner]].path} (group {group.number})"
-                self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
+                self._assembly.builder.report("mixed-saves", "files", message, file=path)
 
     def _require_in_memory(self, path: str) -> None:
         """Raise `UnsupportedFormat` where buffers are empty because they were offloaded to NVMe."""
@@ -399,7 +399,7 @@ class Partitions:
             name = f"optimizer.groups.{group.number}.{key}/{file.path.removesuffix('.pt')}"
             self._assembly.tensor(name, FileTensor(file, value))
         message = f"{key} of group {group.number} has no flat buffers, and stays as ranks have it"
-        self._assembly.builder.findings.append(finding("flat-buffers", "coverage", message))
+        self._assembly.builder.report("flat-buffers", "coverage", message)
 
     # --- what a file holds ---
 

@@ -153,7 +153,7 @@ class _Reader:
         for name, message in lacking(self._source, states.sample.tree, names):
             # With recovery, parts are expected to be missing; otherwise a tensor with a hole is damage.
             code = "missing-part" if self._source.recover else "hole"
-            builder.findings.append(finding(code, "coverage", message, fqn=MODEL + name))
+            builder.report(code, "coverage", message, fqn=MODEL + name)
         builder.findings += misplaced_experts(self._expert_keys)
         # A universal folder may leave out layer files, because its weights are in `zero/`.
         if not self._files.universal or self._files.layers:
@@ -172,7 +172,7 @@ class _Reader:
         if means:
             suffix = f" and {len(means) - 1} more" if means[1:] else ""
             message = f"the copies of {MODEL}{means[0]}{suffix} differ between ranks: their mean is taken"
-            builder.findings.append(finding("averaged-copies", "coverage", message, fqn=MODEL + means[0]))
+            builder.report("averaged-copies", "coverage", message, fqn=MODEL + means[0])
         # The rules for copies that differ between ranks are of the weights as stored, not of their masters.
         preferred = "master" if partitioned and not computed else "module"
         chosen = preferred if self._source.weights == "auto" else self._source.weights
@@ -199,9 +199,7 @@ class _Reader:
         for name, stored in self._copies:
             if not self._assembly.same_bytes(name, stored):
                 message = f"{name} of {stored.file.path} is not that of rank 0, which is taken"
-                builder.findings.append(
-                    finding("rank-object", "files", message, fqn=name, file=stored.file.path)
-                )
+                builder.report("rank-object", "files", message, fqn=name, file=stored.file.path)
         self._require_values()
         builder.findings += self._misplaced(placements, every_tie.keys())
         for file in states.files.values():
@@ -247,7 +245,7 @@ class _Reader:
         if not in_job:
             world = self._states.world
             message = f"{path} is of no rank of {world.tp} tensor-parallel x {world.pp} pipeline ranks"
-            self._builder.findings.append(finding("mixed-saves", "files", message, file=path))
+            self._builder.report("mixed-saves", "files", message, file=path)
         return in_job
 
     def _compare_buffers(self, file: StatesFile, module: Mapping[str, Any]) -> None:
@@ -323,7 +321,7 @@ class _Reader:
                 # One tensor that cannot be joined leaves the others readable.
                 self._assembly.unread(MODEL + name, f"its shards cannot be joined: {error}", "")
                 message = f"cannot join the tensor-parallel shards of {name}: {error}"
-                self._builder.findings.append(finding("unmerged-tensor", "files", message, fqn=MODEL + name))
+                self._builder.report("unmerged-tensor", "files", message, fqn=MODEL + name)
         return placements
 
     # --- adding ---
@@ -380,7 +378,7 @@ class _Reader:
         """Keep buffers of which nothing names the parameters as the ranks have them."""
         for file in files.values():
             message = f"nothing names the parameters in the buffers of {file.path}: param_shapes is missing"
-            self._builder.findings.append(finding("unnamed-states", "files", message, file=file.path))
+            self._builder.report("unnamed-states", "files", message, file=file.path)
             for key, value in file.tree.items():
                 if key == "optimizer_state_dict":
                     self._assembly.value("optimizer", value, file, per_file=True)
@@ -497,9 +495,7 @@ class _Reader:
                     size = -(-prod(shape) // world.dp)
                     if value.shape != (size,):
                         message = f"{file.path} has {list(value.shape)} elements of {name}, a rank has {size}"
-                        self._builder.findings.append(
-                            finding("item-mismatch", "files", message, fqn=target, file=file.path)
-                        )
+                        self._builder.report("item-mismatch", "files", message, fqn=target, file=file.path)
                         self._assembly.unread(target, "a rank's part of it has another size", file.path)
                         self._assembly.place(FileTensor(file, value), target)
                         continue
@@ -562,15 +558,15 @@ class _Reader:
             # Other files in the folder, a tokenizer or a log, are nobody's mistake.
             ours = path.endswith((".pt",)) and "_states" in path.rsplit("/", 1)[-1]
             if ours and path not in read:
-                self._builder.findings.append(
-                    finding("stray-file", "files", f"{path} is not part of this checkpoint", file=path)
+                self._builder.report(
+                    "stray-file", "files", f"{path} is not part of this checkpoint", file=path
                 )
         if self._files.universal and not self._universal:
             path = next(iter(next(iter(self._files.universal.values())).values()))
             message = (
                 "zero/ of a universal checkpoint is left out: the partitions that it was made of are read"
             )
-            self._builder.findings.append(finding("stray-file", "files", message, file=path))
+            self._builder.report("stray-file", "files", message, file=path)
 
     def _require_names(self) -> None:
         """Refuse two values of one name: client state may use any."""

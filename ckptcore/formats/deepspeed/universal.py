@@ -17,7 +17,7 @@ from ckptcore.core.manifest import row_major
 from ckptcore.core.object_tree import Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import read_objects
-from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.shard_pieces import same
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
@@ -63,15 +63,13 @@ def add_universal(
             "zero/ was made from round-robin gradients: DeepSpeed's converter (through 0.19.8) stores "
             "parameters under the names of others"
         )
-        assembly.builder.findings.append(finding("lost-at-save", "files", message, hint=_READ_THE_OTHER))
+        assembly.builder.report("lost-at-save", "files", message, hint=_READ_THE_OTHER)
     expected = set().union(*(files.universal[n] for n in trained if n in files.universal))
     for name in sorted(trained, key=natural):
         for key in sorted({MASTER, *expected} - files.universal.get(name, {}).keys()):
             path = f"zero/{name}/{key}.pt"
             target = master.get(name, f"{STATE}.{name}.{key}") if key == MASTER else f"{STATE}.{name}.{key}"
-            assembly.builder.findings.append(
-                finding("missing-file", "files", f"{path} is missing", fqn=target, file=path)
-            )
+            assembly.builder.report("missing-file", "files", f"{path} is missing", fqn=target, file=path)
             assembly.unread(target, f"{path} is missing", path)
     surplus = 0
     for name, states in sorted(files.universal.items(), key=lambda row: natural(row[0])):
@@ -84,7 +82,7 @@ def add_universal(
                 f"{path} is of a parameter that no *_model_states.pt lists: one of them is of another save"
             )
             hint = "move away what is of another save, or copy the model-state files again"
-            assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path, hint=hint))
+            assembly.builder.report("mixed-saves", "files", message, file=path, hint=hint)
         for key, path in states.items():
             target = f"{STATE}.{name}.{key}"
             if key == MASTER:
@@ -107,7 +105,7 @@ def add_universal(
         _add_optimizer(source, assembly)
     elif expected:
         message = f"{_OPTIMIZER} is missing: the options of parameter groups and the loss scale are lost"
-        assembly.builder.findings.append(finding("missing-part", "files", message, file=_OPTIMIZER))
+        assembly.builder.report("missing-part", "files", message, file=_OPTIMIZER)
 
 
 def _mixed_up(source: Source, files: CheckpointFiles) -> bool:
@@ -136,9 +134,7 @@ def _add(
     value, shape = stored.value, shapes.get(name)
     if key == _STEP and value.shape not in ((), (1,)):
         message = f"{stored.file.path} has shape {list(value.shape)}, a step count has none"
-        assembly.builder.findings.append(
-            finding("item-mismatch", "files", message, fqn=target, file=stored.file.path)
-        )
+        assembly.builder.report("item-mismatch", "files", message, fqn=target, file=stored.file.path)
         assembly.unread(target, "it is no step count", stored.file.path)
         assembly.place(stored, target)
     elif shape is None or key == _STEP or value.shape == shape:
@@ -147,9 +143,7 @@ def _add(
         assembly.run(target, assembly.place(stored, target), 0, shape, 0, prod(shape), same(shape))
     else:
         message = f"{stored.file.path} has shape {list(value.shape)}, {name} has {list(shape)}"
-        assembly.builder.findings.append(
-            finding("item-mismatch", "files", message, fqn=target, file=stored.file.path)
-        )
+        assembly.builder.report("item-mismatch", "files", message, fqn=target, file=stored.file.path)
         assembly.unread(target, "its shape is not that of the model-state files", stored.file.path)
         assembly.place(stored, target)
 

@@ -16,7 +16,6 @@ import numpy as np
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import row_major
 from ckptcore.encodings.pickle.torch_globals import StoredView
-from ckptcore.errors import finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.optimizer_numbers import Numbered, Row, forced_places, numbered, prove
 from ckptcore.formats.common.shard_pieces import ShardPlacement, same
@@ -57,13 +56,11 @@ def add_unpartitioned(
     names = None if optimizer is None or not fits else _names(source, file, optimizer, weights, flat)
     tree = assembly.tree(file)
     if optimizer is None or names is None:
-        assembly.builder.findings.append(
-            finding(
-                "unnamed-states",
-                "files",
-                f"nothing proves which parameters the optimizer of {file.path} numbers",
-                file=file.path,
-            )
+        assembly.builder.report(
+            "unnamed-states",
+            "files",
+            f"nothing proves which parameters the optimizer of {file.path} numbers",
+            file=file.path,
         )
         stem = file.path.removesuffix(".pt")
         tree.add(f"optimizer/{stem}" if several else "optimizer", state)

@@ -142,7 +142,7 @@ def read_folder(source: Source, format: str) -> Manifest:
         if source.listing.get(path) is None:
             builder.file(path, None)
             code = "missing-part" if source.recover else "missing-file"
-            builder.findings.append(finding(code, "files", f"{path} is missing", file=path))
+            builder.report(code, "files", f"{path} is missing", file=path)
             continue
         names, metadata = _add_file(builder, source, path, file_of)
         if listed is not None and listed_names is not None:
@@ -169,17 +169,15 @@ def read_folder(source: Source, format: str) -> Manifest:
 def _indexed(source: Source, builder: Builder, index: WeightIndex, listed: str) -> dict[str, set[str] | None]:
     files: dict[str, set[str] | None] = {**files_of(index)}
     if SINGLE in source.listing and SINGLE not in files:
-        builder.findings.append(
-            finding(
-                "stale-file",
-                "files",
-                f"{SINGLE} is beside {listed}, but not part of it: transformers would load it instead",
-                file=SINGLE,
-            )
+        builder.report(
+            "stale-file",
+            "files",
+            f"{SINGLE} is beside {listed}, but not part of it: transformers would load it instead",
+            file=SINGLE,
         )
     for path in unlinked(source, _loose(source), files):
         if path not in files and path != SINGLE:
-            builder.findings.append(finding("stray-file", "files", f"{path} is not in {listed}", file=path))
+            builder.report("stray-file", "files", f"{path} is not in {listed}", file=path)
     return files
 
 
@@ -225,5 +223,5 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
         names = foreign[key]
         if names:  # what loads an output would look this name up, and call it
             message = f"object {key} needs {', '.join(names)}"
-            builder.findings.append(finding("refused-global", "files", message, fqn=key, file=path))
+            builder.report("refused-global", "files", message, fqn=key, file=path)
         builder.blobs.append(Blob(key, -1, None, names, known=False) if names else Blob(key, -1, tree))

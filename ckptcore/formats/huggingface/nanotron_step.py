@@ -109,7 +109,7 @@ def read_step(source: Source) -> Manifest:
     if recorded is None:
         message = f"{METADATA} is missing, which nanotron writes when all ranks have saved"
         code = "missing-part" if source.recover else "not-complete"
-        builder.findings.append(finding(code, "files", message))
+        builder.report(code, "files", message)
     else:
         step = recorded["metas"].get("last_train_step")
         if type(step) is int:
@@ -121,7 +121,7 @@ def read_step(source: Source) -> Manifest:
         origin["mesh"] = {"pp": mesh[0], "tp": mesh[1]}
     if sizes and recorded is not None and recorded["tp"] != mesh[1]:
         message = f"{METADATA} states {recorded['tp']} tensor-parallel ranks, and files have {mesh[1]}"
-        builder.findings.append(finding("mixed-saves", "files", message, file=METADATA))
+        builder.report("mixed-saves", "files", message, file=METADATA)
     placed = PlacedTensors(builder)
     for fqn in sorted(tensors, key=natural):
         builder.findings += _contradicting(source, fqn, tensors[fqn], mesh)
@@ -131,7 +131,7 @@ def read_step(source: Source) -> Manifest:
     if states:
         suffix = f" and {len(states) - 1} more" if states[1:] else ""
         message = f"the state of optimizer, scheduler and random numbers is not read: {min(states)}{suffix}"
-        builder.findings.append(finding("stray-file", "files", message, file=min(states)))
+        builder.report("stray-file", "files", message, file=min(states))
     return builder.build("nanotron", source.store.url, origin)
 
 

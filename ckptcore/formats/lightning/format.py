@@ -170,14 +170,12 @@ def _add_findings(builder: Builder, read: Contents, name: str) -> None:
             left_out.append((path, value))
     for path, value in left_out[:_MAX_LISTED]:
         where = ".".join(map(str, path))
-        builder.findings.append(
-            finding("refused-global", "files", f"{where} needs {value.name}: left out", fqn=where, file=name)
+        builder.report(
+            "refused-global", "files", f"{where} needs {value.name}: left out", fqn=where, file=name
         )
     if len(left_out) > _MAX_LISTED:
         unlisted = len(left_out) - _MAX_LISTED
-        builder.findings.append(
-            finding("refused-global", "files", f"{unlisted} more values of {name} are left out", file=name)
-        )
+        builder.report("refused-global", "files", f"{unlisted} more values of {name} are left out", file=name)
     if hidden:
         gone = sorted({str(path[0]) for path, _ in left_out}) or ([] if read.lost else [name])
         # The pickle does not record the owner: each candidate must be left out by name.

@@ -247,15 +247,13 @@ class Merger:
             self._builder.chunk(index, offset, shape, item, view)
             return
         path = self._builder.file_names()[-1]
-        self._builder.findings.append(
-            finding(
-                "item-mismatch",
-                "coverage",
-                f"{fqn} is {dtype} {list(global_shape)} by {path}, and "
-                f"{spec.dtype} {list(spec.shape)} by another rank",
-                fqn=fqn,
-                file=path,
-            )
+        self._builder.report(
+            "item-mismatch",
+            "coverage",
+            f"{fqn} is {dtype} {list(global_shape)} by {path}, and "
+            f"{spec.dtype} {list(spec.shape)} by another rank",
+            fqn=fqn,
+            file=path,
         )
 
     def _add_parameter(self, chunk: ModelChunk, tree: TorchTree, name: str, value: StoredView) -> None:
@@ -266,17 +264,15 @@ class Merger:
             self.put(placement, value, tree)
             return
         fqn = f"{name}/{chunk.file.folder}"
-        self._builder.findings.append(
-            finding(
-                "unmerged-tensor",
-                "coverage",
-                f"cannot merge {fqn} {list(value.shape)}: no rule for how {name} is split "
-                f"over {model.world.tp} tensor ranks",
-                fqn=fqn,
-                file=chunk.file.path,
-                hint="save the model as a distributed checkpoint with the program that wrote it; or exclude "
-                "the tensor by name with --exclude",
-            )
+        self._builder.report(
+            "unmerged-tensor",
+            "coverage",
+            f"cannot merge {fqn} {list(value.shape)}: no rule for how {name} is split "
+            f"over {model.world.tp} tensor ranks",
+            fqn=fqn,
+            file=chunk.file.path,
+            hint="save the model as a distributed checkpoint with the program that wrote it; or exclude "
+            "the tensor by name with --exclude",
         )
         tree.add(fqn, value)
 

@@ -113,7 +113,7 @@ def read(source: Source) -> Manifest:
         _add_flat(builder, merger, chunks, source, file)
     for path in source.listing:
         if path.startswith(_FOLDERS) and path not in builder.file_names():
-            builder.findings.append(finding("stray-file", "files", f"{path} is not read", file=path))
+            builder.report("stray-file", "files", f"{path} is not read", file=path)
     origin = {
         "iteration": ranks.files[0].tree.get("iteration"),
         "mesh": {"tp": ranks.tp, "pp": ranks.pp, "ep": ranks.ep, "vpp": len(model.first)},
@@ -135,13 +135,11 @@ def _numbered(
     try:
         return add_numbered(optimizer, chunks, merger, tree)
     except Unregistered as error:
-        builder.findings.append(
-            finding(
-                "flat-buffers",
-                "coverage",
-                f"cannot name the optimizer states of {file.path}, they stay numbered: {error}",
-                file=file.path,
-            )
+        builder.report(
+            "flat-buffers",
+            "coverage",
+            f"cannot name the optimizer states of {file.path}, they stay numbered: {error}",
+            file=file.path,
         )
         return optimizer
 
@@ -159,9 +157,7 @@ def _add_flat(
     try:
         add_buffers(objects.tree, chunks, merger, tree)
     except Unregistered as error:
-        builder.findings.append(
-            finding("flat-buffers", "coverage", f"cannot split {path} by parameter: {error}", file=path)
-        )
+        builder.report("flat-buffers", "coverage", f"cannot split {path} by parameter: {error}", file=path)
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
     _note_hidden(builder, objects, path, tree.refused, merger)
 
@@ -183,14 +179,12 @@ def _add_common(
         return
     first = common[key][1]
     if value != first and _without_rank_parts(value) != _without_rank_parts(first):
-        builder.findings.append(
-            finding(
-                "rank-object",
-                "files",
-                f"{key} differs between {file.path} and {common[key][0].path}",
-                fqn=key,
-                file=file.path,
-            )
+        builder.report(
+            "rank-object",
+            "files",
+            f"{key} differs between {file.path} and {common[key][0].path}",
+            fqn=key,
+            file=file.path,
         )
 
 
@@ -200,8 +194,8 @@ def _without_refused(
     lost = {name: refused for name, value in values.items() if (refused := refused_in(value))}
     if lost and report:
         names = ", ".join(f"{key}.{n} ({', '.join(r)})" for n, r in lost.items())
-        builder.findings.append(
-            finding("refused-global", "files", f"left out of {file.path}: {names}", fqn=key, file=file.path)
+        builder.report(
+            "refused-global", "files", f"left out of {file.path}: {names}", fqn=key, file=file.path
         )
     return {name: value for name, value in values.items() if name not in lost}
 
@@ -238,7 +232,7 @@ def _note_hidden(
     if not refused and path not in merger.lost:
         classes = ", ".join(objects.refused) or "an unknown class"
         message = f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside {classes}"
-        builder.findings.append(finding("refused-tensors", "coverage", message, file=path))
+        builder.report("refused-tensors", "coverage", message, file=path)
 
 
 def misplaced(source: Source, ranks: Ranks, model: Model) -> list[Finding]:

@@ -97,10 +97,10 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
                 f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside "
                 f"{', '.join(objects.refused)}"
             )
-            builder.findings.append(finding("refused-tensors", "coverage", message, fqn=key, file=path))
+            builder.report("refused-tensors", "coverage", message, fqn=key, file=path)
     except MalformedCheckpoint as error:
         code = "crc-mismatch" if isinstance(error, ChecksumMismatch) else "malformed-item"
-        builder.findings.append(finding(code, "coverage", error.message, fqn=key, file=path))
+        builder.report(code, "coverage", error.message, fqn=key, file=path)
         builder.blobs.append(Blob(key or path, item_number, known=False))
 
 

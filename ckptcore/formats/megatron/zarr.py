@@ -70,7 +70,7 @@ def read(source: Source) -> Manifest:
         add_file(builder, source, COMMON_FILE, None)
     elif config is not None and config.has_common_file:
         message = f"{COMMON_FILE} is missing, and {CONFIG} says that the common state was saved in it"
-        builder.findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
+        builder.report("missing-file", "files", message, file=COMMON_FILE)
     origin = {} if config is None else {"backend": config.backend, "backend_version": config.version}
     manifest = builder.build(NAME, source.store.url, origin)
     manifest = replace(manifest, findings=(*manifest.findings, *grids(manifest.blobs)))
@@ -172,10 +172,10 @@ def _add_array(
         if index is None and array.outside(name.removeprefix(prefix)):
             # Left by a larger save, or the shape was reduced: nothing else says which.
             message = f"{top}/{name} is a chunk beyond the end of {key} {list(array.shape)}"
-            builder.findings.append(finding("out-of-bounds", "files", message, fqn=key, file=f"{top}/{name}"))
+            builder.report("out-of-bounds", "files", message, fqn=key, file=f"{top}/{name}")
         elif index is None:
-            builder.findings.append(
-                finding("stray-file", "files", f"{top}/{name} is not a chunk of {key}", file=f"{top}/{name}")
+            builder.report(
+                "stray-file", "files", f"{top}/{name} is not a chunk of {key}", file=f"{top}/{name}"
             )
         else:
             chunk_paths[index] = f"{top}/{name}"
@@ -196,7 +196,7 @@ def _add_chunk(
     size = source.listing[path]
     if size > array.chunk_bytes:
         message = f"{path} must have {array.chunk_bytes} bytes, like every chunk (got {size})"
-        builder.findings.append(finding("oversized-file", "files", message, file=path))
+        builder.report("oversized-file", "files", message, file=path)
     box, view = array.place(index)
     item = builder.plain_item(builder.file(path, size), 0, array.chunk_bytes, Envelope.RAW)
     builder.chunk(tensor, box.offset, box.shape, item, view)

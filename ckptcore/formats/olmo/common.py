@@ -98,7 +98,7 @@ def train_part(source: Source) -> Part | None:
         try:
             state, torch_tree = open_file(source, builder, path)
         except MalformedCheckpoint as error:
-            builder.findings.append(finding("malformed-item", "coverage", error.message, file=path))
+            builder.report("malformed-item", "coverage", error.message, file=path)
             continue
         trees[rank] = state if isinstance(state, dict) else {"state": state}, torch_tree
     keys = dict.fromkeys(k for tree, _ in trees.values() for k in tree)

@@ -29,7 +29,7 @@ from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import Record, record
-from ckptcore.errors import MalformedCheckpoint, NotComplete, finding
+from ckptcore.errors import MalformedCheckpoint, NotComplete
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.thinning import thin_files
@@ -145,10 +145,10 @@ class _RankStates:
         for rank in absent(ranks, world, 100):
             path = f"{part}/rank{rank}.pt"
             message = f"{path} is missing: {count(world, 'rank')} saved"
-            self.builder.findings.append(finding("missing-rank", "files", message, file=path))
+            self.builder.report("missing-rank", "files", message, file=path)
         for rank in sorted(r for r in ranks if r >= world):
             message = f"{ranks[rank]} is not part of this save: {count(world, 'rank')} saved"
-            self.builder.findings.append(finding("stray-file", "files", message, file=ranks[rank]))
+            self.builder.report("stray-file", "files", message, file=ranks[rank])
 
     def model(self, path: str) -> Slices:
         """Add a rank's parameters."""
@@ -219,7 +219,7 @@ class _RankStates:
                 f"{name} is {spec.dtype} {list(spec.shape)} in {path}, and "
                 f"{first.dtype} {list(first.shape)} in another rank's file"
             )
-            self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
+            self.builder.report("mixed-saves", "coverage", message, fqn=name, file=path)
             return
         if not numel:
             return
@@ -239,13 +239,13 @@ class _RankStates:
         elif self._objects[name] != value:
             message = f"object {name} differs between ranks"
             if not any(f.fqn == name and f.code == "rank-object" for f in self.builder.findings):
-                self.builder.findings.append(finding("rank-object", "files", message, fqn=name, file=path))
+                self.builder.report("rank-object", "files", message, fqn=name, file=path)
 
     def _unnamed(self, path: str) -> None:
         if "optim.state" not in self._objects:
             self._objects["optim.state"] = None
             message = f"cannot name the optimizer state of {path}: parameter groups have numbers, no names"
-            self.builder.findings.append(finding("refused-tensors", "coverage", message, fqn="optim.state"))
+            self.builder.report("refused-tensors", "coverage", message, fqn="optim.state")
             self.builder.blobs.append(Blob("optim.state", -1, known=False))
 
 

@@ -37,7 +37,7 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.encodings.torchzip.reader import refused_in
-from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, finding
+from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent
 from ckptcore.formats.base import (
     Arrangement,
     Evidence,
@@ -128,7 +128,7 @@ class RankFolder:
             size = self.source.listing.get(path)
             builder.file(path, size)
             if size is None:
-                builder.findings.append(finding("missing-file", "files", f"{path} is missing", file=path))
+                builder.report("missing-file", "files", f"{path} is missing", file=path)
         for stored in self.tensors:
             if stored.name not in leave:
                 self._add(builder, stored)
@@ -161,7 +161,7 @@ class RankFolder:
         entry = header[0].get(name)
         if entry is None:
             message = f"{shard.file} lacks its {count(shard.numel, 'element')} of {name}"
-            builder.findings.append(finding("hole", "coverage", message, fqn=name, file=shard.file))
+            builder.report("hole", "coverage", message, fqn=name, file=shard.file)
             return None
         stored_dtype, shape, start, _ = entry
         if stored_dtype != dtype or len(shape) > 1 or prod(shape) != shard.numel:
@@ -169,7 +169,7 @@ class RankFolder:
                 f"{shard.file} must have {shard.numel} {dtype} elements of {name} by {METADATA} (got "
                 f"{stored_dtype} {list(shape)})"
             )
-            builder.findings.append(finding("item-mismatch", "coverage", message, fqn=name, file=shard.file))
+            builder.report("item-mismatch", "coverage", message, fqn=name, file=shard.file)
             return None
         return header[1] + start
 
@@ -187,7 +187,7 @@ class RankFolder:
         if not dtypes:
             reason = "its dtype is unknown: none of its files has it"
             message = f"the dtype of {stored.name} is unknown: none of its files has it"
-            builder.findings.append(finding("hole", "coverage", message, fqn=stored.name))
+            builder.report("hole", "coverage", message, fqn=stored.name)
         builder.unread(stored.name, Unread(reason, shape=stored.shape))
         return None
 
@@ -197,7 +197,7 @@ class RankFolder:
         for path in self.strays:
             if self.headers[path][0]:
                 message = f"{path} is not part of this save: {METADATA} does not list it"
-                builder.findings.append(finding("stray-file", "files", message, file=path))
+                builder.report("stray-file", "files", message, file=path)
         unlisted = 0
         for path in self.listed:
             for name, entry in self.headers[path][0].items() if path in self.headers else ():
@@ -205,9 +205,7 @@ class RankFolder:
                 if 0 not in entry[1] and (path, name) not in listed and unlisted < _MAX_FINDINGS:
                     unlisted += 1
                     message = f"{path} has {name}, which {METADATA} does not list there"
-                    builder.findings.append(
-                        finding("unlisted-item", "coverage", message, fqn=name, file=path)
-                    )
+                    builder.report("unlisted-item", "coverage", message, fqn=name, file=path)
 
 
 def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
@@ -377,7 +375,7 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
     entry = header[0].get(stored.name) if header else None
     if shard is None or header is None or entry is None or not _is_plain(stored, entry):
         message = f"object {stored.name} is not where {METADATA} records it"
-        builder.findings.append(finding("no-place", "coverage", message, fqn=stored.name))
+        builder.report("no-place", "coverage", message, fqn=stored.name)
         builder.blobs.append(Blob(stored.name, -1, known=False))
         return None
     start, length = header[1] + entry[2], entry[3] - entry[2]
@@ -389,15 +387,13 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
         raw = folder.source.store.read(shard.file, start, length)
         value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else unpickled(raw, label)
     except (MalformedCheckpoint, UnsafeContent) as error:
-        builder.findings.append(
-            finding("malformed-item", "coverage", error.message, fqn=stored.name, file=shard.file)
-        )
+        builder.report("malformed-item", "coverage", error.message, fqn=stored.name, file=shard.file)
         builder.blobs.append(Blob(stored.name, item_number, known=False))
         return None
     add_object(builder, stored.name, value, label)
     if any(name.startswith("torch.") for name in refused_in(value)):  # e.g. a learning rate as a tensor
         message = f"cannot read the tensors inside object {stored.name}"
-        builder.findings.append(finding("refused-tensors", "coverage", message, fqn=stored.name))
+        builder.report("refused-tensors", "coverage", message, fqn=stored.name)
     return value
 
 

@@ -197,8 +197,7 @@ def read_items(source: Source, name: str) -> Manifest:
         present_paths = {rank: path for rank, path in saved_item.paths.items() if path in source.listing}
         lost = [path for rank, path in saved_item.paths.items() if rank not in present_paths]
         for path in lost[:_MAX_LISTED]:
-            message = f"{path} is missing: {METADATA} lists it"
-            builder.findings.append(finding("missing-rank", "files", message, file=path))
+            builder.report("missing-rank", "files", f"{path} is missing: {METADATA} lists it", file=path)
         if present_paths:
             kinds.append(RankFiles(item, None, present_paths))
     # The model first: its parameters prove the names of the optimizer's numbered states.
@@ -219,7 +218,7 @@ def read_items(source: Source, name: str) -> Manifest:
     if folder.startswith(_TEMPORARY):
         message = f"{folder} is the folder of a save that did not finish: it is renamed at the end"
         code = "missing-part" if source.recover else "not-complete"
-        builder.findings.append(finding(code, "files", message))
+        builder.report(code, "files", message)
     origin: dict[str, Any] = {"parts": [kind.stem for kind in kinds]}
     if world is not None:
         origin["world_size"] = world
@@ -274,7 +273,7 @@ class _Files:
         kind = kind_of(tree)
         if self._kinds.setdefault(item, kind) != kind:
             message = f"{path} holds a {kind}, and other ranks have a {self._kinds[item]} of {item}"
-            self._builder.findings.append(finding("item-mismatch", "files", message, file=path))
+            self._builder.report("item-mismatch", "files", message, file=path)
         rows: list[tuple[str, Path, Any]] = [(item, (item,), tree)]
         if isinstance(tree, dict) and tree:
             rows = [(f"{item}.{key}", (item, key), value) for key, value in tree.items()]
@@ -314,11 +313,11 @@ class _Files:
                 continue
             if file_tensor is None:
                 message = f"{path} lacks {name}, which {METADATA} lists"
-                self._builder.findings.append(finding("hole", "coverage", message, fqn=name, file=path))
+                self._builder.report("hole", "coverage", message, fqn=name, file=path)
             elif file_tensor[0] in BY_NAME and file_tensor != (str(dtype).removeprefix("torch."), shape):
                 file_text = f"{file_tensor[0]} {list(file_tensor[1])}"
                 message = f"{name} is {file_text} in {path}, and {METADATA} has {dtype} {list(shape)}"
-                self._builder.findings.append(finding("item-mismatch", "files", message, fqn=name, file=path))
+                self._builder.report("item-mismatch", "files", message, fqn=name, file=path)
 
 
 def _tensors_of(source: Source, path: str, item: str, builder: Builder) -> Content:

@@ -144,7 +144,7 @@ class _Ranks:
                 tree.add(name, value)
             elif self._values[name] != value:
                 message = f"{name} of {path} is not that of the first rank, which is taken"
-                self._builder.findings.append(finding("rank-object", "files", message, fqn=name, file=path))
+                self._builder.report("rank-object", "files", message, fqn=name, file=path)
         self._replicated[path] = frozenset(copies)
         self.storages.append((path, objects.storages))
         tree.require_all()
@@ -157,9 +157,7 @@ class _Ranks:
             if name not in self._unmerged:
                 self._unmerged.add(name)
                 message = f"cannot join the model-parallel shards of {name}: {error}"
-                self._builder.findings.append(
-                    finding("unmerged-tensor", "files", message, fqn=name, file=path)
-                )
+                self._builder.report("unmerged-tensor", "files", message, fqn=name, file=path)
             return None
         return placement if rank < self.degree else None
 

@@ -477,7 +477,7 @@ class RankReader:
                 message = (
                     f"rank {placed.rank} wrote {path}: the names of {other_path} and of {path} do not agree"
                 )
-                self._builder.findings.append(finding("item-mismatch", "files", message, file=path))
+                self._builder.report("item-mismatch", "files", message, file=path)
         if isinstance(placed.ranks, range):  # all ranks of a job, from 0
             self._span = max(self._span, placed.ranks.stop - shift)
         elif id(placed.ranks) not in self._mesh_ids:  # the tensors of a file share their meshes
@@ -556,7 +556,7 @@ class _Part:
         confused = len(self._numbers) > 1 or (True in self._numbers and not one_model)
         if True in self._numbers and not confused:
             message = f"{path} numbers the optimizer's states, and nothing proves their names"
-            self._builder.findings.append(finding("unnamed-states", "files", message, file=path))
+            self._builder.report("unnamed-states", "files", message, file=path)
         flat = self._confused(path) if confused else self._flat(path)
         for name, rows in self._plain.items():
             if name in flat:
@@ -600,15 +600,12 @@ class _Part:
         if not differ or any(len(plain.shape) != 1 for rows in runs.values() for _, plain in rows):
             return frozenset()
         suffix = f" and {len(runs) - 1} more states" if len(runs) > 1 else ""
-        message = f"{differ[0]}{suffix} are flat, and every rank has its own part: they are kept rank by rank"
-        self._builder.findings.append(
-            finding(
-                "flat-buffers",
-                "files",
-                message,
-                file=path,
-                hint="they are carried as they are; sharded state dicts of an optimizer can be resharded",
-            )
+        self._builder.report(
+            "flat-buffers",
+            "files",
+            f"{differ[0]}{suffix} are flat, and every rank has its own part: they are kept rank by rank",
+            file=path,
+            hint="they are carried as they are; sharded state dicts of an optimizer can be resharded",
         )
         return frozenset(runs)
 
@@ -680,7 +677,7 @@ class _Part:
             self._report("rank-object", f"{name} differs between ranks, and is kept for each of them", name)
 
     def _report(self, code: str, message: str, name: str) -> None:
-        self._builder.findings.append(finding(code, "files", message, fqn=name))
+        self._builder.report(code, "files", message, fqn=name)
 
 
 def _are_copies(rows: list[tuple[int, Plain]]) -> bool:

@@ -24,7 +24,7 @@ from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.torchzip.archive import TAR_BLOCK, is_tar, is_zip
 from ckptcore.encodings.torchzip.before_zip import BEFORE_ZIP
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, is_torch, read_objects
-from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import (
     Arrangement,
     Evidence,
@@ -193,7 +193,7 @@ def read(source: Source) -> Manifest:
         if name not in source.listing:
             builder.file(name, None)
             code = "missing-part" if source.recover else "missing-file"
-            builder.findings.append(finding(code, "files", f"{name} is missing", file=name))
+            builder.report(code, "files", f"{name} is missing", file=name)
             continue
         with passing() if len(names) > 1 else nullcontext():
             objects = _read(source, name, WRAPPED_TABLE)

@@ -133,7 +133,7 @@ def note_opened(builder: Builder, opened: Iterable[tuple[str, str]], file: str) 
     """Note containers of libraries, as (name, kind), that their tensors make plain dicts or lists."""
     for name, kind in opened:
         message = f"{name} ({kind}) holds tensors: it is a dict or list"
-        builder.findings.append(finding("restated-value", "files", message, fqn=name, file=file))
+        builder.report("restated-value", "files", message, fqn=name, file=file)
 
 
 def note_hidden(
@@ -159,7 +159,7 @@ def note_hidden(
     )
     for name, (_, needs, _) in refused.items():
         message = f"{name} may contain tensors: it needs {', '.join(needs)}, and {hidden}"
-        builder.findings.append(finding("refused-tensors", "coverage", message, fqn=name))
+        builder.report("refused-tensors", "coverage", message, fqn=name)
 
 
 def note_hidden_at(builder: Builder, name: str, value: Refused, nbytes: int, file: str) -> None:
@@ -176,9 +176,7 @@ def add_odd_piece(builder: Builder, fqn: str, value: Refused, file: str) -> None
         builder.withdraw(fqn, Unread(f"{piece} {reason}", value.dtype, file=file))
         return
     builder.withdraw(fqn, Unread(f"{piece} needs {value.name}", file=file))
-    builder.findings.append(
-        finding("refused-global", "files", f"{fqn} needs {value.name}", fqn=fqn, file=file)
-    )
+    builder.report("refused-global", "files", f"{fqn} needs {value.name}", fqn=fqn, file=file)
 
 
 def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> None:
@@ -210,9 +208,7 @@ def add_object(builder: Builder, fqn: str, value: Any, path: str) -> bool:
     """
     names = refused_in(value)
     if names:
-        builder.findings.append(
-            finding("refused-global", "files", f"object {fqn} needs {', '.join(names)}", fqn=fqn)
-        )
+        builder.report("refused-global", "files", f"object {fqn} needs {', '.join(names)}", fqn=fqn)
         builder.blobs.append(Blob(fqn, -1, None, names, known=False))
         return True
     try:
