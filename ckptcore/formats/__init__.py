@@ -87,6 +87,7 @@ from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import RecordingStore
 from ckptcore.utils.average_url import is_adapted, is_average
 from ckptcore.utils.memory import reusing_memory
+from ckptcore.utils.text import listed
 
 WRAPPED = ".tensor_class"  # what the object of a tensor that wraps others ends with
 # In the order of detection. A format is recognised by its own files, never by elimination.
@@ -268,7 +269,7 @@ def detect(source: Source) -> tuple[Format, Evidence]:
     from ckptcore.formats.nearest_reading import kinds_of_files
 
     names = sorted(source.listing)
-    files = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    files = listed(names, 6)
     kinds = f" ({kinds_of_files(source)})" if len(names) > 1 else ""
     raise UnknownFormat(
         f"{_address(source)} is not a checkpoint of a known format; it contains: {files or 'nothing'}{kinds}"
@@ -329,8 +330,7 @@ def _of_format(root: Source, source: Source, way: tuple[str, ...]) -> Manifest:
     manifest = read_as(detected, source) if copied is None else read_as(copied, root)
     absent = root.store.absent if isinstance(root.store, MergedStore) and not root.recover else ()
     if absent:
-        suffix = f" and {len(absent) - 1} more" if absent[1:] else ""
-        message = f"a folder of the source does not exist or is empty: {absent[0]}{suffix}"
+        message = f"a folder of the source does not exist or is empty: {listed(absent, 1)}"
         lacks = finding("not-complete", "files", message, hint="name the folder of every node")
         manifest = replace(manifest, findings=(*manifest.findings, lacks))
     origin = {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name}

@@ -14,7 +14,7 @@ from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common import torch_xla
 from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.rank_file_names import is_state
-from ckptcore.utils.text import count
+from ckptcore.utils.text import count, listed
 
 _MAX_FOLDERS, _MAX_FILES, _DEPTH = 24, 8, 2
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -55,9 +55,8 @@ def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
             else:
                 open_folders.append((f"{folder}/", form.name))
     if open_folders:
-        some = ", ".join(f"{folder} ({form})" for folder, form in open_folders[:6])
-        suffix = f" and {len(open_folders) - 6} more" if open_folders[6:] else ""
-        return f"; checkpoints are in {some}{suffix}", f"name one of them, such as {open_folders[-1][0][:-1]}"
+        some = listed([f"{folder} ({form})" for folder, form in open_folders], 6)
+        return f"; checkpoints are in {some}", f"name one of them, such as {open_folders[-1][0][:-1]}"
     if refused is not None:
         return f"; {refused[1].message}", refused[1].hint
     files = list(_files_that_open(source, detect))

@@ -172,8 +172,7 @@ def _files_like(
     matching = [p for p in source.listing if p.startswith(start) and pattern.match(p)]
     if len(matching) < least:
         return None
-    suffix = f" and {len(matching) - 1} more" if matching[1:] else ""
-    return (f"found {matching[0]}{suffix}",)
+    return (f"found {listed(matching, 1)}",)
 
 
 def _vllm(source: Source) -> tuple[str, ...] | None:
@@ -288,8 +287,7 @@ def _compressed(source: Source) -> tuple[str, ...] | None:
         packed = [p for p in source.listing if _PACKED.match(p)]
         if not packed or any(not _PACKED.match(p) and not p.endswith(_TEXTS) for p in source.listing):
             return None
-        suffix = f" and {len(packed) - 1} more" if packed[1:] else ""
-        return (f"found {min(packed, key=natural)}{suffix}",)
+        return (f"found {listed(sorted(packed, key=natural), 1)}",)
     if name.endswith(".lzma"):  # its first bytes may be those of a safetensors file
         return (f"{name} is named .lzma",)
     if source.listing[name] < TAR_BLOCK:

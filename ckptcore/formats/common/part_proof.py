@@ -28,6 +28,7 @@ from ckptcore.formats.common.part_names import PartName, absent_parts, part_name
 from ckptcore.naming.peft import adapter_fit
 from ckptcore.store.subfolder import unrecorded
 from ckptcore.utils.foreign_text import InvalidText
+from ckptcore.utils.text import listed
 
 Shape = tuple[int, ...]
 PARAMS = "params.json"  # of Meta and Mistral
@@ -186,9 +187,8 @@ def _unlike_adapted(source: Source, paths: Collection[str], shapes: Mapping[str,
     fit = adapter_fit(shapes, json_beside(source, "adapter_config.json"), sizes)
     path = min(paths)
     if fit.problems:
-        suffix = f" and {len(fit.problems) - 1} more" if fit.problems[1:] else ""
         code = "missing-part" if source.recover else "unproven-parts"
-        return [finding(code, "coverage", f"{fit.problems[0]}{suffix}", file=path, hint=_FIND)]
+        return [finding(code, "coverage", listed(fit.problems, 1), file=path, hint=_FIND)]
     if not fit.unknown:
         return []
     message = f"nothing states the rows of {fit.unknown[0]}: a rank's rows of its lora_B would look like all"

@@ -21,6 +21,7 @@ from functools import lru_cache
 
 from ckptcore.errors import AmbiguousModel, Finding, finding
 from ckptcore.formats.base import Source, natural
+from ckptcore.utils.text import listed
 
 _STATE = re.compile(
     r"^(?:(?:optimizer|scheduler)(?:_\d+)?\.(?:bin|pt)|(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scaler\.pt"
@@ -116,8 +117,7 @@ def unread_optimizers(source: Source, paths: Iterable[str]) -> list[Finding]:
     beside = sorted(p for p in source.listing if _OPTIMIZER.match(p) and p not in set(paths))
     if not beside:
         return []
-    suffix = f" and {len(beside) - 1} more" if beside[1:] else ""
-    message = f"the optimizer's state in {beside[0]}{suffix} is not read with the model"
+    message = f"the optimizer's state in {listed(beside, 1)} is not read with the model"
     return [finding("unread-state", "files", message, file=beside[0])]
 
 

@@ -69,7 +69,7 @@ from ckptcore.formats.deepspeed.tensor_parallel import (
 )
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
-from ckptcore.utils.text import short_repr
+from ckptcore.utils.text import listed, short_repr
 
 MODEL = "module."
 LOW_PRECISION = "lp/"  # no dot: it is no part that could be the model
@@ -170,8 +170,7 @@ class _Reader:
         computed = self._neox.computed if self._neox is not None else {}
         means = sorted(name for name, operation in computed.items() if operation == "mean")
         if means:
-            suffix = f" and {len(means) - 1} more" if means[1:] else ""
-            message = f"the copies of {MODEL}{means[0]}{suffix} differ between ranks: their mean is taken"
+            message = f"the copies of {MODEL}{listed(means, 1)} differ between ranks: their mean is taken"
             builder.report("averaged-copies", "coverage", message, fqn=MODEL + means[0])
         # The rules for copies that differ between ranks are of the weights as stored, not of their masters.
         preferred = "master" if partitioned and not computed else "module"

@@ -36,7 +36,7 @@ from ckptcore.formats.common.rank_file_names import NANOTRON_METADATA as METADAT
 from ckptcore.formats.common.rank_file_names import NANOTRON_MODEL as MODEL
 from ckptcore.formats.common.shard_pieces import Piece, PlacedTensors, Shape, ShardPlacement, same
 from ckptcore.utils.foreign_text import InvalidText
-from ckptcore.utils.text import short_repr
+from ckptcore.utils.text import listed, short_repr
 
 _CONFIG = "model_config.json"
 _DATA = "data"
@@ -127,11 +127,10 @@ def read_step(source: Source) -> Manifest:
         builder.findings += _contradicting(source, fqn, tensors[fqn], mesh)
         _add_tensor(source, builder, placed, fqn, tensors[fqn])
     builder.findings += _lacking(source, tensors)
-    states = [p for p in source.listing if p.startswith(_STATES)]
+    states = sorted(p for p in source.listing if p.startswith(_STATES))
     if states:
-        suffix = f" and {len(states) - 1} more" if states[1:] else ""
-        message = f"the state of optimizer, scheduler and random numbers is not read: {min(states)}{suffix}"
-        builder.report("stray-file", "files", message, file=min(states))
+        message = f"the state of optimizer, scheduler and random numbers is not read: {listed(states, 1)}"
+        builder.report("stray-file", "files", message, file=states[0])
     return builder.build("nanotron", source.store.url, origin)
 
 

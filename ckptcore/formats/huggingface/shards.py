@@ -382,11 +382,10 @@ def _incomplete(
     )
     names = () if proven else unproven(shards, known_shapes([folder, source], shards))
     if names:
-        suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield finding(
             "missing-part" if folder.recover else "unproven-shape",
             "coverage",
-            f"{names[0]}{suffix} would be larger if ranks after rank "
+            f"{some_of(names, 1)} would be larger if ranks after rank "
             f"{max(shards.ranks, 1) - 1} had written shards: no file records the number of ranks",
         )
     expected_paths = shards.sizes.keys() | {tensor.path for tensor in consolidated.values()}
