@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptcore.errors import DestinationExists, DestinationUnwritable, UsageError
-from ckptcore.formats.common.part_names import part_name
+from ckptcore.formats.common.rank_file_names import part_name
 from ckptcore.planning.hub_files import CONFIG, NONE
 from ckptcore.planning.request import Request
 from ckptcore.redaction import holds_credentials

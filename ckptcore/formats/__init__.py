@@ -30,8 +30,8 @@ from ckptcore.core.manifest import Blob, Envelope, Item, Manifest, StoredFile, T
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import metered, passing
 from ckptcore.errors import AmbiguousModel, SourceUnreadable, UnknownFormat, UnsupportedFormat, finding
+from ckptcore.formats.accelerate.format import COPIES, with_copy
 from ckptcore.formats.accelerate.format import FORMAT as ACCELERATE
-from ckptcore.formats.accelerate.trainer_deepspeed import COPIES, with_copy
 from ckptcore.formats.base import (
     Abilities,
     Arrange,

@@ -12,8 +12,7 @@ from ckptcore.encodings.torchzip.reader import head_holds
 from ckptcore.errors import CkptError, UnsupportedFormat
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common import torch_xla
-from ckptcore.formats.common.part_names import part_name
-from ckptcore.formats.common.rank_file_names import is_state
+from ckptcore.formats.common.rank_file_names import is_state, part_name
 from ckptcore.utils.text import count, listed
 
 _MAX_FOLDERS, _MAX_FILES, _DEPTH = 24, 8, 2

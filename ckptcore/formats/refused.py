@@ -22,7 +22,7 @@ from ckptcore.formats.common.part_proof import evidence_beside
 from ckptcore.formats.common.rank_file_names import ITEM, METADATA, NANOTRON, NANOTRON_METADATA, is_state
 from ckptcore.formats.dcp.format import stage_folders
 from ckptcore.formats.huggingface import nanotron
-from ckptcore.formats.huggingface.shard_headers import is_shard
+from ckptcore.formats.huggingface.shards import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.formats.torch_save.format import in_tar
 from ckptcore.utils.step_names import stage_of
@@ -114,7 +114,7 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
         return (f"{folder}/{name} is one model-parallel rank's file",)
     if name == _NEMO:
         # Imported for such files alone: it reads YAML.
-        from ckptcore.formats.megatron.nemo_ranks import CONFIG, stated_ranks
+        from ckptcore.formats.megatron.legacy_ranks import CONFIG, stated_ranks
 
         if (ranks := stated_ranks(source)) > 1:
             return (f"{name} is one file, and {CONFIG} beside it states {ranks} model-parallel ranks",)

@@ -10,6 +10,11 @@ transformers/trainer.py.
 Written models and optimizers are DCP folders, in which names begin with ``model`` and ``optimizer``, whatever
 their number. Schedulers, samplers and scalers are torch files, and so is the random state of each rank, where
 it is kept. `.metadata` of the first model comes last: the folder is recognised by it.
+
+Beside a save of DeepSpeed the Trainer writes ``model.safetensors`` (of a LoRA, ``adapter_model.safetensors``)
+beside ``latest`` and ``global_stepN/`` (transformers/trainer.py, `_save_checkpoint`). DeepSpeed's masters are
+the model, and the Trainer's file is a copy of the 16-bit weights: the two are compared, neither is stray, and
+a copy that lacks trained weights is reported.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
@@ -52,6 +58,10 @@ from ckptcore.formats.common.torch_file import torch_file
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.format import thin
 from ckptcore.formats.dcp.reader import read_folder
+from ckptcore.formats.deepspeed.file_names import is_checkpoint
+from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
+from ckptcore.formats.deepspeed.format import read as read_deepspeed
+from ckptcore.formats.huggingface.shards import with_consolidated_folder
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.foreign_text import InvalidText
 
@@ -94,6 +104,12 @@ _NAME = "accelerate"
 _TRAINER = "trainer_state.json"
 _MAX_JSON = 64 << 20
 _MAX_LISTED = 100
+COPIES = ("safetensors", "hf_quantized")  # formats of the Trainer's own file
+_16_BIT, _MASTERS, _STATE = "lp/", "module.", "optimizer.state."  # of DeepSpeed's names
+# PEFT leaves out the adapter's name, and with it the wrapper of a module that is trained beside adapters
+# (peft/utils/save_and_load.py, `get_peft_model_state_dict`).
+_ADAPTER = re.compile(r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?=\.|$)")
+_WRAPPER = re.compile(r"\.modules_to_save\.default(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,3 +401,34 @@ FORMAT = Format(
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
     thin=thin,
 )
+
+
+def with_copy(folder: str, source: Source) -> Format | None:
+    """Return the format that reads a folder with a save of DeepSpeed below it; None without one."""
+    if DEEPSPEED.reader is None or not is_checkpoint(source.below(folder).listing):
+        return None
+    reader = Reader(
+        partial(_read_with_copy, folder=folder), DEEPSPEED.reader.checksums, DEEPSPEED.reader.objects
+    )
+    return replace(DEEPSPEED, reader=reader)
+
+
+def _read_with_copy(source: Source, /, *, folder: str) -> Manifest:
+    """Read the manifest of DeepSpeed's save, with the tensors of the Trainer's file as copies."""
+    save = read_deepspeed(source.below(folder))
+    names = {t.fqn for t in save.tensors}
+    wrapped = {_WRAPPER.sub("", name): name for name in names if _WRAPPER.search(name)}
+
+    def name_of(name: str) -> str:
+        for inner in (name, _ADAPTER.sub(r".\1.default", name)):
+            for start in (_16_BIT, _MASTERS):
+                stored = wrapped.get(start + inner, start + inner)
+                if stored in names:
+                    return stored
+        return _MASTERS + name
+
+    joined = join(save.format, source.store.url, [Part(save, folder)], save.origin)
+    # What was trained has optimizer state; frozen weights are in no file of an adapter.
+    trained = {n.removeprefix(_STATE).rpartition(".")[0]: None for n in names if n.startswith(_STATE)}
+    required = [name_of(name) for name in sorted(trained, key=natural) if _MASTERS + name in names]
+    return with_consolidated_folder(replace(joined, order=save.order), source, "", name_of, required)

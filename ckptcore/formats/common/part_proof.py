@@ -24,7 +24,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.model_layers import ModelLayers, layers_of, torn_layers
-from ckptcore.formats.common.part_names import PartName, absent_parts, part_name, series
+from ckptcore.formats.common.rank_file_names import PartName, absent_parts, part_name, series
 from ckptcore.naming.peft import adapter_fit
 from ckptcore.store.subfolder import unrecorded
 from ckptcore.utils.foreign_text import InvalidText

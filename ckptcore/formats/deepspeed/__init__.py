@@ -5,6 +5,6 @@
 `optimizer_states` finds parameters in the flat buffers of ZeRO's optimizer, `universal` reads the universal
 form, `reader` puts all together, and `format` is the seam.
 
-`universal_writer` lays out universal folders: `universal_contents` names the values of any source, collects
-parameter groups, sorts the values, and refuses what DeepSpeed would not load.
+`universal_writer` lays out universal folders: it names the values of any source, collects parameter groups,
+and refuses what DeepSpeed would not load.
 """

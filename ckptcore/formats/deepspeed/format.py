@@ -39,7 +39,7 @@ def read(source: Source) -> Manifest:
 
 def place(source: Manifest) -> Callable[[Path], Path]:
     """Return the mapping of `place_universal`; raise its errors."""
-    from ckptcore.formats.deepspeed.universal_contents import place_universal
+    from ckptcore.formats.deepspeed.universal_writer import place_universal
 
     return place_universal(source)
 

@@ -22,25 +22,28 @@ from ckptcore.encodings.pickle.trainer_classes import foreign_classes
 from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.common.files_beside import continued_findings, fuller_torch_form, index_findings
-from ckptcore.formats.common.part_names import is_run, part_name
-from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.rank_file_names import (
-    TORCH_SUFFIXES,
-    require_one_model,
-    unlinked,
-    unread_optimizers,
-    without_links,
-)
-from ckptcore.formats.common.weight_index import (
+from ckptcore.formats.common.files_beside import (
     INDEX,
     WeightIndex,
+    continued_findings,
     files_of,
+    fuller_torch_form,
+    index_findings,
     indexes_of,
     read_index,
     take_index,
     unlike_index,
     unlike_total,
+)
+from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.rank_file_names import (
+    TORCH_SUFFIXES,
+    is_run,
+    part_name,
+    require_one_model,
+    unlinked,
+    unread_optimizers,
+    without_links,
 )
 from ckptcore.store.subfolder import unrecorded
 from ckptcore.utils.foreign_text import InvalidText, parsing

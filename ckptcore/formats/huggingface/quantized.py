@@ -36,7 +36,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import header_text, read_header
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
-from ckptcore.formats.common.weight_index import read_index
+from ckptcore.formats.common.files_beside import read_index
 from ckptcore.formats.huggingface.folder import index_of, read_folder, recognised, unindexed
 from ckptcore.naming.quantized_names import companions
 from ckptcore.utils.foreign_text import InvalidText

@@ -32,8 +32,8 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
+from ckptcore.formats.common.files_beside import INDEX, fits_index, index_name
 from ckptcore.formats.common.thinning import thin_files
-from ckptcore.formats.common.weight_index import INDEX, fits_index, index_name
 from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION, read_folder, recognised
 from ckptcore.formats.huggingface.quantized import lost_scales
 

@@ -4,7 +4,7 @@ An iteration's folder has ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` for each
 and expert-parallel rank (megatron/training/checkpointing.py). The ranks' slices are merged into the
 tensors of Megatron-Core's distributed checkpoints. Tensors of several ranks are replicas, compared
 while they are moved: norms, routers, and in the last stage the copy of tied embeddings. Unpacked models of
-NeMo 1 are read alike (`nemo_ranks`).
+NeMo 1 are read alike.
 
 A file may be in another rank's folder. What names its rank, in this order, where it fits all files:
 

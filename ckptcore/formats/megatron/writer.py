@@ -43,8 +43,7 @@ from ckptcore.formats.common.write_assignment import Share, WriteItem
 from ckptcore.formats.dcp.metadata_writer import metadata_pickle
 from ckptcore.formats.dcp.writer import METADATA, Files
 from ckptcore.formats.megatron.config import CONFIG, TRACKER
-from ckptcore.formats.megatron.flat_buffers import ORIGINAL
-from ckptcore.formats.megatron.parameter_space import MODEL_SPACE, sharding_types
+from ckptcore.formats.megatron.flat_buffers import MODEL_SPACE, ORIGINAL, sharding_types
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, EXTRA_STATE, SHARD
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.text import count, short_repr

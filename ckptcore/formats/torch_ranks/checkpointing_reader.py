@@ -30,9 +30,15 @@ from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.optimizer_numbers import Shape
-from ckptcore.formats.common.part_names import PartName, PartNumber
 from ckptcore.formats.common.part_proof import unproven_findings
-from ckptcore.formats.common.rank_file_names import ITEM, METADATA, RankFiles, item_files
+from ckptcore.formats.common.rank_file_names import (
+    ITEM,
+    METADATA,
+    PartName,
+    PartNumber,
+    RankFiles,
+    item_files,
+)
 from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_ranks.placement import DTENSOR, Placed, Placer

@@ -19,7 +19,6 @@ from ckptcore.encodings.torchzip.reader import head_holds, is_torch
 from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.rank_file_names import (
     ITEM,
     METADATA,
@@ -27,11 +26,12 @@ from ckptcore.formats.common.rank_file_names import (
     is_rank_file,
     is_state,
     item_files,
+    part_name,
     rank_files,
     without_links,
 )
 from ckptcore.formats.common.thinning import thin_files
-from ckptcore.formats.huggingface.shard_headers import is_shard
+from ckptcore.formats.huggingface.shards import is_shard
 
 _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.

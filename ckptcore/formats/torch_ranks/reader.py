@@ -32,9 +32,8 @@ from ckptcore.encodings.torchzip.reader import check_view, is_torch, read_object
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.optimizer_numbers import Shape
-from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.part_proof import torn_findings, unproven_findings
-from ckptcore.formats.common.rank_file_names import RankFiles
+from ckptcore.formats.common.rank_file_names import RankFiles, part_name
 from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered

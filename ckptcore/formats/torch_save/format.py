@@ -36,13 +36,23 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
-from ckptcore.formats.common.files_beside import index_findings, parameters
-from ckptcore.formats.common.part_names import is_run, part_name
+from ckptcore.formats.common.files_beside import (
+    files_of,
+    index_findings,
+    indexes_of,
+    parameters,
+    read_index,
+    take_index,
+    unlike_index,
+    unlike_total,
+)
 from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.rank_file_names import (
     is_adapter,
+    is_run,
     is_state,
     numbered_model,
+    part_name,
     require_one_model,
     unlinked,
     unread_optimizers,
@@ -51,14 +61,6 @@ from ckptcore.formats.common.rank_file_names import (
 from ckptcore.formats.common.torch_file import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.common.torch_xla import refuse_shards
 from ckptcore.formats.common.trees import kind_of, leaves_below
-from ckptcore.formats.common.weight_index import (
-    files_of,
-    indexes_of,
-    read_index,
-    take_index,
-    unlike_index,
-    unlike_total,
-)
 from ckptcore.formats.torch_save.tree import TorchTree
 from ckptcore.store.subfolder import FileRange
 

@@ -17,7 +17,7 @@ import ckptcore
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import Finding
-from ckptcore.formats.common.part_names import absent_parts, part_name
+from ckptcore.formats.common.rank_file_names import absent_parts, part_name
 
 CELLS = [(s, d) for s in SERIES for d in DAMAGES]
 # By default one damage for every other series, and each damage for one at least; all of them in a soak.

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import ckptcore
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import CkptError, UnsupportedDtype, UnsupportedFormat
-from ckptcore.formats.deepspeed.universal_contents import collect_groups
+from ckptcore.formats.deepspeed.universal_writer import collect_groups
 from ckptcore.planning.request import Request
 
 ARCHIVE = samples.FIXTURES / "deepspeed.tar.zst"

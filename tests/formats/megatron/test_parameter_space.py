@@ -9,7 +9,7 @@ import pytest
 from ckptcore.core.manifest import Blob, Item, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, TensorRef, decode, encode
-from ckptcore.formats.megatron.parameter_space import ParameterSpace, restate, space_of
+from ckptcore.formats.megatron.flat_buffers import ParameterSpace, restate, space_of
 
 RESHARDABLE = ParameterSpace("fully_reshardable", prefixed=False)
 MODEL_SPACE = ParameterSpace("fully_sharded_model_space", prefixed=True)

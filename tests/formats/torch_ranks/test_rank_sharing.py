@@ -11,9 +11,9 @@ import pytest
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.formats.base import Arrangement, FileLayout
+from ckptcore.formats.common import torch_file as _torchfile
 from ckptcore.formats.torch_ranks import writer as _rankwrite
 from ckptcore.formats.torch_ranks.writer import arrange
-from ckptcore.formats.torch_save import layout as _torchfile
 from ckptcore.topology.layout import Replicate, Shard, TensorLayout, Topology, _StridedShard
 from ckptcore.topology.mesh_spec import parse_mesh
 
