@@ -354,12 +354,7 @@ def read_as(format: Format, source: Source) -> Manifest:
 
 
 def _as_listed(root: Source, manifest: Manifest) -> Manifest:
-    """Add what the listing, which is older than every read, records about the files and their neighbours.
-
-    Args:
-        root: The source as it was opened.
-        manifest: The manifest that the format's reader returned.
-    """
+    """Add what the root's listing, which is older than every read, has of files and their neighbours."""
     above = join_url(manifest.root, "")
     if not above.startswith(join_url(root.store.url, "")):
         return manifest

@@ -220,11 +220,7 @@ def with_files(manifest: Manifest, inputs: Sequence[Manifest], evidence: str) ->
 
 
 def _stored_names(averaged: ModelInput, last: ModelInput) -> dict[str, str]:
-    """Return for each tensor that is summed its name in the last input -> its name in this one.
-
-    Raises:
-        NameMismatch: The names of the two differ, however they are read.
-    """
+    """Return the name of a summed tensor in the last input -> that in this one; raise if names differ."""
     names, last_names = averaged.summed, last.summed
     if names.keys() != last_names.keys() and set(names.values()) == set(last_names.values()):
         names = last_names = {name: name for name in names.values()}

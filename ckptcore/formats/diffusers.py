@@ -97,11 +97,7 @@ def _read_index(source: Source) -> Mapping[str, Any] | None:
 
 
 def _components(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> class of the components that a pipeline has.
-
-    Raises:
-        MalformedCheckpoint: A name is none of a folder.
-    """
+    """Return name -> class of the components that a pipeline has; raise where a name is none of a folder."""
     pairs = {n: v for n, v in index.items() if type(v) is list and len(v) == 2 and not n.startswith("_")}
     components = {n: v[1] for n, v in pairs.items() if all(isinstance(text, str) for text in v)}
     for name in components:

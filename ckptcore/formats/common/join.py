@@ -40,7 +40,7 @@ def join(
     Args:
         format: Name of the format of the result.
         root: URL of the common root.
-        parts: Manifests to merge.
+        parts: Manifests to merge, at least one.
         origin: Origin of the result.
         findings: Findings to add to those of the parts.
 
@@ -96,7 +96,7 @@ def join(
         format,
         root,
         tuple(tensors),
-        _stack_chunks(chunks, rank, any_view),
+        _stack_chunks(chunks, any_view),
         _all_items(items, codecs, member),
         tuple(StoredFile(p, sizes[n]) for p, n in files.items()),
         tuple(blobs),
@@ -159,10 +159,7 @@ def _widened(chunks: Chunks, rank: int, shift: int, base: int, any_view: bool) -
     return Chunks(chunks.first + base, lo, shape, item, view)
 
 
-def _stack_chunks(chunks: Sequence[Chunks], rank: int, any_view: bool) -> Chunks:
-    if not chunks:
-        empty = np.zeros((0, rank), np.int64)
-        return Chunks(np.zeros(1, np.int64), empty, empty, np.zeros(0, np.int64))
+def _stack_chunks(chunks: Sequence[Chunks], any_view: bool) -> Chunks:
     first = np.concatenate([chunks[0].first[:1], *(c.first[1:] for c in chunks)])
     views = [c.view for c in chunks if c.view is not None]
     return Chunks(
@@ -176,8 +173,5 @@ def _stack_chunks(chunks: Sequence[Chunks], rank: int, any_view: bool) -> Chunks
 
 def _all_items(items: Sequence[Items], codecs: list[str], member: Mapping[int, str]) -> Items:
     columns = ("file", "start", "length", "envelope", "codec", "crc32")
-    if not items:
-        none = np.zeros(0, np.int64)
-        return Items(none, none, none, none.astype(np.int8), none.astype(np.int8), none)
     joined = {c: np.concatenate([getattr(i, c) for i in items]) for c in columns}
     return Items(**joined, codecs=tuple(codecs), member=dict(member))

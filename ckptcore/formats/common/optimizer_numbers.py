@@ -273,13 +273,7 @@ Known = tuple[Numbered, Mapping[int, Shape]]
 
 
 def _by_groups(model: _Model, rows: Sequence[Known], *, complete: bool) -> list[NumberingProof]:
-    """Prove numbers that count each optimizer's own groups.
-
-    Args:
-        model: The model.
-        rows: Optimizers without a proof.
-        complete: Whether ``rows`` has all optimizers of the model.
-    """
+    """Prove numbers that count each optimizer's own groups; ``complete`` if these are all of the model."""
     # As many numbers as parameters: each parameter belongs to exactly one optimizer.
     if complete and len(rows) > 1 and sum(len(o.ids) for o, _ in rows) == len(model.names):
         if len(rows) == len(model.names):  # made by a loop over the parameters, in their order

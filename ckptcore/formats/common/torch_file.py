@@ -128,14 +128,7 @@ class Around:
 
 
 def _tail(offset: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -> _Tail:
-    """Lay out storages, version and directory.
-
-    Args:
-        offset: First byte.
-        before: Bytes of the directory for the two records before.
-        sizes: Bytes of each slot.
-        inline: Storages after the slots.
-    """
+    """Lay out storages, version and directory, after ``before`` bytes of it for the two records before."""
     literals: list[Literal] = []
     slots: list[Slot] = []
     patches: list[tuple[int, int]] = []

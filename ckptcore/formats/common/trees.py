@@ -78,15 +78,7 @@ def built(rows: Iterable[tuple[str, Path, Any]]) -> dict[Any, Any]:
 
 
 def _put(tree: Any, path: Path, value: Any, container_ids: set[int], name: str) -> None:
-    """Set the value at a path.
-
-    Args:
-        tree: Root of the tree.
-        path: Where the value goes.
-        value: What goes there.
-        container_ids: Of the containers made for paths. Nothing is added to one saved as one object.
-        name: Name of the value, for messages.
-    """
+    """Set the value at a path; nothing is added to a container that is not one of those made for paths."""
     container = tree
     for key, below in zip(path, (*path[1:], None), strict=True):
         if id(container) not in container_ids or isinstance(container, list) is not isinstance(key, int):

@@ -501,14 +501,7 @@ class Join:
     """
 
     def __init__(self, places: Places, chunks: MetadataChunks, shapes: Ints, ranks: Ints) -> None:
-        """Match chunks with places.
-
-        Args:
-            places: Places of items.
-            chunks: Chunks of tensors.
-            shapes: Shapes of the tensors by number of their name, int64 [names, r].
-            ranks: Number of dims by number of the name, int64 [names]; -2 for no tensor.
-        """
+        """Match chunks with places; shapes and ranks (-2 for no tensor) are by the number of a name."""
         width = max(places.offset.shape[1], chunks.offset.shape[1], shapes.shape[1])
         keys = _Keys(widened(shapes, width), ranks)
         # One integer per name and offset: sorting integers is far cheaper than sorting rows.

@@ -44,11 +44,11 @@ class ObjectRules:
     Attributes:
         parse: Returns an item's tree.
         adapt: (key, parsed objects, the item's reader) -> (objects that the key means, paths of the parts
-            left out). None leaves out the entire object when any global in it was refused.
+            left out).
     """
 
+    adapt: Callable[[str, Objects, Reader], tuple[Objects, tuple[str, ...]]]
     parse: Callable[[FileRange, str], Objects] = read_objects
-    adapt: Callable[[str, Objects, Reader], tuple[Objects, tuple[str, ...]]] | None = None
 
 
 def _without_refused(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
@@ -87,8 +87,8 @@ def add_blobs(
     builder: Builder,
     store: Readable,
     blobs: Mapping[str, Item],
-    rank_copies: Sequence[tuple[str, Item]] = (),
-    rules: ObjectRules = PLAIN,
+    rank_copies: Sequence[tuple[str, Item]],
+    rules: ObjectRules,
 ) -> None:
     """Add every byte item to the builder, with the tensors inside.
 
@@ -112,7 +112,6 @@ def add_blobs(
     for key, item, data in _read_all(store, names, complete):
         item_number = builder.item(item)
         label = f"object {key} in {names[item.file]}"
-        partly: tuple[str, ...] = ()
         try:
             if isinstance(data, CkptError):
                 raise data
@@ -122,8 +121,7 @@ def add_blobs(
                 content = _content(store, names[item.file], item, data)
                 objects = rules.parse(content, label)
                 _leave_unused(content, objects)
-                if rules.adapt is not None:
-                    objects, partly = rules.adapt(key, objects, content)
+                objects, partly = rules.adapt(key, objects, content)
                 tree = adopt(builder, key, item, objects, label)
             meter().keep(weight(tree), label)
         except (MalformedCheckpoint, UnsafeContent) as error:

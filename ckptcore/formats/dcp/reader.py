@@ -143,12 +143,7 @@ def _saved_order(
 
 
 def _paths(parsed: Iterable[Metadata], wrapped: Mapping[str, str]) -> Paths:
-    """Return the path of each name in the saved tree, as far as the planners recorded it.
-
-    Args:
-        parsed: The metadata files.
-        wrapped: Name of a tensor or object -> that of the tensor in the saved tree that has it.
-    """
+    """Return the path of each name in the saved tree, as far as the planners recorded it."""
     paths = Paths()
     for metadata in parsed:
         recorded_paths = metadata.paths if type(metadata.paths) is dict else {}
@@ -173,14 +168,7 @@ class _Columns:
     def __init__(
         self, builder: Builder, store: Readable, listing: Mapping[str, int], listed: Set[str]
     ) -> None:
-        """Start without tensors.
-
-        Args:
-            builder: Receives tensors, chunks and findings.
-            store: The folder.
-            listing: Path -> size of the folder's files.
-            listed: Names that any of the metadata files lists.
-        """
+        """Start without tensors; ``listed`` are the names that any of the metadata files lists."""
         self._builder, self._listing, self._listed = builder, listing, listed
         self._store = store
         self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
@@ -236,12 +224,7 @@ class _Columns:
 
     @staticmethod
     def _shapes(tensors: Mapping[int, tuple[int, tuple[int, ...]]], names: int) -> tuple[Ints, Ints, Ints]:
-        """Return columns by number of the name.
-
-        Returns:
-            (shapes int64 [names, r], numbers of dims int64 [names] with -2 for no tensor, numbers of the
-            tensors int64 [names] with -1 for one that cannot be read).
-        """
+        """Return by number of a name: shapes, numbers of dims (-2: no tensor), and tensors (-1: not read)."""
         tensor_shapes, rows = (
             [shape for _, shape in tensors.values()],
             np.fromiter(tensors, np.int64, len(tensors)),
@@ -429,16 +412,7 @@ class _Columns:
         item_places: Ints,
         is_plain_zip: npt.NDArray[np.bool_],
     ) -> None:
-        """Open the items of these tensors, of each until one holds no instance of a tensor class.
-
-        Args:
-            wrapped: Collects the instances.
-            tensor_numbers: The tensors to open.
-            tensor_of_chunk: The number of each chunk's tensor.
-            chunks: All chunks.
-            item_places: (file, first byte, bytes, codec) of each chunk's item.
-            is_plain_zip: Whether a chunk's item is a torch zip of its own.
-        """
+        """Open the items of these tensors, of each until one holds no instance of a tensor class."""
         if not len(tensor_numbers):
             return
         order = np.argsort(tensor_of_chunk, kind="stable")

@@ -356,11 +356,9 @@ def object_zip(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _zip(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, ...], int]:
-    """Return what `torch.save` writes around the bytes of a contiguous tensor.
+    """Return what `torch.save` writes around the bytes of a contiguous tensor, before and after them.
 
-    Returns:
-        (bytes before the payload, bytes after it, positions of the payload's CRC-32 in the latter, bytes of
-        the payload).
+    Behind that: where their CRC-32 is in the latter, and how many bytes they are.
     """
     spec = TensorSpec("tensor", dtype, shape)
     layout = torch_file("", TensorRef(spec.fqn), [spec], [0])

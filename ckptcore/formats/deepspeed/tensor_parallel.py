@@ -341,7 +341,7 @@ class TensorParallel:
         if not shape:
             return {rank: same(shape) for rank in shapes}
         dim = 1 if rule == "rows" and len(shape) > 1 else 0
-        return {rank: self._concatenated(name, rule, shape, dim, rank) for rank in shapes}
+        return {rank: self._concatenated(rule, shape, dim, rank) for rank in shapes}
 
     def _by_parts(self, name: str, shapes: Mapping[int, Shape]) -> dict[int, ShardPlacement]:
         fields, pattern = self._sub_params[name]
@@ -351,7 +351,7 @@ class TensorParallel:
         rank_widths = widths.get(pattern) if isinstance(widths, dict) else None
         return _by_sub_params(fields, rank_widths, version, shapes, self._degree)
 
-    def _concatenated(self, name: str, rule: str | None, shape: Shape, dim: int, rank: int) -> ShardPlacement:
+    def _concatenated(self, rule: str | None, shape: Shape, dim: int, rank: int) -> ShardPlacement:
         if rule == "halves":
             if shape[0] % 2:
                 raise Unmerged(f"half of {shape[0]} rows is no number of rows")
@@ -443,13 +443,8 @@ def _by_sub_params(
 ) -> dict[int, ShardPlacement]:
     """Place shards of parameters that were fused before they were cut (`SubparamShape`).
 
-    Args:
-        fields: ``shape`` has the sizes of the fused parameters along ``partition_dim``; before version 0.4 a
-            number there is how many equal ones there are.
-        widths: For each fused parameter its elements on each rank, recorded since version 0.4.
-        version: Of ``universal_checkpoint_info``.
-        shapes: Tensor-parallel rank -> shape of its shard.
-        degree: Tensor-parallel ranks.
+    ``shape`` of the fields has the sizes of the fused parameters along ``partition_dim``; before version 0.4
+    a number there is how many equal ones there are. Since then ``widths`` has each rank's elements of each.
     """
     dim, sizes = fields.get("partition_dim"), fields.get("shape")
     sizes = sizes.value if isinstance(sizes, Named) else sizes

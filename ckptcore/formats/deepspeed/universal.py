@@ -155,11 +155,7 @@ def _read(source: Source, path: str) -> tuple[StatesFile, Any]:
 
 
 def _add_optimizer(source: Source, assembly: Assembly) -> None:
-    """Add parameter groups and scalars of rank 0; its buffers (stage 3) are those of the parameters' files.
-
-    Raises:
-        MalformedCheckpoint: The file is another one: it has no value that an optimizer's state has.
-    """
+    """Add parameter groups and scalars of rank 0; its buffers (stage 3) are those of parameters' files."""
     file = read_file(source, _OPTIMIZER)
     if not file.tree.keys() & _OF_OPTIMIZER or "module" in file.tree:
         raise MalformedCheckpoint(

@@ -426,11 +426,7 @@ def _require_pickled(key: str, value: Any) -> None:
 
 
 def _with_parameters(groups: Sequence[ParameterGroup], trained: Sequence[str]) -> tuple[ParameterGroup, ...]:
-    """Return groups that name their parameters.
-
-    Raises:
-        UnsupportedFormat: A group names a parameter without state, or several groups name none.
-    """
+    """Return groups that name their parameters; raise where one names none, or one without state."""
     if not groups:
         return (ParameterGroup({}, tuple(trained)),)
     if len(groups) == 1 and groups[0].parameters is None:

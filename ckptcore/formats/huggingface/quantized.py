@@ -410,15 +410,9 @@ def _is_pair(rule: _Rule, weight: TensorSpec, scale: TensorSpec) -> bool:
 def _is_quantised(
     rule: _Rule, weight: TensorSpec | None, scale: TensorSpec | None, stated: Callable[[], QuantizationConfig]
 ) -> bool:
-    """Report whether a pair shows that a folder is quantised.
+    """Report whether a pair shows that a folder is quantised; a tensor is None where its file is missing.
 
     Integers may be any model's: they are a weight where name and formula fit, or where a config says so.
-
-    Args:
-        rule: That the names fit.
-        weight: None where its file is missing, like scale.
-        scale: Factors.
-        stated: Returns what the folder's config states.
     """
     if weight is None or scale is None:
         return weight is not None and weight.dtype in rule.dtypes and weight.dtype != "int8"

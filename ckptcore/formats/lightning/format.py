@@ -125,14 +125,13 @@ def contents(source: Source, name: str) -> Contents:
     return Contents(objects, tree if isinstance(tree, dict) else {}, tuple(lost))
 
 
-def read_tree(source: Source, name: str, read: Contents, format: str, origin: dict[str, Any]) -> Manifest:
+def read_tree(source: Source, name: str, read: Contents, origin: dict[str, Any]) -> Manifest:
     """Return the manifest of a file: each top-level value is an object, the tensors inside are tensors.
 
     Args:
         source: The folder of the file.
         name: Path of the file.
         read: Its parsed content.
-        format: Name of the format.
         origin: Origin of the manifest.
 
     Raises:
@@ -150,7 +149,7 @@ def read_tree(source: Source, name: str, read: Contents, format: str, origin: di
     _add_findings(builder, read, name)
     bound_views(sum(t.nbytes for t in builder.tensors), size, name)
     form = paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
-    return builder.build(format, source.store.url, origin | ({"paths": form} if form else {}))
+    return builder.build(NAME, source.store.url, origin | ({"paths": form} if form else {}))
 
 
 def _add_findings(builder: Builder, read: Contents, name: str) -> None:
@@ -192,17 +191,10 @@ def _add_findings(builder: Builder, read: Contents, name: str) -> None:
 
 
 def _without_refused(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], Refused]]) -> Any:
-    """Return a value without the dict entries and attributes that need refused globals.
+    """Return a value without dict entries and attributes that need refused globals; they go into ``lost``.
 
-    A sequence with such an element is left out completely, because positions have a meaning.
-
-    Args:
-        value: Any parsed value.
-        path: Its path in the tree.
-        lost: Receives (path, what was refused).
-
-    Returns:
-        The value, or `Refused` for a value that is left out.
+    A sequence with such an element is left out completely, because positions have a meaning. What is left out
+    is a `Refused` value.
     """
     if isinstance(value, Refused):
         return value
@@ -292,7 +284,7 @@ def read(source: Source) -> Manifest:
         names, unproven = parameter_names(content.tree, name)
         if names:
             facts["lightning"]["parameters"] = names
-        manifest = read_tree(source, name, content, NAME, facts)
+        manifest = read_tree(source, name, content, facts)
         parts = part_findings(source, (name,), {t.fqn: t.shape for t in manifest.tensors})
         return _with_model(replace(manifest, findings=(*manifest.findings, *unproven, *parts)), "state_dict")
     if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):
@@ -302,7 +294,7 @@ def read(source: Source) -> Manifest:
         )
     folder = read_folder(source, NAME)
     content = contents(source, META)
-    beside = read_tree(source, META, content, NAME, {})
+    beside = read_tree(source, META, content, {})
     trainer = VERSION in content.tree
     # Lightning's consolidation puts the Trainer's model and optimizers last, and Fabric's first.
     paths = _both_paths(beside, folder) if trainer else _both_paths(folder, beside)

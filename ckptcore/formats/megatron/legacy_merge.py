@@ -116,7 +116,7 @@ def model_of(ranks: Ranks) -> Model:
         ranks.ep,
         ranks.etp,
         layers,
-        _experts(args, ranks, chunks),
+        _experts(args),
         _gated(args, chunks),
         _layers_are_alike(args, chunks),
         _own_norms(chunks),
@@ -352,7 +352,7 @@ def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, 
     return sum(map(sum, counts)), first_layers(counts)
 
 
-def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[ModelChunk]) -> int:
+def _experts(args: Mapping[str, Any]) -> int:
     count = args.get("num_experts", args.get("num_moe_experts"))
     if count is not None and (type(count) is not int or count < 0):
         raise MalformedCheckpoint(f"num_experts must be a count (got {short_repr(count, 40)})")

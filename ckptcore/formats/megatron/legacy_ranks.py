@@ -193,11 +193,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_shapes(state: Mapping[str, Any], arguments: Mapping[str, Any], path: str) -> None:
-    """Require the shapes that the config states, of what it states fully.
-
-    Raises:
-        MalformedCheckpoint: A matrix has another shape: the config is another model's, or was edited.
-    """
+    """Require the shapes that the config states; others say that it is another model's, or was edited."""
     for name, value in state.items():
         columns = next((arguments.get(key) for pattern, key in _CUT if pattern.search(name)), None)
         if columns is None or not isinstance(value, StoredView):
@@ -283,7 +279,7 @@ def read_ranks(source: Source) -> Ranks:
     trees = [(m, read_rank(m[0])) for m in matches]
     first = arguments(trees[0][1].tree, trees[0][0][0])
     tp, pp, ep = (_parallel_size(first, key) for key in _SIZES)
-    etp = _expert_tensor_size(first, tp, ep)
+    etp = _expert_tensor_size(first, tp)
     files: list[RankFile] = []
     findings: list[Finding] = []
     for match, objects in trees:
@@ -347,7 +343,7 @@ def _parallel_size(args: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _expert_tensor_size(args: Mapping[str, Any], tp: int, ep: int) -> int:
+def _expert_tensor_size(args: Mapping[str, Any], tp: int) -> int:
     if args.get("moe_extended_tp"):
         raise UnsupportedFormat(
             "cannot merge experts that are split over tensor and expert ranks at once (moe_extended_tp)",

@@ -213,15 +213,7 @@ def _without_rank_parts(value: Any) -> Any:
 def _note_hidden(
     builder: Builder, objects: Objects, path: str, refused: Mapping[str, Any], merger: Merger
 ) -> None:
-    """Add findings for tensors inside refused classes, one for each value that may hold them.
-
-    Args:
-        builder: Gets the findings.
-        objects: What was read from the file.
-        path: The file.
-        refused: Name -> value, of those that became objects.
-        merger: Knows the files with refused weights.
-    """
+    """Add findings for tensors inside refused classes, one for each value that may hold them."""
     used = storages_in(objects.tree, refused=True)
     hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in used)
     if not hidden:
@@ -545,13 +537,8 @@ def _groups(
 ) -> Iterator[list[tuple[int, Parameter]]]:
     """Yield (number, parameter) pairs of each group; the group's fields select its parameters.
 
-    Args:
-        groups: The optimizer's parameter groups.
-        parameters: In the model's order.
-        apart: Whether experts have their own groups, as they do when they are spread over ranks.
-
-    Raises:
-        Unregistered: Groups and parameters do not fit.
+    Experts are ``apart`` in groups of their own when they are spread over ranks. Raise `Unregistered` where
+    groups and parameters do not fit.
     """
     keyed: dict[tuple[bool, bool], list[Parameter]] = {}
     for p in parameters:

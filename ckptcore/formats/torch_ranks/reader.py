@@ -281,14 +281,10 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Path, Any]
 
 
 def _model_parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Params:
-    """Return the model's parameters in their order, tied ones once.
+    """Return the model's parameters in their order, tied ones once, without those below the optimizer's path.
 
     Distributed tensors are parameters, and plain tensors beside them are buffers. In a state dict of plain
     tensors alone, every tensor may be a parameter.
-
-    Args:
-        tree: Content of the file.
-        optimizer: Path of the optimizer in the tree, None without one.
     """
     if optimizer == ():
         return ()

@@ -109,13 +109,7 @@ class Meshes:
     """
 
     def __init__(self, mesh: Mesh, rank: int, joined: Sequence[str] = ()) -> None:
-        """Name the process groups of a rank.
-
-        Args:
-            mesh: The full mesh.
-            rank: The rank.
-            joined: Neighbouring axes that shard tensors as one, as in ``fsdp+ep``, in the mesh's order.
-        """
+        """Name the process groups of a rank; ``joined`` axes shard tensors as one, as in ``fsdp+ep``."""
         self._rank, self._world, self._device = rank, mesh.size, mesh.device
         self._axes: dict[str, _Axis] = {}
         groups_before = 1  # the group of the world
@@ -486,12 +480,7 @@ class _Files:
         return replace(file, boxes=tuple([box for n in template.kinds if (box := boxes[n]) is not None]))
 
     def _template(self, shapes: tuple[tuple[int, ...] | None, ...], meshes: Meshes) -> _FileTemplate:
-        """Lay out the common parts of files.
-
-        Args:
-            shapes: Per kind, the shape of a rank's box, None without one.
-            meshes: Meshes of any such rank.
-        """
+        """Lay out the common parts of files by the shape of each kind's box; meshes are of any such rank."""
         specs: dict[str, TensorSpec] = {}
         for name in self._names:
             shape = shapes[self._kind[name]]
@@ -609,11 +598,7 @@ def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
 
 
 def _without_missing(value: Any, missing: set[str]) -> Any:
-    """Return the tree without the tensors that a rank lacks, and without dicts of only such tensors.
-
-    Raises:
-        UnsupportedFormat: Such a tensor is in a list, where positions have a meaning.
-    """
+    """Return the tree without the tensors that a rank lacks, and without dicts of only such tensors."""
     if isinstance(value, dict):
         remaining = (
             (k, _without_missing(v, missing))
