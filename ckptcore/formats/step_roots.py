@@ -1,14 +1,14 @@
 """Find the checkpoint below a folder of steps, or below a trainer's own folder.
 
-Trainers keep many steps in one folder, and wrap a checkpoint into a folder of their own. Each row of `ROOTS`
-recognises one such layout and names the subfolder with the checkpoint.
+Trainers keep many steps in one folder, and wrap a checkpoint into a folder of their own. Each function
+of `ROOTS` recognises one such layout and names the subfolder with the checkpoint.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete
 from ckptcore.formats.base import Source, natural
@@ -26,27 +26,13 @@ _ANY_FILE = re.compile(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetenso
 _ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
 
 
-@dataclass(frozen=True, slots=True)
-class StepLayout:
-    """One layout of folders.
-
-    Attributes:
-        name: Name of the layout.
-        find: Returns (subfolder, reason), or None for another source. Raises `NotComplete` when the named
-            subfolder is not finished, `MalformedCheckpoint`, `AmbiguousModel`.
-    """
-
-    name: str
-    find: Callable[[Source], tuple[str, str] | None]
-
-
 def located(source: Source) -> tuple[Source, tuple[str, ...]]:
     """Return the checkpoint's own folder, and a sentence for every folder on the way to it."""
     reasons: list[str] = []
     for _ in range(_MAX_HOPS):
         if source.name is not None:
             break
-        location = next((f for root in ROOTS if (f := root.find(source)) is not None), None)
+        location = next((found for find in ROOTS if (found := find(source)) is not None), None)
         if location is None:
             break
         folder, why = location
@@ -229,11 +215,13 @@ def _number(step: str) -> int:
     return int((m["iter"] or m["step"] or -1) if m else -1)
 
 
-ROOTS: tuple[StepLayout, ...] = (
-    StepLayout("megatron", _megatron),
-    StepLayout("megatron-bridge", _bridge),
-    StepLayout("nemo", _nemo),
-    StepLayout("verl", _verl),
-    StepLayout("deepspeed", _deepspeed),
-    StepLayout("nanotron", _nanotron),
+# Each returns (subfolder, reason), or None for another source. It raises `NotComplete` when the named
+# subfolder is not finished, `MalformedCheckpoint`, `AmbiguousModel`.
+ROOTS: tuple[Callable[[Source], tuple[str, str] | None], ...] = (
+    _megatron,
+    _bridge,
+    _nemo,
+    _verl,
+    _deepspeed,
+    _nanotron,
 )

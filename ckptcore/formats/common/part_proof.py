@@ -652,12 +652,12 @@ def _params_beside(source: Source, names: Iterable[str]) -> Mapping[str, Any]:
     return evidence_beside(source, PARAMS) if is_meta else {}
 
 
-def json_beside(source: Source, path: str) -> Mapping[str, Any]:
+def json_beside(source: Source, path: str, most: int = _MAX_CONFIG) -> Mapping[str, Any]:
     """Return the JSON object of a file beside the parts; {} if there is none, or it proves nothing."""
     try:
         # Without the right to list, a store denies whoever asks for an object that is not there.
         size = _size(source, path)
-        if size is None or not 0 < size <= _MAX_CONFIG:
+        if size is None or not 0 < size <= most:
             return {}
         form = parse(source.store.read(path, 0, size), path)
     except (CkptError, InvalidText):

@@ -61,6 +61,11 @@ def leaves_below(
     return walk(tree, name, ())
 
 
+def holds_tensor(value: Any, kinds: type | tuple[type, ...] = StoredView) -> bool:
+    """Return whether a value is a tensor of a file, or has one inside."""
+    return any(isinstance(leaf, kinds) for _, _, leaf in leaves_below(value, "", StoredView))
+
+
 def built(rows: Iterable[tuple[str, Path, Any]]) -> dict[Any, Any]:
     """Build the nested dict of (name, path, value) rows, in their order.
 

@@ -344,7 +344,11 @@ class _Columns:
                     continue
                 first_offset = first_offsets.setdefault((int(tensor_of_chunk[n]), int(file[n])), offset)
                 if first_offset != offset:
-                    self._builder.findings.append(_lost(fqn, first_offset, offset))
+                    message = (
+                        f"{fqn}: the chunks at {list(first_offset)} and {list(offset)} share one name in "
+                    )
+                    message += "one safetensors blob, so the writer kept only the last of them"
+                    self._builder.report("lost-at-save", "coverage", message, fqn=fqn)
                 # Each item points to the first byte of the blob, which reaches to the end of the file.
                 length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
             envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
@@ -517,16 +521,6 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
                 f"rank {rank} wrote no __{rank}.metadata, but rank {max(ranks)} wrote one",
                 file=f"__{rank}.metadata",
             )
-
-
-def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
-    return finding(
-        "lost-at-save",
-        "coverage",
-        f"{fqn}: the chunks at {list(first)} and {list(second)} share one name in one safetensors "
-        "blob, so the writer kept only the last of them",
-        fqn=fqn,
-    )
 
 
 def _dtype(properties: Any, fqn: str, name: str) -> str:

@@ -22,7 +22,7 @@ from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.common.shard_pieces import ShardPlacement, same
-from ckptcore.formats.common.trees import kind_of, leaves_below
+from ckptcore.formats.common.trees import holds_tensor, kind_of
 from ckptcore.formats.deepspeed.rank_files import StatesFile
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
 
@@ -247,10 +247,17 @@ class Assembly:
         """Add a tensor that cannot be read, whatever of it is there."""
         self.builder.withdraw(name, Unread(reason, file=path))
 
+    def misfit(self, name: str, stored: FileTensor, expected: str, reason: str) -> None:
+        """Report a tensor that cannot be read because of its shape, whose bytes belong to the checkpoint."""
+        path = stored.file.path
+        message = f"{path} has shape {list(stored.value.shape)}, {expected}"
+        self.builder.report("item-mismatch", "files", message, fqn=name, file=path)
+        self.unread(name, reason, path)
+        self.place(stored, name)
+
     def value(self, name: str, value: Any, file: StatesFile, *, per_file: bool) -> None:
         """Add any value of one file: what holds tensors under a name of that file's (``per_file``) part."""
-        kinds = (StoredView, RefusedTensor)
-        if any(isinstance(leaf, kinds) for _, _, leaf in leaves_below(value, "", StoredView)):
+        if holds_tensor(value, (StoredView, RefusedTensor)):
             self.tree(file).add(f"{name}/{file.path.removesuffix('.pt')}" if per_file else name, value)
         else:
             self.object(name, value, file.path)

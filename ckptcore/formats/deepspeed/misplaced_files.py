@@ -25,8 +25,8 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import Storages
 from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.equal_files import equal_files, mixed
 from ckptcore.formats.common.optimizer_numbers import numbered
+from ckptcore.formats.common.rank_file_names import equal_files, mixed
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.rank_files import ModelStates, StatesFile, config_value
 from ckptcore.formats.megatron.seeds import GROUP_TITLES, place_of, seed_reader

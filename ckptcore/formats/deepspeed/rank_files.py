@@ -124,13 +124,11 @@ class ModelStates:
     Attributes:
         world: The ranks of the job.
         files: (data-parallel rank or -1, model-parallel rank) -> file.
-        stage: ZeRO stage by the configuration.
         findings: Missing files, and files of other saves.
     """
 
     world: RankGrid
     files: Mapping[tuple[int, int], StatesFile]
-    stage: int
     findings: tuple[Finding, ...]
 
     def firsts(self) -> dict[int, StatesFile]:
@@ -198,7 +196,7 @@ def read_model_states(
     ]
     if not of_job:
         raise MalformedCheckpoint(f"no file of {source.store.url} is of a rank of the job that it records")
-    return ModelStates(world, of_job, _stage(first), tuple(findings))
+    return ModelStates(world, of_job, tuple(findings))
 
 
 def _require_all_ranks_partitioned(file: StatesFile, world: RankGrid) -> None:

@@ -133,19 +133,14 @@ def _add(
 ) -> None:
     value, shape = stored.value, shapes.get(name)
     if key == _STEP and value.shape not in ((), (1,)):
-        message = f"{stored.file.path} has shape {list(value.shape)}, a step count has none"
-        assembly.builder.report("item-mismatch", "files", message, fqn=target, file=stored.file.path)
-        assembly.unread(target, "it is no step count", stored.file.path)
-        assembly.place(stored, target)
+        assembly.misfit(target, stored, "a step count has none", "it is no step count")
     elif shape is None or key == _STEP or value.shape == shape:
         assembly.tensor(target, stored)
     elif len(value.shape) == 1 and value.shape[0] == prod(shape) and value.strides == row_major(value.shape):
         assembly.run(target, assembly.place(stored, target), 0, shape, 0, prod(shape), same(shape))
     else:
-        message = f"{stored.file.path} has shape {list(value.shape)}, {name} has {list(shape)}"
-        assembly.builder.report("item-mismatch", "files", message, fqn=target, file=stored.file.path)
-        assembly.unread(target, "its shape is not that of the model-state files", stored.file.path)
-        assembly.place(stored, target)
+        other = f"{name} has {list(shape)}"
+        assembly.misfit(target, stored, other, "its shape is not that of the model-state files")
 
 
 def _read(source: Source, path: str) -> tuple[StatesFile, Any]:

@@ -65,7 +65,7 @@ from ckptcore.errors import (
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.files_beside import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.common.join import Part, join, joined_paths
-from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model
+from ckptcore.formats.common.part_proof import evidence_beside, is_complete_model, json_beside
 from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import listed as some_of
@@ -85,8 +85,7 @@ _MAX_COMPARED = 1000  # values of 0-d tensors that are compared: a few bytes eac
 _MAX_LISTED = 100  # missing files, tensors that differ or have another shape
 _ALONE = "find the rank's file; if no rank wrote one, read the others with --allow-incomplete"
 _Consolidated = dict[str, "ConsolidatedTensor"]
-_CONFIG = "config.json"
-_MAX_INDEX, _MAX_CONFIG = 256 << 20, 1 << 20
+_MAX_INDEX = 256 << 20
 # Ends of names in transformers' models whose shape is given by sizes in config.json. Only embeddings: no
 # option of a model changes their shape.
 _EMBEDDINGS = (
@@ -819,7 +818,7 @@ FORMAT = Format(
 
 def proves_all(source: Source, shards: FolderShards) -> bool:
     """Return whether an index lists exactly these tensors, and records as many bytes as they have."""
-    form = _json(source, INDEX, _MAX_INDEX)
+    form = json_beside(source, INDEX, _MAX_INDEX)
     listed, metadata = form.get("weight_map"), form.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(listed, dict) or type(total) is not int or listed.keys() != shards.parts.keys():
@@ -835,7 +834,7 @@ def proves_all(source: Source, shards: FolderShards) -> bool:
 def known_shapes(sources: Sequence[Source], shards: FolderShards) -> Mapping[str, Shape]:
     """Return the shapes of embeddings by the model's configuration; none if any tensor contradicts it."""
     for source in sources:
-        config = _json(source, _CONFIG, _MAX_CONFIG)
+        config = json_beside(source, "config.json")
         rows, width = _number(config, _VOCABULARY), _number(config, _WIDTH)
         names = [n for n in shards.parts if n.endswith(_EMBEDDINGS)]
         if rows and width and names:
@@ -851,14 +850,3 @@ def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
         if len(sizes) == 1 and type(sizes[0]) is int and sizes[0] > 0:
             return sizes[0]
     return None
-
-
-def _json(source: Source, path: str, most: int) -> dict[str, Any]:
-    """Return a file's JSON object; {} if there is none, because an unreadable file proves nothing."""
-    if not 0 < source.listing.get(path, 0) <= most:
-        return {}
-    try:
-        form = parse(source.store.read(path, 0, source.listing[path]), path)
-    except (CkptError, InvalidText):
-        return {}
-    return form if isinstance(form, dict) else {}

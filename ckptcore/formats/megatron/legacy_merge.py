@@ -372,11 +372,8 @@ def _gated(args: Mapping[str, Any], chunks: Sequence[ModelChunk]) -> bool:
                 continue
             grouped = name.endswith("experts.weight1")
             rows, columns = prod(value.shape), prod(fc2.shape)
-            if value.shape[0 if grouped else 1] != fc2.shape[1 if grouped else 0]:
-                raise MalformedCheckpoint(
-                    f"{name} {list(value.shape)} does not fit {second} {list(fc2.shape)}"
-                )
-            if rows not in (columns, 2 * columns):
+            joined = value.shape[0 if grouped else 1] == fc2.shape[1 if grouped else 0]
+            if not joined or rows not in (columns, 2 * columns):
                 raise MalformedCheckpoint(
                     f"{name} {list(value.shape)} does not fit {second} {list(fc2.shape)}"
                 )

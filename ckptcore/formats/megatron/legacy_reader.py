@@ -40,7 +40,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import Objects, refused_in
 from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.trees import kind_of, leaves_below
+from ckptcore.formats.common.trees import holds_tensor, kind_of
 from ckptcore.formats.megatron.flat_buffers import flat_boxes, lay_out, lay_out_buffer
 from ckptcore.formats.megatron.legacy_merge import (
     EMBEDDING,
@@ -64,6 +64,7 @@ from ckptcore.utils.text import count, short_repr
 FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
 _FOLDERS = ("mp_rank_", "tp_rank_")
+_TENSORS = (StoredView, RefusedTensor)
 _RANK_OBJECTS = frozenset({"rng_state", "optimizer"})  # objects that differ by rank
 _GROUP_RANKS = {
     "tensor_model_parallel_rank": "tp",
@@ -101,9 +102,9 @@ def read(source: Source) -> Manifest:
         for key, value in file.tree.items():
             if _MODEL.fullmatch(key) or key in ranks.beside:
                 continue
-            if key == "optimizer" and _holds_tensor(value):
+            if key == "optimizer" and holds_tensor(value, _TENSORS):
                 value = _numbered(builder, merger, chunks, tree, value, file)
-            if key in _RANK_OBJECTS or _holds_tensor(value):
+            if key in _RANK_OBJECTS or holds_tensor(value, _TENSORS):
                 tree.add(f"{key}/{file.folder}", value)
             else:
                 _add_common(builder, common, key, value, file)
@@ -160,11 +161,6 @@ def _add_flat(
         builder.report("flat-buffers", "coverage", f"cannot split {path} by parameter: {error}", file=path)
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
     _note_hidden(builder, objects, path, tree.refused, merger)
-
-
-def _holds_tensor(value: Any) -> bool:
-    tensor_types = (StoredView, RefusedTensor)
-    return any(isinstance(leaf, tensor_types) for _, _, leaf in leaves_below(value, "", StoredView))
 
 
 def _add_common(

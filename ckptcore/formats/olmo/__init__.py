@@ -1,5 +1,5 @@
 """Read and write OLMo's checkpoints, of OLMo and of OLMo-core.
 
-`core.FORMAT` (1.0 and later), `v01.FORMAT` (0.1; written by `v01_writer`),
-`local.FORMAT` (flat parameters a rank) and `unsharded.FORMAT`. All of them use `common`.
+`core.FORMAT` (1.0 and later), `v01.FORMAT` (0.1), `local.FORMAT` (flat parameters a rank) and
+`unsharded.FORMAT`. All of them use `common`.
 """

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
 from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.optimizer_numbers import is_opaque, join_equal_groups
-from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.trees import holds_tensor
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.foreign_text import is_number
@@ -106,7 +106,7 @@ def train_part(source: Source) -> Part | None:
         by_rank = {rank: tree[key] for rank, (tree, _) in trees.items() if key in tree}
         first = min(by_rank)
         if len(by_rank) == len(trees) and all(_same_values(by_rank[first], v) for v in by_rank.values()):
-            if _holds_tensor(by_rank[first]):  # only one rank has it
+            if holds_tensor(by_rank[first]):  # only one rank has it
                 trees[first][1].add(f"train.{key}", by_rank[first])
             else:
                 add_object(builder, f"train.{key}", by_rank[first], files[first])
@@ -143,11 +143,7 @@ def open_file(
 
 def _same_values(first: Any, second: Any) -> bool:
     """Return whether two ranks' values are equal, without reading bytes of tensors."""
-    return first is second or (type(first) is type(second) and first == second and not _holds_tensor(first))
-
-
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(v, StoredView) for _, _, v in leaves_below(value, "", StoredView))
+    return first is second or (type(first) is type(second) and first == second and not holds_tensor(first))
 
 
 def _run_facts(tree: dict[Any, Any]) -> dict[str, Any]:

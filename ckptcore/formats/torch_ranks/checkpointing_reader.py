@@ -181,8 +181,8 @@ def _paths(item: str, layout: Mapping[Any, Any], world: int) -> dict[int, str]:
     }
 
 
-def read_items(source: Source, name: str) -> Manifest:
-    """Read the manifest of all items and ranks, of a format of this name.
+def read_items(source: Source) -> Manifest:
+    """Read the manifest of all items and ranks.
 
     Raises:
         MalformedCheckpoint: A file cannot be parsed, or ranks contradict each other.
@@ -228,10 +228,7 @@ def read_items(source: Source, name: str) -> Manifest:
     origin: dict[str, Any] = {"parts": [kind.stem for kind in kinds]}
     if world is not None:
         origin["world_size"] = world
-    paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
-    if paths:
-        origin["paths"] = paths
-    return replace(builder.build(name, source.store.url, origin), order=reader.order())
+    return reader.manifest("torch_checkpointing", origin)
 
 
 def _part(path: str) -> PartName:

@@ -153,7 +153,7 @@ def read_meta(source: Source) -> Manifest:
     """Read the manifest of all ranks' files; raise the errors of `meta_reader.read_ranks`."""
     from ckptcore.formats.torch_ranks.meta_reader import read_ranks
 
-    return read_ranks(source, meta_paths(source), "meta")
+    return read_ranks(source, meta_paths(source))
 
 
 def detect_items(source: Source) -> Evidence | None:
@@ -173,7 +173,11 @@ def detect_items(source: Source) -> Evidence | None:
     items = {} if has_other_files or not tensors else item_files(source)
     items = {item: ranks for item, ranks in items.items() if any(p in tensors for p in ranks.values())}
     ranks = next(iter(items.values()), {}).keys()
-    if len(items) > 1 and all(paths.keys() == ranks for paths in items.values()) and _is_run(ranks):
+    if (
+        len(items) > 1
+        and all(paths.keys() == ranks for paths in items.values())
+        and set(ranks) == set(range(len(ranks)))
+    ):
         return _evidence((f"each rank has {', '.join(items)}",))
     return _by_content(source, items)
 
@@ -189,10 +193,6 @@ def _by_content(source: Source, items: Mapping[str, Mapping[int, str]]) -> Evide
     return None
 
 
-def _is_run(ranks: object) -> bool:
-    return isinstance(ranks, type({}.keys())) and set(ranks) == set(range(len(ranks)))
-
-
 def _evidence(because: tuple[str, ...]) -> Evidence:
     return Evidence(CHECKPOINTING, because, ("torch_save", "safetensors", "hf_quantized", "torch_ranks"))
 
@@ -201,7 +201,7 @@ def read_checkpointing(source: Source) -> Manifest:
     """Read the manifest of all items and ranks; raise the errors of `checkpointing_reader.read_items`."""
     from ckptcore.formats.torch_ranks.checkpointing_reader import read_items
 
-    return read_items(source, CHECKPOINTING)
+    return read_items(source)
 
 
 _LAYOUT = Layout(arrange, nests=True, values="libraries", torch_load=True, model_folder=_MODEL_FOLDER)

@@ -24,7 +24,6 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects, Storages, read_objects
 from ckptcore.errors import Finding, UnsupportedFormat, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.common.equal_files import equal_files
 from ckptcore.formats.common.part_proof import (
     PARAMS,
     json_beside,
@@ -32,6 +31,7 @@ from ckptcore.formats.common.part_proof import (
     part_findings,
     ranks_by_params,
 )
+from ckptcore.formats.common.rank_file_names import equal_files
 from ckptcore.formats.common.shard_pieces import (
     Piece,
     PlacedTensors,
@@ -60,13 +60,12 @@ _COLUMNS = re.compile(
 _KEY_OR_VALUE = re.compile(r"^(?:.*\.)?layers\.\d+\.attention\.w[kv]\.weight$")
 
 
-def read_ranks(source: Source, paths: Mapping[int, str], name: str) -> Manifest:
+def read_ranks(source: Source, paths: Mapping[int, str]) -> Manifest:
     """Read the manifest of all ranks' files.
 
     Args:
         source: The folder.
         paths: Rank -> file, in the order of the ranks.
-        name: Name of the format.
 
     Raises:
         UnsupportedFormat: A file has no state dict.
@@ -98,7 +97,7 @@ def read_ranks(source: Source, paths: Mapping[int, str], name: str) -> Manifest:
         builder.findings += equal_files(source, ranks.storages)
     if PARAMS in source.listing:
         source.explain(PARAMS)
-    return builder.build(name, source.store.url, {"mesh": {"tp": ranks.degree}})
+    return builder.build("meta", source.store.url, {"mesh": {"tp": ranks.degree}})
 
 
 class _Ranks:

@@ -367,10 +367,7 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
             builder.findings += unproven_findings(source, parts, shapes, builder.blobs)
     if not any(f.code in ("missing-rank", "unproven-parts", "missing-file") for f in builder.findings):
         builder.findings += torn_findings(source, reader.files, shapes)
-    paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
-    if paths:
-        origin["paths"] = paths
-    return replace(builder.build(name, source.store.url, origin), order=reader.order())
+    return reader.manifest(name, origin)
 
 
 class RankReader:
@@ -453,10 +450,14 @@ class RankReader:
         """Return how many ranks took part, according to the files."""
         return max(self._span, max(self._ranks, default=-1) + 1) or None
 
-    def order(self) -> tuple[str, ...]:
-        """Return the tensors in the order of the files; () if they were added in that order."""
+    def manifest(self, name: str, origin: Mapping[str, Any]) -> Manifest:
+        """Return what was collected as a manifest of a format, with its paths, in the order of the files."""
+        builder = self._builder
+        paths = self.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
+        origin = {**origin, "paths": paths} if paths else origin
         names = tuple(n for n in self._names if n in self._indices)
-        return () if names == tuple(self._indices) else names
+        order = () if names == tuple(self._indices) else names  # they were added so
+        return replace(builder.build(name, self._source.store.url, origin), order=order)
 
     def _shards(self, shards: LocalShards, rank: int, path: str) -> None:
         placed = shards.placed

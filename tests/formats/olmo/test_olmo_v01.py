@@ -23,7 +23,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import decode
 from ckptcore.errors import NotComplete, UnsafeContent, UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement
-from ckptcore.formats.olmo.v01_writer import arrange
+from ckptcore.formats.olmo.v01 import arrange
 from ckptcore.planning.request import Request
 from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
