@@ -195,20 +195,25 @@ def open_source(
     Raises:
         SourceUnreadable: The URL does not exist, is no regular file, or cannot be opened.
     """
+
+    def opened(store: Store, name: str | None, statuses: dict[str, FileStatus]) -> Source:
+        listing = {path: status.nbytes for path, status in statuses.items()}
+        return Source(store, name, listing, recover, keep_quantized, weights, statuses)
+
     store = open_source_store(url)
     if is_average(url):  # each input is opened and listed when it is read
-        return _source(store, None, {}, recover, keep_quantized, weights)
+        return opened(store, None, {})
     if isinstance(store, MergedStore):
         statuses = store.stamped()
         store.require_equal()
-        return _source(store, None, statuses, recover, keep_quantized, weights)
+        return opened(store, None, statuses)
     if store.local is not None:
         try:
             is_folder = store.local.is_dir()
         except OSError as error:  # for example, a name that is too long
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
-            return _source(store, None, store.stamped(), recover, keep_quantized, weights)
+            return opened(store, None, store.stamped())
         exists = store.local.exists()
         parent, name = split_url(url)
         store = open_source_store(parent)
@@ -216,28 +221,14 @@ def open_source(
         if status is None:
             why = "is neither a folder nor a regular file" if exists else "does not exist"
             raise SourceUnreadable(f"{url} {why}", hint=hub_hint(url) or near_place(url) or None)
-        return _source(store, name, {name: status}, recover, keep_quantized, weights)
+        return opened(store, name, {name: status})
     parent, name = split_url(url)
     if "." in name:  # an object store cannot tell a folder from a file; a name with a suffix may be a file
         above = open_source_store(parent)
         status = above.look(name)
         if status is not None:
-            return _source(above, name, {name: status}, recover, keep_quantized, weights)
-    return _source(store, None, store.stamped(), recover, keep_quantized, weights)
-
-
-def _source(
-    store: Store, name: str | None, statuses: dict[str, FileStatus], recover: bool, keep: bool, weights: str
-) -> Source:
-    return Source(
-        store,
-        name,
-        {path: status.nbytes for path, status in statuses.items()},
-        recover,
-        keep,
-        weights,
-        statuses,
-    )
+            return opened(above, name, {name: status})
+    return opened(store, None, store.stamped())
 
 
 def detect(source: Source) -> tuple[Format, Evidence]:

@@ -32,32 +32,22 @@ Key = tuple[Action, str, str]
 _log = logging.getLogger("ckptcore")
 
 
-@dataclass(frozen=True, slots=True)
-class RegistryEntry:
-    """One row: the format that performs an action, and the package that provides it."""
-
-    action: Action
-    format: Format
-    version: str
-    package: str
-
-
 @dataclass(frozen=True)
 class Registry:
     """All formats.
 
     Attributes:
-        rows: Entries by (action, format, version), in the order of registration.
+        rows: (Action, name, version) -> the format, and the package that provides it, as registered.
         broken: (package, reason) of unusable entry points, which are not registered.
     """
 
-    rows: Mapping[Key, RegistryEntry]
+    rows: Mapping[Key, tuple[Format, str]]
     broken: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def formats(self) -> tuple[Format, ...]:
         """Return every format once, in the order of registration."""
-        return tuple(dict.fromkeys(e.format for e in self.rows.values()))
+        return tuple(dict.fromkeys(form for form, _ in self.rows.values()))
 
     def find(self, action: Action, name: str, version: str | None = None) -> Format:
         """Return the format that performs an action.
@@ -70,14 +60,13 @@ class Registry:
         Raises:
             UsageError: There is no such format; the error lists the known ones.
         """
-        rows = [e for (a, n, _), e in self.rows.items() if (a, n) == (action, name)]
-        for entry in rows:
-            if version in (None, entry.version):
-                return entry.format
-        if rows:
-            versions = ", ".join(e.version for e in rows)
+        versions = {v: form for (a, n, v), (form, _) in self.rows.items() if (a, n) == (action, name)}
+        for known_version, form in versions.items():
+            if version in (None, known_version):
+                return form
+        if versions:
             raise UsageError(
-                f"cannot {action} version {version} of format {name!r}", hint=f"known: {versions}"
+                f"cannot {action} version {version} of format {name!r}", hint=f"known: {', '.join(versions)}"
             )
         names = dict.fromkeys(n for a, n, _ in self.rows if a == action)
         listed = any(n == name for _, n, _ in self.rows)
@@ -86,7 +75,7 @@ class Registry:
 
     def package(self, name: str) -> str:
         """Return the package that provides a format."""
-        return next(e.package for (_, n, _), e in self.rows.items() if n == name)
+        return next(package for (_, n, _), (_, package) in self.rows.items() if n == name)
 
 
 def register(project_formats: Sequence[Format], *, plugins: bool = True) -> Registry:
@@ -98,9 +87,9 @@ def register(project_formats: Sequence[Format], *, plugins: bool = True) -> Regi
         project_formats: Formats of this project.
         plugins: Whether to load the entry points of installed packages.
     """
-    rows: dict[Key, RegistryEntry] = {}
+    rows: dict[Key, tuple[Format, str]] = {}
     for format in project_formats:
-        rows |= dict(_registry_entries(format, OWN))
+        rows |= dict.fromkeys(_keys(format), (format, OWN))
     broken: list[tuple[str, str]] = []
     for point in entry_points(group=GROUP) if plugins else ():
         package = point.dist.name if point.dist is not None else point.value
@@ -112,12 +101,12 @@ def register(project_formats: Sequence[Format], *, plugins: bool = True) -> Regi
         if not isinstance(format, Format):
             broken.append((package, f"{point.value} is {type(format).__name__}, not a Format"))
             continue
-        new = dict(_registry_entries(format, package))
-        taken = next((rows[key].package for key in new if key in rows), None)
+        keys = list(_keys(format))
+        taken = next((rows[key][1] for key in keys if key in rows), None)
         if taken is not None:
             broken.append((package, f"format {format.name!r} is already provided by {taken}"))
             continue
-        rows |= new
+        rows |= dict.fromkeys(keys, (format, package))
     for package, reason in broken:
         _log.warning("formats of package %s are not used: %s", package, reason)
     return Registry(rows, tuple(broken))
@@ -158,8 +147,7 @@ def _is_named(group: bytes) -> bool:
     return False
 
 
-def _registry_entries(format: Format, package: str) -> Iterator[tuple[Key, RegistryEntry]]:
+def _keys(format: Format) -> Iterator[Key]:
     actions: list[tuple[Action, object]] = [("read", format.reader), ("write", format.writer)]
     for action, able in actions:
-        for version in format.versions if able is not None else ():
-            yield (action, format.name, version), RegistryEntry(action, format, version, package)
+        yield from ((action, format.name, version) for version in format.versions if able is not None)

@@ -32,6 +32,7 @@ from ckptcore.formats.base import (
     Writer,
 )
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.dcp.format import thin as thin_folders
 from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
     CONFIG,
@@ -164,8 +165,6 @@ def thin(source: Source, manifest: Manifest, drop: frozenset[str]) -> Thinned:
             f"cannot thin {source.store.url}: {INTEGRITY} has the digest of every file, which would change",
             hint=f"Megatron-Core loads a folder without {INTEGRITY}: remove it where nothing asks for it",
         )
-    from ckptcore.formats.dcp.thinning import thin_folders
-
     return thin_folders(source, manifest, drop)
 
 
