@@ -82,7 +82,7 @@ class ModelLayers:
         tensors.
         """
         for container, layers in self._blocks.items():
-            usual, most = _usual(layers)
+            usual, most = Counter(frozenset(layer) for layer in layers.values()).most_common(1)[0]
             absent = next((n for n in range(len(layers)) if n not in layers), None)
             if absent is not None:
                 return f"{container}{absent}.{min(usual)}"
@@ -196,11 +196,6 @@ def _are_blocks(layers: Mapping[int, Mapping[str, str]]) -> bool:
         len(layer) >= _BLOCK or any(k.count(".") > 1 or "norm." in k for k in layer)
         for layer in layers.values()
     )
-
-
-def _usual(layers: Mapping[int, Mapping[str, str]]) -> tuple[frozenset[str], int]:
-    """Return the names that most layers have, and how many have them."""
-    return Counter(frozenset(layer) for layer in layers.values()).most_common(1)[0]
 
 
 def _behind(name: str) -> str | None:

@@ -186,7 +186,8 @@ def prove(
     proofs: dict[int, NumberingProof] = {}
     for n, optimizer in enumerate(optimizers):
         names = _stored_names(optimizer, model.shapes)
-        if names is not None and _fit(names, shapes[n] or {}, model):
+        known = (shapes[n] or {}).items()
+        if names is not None and all(model.shapes[names[i]] == shape_of for i, shape_of in known):
             proofs[n] = NumberingProof(names)
     rest = [n for n in range(len(optimizers)) if n not in proofs]
     rows = [(optimizers[n], shapes[n] or {}) for n in rest]
@@ -262,10 +263,6 @@ def _shape_of(shapes: Mapping[Any, Shape]) -> Shape | None:
     if not candidates:
         candidates = {s for s in shapes.values() if s}  # a step counter has no dims
     return candidates.pop() if len(candidates) == 1 else None
-
-
-def _fit(names: Mapping[int, str], shapes: Mapping[int, Shape], model: _Model) -> bool:
-    return all(model.shapes[names[i]] == s for i, s in shapes.items())
 
 
 # An optimizer, and the known shapes of its parameters.

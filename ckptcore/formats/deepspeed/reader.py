@@ -125,7 +125,10 @@ class _Reader:
         # Of each model-parallel rank the first file: what it records of parameters is
         # the same for all its data-parallel ranks.
         self._ranks = states.firsts()
-        self._trained = {mp: _merge_groups(parameter_shapes(f)) for mp, f in self._ranks.items()}
+        self._trained = {
+            mp: {name: shape for group in parameter_shapes(f) for name, shape in group.items()}
+            for mp, f in self._ranks.items()
+        }
         self._frozen = {mp: _frozen_shapes(f) for mp, f in self._ranks.items()}
         self._shared = {k: v for f in states.files.values() for k, v in _texts(f, "shared_params").items()}
         self._buffers = {n for f in self._ranks.values() for n in _names(f, "buffer_names")}
@@ -594,10 +597,6 @@ class _Reader:
 def _is_placeholder(part: _Part, value: StoredView) -> bool:
     """Return whether a weight is what ZeRO-3 leaves in place of one that is partitioned."""
     return value.shape == (0,) and part.partitioned
-
-
-def _merge_groups(groups: list[dict[str, Shape]]) -> dict[str, Shape]:
-    return {name: shape for group in groups for name, shape in group.items()}
 
 
 def _frozen_shapes(file: StatesFile) -> dict[str, Shape]:

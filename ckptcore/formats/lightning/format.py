@@ -504,7 +504,11 @@ def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[
     if not isinstance(states, list) or not isinstance(model, dict):
         return {}, []
     optimizers = {n: o for n, state in enumerate(states) if (o := numbered(state)) is not None}
-    proofs = prove(_possible_parameters(model), list(optimizers.values()), _shape)
+    proofs = prove(
+        _possible_parameters(model),
+        list(optimizers.values()),
+        lambda v: v.shape if isinstance(v, StoredView) else None,
+    )
     names: dict[str, dict[str, str]] = {}
     findings: list[Finding] = []
     for (n, optimizer), proof in zip(optimizers.items(), proofs, strict=True):
@@ -537,7 +541,3 @@ def _may_be_parameter(name: str, value: Any) -> bool:
     if not isinstance(value, StoredView) or BY_NAME[value.dtype].kind not in "fc":
         return False
     return name.rpartition(".")[2] not in _BUFFERS
-
-
-def _shape(value: Any) -> Shape | None:
-    return value.shape if isinstance(value, StoredView) else None

@@ -141,7 +141,7 @@ def restate(manifest: Manifest, space: ParameterSpace) -> Manifest:
     for blob in manifest.blobs:
         m = _PART.match(blob.key)
         if m is not None:
-            parts.setdefault((_number(m["chain"]), m["what"]), []).append(blob)
+            parts.setdefault((int(m["chain"]) if m["chain"] else None, m["what"]), []).append(blob)
     moved: dict[int | None, dict[str, Any]] = {chain: {} for chain in chains}
     names: dict[str, str] = {}
     try:
@@ -170,10 +170,6 @@ def _require_groups(moved: Mapping[int | None, Mapping[str, Any]], chains: Mappi
         raise _Contradiction(f"not every one of {count(len(moved), 'optimizer')} has them")
     if moved.keys() != chains.keys():
         raise _Contradiction(f"{count(len(moved), 'optimizer')} for {count(len(chains), 'sharding type')}")
-
-
-def _number(text: str | None) -> int | None:
-    return None if text is None else int(text)
 
 
 def _moved_to(place: str, key: str) -> Callable[[str], str]:

@@ -10,7 +10,7 @@ checkpoint say what is in the model, so this module only defines the order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -178,7 +178,7 @@ class ParameterOrder:
             out += self._parameters_of(_LAST, where)
             if self.tied and self.world.pp > 1:  # its own copy: the embedding is on another rank
                 copied = self._parameters_of(_FIRST[:1], where)
-                out += [Parameter("output_layer.weight", *_rest(p)) for p in copied]
+                out += [replace(p, name="output_layer.weight") for p in copied]
         return out
 
     def shares_embedding(self, parameter: Parameter) -> bool:
@@ -267,10 +267,6 @@ class ParameterOrder:
         if local is None:
             raise Unregistered(f"cannot split {name} {list(shape)} over {ranks} tensor ranks")
         return local
-
-
-def _rest(p: Parameter) -> tuple[tuple[int, ...], str, Placement, bool]:
-    return p.shape, p.dtype, p.placement, p.expert
 
 
 def _expert_key(rest: str) -> str:

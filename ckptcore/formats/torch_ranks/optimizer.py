@@ -132,7 +132,8 @@ def in_model_order(groups: list[dict[str, Any]], order: Sequence[str]) -> list[d
     ordered_groups = []
     for number, group in enumerate(groups):
         names = group["params"]
-        if len(names) < 2 or _proves_its_own(group):
+        # An optimizer that records names (torch >= 2.6) in this order proves it itself.
+        if len(names) < 2 or group.get("param_names") == names:
             ordered_groups.append(group)
             continue
         lost = next((n for n in names if n not in place), None)
@@ -156,11 +157,6 @@ def _unproven_error(group: int, why: str) -> UnprovenCheckpoint:
 
 def _lists_params(groups: list[Any]) -> bool:
     return bool(groups) and all(isinstance(g, dict) and type(g.get("params")) is list for g in groups)
-
-
-def _proves_its_own(group: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer that records names (torch >= 2.6) lists its parameters in this order."""
-    return bool(group.get("param_names") == group["params"])
 
 
 def _by_unit(names: Sequence[str], place: Mapping[str, int]) -> bool:
